@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from glm46.checkpoint.finite import stored_not_finite
+from glm46.checkpoint.folder_kind import Kind, checkpoint_folders, kind_of, require_kind
 from glm46.checkpoint.integrity import (
     META,
     check_files,
@@ -56,19 +57,18 @@ def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
     """The published checkpoints of a folder, oldest first.
 
     Args:
-        folder: the checkpoint folder of a run, or one step folder.
+        folder: the checkpoint folder of a run, its dump folder, or one step folder.
         read_contents: hash every file and check values for NaN and infinity; else compare lengths and names only.
 
     Raises:
-        UserError: the folder is absent.
+        UserError: the folder is absent, or there is no checkpoint in it.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    own = step_of(folder.absolute())
-    steps = (
-        [(folder, own)] if own is not None else [(step_folder(folder, step), step) for step in published_steps(folder)]
-    )
-    return [_summary(path, step, read_contents) for path, step in steps]
+    if step_of(folder.absolute()) is not None and kind_of(folder) in (Kind.STEP, Kind.OTHER):
+        folders = [folder]
+    else:
+        require_kind(folder, Kind.STEPS, Kind.RUN)
+        folders = [step_folder(of, step) for of in checkpoint_folders(folder) for step in published_steps(of)]
+    return [_summary(path, step_of(path.absolute()), read_contents) for path in folders]
 
 
 def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
@@ -100,8 +100,7 @@ def contents(path: Path) -> tuple[dict[str, Any], list[TensorSummary]]:
     Raises:
         UserError: the checkpoint is absent or incomplete, or its index is damaged.
     """
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder")
+    require_kind(path, Kind.STEP)
     body, faults = read_manifest(path, step_of(path.absolute()))
     if body is None:
         raise UserError(*faults)

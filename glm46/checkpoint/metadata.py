@@ -8,8 +8,8 @@ import enum
 import io
 import math
 import pickle
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
     (_DCP + "metadata", "Metadata"),
     (_DCP + "metadata", "TensorStorageMetadata"),
+    (_DCP + "metadata", "BytesStorageMetadata"),
     (_DCP + "metadata", "TensorProperties"),
     (_DCP + "metadata", "ChunkStorageMetadata"),
     (_DCP + "metadata", "MetadataIndex"),
@@ -31,6 +32,13 @@ _ALLOWED = {
     (_DCP + "filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
+}
+# DCP's own writer stores the path that it wrote to. Python 3.13 names the classes by another module.
+_PATHS = {
+    (module, kind + name): pure
+    for module in ("pathlib", "pathlib._local")
+    for name, pure in (("PosixPath", PurePosixPath), ("WindowsPath", PureWindowsPath))
+    for kind in ("", "Pure")
 }
 # All that a damaged or hostile pickle can raise.
 _BROKEN_PICKLE = (
@@ -50,6 +58,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) in _PATHS:
+            return _PATHS[module, name]
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -82,17 +92,26 @@ def read_checked_metadata(folder: Path, files: Mapping[str, FileRecord]) -> tupl
     return None if faults else metadata, faults
 
 
-def check_metadata(folder: Path, metadata: Metadata, files: Mapping[str, FileRecord]) -> list[str]:
-    """Faults with which DCP would load wrong values without an error: holes, overlaps, missing or misplaced records."""
+def check_metadata(
+    folder: Path, metadata: Metadata, files: Mapping[str, FileRecord], names: Collection[str] | None = None
+) -> list[str]:
+    """Faults with which DCP would load wrong values without an error: holes, overlaps, missing or misplaced records.
+
+    Args:
+        names: entries to check; None: all.
+    """
     try:
-        return _metadata_faults(folder, metadata, files)
+        return _metadata_faults(folder, metadata, files, metadata.state_dict_metadata if names is None else names)
     except (TypeError, AttributeError, ValueError, MemoryError) as error:  # fields of other types than DCP writes
         return [f"{folder / METADATA}: refused: {type(error).__name__}: {error}"]
 
 
-def _metadata_faults(folder: Path, metadata: Metadata, files: Mapping[str, FileRecord]) -> list[str]:
+def _metadata_faults(
+    folder: Path, metadata: Metadata, files: Mapping[str, FileRecord], names: Collection[str]
+) -> list[str]:
     faults = []
-    for name, entry in metadata.state_dict_metadata.items():
+    for name in names:
+        entry = metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
             faults.append(f"{folder}: {name} is a pickled object; glm46 saves and loads tensors only")
             continue
@@ -119,6 +138,8 @@ def _record_faults(
     record = files.get(info.relative_path)
     if record is None:
         return [f"{where}: stored in {info.relative_path!r}, which is not a file of this checkpoint"]
+    if getattr(info, "transform_descriptors", None):
+        return [f"{where}: stored through {', '.join(info.transform_descriptors)}; save it without such extensions"]
     least = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
     if not (info.offset >= 0 and info.length >= least and info.offset + info.length <= record.bytes):
         return [f"{where}: bytes {info.offset} to {info.offset + info.length} of {info.relative_path} cannot hold it"]

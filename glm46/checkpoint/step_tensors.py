@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from glm46.checkpoint.dcp import write_tensors
-from glm46.checkpoint.integrity import META, published_steps, records_of, step_folder, step_of, verify_folder
+from glm46.checkpoint.folder_kind import Kind, require_kind
+from glm46.checkpoint.integrity import META, records_of, step_of, verify_folder
 from glm46.checkpoint.metadata import read_checked_metadata
 from glm46.checkpoint.publish import open_draft, publish
 from glm46.checkpoint.save import Snapshot, encode_meta
@@ -42,8 +43,7 @@ class StepTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path, ranks: Ranks = ALONE):
         """Collective over ``ranks``, which share the verification."""
         self._folder = folder
-        if known := published_steps(folder):
-            raise UserError(f"{folder}: holds steps; give one of them, such as {step_folder(folder, known[-1])}")
+        require_kind(folder, Kind.STEP)
         body, faults = verify_folder(folder, step_of(folder.absolute()), ranks)
         if not faults:
             self._metadata, faults = read_checked_metadata(folder, records_of(body))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.checkpoint.inspection import CheckpointSummary, contents, summarise
 from glm46.checkpoint.integrity import step_folder
 from glm46.checkpoint.publish import Retention, remove, steps_to_remove
@@ -25,7 +26,7 @@ def checkpoint_command(argv: Sequence[str]) -> int:
         Exit code: 0; 1 if a listed or verified checkpoint is incomplete or damaged.
 
     Raises:
-        UserError: a folder is absent, or prune would leave no checkpoint that is complete and undamaged.
+        UserError: a folder is absent or holds no checkpoint, or prune would leave none that is complete and undamaged.
     """
     arguments = _parser().parse_args(list(argv))
     return arguments.run(arguments)
@@ -37,7 +38,7 @@ def _parser() -> VerbParser:
     listing = kinds.add_parser("list", help="steps, tokens, loss, size, complete or why not")
     verify = kinds.add_parser("verify", help="read every byte and compare it with the manifest")
     for parser_of, read_contents in ((listing, False), (verify, True)):
-        parser_of.add_argument("folder", type=Path, help="the checkpoint folder of a run, or one step folder")
+        parser_of.add_argument("folder", type=Path, help="folder of a run, of its checkpoints, or of one step")
         parser_of.set_defaults(run=_list, read_contents=read_contents)
     show = kinds.add_parser("show", help="meta and tensors of one checkpoint")
     show.add_argument("folder", type=Path, help="a step folder")
@@ -54,9 +55,6 @@ def _parser() -> VerbParser:
 
 def _list(arguments: argparse.Namespace) -> int:
     summaries = summarise(arguments.folder, read_contents=arguments.read_contents)
-    if not summaries:
-        print(f"{arguments.folder}: no checkpoint")
-        return 0
     print(f"{'step':>10} {'saved':19} {'tokens':>18} {'val. loss':>9} {'size':>10}  state")
     for summary in summaries:
         _print_summary(summary, "verified" if arguments.read_contents else "complete")
@@ -95,6 +93,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
+    require_kind(arguments.folder, Kind.STEPS)
     rule = Retention(arguments.keep_latest_k, arguments.keep_every, arguments.keep_best_k)
     complete = {one.step: one for one in summarise(arguments.folder, read_contents=False) if not one.faults}
     losses = {step: one.validation_loss for step, one in complete.items()}

@@ -12,6 +12,7 @@ import tomli
 import torch
 from torch import Tensor
 
+from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors, write_model
 from glm46.commands.options import VerbParser, verb_parser
@@ -36,6 +37,7 @@ from glm46.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHE
 from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from glm46.planner.curriculum import describe_attention
 from glm46.planner.function import capacity_lines, moe_of_meta
+from glm46.planner.parameters import named_rows
 from glm46.training.resume import BASES_KEY
 
 _HF_CONFIG = "hf_config"
@@ -49,7 +51,9 @@ def convert_command(argv: Sequence[str]) -> int:
         UserError: input is missing, damaged or does not fit; nothing incomplete is left behind.
     """
     arguments = _parser().parse_args(list(argv))
-    fetch_options(arguments, *({"model", "base", "adapter", "tokenizer"} & vars(arguments).keys()))
+    fetch_options(
+        arguments, *({"model", "base", "adapter", "tokenizer", "checkpoint", "config"} & vars(arguments).keys())
+    )
     try:
         return arguments.run(arguments)
     except CheckpointError as error:
@@ -60,9 +64,10 @@ def convert_command(argv: Sequence[str]) -> int:
 
 def _parser() -> VerbParser:
     parser = verb_parser("convert")
-    kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf|adapter-to-hf|merge", required=True)
-    export = kinds.add_parser("to-hf", help="a step folder as a Hugging Face folder")
-    export.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
+    kinds = parser.add_subparsers(title="what", metavar="to-hf|from-hf|from-dcp|adapter-to-hf|merge", required=True)
+    export = kinds.add_parser("to-hf", help="a step folder, or a Hugging Face folder of another type, as a new one")
+    steps = "step folder, such as …/checkpoint/step-000100; or a Hugging Face folder, or hf://…, with --dtype"
+    export.add_argument("--checkpoint", type=Path, required=True, help=steps)
     export.add_argument("--output", type=Path, required=True, help="new folder")
     export.add_argument("--tokenizer", help="tokenizer file or folder; default: the one the run trained with")
     types = (
@@ -70,7 +75,7 @@ def _parser() -> VerbParser:
         "int4: projections in INT4 with a scale per 128 weights of a row"
     )
     export.add_argument("--config", type=Path, help="Hugging Face folder whose config.json fields are kept")
-    export.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], default="bfloat16", help=types)
+    export.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEMES], help=f"{types}; default: bfloat16")
     duplicates = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
     export.add_argument("--mtp-copies", action="store_true", help=duplicates)
     export.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
@@ -80,6 +85,13 @@ def _parser() -> VerbParser:
     load.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
     load.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
     load.set_defaults(run=_from_hf)
+    others = kinds.add_parser("from-dcp", help="a folder of torch.distributed.checkpoint as a step folder")
+    others.add_argument("--checkpoint", type=Path, required=True, help="folder with .metadata, of another program")
+    shapes = "Hugging Face folder, or hf://…, whose config.json and tokenizer are the model's; needs no weights"
+    others.add_argument("--config", type=Path, required=True, help=shapes)
+    others.add_argument("--output", type=Path, required=True, help="checkpoint folder; step-000000 is made in it")
+    others.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="as training.dtype")
+    others.set_defaults(run=_from_dcp)
     adapter = kinds.add_parser("adapter-to-hf", help="a step folder of adapters as a PEFT folder")
     adapter.add_argument("--checkpoint", type=Path, required=True, help="step folder, such as …/checkpoint/step-000100")
     adapter.add_argument("--output", type=Path, required=True, help="new folder")
@@ -103,29 +115,51 @@ def _parser() -> VerbParser:
 def _to_hf(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.max_file_gb < inf:
         raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be a number above 0")
+    if require_kind(arguments.checkpoint, Kind.STEP, Kind.HUGGING_FACE) is Kind.HUGGING_FACE:
+        if arguments.dtype is None:
+            raise UserError(
+                f"--checkpoint {arguments.checkpoint}: this is a Hugging Face folder already; state the type of the new one "
+                f"with --dtype, such as {', '.join(SCHEMES)}"
+            )
+        shape = stored_shape(arguments.checkpoint)
+        with FolderReader(arguments.checkpoint, shape) as reader:
+            return _export(arguments, reader, shape, read_config(arguments.checkpoint), str(arguments.checkpoint))
     tensors = StepTensors(arguments.checkpoint)
-    config_table, (shape, temperature) = tomli.loads(tensors.meta["config"]), tensors.function
-    table = config_table["model"]
-    if "adapter" in config_table:
+    config, raw = tomli.loads(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
+    shape, temperature = tensors.function
+    if "adapter" in config:
         raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
+    raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
+    tokenizer = config["model"].get("tokenizer_path", "builtin")
+    code = _export(arguments, tensors, shape, raw, tokenizer, tensors.meta.get(TOKENIZER_KEY), temperature)
+    for line in capacity_lines(moe_of_meta(tensors.meta), "what reads this folder"):
+        _report(line)
+    return code
+
+
+def _export(
+    arguments: argparse.Namespace,
+    source: StepTensors | FolderReader,
+    shape: ModelShape,
+    raw: dict[str, Any] | None,
+    tokenizer_path: str,
+    fingerprint: str | None = None,
+    router_temperature: float = 1.0,
+) -> int:
+    dtype = arguments.dtype or "bfloat16"
     names = HFNames(shape, repeat_shared=arguments.mtp_copies)
-    raise_if([f"{arguments.checkpoint}: holds no {name}" for name in names.entries if name not in tensors])
     tokenizer = tokenizer_of_checkpoint(
-        table.get("tokenizer_path", "builtin"),
-        stated=arguments.tokenizer,
-        fingerprint=tensors.meta.get(TOKENIZER_KEY),
-        vocab_size=shape.vocab_size,
+        tokenizer_path, stated=arguments.tokenizer, fingerprint=fingerprint, vocab_size=shape.vocab_size
     )
-    raw = tensors.meta.get(_HF_CONFIG)
     if arguments.config:
         raw = read_config(arguments.config)
         shape_of(raw, str(arguments.config / CONFIG))  # raises faults that name the file
-    stored = {name: tensors.stored(name) for name in names.entries}
+    stored = {name: source.stored(name) for name in names.entries}
     options = ExportOptions(
-        dtype=torch.float32 if arguments.dtype == "float32" else torch.bfloat16,
-        scheme=SCHEMES.get(arguments.dtype),
+        dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
+        scheme=SCHEMES.get(dtype),
         repeat_shared=arguments.mtp_copies,
-        router_temperature=temperature,
+        router_temperature=router_temperature,
         max_file_bytes=int(arguments.max_file_gb * 1e9),
         other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
     )
@@ -135,11 +169,9 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     total = sum(tensor.nbytes for tensor in stored.values())
     with bytes_progress("writing weights", total, _report) as report:
         size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
-    print(f"{arguments.output}: {size:,} bytes of weights in {arguments.dtype}")
-    for line in capacity_lines(moe_of_meta(tensors.meta), "what reads this folder"):
-        _report(line)
-    if temperature != 1.0:
-        print(f"router temperature of its last step: {temperature:g}; the gates are divided by it")
+    print(f"{arguments.output}: {size:,} bytes of weights in {dtype}")
+    if router_temperature != 1.0:
+        print(f"router temperature of its last step: {router_temperature:g}; the gates are divided by it")
     if shape.rope_scaling is not None:
         print(f"RoPE scaling of its last step: {describe_attention(shape)[1]}; config.json has it")
     if options.scheme is not None:
@@ -152,19 +184,33 @@ def _to_hf(arguments: argparse.Namespace) -> int:
 def _from_hf(arguments: argparse.Namespace) -> int:
     raw = read_config(arguments.model)
     shape = stored_shape(arguments.model)
+    return _import(arguments, arguments.model, shape, raw, arguments.model)
+
+
+def _from_dcp(arguments: argparse.Namespace) -> int:
+    require_kind(arguments.checkpoint, Kind.DCP)
+    raw = read_config(arguments.config)
+    shape = stored_shape(arguments.checkpoint, shape_of(raw, str(arguments.config / CONFIG)))
+    return _import(arguments, arguments.checkpoint, shape, raw, arguments.config)
+
+
+def _import(
+    arguments: argparse.Namespace, source: Path, shape: ModelShape, raw: dict[str, Any], tokenizer: Path
+) -> int:
+    """Write the weights of a folder as step 0 of a checkpoint folder."""
     if known := published_steps(arguments.output):
         raise UserError(f"{step_folder(arguments.output, known[-1])}: exists already; name another folder")
     entries = HFNames(shape, repeat_shared=False).entries
     dtype = getattr(torch, arguments.dtype)
     kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
     total = sum(prod(size) * dtype.itemsize for size, dtype in kinds.values())
-    with FolderReader(arguments.model, shape) as reader, bytes_progress("reading weights", total, _report) as report:
+    with FolderReader(source, shape) as reader, bytes_progress("reading weights", total, _report) as report:
 
         def fill(name: str, tensor: Tensor) -> None:
-            raise_if([f"{arguments.model}: {fault}" for fault in reader.fill(name, tensor, global_indices(tensor))])
+            raise_if([f"{source}: {fault}" for fault in reader.fill(name, tensor, global_indices(tensor))])
             report(tensor.nbytes)
 
-        meta = {"config": dump_config(RunConfig(model=_table_of(shape, arguments.model))), _HF_CONFIG: raw}
+        meta = {"config": dump_config(RunConfig(model=_table_of(shape, tokenizer))), _HF_CONFIG: raw}
         folder = write_model(arguments.output, kinds, fill, meta)
     print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
     return 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from glm46.checkpoint.integrity import MANIFEST
+from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 
@@ -40,14 +40,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: the file is missing or does not hold a JSON object.
     """
     file = folder / CONFIG
-    if not folder.is_dir():
-        raise UserError(f"{folder}: {'is a file; give its folder' if folder.exists() else 'no such folder'}")
+    if not file.is_file():
+        require_kind(folder, Kind.HUGGING_FACE)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        is_step = (folder / MANIFEST).is_file()
-        hint = "this is a step folder of glm46" if is_step else "a Hugging Face model folder holds config.json"
-        raise UserError(f"{file}: no such file; {hint}") from None
+        raise UserError(f"{file}: no such file; download it too: it has the shape of the model") from None
     except (ValueError, OSError) as error:
         raise UserError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(raw, dict):

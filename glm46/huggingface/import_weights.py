@@ -1,18 +1,24 @@
-"""Import of weights from a Hugging Face folder, directly into each rank's part of the model.
+"""Import of weights from a Hugging Face folder, or from one of another program in DCP's format, directly into each
+rank's part of the model.
 
 A rank reads only the bytes that it keeps. Nothing is converted on disk, and a tensor is whole in memory only on a rank
 that holds it whole. All tensors of the folder are checked by name, shape and type before a weight is read.
 """
 
 import json
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from glm46.checkpoint.folder_kind import Kind, kind_of
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.distributed.collective_errors import catch_user_error
@@ -21,11 +27,12 @@ from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, read_records
 from glm46.huggingface.boxes import Overlap, intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
+from glm46.huggingface.dcp_folder import DcpFolder
 from glm46.huggingface.fp8 import Scheme as Fp8
 from glm46.huggingface.fp8 import matches, scales_of_columns
-from glm46.huggingface.names import HFNames, has_repeats, raise_if
+from glm46.huggingface.names import Form, HFNames, has_repeats, listed, raise_if, stacked_name
 from glm46.huggingface.schemes import Scheme, scheme_of
-from glm46.planner.parameters import FP8_BLOCK, fp8_families, scales_name
+from glm46.planner.parameters import FP8_BLOCK, PARAMETERS, fp8_families, scales_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,6 +41,15 @@ ReportBytes = Callable[[int], None]
 """Called after the part of a tensor was read or written, with its size in the model, in bytes."""
 
 NOT_FINITE = "holds NaN or infinite values: its training diverged; take weights of an earlier step"
+
+_LOG = logging.getLogger(__name__)
+
+_STACKED = tuple(stacked_name(row) for row in PARAMETERS if row.is_expert)
+
+_EXTRA = re.compile(r"rotary_emb\.\w+|(\w+\.)?[qkv]_scale|(\w+\.)?(input|output)_scale|_extra_state")
+"""Ends of names behind a module: what others store beside weights, and this model computes itself or without."""
+
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 _TENSORS_SHOWN = 10
 """Faulty tensors listed by name; the others are counted. A wrong config.json gives thousands."""
@@ -51,32 +67,61 @@ def find_tensors(folder: Path) -> dict[str, tuple[Path, Record]]:
     """
     index = folder / INDEX
     if not index.is_file():
-        if not (folder / SINGLE_FILE).is_file():
-            other = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
-            hint = f"; {other[0]} is a pickle, which can run any code: convert it to safetensors" if other else ""
-            raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there{hint}")
-        records = read_records(folder / SINGLE_FILE)
-        return {name: (folder / SINGLE_FILE, record) for name, record in records.items()}
-    listed = _read_index(index)
+        return _without_index(folder)
+    listed_in = _read_index(index)
     faults: list[str] = []
     found: dict[str, tuple[Path, Record]] = {}
-    for file in sorted(set(listed.values())):
+    remedy = f"copy or download both again, or remove {INDEX}: the files alone are then read"
+    for file in sorted(set(listed_in.values())):
         try:
             records = read_records(folder / file)
         except UserError as error:
             faults += error.faults
             continue
         for name, record in records.items():
-            if listed.get(name) != file:
-                faults.append(f"{folder / file}: holds {name}, which the index lists in {listed.get(name, 'no file')}")
+            if (place := listed_in.get(name)) != file:
+                faults.append(f"{folder / file}: holds {name}, which the index lists in {place or 'no file'}; {remedy}")
             found[name] = (folder / file, record)
         faults += [
-            f"{folder / file}: lacks {name}, which the index lists there"
-            for name, place in listed.items()
+            f"{folder / file}: lacks {name}, which the index lists there; {remedy}"
+            for name, place in listed_in.items()
             if place == file and name not in records
         ]
     raise_if(faults)
     return found
+
+
+def _without_index(folder: Path) -> dict[str, tuple[Path, Record]]:
+    """As `find_tensors`, of the one file of a folder, or of all its files."""
+    single = folder / SINGLE_FILE
+    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        other = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
+        hint = f"; {other[0]} is a pickle, which can run any code: convert it to safetensors" if other else ""
+        raise UserError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there{hint or '; download the weights'}")
+    names = {path.name for path in paths}
+    faults = []
+    for match in filter(None, map(_NUMBERED.fullmatch, sorted(names))):
+        stem, number, count = match.groups()
+        missing = [
+            name
+            for i in range(1, int(count) + 1)
+            if (name := f"{stem}-{i:0{len(number)}d}-of-{count}.safetensors") not in names
+        ]
+        faults = [f"{folder}: lacks {listed(missing)}; copy or download what is missing"] if missing else []
+    raise_if(faults)
+    found: dict[str, tuple[Path, Record]] = {}
+    for path in paths:
+        for name, record in read_records(path).items():
+            if name in found:
+                faults.append(f"{path}: holds {name}, as does {found[name][0].name}; remove one, or add {INDEX}")
+            found[name] = (path, record)
+    raise_if(faults[:_TENSORS_SHOWN])
+    return found
+
+
+def _is_extra(name: str) -> bool:
+    return any(_EXTRA.fullmatch(name, match.end()) for match in re.finditer(r"\.|^", name))
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -84,7 +129,9 @@ def _read_index(index: Path) -> dict[str, str]:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         plain = all(isinstance(file, str) and Path(file).name == file for file in listed.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: damaged ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"{index}: damaged ({type(error).__name__}: {error}); copy it again, or remove it: the files alone are read"
+        ) from error
     if not plain:
         raise UserError(f"{index}: names files outside its folder")
     return listed
@@ -95,10 +142,14 @@ class CheckedFolder(NamedTuple):
 
     names: HFNames
     found: dict[str, tuple[Path, Record]]
-    """Tensors of its files by Hugging Face name, those of quantised weights included."""
+    """Tensors of its files by Hugging Face name, those of quantised weights included; of DCP by the names of `form`."""
     scheme: Scheme | None
     quantised: dict[str, tuple[int, ...]]
     """Quantised weights and their shapes."""
+    notes: tuple[str, ...]
+    """What a user should know of the folder, a line each."""
+    dcp: DcpFolder | None
+    """Reads the tensors, if another program wrote the folder in DCP's format."""
 
 
 def check_folder(folder: Path, shape: ModelShape) -> CheckedFolder:
@@ -107,19 +158,26 @@ def check_folder(folder: Path, shape: ModelShape) -> CheckedFolder:
     Raises:
         UserError: all faults of config.json; if it has none, all faults of the tensors.
     """
-    raw = read_config(folder)
-    raise_if(_config_faults(raw, shape, folder / CONFIG))
-    found = find_tensors(folder)
-    layers = shape.num_hidden_layers + shape.num_nextn_predict_layers
-    skipped = tuple(f"model.layers.{i}." for i in range(layers, shape_of(raw).num_nextn_predict_layers + layers))
-    found = {name: place for name, place in found.items() if not (skipped and name.startswith(skipped))}
+    dcp, raw, notes = None, {}, []
+    if kind_of(folder) is Kind.DCP:
+        dcp = DcpFolder(folder, shape)
+        found, form = {name: (folder, record) for name, record in dcp.records.items()}, dcp.form
+        notes.append(dcp.note)
+    else:
+        raw = read_config(folder)
+        raise_if(_config_faults(raw, shape, folder / CONFIG))
+        found = find_tensors(folder)
+        form = Form.STACKED if any(name.endswith(_STACKED) for name in found) else Form.PER_EXPERT
     if _lacks_mtp(found, shape):
         raise UserError(
             f"{folder}: lacks the multi-token prediction layers (transformers does not save them), but "
             f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
         )
-    names = HFNames(shape, repeat_shared=has_repeats(found, shape))
+    names = HFNames(shape, repeat_shared=has_repeats(found, shape), form=form)
     scheme = scheme_of(raw, str(folder / CONFIG))
+    more = shape_of(raw).num_nextn_predict_layers - shape.num_nextn_predict_layers if raw else 0
+    found, lines = _without_extras(found, names, more)
+    notes += [f"{folder}: {line}" for line in lines]
     # Some tools save tensors without elements, such as the shared experts if n_shared_experts = 0; others omit them.
     empty = {name for name, (_, record) in found.items() if name not in names.places and not prod(record.shape)}
     if isinstance(scheme, Fp8):
@@ -131,14 +189,44 @@ def check_folder(folder: Path, shape: ModelShape) -> CheckedFolder:
     weights |= {name: (size, torch.bfloat16) for name, size in quantised.items()}
     faults += names.name_faults(weights)
     unfit: list[str] = []
+    rounded: list[str] = []
     for name, (size, dtype) in weights.items():
-        if name in names.places and (fault := names.fault(name, size, dtype)) is not None:
+        if name not in names.places:
+            continue
+        if (fault := names.fault(name, size, dtype)) is not None:
             unfit.append(fault)
+        elif names.places[name][0].is_fp32 and dtype.itemsize < torch.float32.itemsize:
+            rounded.append(name)
     faults += unfit[:_TENSORS_SHOWN]
     if len(unfit) > _TENSORS_SHOWN:
         faults.append(f"{len(unfit) - _TENSORS_SHOWN} more tensors differ in shape or type from the model's")
     raise_if([f"{folder}: {fault}" for fault in faults])
-    return CheckedFolder(names, found, scheme, quantised)
+    if rounded:
+        dtype = str(records[rounded[0]].dtype).removeprefix("torch.")
+        notes.append(f"{folder}: {len(rounded)} selection biases of routers were stored rounded, in {dtype}")
+    return CheckedFolder(names, found, scheme, quantised, tuple(notes), dcp)
+
+
+def _without_extras(
+    found: Mapping[str, tuple[Path, Record]],
+    names: HFNames,
+    more: int,
+) -> tuple[dict[str, tuple[Path, Record]], list[str]]:
+    """The tensors without those that are known not to be read, and lines about these.
+
+    Args:
+        more: prediction layers that config.json has more than the model, which its user left out.
+    """
+    of_layers = {name.removesuffix("eh_proj.weight") for name in found if name.endswith(".eh_proj.weight")}
+    skipped = tuple(prefix for prefix in of_layers if prefix + "eh_proj.weight" not in names.places)
+    of_layers = {name for name in found if skipped and name.startswith(skipped)}
+    extra = sorted(name for name in set(found) - set(names.places) - of_layers if _is_extra(name))
+    notes = []
+    if len(skipped) > more:
+        notes.append(f"holds {len(skipped)} prediction layers that are not counted in its config.json: not read")
+    if extra:
+        notes.append(f"{len(extra)} tensors are not read, as this model computes without them: {listed(extra)}")
+    return {name: place for name, place in found.items() if name not in of_layers and name not in extra}, notes
 
 
 def check_fp8_folder(folder: Path, shape: ModelShape) -> None:
@@ -159,23 +247,32 @@ def check_fp8_folder(folder: Path, shape: ModelShape) -> None:
         raise UserError(f"{folder}: {missing[0]} and {len(missing) - 1} more tensors are not in FP8; {remedy}")
 
 
-def stored_shape(folder: Path) -> ModelShape:
-    """The model shape of a folder's config.json, with 0 prediction layers if the files have none.
+def stored_shape(folder: Path, shape: ModelShape | None = None) -> ModelShape:
+    """A model shape, with 0 prediction layers if the files of a folder have none.
 
     `transformers` saves a model without prediction layers and still counts them in the config.
+
+    Args:
+        shape: None: that of the folder's config.json.
 
     Raises:
         UserError: config.json or the files are damaged.
     """
-    shape = shape_of(read_config(folder), str(folder / CONFIG))
-    return (
-        shape.model_copy(update={"num_nextn_predict_layers": 0}) if _lacks_mtp(find_tensors(folder), shape) else shape
-    )
+    shape = shape or shape_of(read_config(folder), str(folder / CONFIG))
+    found = DcpFolder(folder, shape).records if kind_of(folder) is Kind.DCP else find_tensors(folder)
+    return shape.model_copy(update={"num_nextn_predict_layers": 0}) if _lacks_mtp(found, shape) else shape
 
 
-def _lacks_mtp(hf_names: Iterable[str], shape: ModelShape) -> bool:
-    first = f"model.layers.{shape.num_hidden_layers}."
-    return shape.num_nextn_predict_layers > 0 and not any(name.startswith(first) for name in hf_names)
+def files_of_weights(folder: Path, shape: ModelShape) -> list[Path]:
+    """The files that hold the weights of a folder and describe them."""
+    if kind_of(folder) is Kind.DCP:
+        return DcpFolder(folder, shape).files
+    return sorted({folder / CONFIG, *(path for path, _ in find_tensors(folder).values())})
+
+
+def _lacks_mtp(names: Iterable[str], shape: ModelShape) -> bool:
+    first = (f"model.layers.{shape.num_hidden_layers}.", "mtp.0.")
+    return shape.num_nextn_predict_layers > 0 and not any(name.startswith(first) for name in names)
 
 
 def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> list[str]:
@@ -247,11 +344,14 @@ class FolderReader:
     """
 
     def __init__(self, folder: Path, shape: ModelShape):
-        self.names, self.found, self.scheme, self._quantised = check_folder(folder, shape)
+        self.names, self.found, self.scheme, self._quantised, notes, dcp = check_folder(folder, shape)
         self._records: dict[Path, dict[str, Record]] = {}
         for name, (path, record) in self.found.items():
             self._records.setdefault(path, {})[name] = record
-        self._open: dict[Path, TensorFile] = {}
+        self._open: dict[Path, TensorFile | DcpFolder] = {} if dcp is None else {folder: dcp}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for note in notes:
+                _LOG.warning(note)
 
     def __enter__(self) -> "FolderReader":
         return self
@@ -263,6 +363,10 @@ class FolderReader:
     @property
     def bytes_read(self) -> int:
         return sum(file.bytes_moved for file in self._open.values())
+
+    def is_plain(self, hf_name: str) -> bool:
+        """Whether a weight is stored as it is, not quantised."""
+        return hf_name not in self._quantised
 
     def fill(self, name: str, local: Tensor, held: list[Tensor], scales: Tensor | None = None) -> list[str]:
         """Fill one local part.
@@ -333,8 +437,46 @@ class FolderReader:
         boxes = self.scheme.boxes(self._quantised[hf_name], box).items()
         return {suffix: self._file(hf_name + suffix).read(hf_name + suffix, part) for suffix, part in boxes}
 
-    def _file(self, hf_name: str) -> TensorFile:
+    def stored(self, name: str) -> "FolderTensor":
+        """One of our tensors, whose parts are read when they are indexed."""
+        return FolderTensor(self, name)
+
+    def _file(self, hf_name: str) -> TensorFile | DcpFolder:
         path = self.found[hf_name][0]
         if path not in self._open:
             self._open[path] = TensorFile(path, self._records[path])
         return self._open[path]
+
+
+@dataclass(frozen=True)
+class FolderTensor:
+    """One of our tensors in a folder. Indexing with an int or a slice for each dimension reads that part."""
+
+    reader: FolderReader
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.reader.names.entries[self.name].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored values; FP32 for quantised ones."""
+        part = self.reader.names.entries[self.name].parts[0].hf_name
+        return self.reader.found[part][1].dtype if self.reader.is_plain(part) else torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, index: tuple[int | slice, ...]) -> Tensor:
+        """A new tensor on the CPU.
+
+        Raises:
+            UserError: it holds NaN or infinity, or differs from its repeat.
+        """
+        pairs = zip(index, self.shape, strict=True)
+        held = [torch.arange(size)[one if isinstance(one, slice) else slice(one, one + 1)] for one, size in pairs]
+        out = torch.empty([len(places) for places in held], dtype=self.dtype)
+        raise_if(self.reader.fill(self.name, out, held))
+        return out[tuple(slice(None) if isinstance(one, slice) else 0 for one in index)]

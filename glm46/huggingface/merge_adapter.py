@@ -18,7 +18,7 @@ from glm46.huggingface.config_json import CONFIG, read_config
 from glm46.huggingface.fp8 import Scheme, dequantise, quantise
 from glm46.huggingface.import_weights import INDEX, NOT_FINITE, FolderReader, ReportBytes, find_tensors, stored_shape
 from glm46.huggingface.int4 import Int4
-from glm46.huggingface.names import raise_if
+from glm46.huggingface.names import Form, raise_if
 from glm46.huggingface.peft_folder import AdapterFolder
 from glm46.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, quantised_names
 from glm46.huggingface.write_folder import OutputFile, drafted_folder, index_of, json_bytes
@@ -111,6 +111,8 @@ class _Merge:
         self.reader, self._target = FolderReader(base, shape), target
         if isinstance(self.reader.scheme, Int4):
             raise UserError(f"{base}: its weights are INT4; merge into the folder that it was made from")
+        if self.reader.names.form is not Form.PER_EXPERT:
+            raise UserError(f"{base}: has {self.reader.names.form.value}; give what convert to-hf writes from it")
         self.adapter = AdapterFolder(adapter, shape)
         self._stored = find_tensors(base)  # those included that the model does not have
         places, weights = self.reader.names.places, set(self.adapter.weights)

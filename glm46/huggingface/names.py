@@ -11,11 +11,13 @@ numbers, so the same table serves whole tensors and shards: a shard needs the bo
     norm.weight, lm_head.weight                model.norm.weight, lm_head.weight
     embed_tokens.weight, lm_head.weight again  model.layers.{N + k}.{embed_tokens,shared_head.head}.weight, "repeats"
 
-GLM-4.5 and GLM-4.5-Air are published with the repeats, GLM-4.6 without.
+GLM-4.5 and GLM-4.5-Air are published with the repeats, GLM-4.6 without. transformers 5 has the experts of a layer in
+two tensors, which are ours: ``model.layers.{i}.mlp.experts.gate_up_proj`` and ``down_proj``.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -26,8 +28,15 @@ from glm46.planner.parameters import PARAMETERS, Parameter, layer_counts, named_
 _NAMES_SHOWN = 10
 """Names listed per fault; the others are counted. A wrong model shape gives tens of thousands."""
 
-_WEIGHT_TYPES = (torch.bfloat16, torch.float32, torch.float16)
-_FP32_ONLY = (torch.float32,)
+_WEIGHT_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+
+
+class Form(Enum):
+    """Names of a model's tensors."""
+
+    PER_EXPERT = "Hugging Face names"
+    STACKED = "Hugging Face names, with the experts of a layer in one tensor"
+    OURS = "names of glm46"
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class HFEntry:
 
     @property
     def is_fp32(self) -> bool:
-        """True for the router's selection bias. BF16 would lose its small updates, so no file may round it."""
+        """True for the router's selection bias. BF16 would lose its small updates, so no file of ours rounds it."""
         return self.row.optimizer is None
 
 
@@ -75,10 +84,13 @@ class HFNames:
 
     Args:
         repeat_shared: include the repeats of embedding and head in the multi-token prediction layers.
+        form: of the names on the other side.
     """
 
-    def __init__(self, shape: ModelShape, *, repeat_shared: bool):
-        self.entries = {name: _entry(name, row, shape, repeat_shared) for name, row in named_rows(shape).items()}
+    def __init__(self, shape: ModelShape, *, repeat_shared: bool, form: Form = Form.PER_EXPERT):
+        self.form = form
+        rows = named_rows(shape).items()
+        self.entries = {name: _entry(name, row, shape, repeat_shared, form) for name, row in rows}
         self.places = {part.hf_name: (entry, part) for entry in self.entries.values() for part in entry.parts}
         self.empty = {} if shape.n_shared_experts else {
             f"model.layers.{i}.{row.hf_names[0]}": row.hf_shape(shape)
@@ -89,13 +101,12 @@ class HFNames:
 
     def fault(self, hf_name: str, hf_shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
         """The fault in shape or type of a checkpoint tensor with a known name; None if it fits."""
-        entry, part = self.places[hf_name]
+        _, part = self.places[hf_name]
         if hf_shape != part.hf_shape:
             return f"tensor {hf_name} is {list(hf_shape)} in the checkpoint, the model has {list(part.hf_shape)}"
-        allowed = _FP32_ONLY if entry.is_fp32 else _WEIGHT_TYPES
-        if dtype not in allowed:
-            names = " or ".join(_type_name(one) for one in allowed)
-            return f"tensor {hf_name} is {_type_name(dtype)} in the checkpoint, it must be {names}"
+        if dtype not in _WEIGHT_TYPES:
+            names = " or ".join(_type_name(one) for one in _WEIGHT_TYPES)
+            return f"tensor {hf_name} is {_type_name(dtype)} in the checkpoint, it must be {names}; convert it to one"
         return None
 
     def name_faults(self, hf_names: Iterable[str]) -> list[str]:
@@ -109,6 +120,11 @@ class HFNames:
         if unknown:
             faults.append(f"{len(unknown)} tensors are not part of this model: {listed(unknown)}")
         return faults
+
+
+def stacked_name(row: Parameter) -> str:
+    """Name in a layer of the tensor with all experts of a layer, of transformers 5."""
+    return f"mlp.experts.{row.name.rpartition('.')[2]}_proj"
 
 
 def has_repeats(hf_names: Iterable[str], shape: ModelShape) -> bool:
@@ -145,9 +161,13 @@ def _repeat_names(row: Parameter, shape: ModelShape) -> list[str]:
     return [_hf_prefix(f"mtp.{k}", shape) + row.hf_repeat for k in range(shape.num_nextn_predict_layers)]
 
 
-def _entry(name: str, row: Parameter, shape: ModelShape, repeat_shared: bool) -> HFEntry:
+def _entry(name: str, row: Parameter, shape: ModelShape, repeat_shared: bool, form: Form) -> HFEntry:
     whole, size, prefix = row.shape(shape), row.hf_shape(shape), _hf_prefix(name, shape)
-    if row.is_expert:
+    if form is Form.OURS:
+        parts = [HFPart(name, whole, (0,) * len(whole))]
+    elif row.is_expert and form is Form.STACKED:
+        parts = [HFPart(prefix + stacked_name(row), whole, (0,) * len(whole))]
+    elif row.is_expert:
         parts = [
             HFPart(prefix + hf_name.replace(".E.", f".{expert}."), size, (expert, block * size[0], 0))
             for expert in range(whole[0])

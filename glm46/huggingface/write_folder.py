@@ -22,12 +22,12 @@ from glm46.distributed.ranks import Ranks
 from glm46.files.durable import Closer, create_durably, sync_folder
 from glm46.files.tensor_file import Record, TensorFile, is_finite
 from glm46.huggingface.boxes import Interval, intervals_of, overlaps
-from glm46.huggingface.import_weights import INDEX, NOT_FINITE, ReportBytes
+from glm46.huggingface.import_weights import INDEX, NOT_FINITE, FolderTensor, ReportBytes
 from glm46.huggingface.names import HFEntry, raise_if
 from glm46.huggingface.schemes import ERRORS_FILE, Scheme, error_of
 from glm46.model.router import folded
 
-Source = Tensor | StoredTensor
+Source = Tensor | StoredTensor | FolderTensor
 """Source of a tensor's values: a plain tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
 
 
@@ -148,7 +148,7 @@ def _names_to_write(entries: Mapping[str, HFEntry], tensors: Mapping[str, Source
 
 def _local(tensor: Source) -> Source:
     """The part of a source on this rank; a stored tensor is read whole, by one process."""
-    return tensor if isinstance(tensor, StoredTensor) else local_tensor(tensor)
+    return local_tensor(tensor) if isinstance(tensor, Tensor) else tensor
 
 
 def _intervals(tensor: Source) -> tuple[tuple[Interval, ...], ...]:

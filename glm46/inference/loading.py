@@ -8,7 +8,7 @@ import tomli
 import torch
 
 from glm46.checkpoint.finite import describe, names_not_finite
-from glm46.checkpoint.integrity import MANIFEST, published_steps, step_folder
+from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
@@ -16,7 +16,6 @@ from glm46.config.rules_model import unaligned_experts
 from glm46.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
-from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import raise_if
 from glm46.inference.model_mesh import ModelMesh
@@ -60,13 +59,8 @@ def load_on_mesh(
     Raises:
         UserError: the folder is neither, or damaged, its shape cannot run in this type, or there is no tokenizer.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: {'is a file; give its folder' if folder.exists() else 'no such folder'}")
-    if not any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
-        known = published_steps(folder)
-        hint = f"; it holds steps; give one of them, such as {step_folder(folder, known[-1])}" if known else ""
-        raise UserError(f"{folder}: neither a Hugging Face folder ({CONFIG}) nor a step folder ({MANIFEST}){hint}")
-    load = _from_hugging_face if (folder / CONFIG).is_file() else _from_step
+    kind = require_kind(folder, Kind.HUGGING_FACE, Kind.STEP)
+    load = _from_hugging_face if kind is Kind.HUGGING_FACE else _from_step
 
     def empty(shape: ModelShape) -> tuple[Transformer, ModelMesh]:
         raise_if(_alignment_faults(folder, shape, dtype))

@@ -16,6 +16,7 @@ from glm46.huggingface.config_json import CONFIG, read_config
 from glm46.huggingface.fp8 import Scheme as Fp8
 from glm46.huggingface.import_weights import CheckedFolder, check_folder, stored_shape
 from glm46.huggingface.int4 import Int4
+from glm46.huggingface.names import Form
 from glm46.huggingface.tokenizer_files import stop_ids
 
 _BF16, _FP32 = 2, 4
@@ -75,7 +76,9 @@ def check_served_folder(folder: Path) -> ServedFolder:
     """
     shape = stored_shape(folder)
     checked, raw = check_folder(folder, shape), read_config(folder)
-    faults, notes = [], []
+    faults, notes = [], list(checked.notes)
+    if checked.names.form is not Form.PER_EXPERT:
+        faults.append(f"{folder}: has {checked.names.form.value}; serve what convert to-hf writes from it")
     if not raw.get("architectures"):
         faults.append(f'{folder / CONFIG}: architectures is missing; set it to ["Glm4MoeForCausalLM"]')
     tokenizer = tokenizer_of_checkpoint(str(folder), stated=None, fingerprint=None, vocab_size=shape.vocab_size)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm46.checkpoint.folder_kind import Kind, kind_of
 from glm46.checkpoint.integrity import MANIFEST
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
@@ -17,8 +18,7 @@ from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.huggingface.adapter_origin import changed_files, hash_files
 from glm46.huggingface.boxes import intervals_of, overlaps
-from glm46.huggingface.config_json import CONFIG
-from glm46.huggingface.import_weights import find_tensors
+from glm46.huggingface.import_weights import files_of_weights
 from glm46.huggingface.names import HFPart, raise_if
 from glm46.training.hf_weights import load_weights
 from glm46.training.network import Network
@@ -38,10 +38,10 @@ def load_frozen(network: Network, checkpoints: CheckpointManager) -> dict[str, A
     """
     config, ranks = network.plan.config.checkpoint, Ranks.of_this_run()
     folder = Path(config.initial_load_path).resolve()
-    if config.initial_load_in_hf:
+    if config.initial_load_in_hf or kind_of(folder) is Kind.DCP:
         meta = None
         load_weights(network, folder)
-        files = sorted({folder / CONFIG, *(path for path, _ in find_tensors(folder).values())})
+        files = files_of_weights(folder, network.plan.shape)
     else:
         meta = checkpoints.load_from(folder, {}, ignored=("",))  # verifies all files; nothing is loaded yet
         with ranks.stage(f"reading {folder}") as stage:

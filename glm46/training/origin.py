@@ -7,6 +7,7 @@ from typing import Any
 
 import tomli
 
+from glm46.checkpoint.folder_kind import Kind, kind_of
 from glm46.checkpoint.integrity import META, published_steps, quick_faults, step_folder, step_of
 from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
@@ -120,7 +121,10 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         is_of_run = path.parent.name == ("huggingface" if in_hf else "checkpoint")
         run = f", or start the run first whose job.dump_folder is {str(path.parent.parent)!r}" if is_of_run else ""
         raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder{run}")
-    if in_hf:
+    kind = kind_of(path)
+    if in_hf and kind is Kind.DCP:
+        raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
+    if in_hf or kind is Kind.DCP:
         # imports torch, which the other checks do not need
         from glm46.huggingface.import_weights import check_folder, check_fp8_folder
 
@@ -131,6 +135,8 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             at = f'{key}, adapter.base_dtype = "float8"' if in_fp8 else key
             raise UserError(*(f"{at}: {fault}" for fault in error.faults)) from error
         return
+    if kind is Kind.HUGGING_FACE:
+        raise UserError(f"{key}: not a step folder but a Hugging Face folder; set {keys}_in_hf = true")
     if not path.resolve().name.removeprefix("step-").isdigit():
         raise UserError(
             f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "

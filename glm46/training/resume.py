@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.checkpoint.folder_kind import Kind, kind_of
 from glm46.checkpoint.integrity import step_folder, step_of
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.metadata import read_metadata
@@ -102,7 +103,7 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     if config.initial_load_path is None:
         return fresh, None
     path = Path(config.initial_load_path)
-    if config.initial_load_in_hf:
+    if config.initial_load_in_hf or kind_of(path) is Kind.DCP:
         run_on_all_ranks(lambda: task.load_exported(path))
         return fresh, None
     ignored = _names_not_loaded(task, path.resolve())

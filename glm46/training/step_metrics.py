@@ -152,9 +152,10 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *,
     else:
         path = config.checkpoint.initial_load_path
         lines.append(f"start        from {path or 'initial weights'}")
-        if path is not None:
+        if path is not None and (meta is not None or config.checkpoint.initial_load_in_hf):
             before = stored_shape(Path(path)) if meta is None else function_of_meta(meta).shape
             lines += _position_changes(before, plan.stage_after(0).shape)
+        if path is not None:
             start = schedule_value(config.moe.router_temperature, scheduler.start_tokens)
             if (factor := gate_factor(meta, start)) != 1.0:
                 lines.append(

@@ -164,7 +164,7 @@ def test_an_import_keeps_the_tokenizer_of_its_folder(trained, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["to-hf", "--checkpoint", "{tmp}/none", "--output", "{tmp}/x"], "no such checkpoint"),
+        (["to-hf", "--checkpoint", "{tmp}/none", "--output", "{tmp}/x"], "none: no such folder"),
         (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}"], "exists already"),
         (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--tokenizer", "{tmp}/none"], "no such file"),
         (["to-hf", "--checkpoint", "{step}", "--output", "{tmp}/x", "--max-file-gb", "0"], "must be a number above 0"),

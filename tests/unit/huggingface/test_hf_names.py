@@ -138,7 +138,7 @@ def test_long_lists_are_counted_not_printed():
     [
         ("lm_head.weight", (47, 24), torch.bfloat16, ["[47, 24]", "[48, 24]"]),
         ("model.norm.weight", (24,), torch.int32, ["int32", "bfloat16 or float32"]),
-        ("model.layers.2.mlp.gate.e_score_correction_bias", (6,), torch.bfloat16, ["bfloat16", "must be float32"]),
+        ("model.layers.2.mlp.gate.e_score_correction_bias", (6,), torch.int8, ["int8", "float32", "convert"]),
     ],
 )
 def test_wrong_shape_and_type_are_named(name, size, dtype, words):
