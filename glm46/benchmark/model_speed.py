@@ -25,8 +25,6 @@ _STEPS_FOR_PEAK = 2
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest relative difference of the losses that comes from rounding and from the order of summation."""
 
-CONTESTANTS = ("ours", "ours compiled", "transformers grouped_mm", "transformers default", "torchtitan MoE")
-
 
 @dataclass(frozen=True)
 class Workload:

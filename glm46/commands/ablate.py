@@ -13,8 +13,9 @@ from functools import partial
 from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.commands.ablation_runs import CONFIG_FILE, FP8_ERRORS, AblationPlan, AblationRun, plan_ablation
 from glm46.commands.ablation_summary import write_report
+from glm46.commands.config_options import config_parser, parse_with_overrides
 from glm46.commands.nodes import VARIABLES, detect_nodes
-from glm46.commands.options import config_parser, parse_with_overrides, process_count
+from glm46.commands.options import process_count
 from glm46.commands.torchrun import LauncherSignals, describe_exit
 from glm46.config.command_line import module_command
 from glm46.config.errors import UserError

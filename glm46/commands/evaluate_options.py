@@ -9,7 +9,7 @@ from typing import Any
 from glm46.commands.model_options import add_model_options
 from glm46.commands.options import VerbParser, positive, verb_parser
 from glm46.config.errors import UserError
-from glm46.evaluation.rows import TASKS, USUAL_TASKS
+from glm46.evaluation.task_names import TASKS, USUAL_TASKS
 
 _LENGTHS = (1024, 2048, 4096)
 """Of a model whose training is unknown."""

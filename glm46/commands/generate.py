@@ -3,29 +3,17 @@
 import argparse
 import json
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from glm46.commands.chat_ranks import first_of_ranks
-from glm46.commands.model_options import add_model_options, load_model
+from glm46.commands.model_options import add_model_options
 from glm46.commands.options import VerbParser, verb_parser
-from glm46.commands.ranks import joined, on_all_ranks, processes, start_ranks
-from glm46.commands.terminal_chat import TerminalChat, read_tools
+from glm46.commands.ranks import processes, start_ranks
 from glm46.config.errors import UserError
-from glm46.data.chat import chat_prompt
-from glm46.data.chat_template import raise_for_template
-from glm46.data.conversation import Message
-from glm46.data.tokenizer import Tokenizer
+from glm46.data.conversation import BadConversation, parse_tools
 from glm46.distributed.environment import launched_rank, launched_world_size
 from glm46.huggingface.hub import fetch_options, with_folders
-from glm46.huggingface.tokenizer_files import stop_ids
-from glm46.inference.display import Display
-from glm46.inference.generation import Continuation, Generation, decoder_for
-from glm46.inference.loading import Loaded
-from glm46.inference.sampling import Sampling
-from glm46.planner.curriculum import describe_attention
 
 _LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
 """64 bits, signed or not."""
@@ -43,46 +31,26 @@ def generate_command(argv: Sequence[str]) -> int:
     if arguments.max_new_tokens is None:
         arguments.max_new_tokens = _NEW_TOKENS if arguments.prompt else _NEW_TOKENS_OF_AN_ANSWER
     raise_for_options(arguments)
-    arguments.tools = read_tools(arguments.tools) if arguments.tools is not None else ()
+    arguments.tools = _read_tools(arguments.tools) if arguments.tools is not None else ()
     is_chat = not arguments.prompt
     if is_chat:
         _raise_for_chat_ranks(arguments)
     folders = fetch_options(arguments, "model", "adapter", "tokenizer")
     argv = with_folders(argv, folders)
-    if is_chat:
-        others = launched_world_size() is None and processes(arguments) > 1
-        with first_of_ranks("generate", argv, processes(arguments)) if others else nullcontext() as send, joined():
-            _chat(arguments, send)
-        return 0
-    code = start_ranks("generate", argv, arguments)
-    if code is not None:
+    if not is_chat and (code := start_ranks("generate", argv, arguments)) is not None:
         return code
-    with joined():
-        _generate(arguments)
+    from glm46.commands.chat_ranks import first_of_ranks
+    from glm46.commands.generate_ranks import chat, generate
+    from glm46.commands.loaded_model import joined
+
+    if not is_chat:
+        with joined():
+            generate(arguments)
+        return 0
+    others = launched_world_size() is None and processes(arguments) > 1
+    with first_of_ranks("generate", argv, processes(arguments)) if others else nullcontext() as send, joined():
+        chat(arguments, send)
     return 0
-
-
-def _generate(arguments: argparse.Namespace) -> None:
-    """Generate on this rank. Collective."""
-    (model, tokenizer, mesh), prompts, stop = on_all_ranks(lambda: _read(arguments))
-    window, scaling = describe_attention(model.shape)
-    if (window, scaling) != ("none", "none") and mesh.rank == 0:
-        print(f"attention as in training: window {window}, RoPE scaling {scaling}", file=sys.stderr)
-    rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
-    share = -(-len(rows) // mesh.layout.dp_degree)  # of the ranks that share rows; the first have some
-    mine = rows[mesh.row_group * share :][:share]
-    generation = Generation(
-        decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
-        mine,
-        sampling=_sampling(arguments),
-        stop=stop,
-        vocab_size=tokenizer.vocab_size,
-    )
-    if mesh.rank == 0:
-        Display(generation, mine, tokenizer, stop=stop, total=len(rows), gather=mesh.gather_rows).run()
-    else:
-        generation.run()
-        mesh.gather_rows([one.text(stop) for one in mine])
 
 
 def _raise_for_chat_ranks(arguments: argparse.Namespace) -> None:
@@ -99,58 +67,6 @@ def _raise_for_chat_ranks(arguments: argparse.Namespace) -> None:
         )
     if count > 1 and arguments.device is not None:
         raise UserError(f"--device {arguments.device}: {count} processes take one GPU each, or the CPU; remove it")
-
-
-def _chat(arguments: argparse.Namespace, send: Callable[[list[int]], None] | None) -> None:
-    """Talk in the terminal on rank 0, whose prompts the others get on standard input. Collective."""
-    (model, tokenizer, mesh), _, stop = on_all_ranks(lambda: _read(arguments))
-
-    def generation(prompt: list[int], is_stopped: Callable[[], bool] = lambda: False):
-        one = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
-        mine = [one] if mesh.row_group == 0 else []  # other ranks run their experts
-        return one, Generation(
-            decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
-            mine,
-            sampling=_sampling(arguments),
-            stop=stop,
-            vocab_size=tokenizer.vocab_size,
-            is_stopped=is_stopped,
-        )
-
-    def answer(prompt: list[int], is_stopped: Callable[[], bool]) -> tuple[Continuation, Generation]:
-        raise_for_length([prompt], arguments.max_new_tokens, model.shape.max_position_embeddings)
-        if send is not None:
-            send(prompt)
-        return generation(prompt, is_stopped)
-
-    if mesh.rank > 0:
-        for line in sys.stdin:
-            generation(json.loads(line))[1].run()
-        return
-    options = (arguments.system, arguments.tools, arguments.thinking)
-    TerminalChat(tokenizer, answer, stop, *options, is_alone=send is None).run()
-
-
-def _sampling(arguments: argparse.Namespace) -> Sampling:
-    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
-
-
-def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], frozenset[int]]:
-    """The model, the prompts and the ids that end a text. Collective."""
-    loaded = load_model(arguments, drafts=arguments.speculative)
-    model, tokenizer, _ = loaded
-    if arguments.chat:
-        raise_for_template(tokenizer)
-    if arguments.speculative and not model.shape.num_nextn_predict_layers:
-        raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
-    prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
-    empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
-    if empty:
-        raise UserError(*(f"{fault}; give some text" for fault in empty))
-    if prompts:
-        raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
-    stop = frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
-    return loaded, prompts, stop
 
 
 def _parser() -> VerbParser:
@@ -217,29 +133,21 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         raise UserError(*faults)
 
 
-def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:
-    """Raise UserError if the longest prompt and its new tokens exceed the positions of the model."""
-    longest = max(len(prompt) for prompt in prompts)
-    if longest + max_new_tokens > positions:
-        raise UserError(
-            f"--max-new-tokens {max_new_tokens} after a prompt of {longest} tokens: the model has {positions} "
-            "positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
-        )
+def _read_tools(file: Path) -> tuple[Mapping, ...]:
+    """The descriptions of tools in a JSON file, as the model is shown them.
 
-
-def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:
-    if arguments.chat:
-        system = [Message("system", arguments.system)] if arguments.system is not None else []
-        messages = [*system, Message("user", text)]
-        return chat_prompt(tokenizer, messages, tools=arguments.tools, thinking=arguments.thinking)
-    return tokenizer.encode(text).tolist()
-
-
-def _token(tokenizer: Tokenizer, text: str) -> int:
-    """Id of a special token, by its name, or of a text that is exactly one token."""
-    if text in tokenizer.special:
-        return tokenizer.special[text]
-    ids = tokenizer.encode(text).tolist()
-    if len(ids) != 1:
-        raise UserError(f"--stop-token {text!r}: {len(ids)} tokens; give a text that is one, or a special token's name")
-    return ids[0]
+    Raises:
+        UserError: the file is missing, or no list of functions with names.
+    """
+    remedy = 'give a list such as [{"type": "function", "function": {"name": "now", "parameters": {}}}]'
+    try:
+        tools = parse_tools(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"--tools {file}: {error.strerror}; {remedy}") from error
+    except (ValueError, RecursionError, BadConversation) as error:
+        raise UserError(f"--tools {file}: {error}; {remedy}") from error
+    for number, tool in enumerate(tools, 1):
+        function = tool.get("function", tool)
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            raise UserError(f"--tools {file}: function {number} of {len(tools)} has no name; {remedy}")
+    return tools

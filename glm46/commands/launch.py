@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm46.commands.config_options import config_parser, fetched_overrides, parse_with_overrides
 from glm46.commands.environment import describe_version
 from glm46.commands.launch_hosts import launch_hosts
 from glm46.commands.metrics import exporting
 from glm46.commands.node_client import ANSWER_SECONDS, CONNECTIONS, Driver
 from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes, refuse_node
-from glm46.commands.options import config_parser, fetched_overrides, parse_with_overrides, positive, process_count
+from glm46.commands.options import positive, process_count
 from glm46.commands.rendezvous import (
     refuse_ports,
     rendezvous_options,

@@ -6,7 +6,8 @@ import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from glm46.commands.options import parse_with_overrides, verb_parser
+from glm46.commands.config_options import parse_with_overrides
+from glm46.commands.options import verb_parser
 from glm46.commands.torchrun import EXIT_FAILED_RANK
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config

@@ -5,15 +5,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from glm46.commands.options import (
-    above_zero,
-    config_parser,
-    parse_with_overrides,
-    positive,
-    process_count,
-    require_picture,
-    verb_parser,
-)
+from glm46.commands.config_options import config_parser, parse_with_overrides
+from glm46.commands.options import above_zero, positive, process_count, require_picture, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.parallelism import Parallelism

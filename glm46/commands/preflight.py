@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from glm46.commands.config_options import parse_with_overrides
 from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts
-from glm46.commands.options import VERBS, parse_with_overrides, process_count, verb_parser
+from glm46.commands.options import VERBS, process_count, verb_parser
 from glm46.commands.preflight_hosts import reach, run_nodes
 from glm46.commands.preflight_ranks import run_rank
 from glm46.commands.rank_server import RankServer

@@ -6,7 +6,8 @@ from pathlib import Path
 import tomli
 from pydantic import ValidationError
 
-from glm46.commands.options import VerbParser, config_parser, fetched_overrides, parse_with_overrides, verb_parser
+from glm46.commands.config_options import config_parser, fetched_overrides, parse_with_overrides
+from glm46.commands.options import VerbParser, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.overrides import key_parts

@@ -1,11 +1,7 @@
 """Verbs that run a model on several ranks: their options, and the start of the ranks on this machine."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
-
-import torch.distributed as dist
+from collections.abc import Sequence
 
 from glm46.commands.nodes import Nodes
 from glm46.commands.options import positive
@@ -13,22 +9,12 @@ from glm46.commands.rank_server import RankServer
 from glm46.commands.rendezvous import rendezvous_options
 from glm46.commands.torchrun import LauncherSignals, run_ranks
 from glm46.config.errors import UserError
-from glm46.config.generation_degrees import Degrees, degree_faults
-from glm46.config.model import ModelShape
-from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.environment import launched_world_size, set_variables, share_cores, visible_gpus
-from glm46.distributed.process import join, leave
-from glm46.distributed.process_control import die_with_parent
-from glm46.inference.model_mesh import ModelMesh, build_model_mesh
 from glm46.observe.start_times import StartTimes
-from glm46.planner.layout import generation_layout
 from glm46.planner.machine import detect_machine
 
 _PROCESSES = "NGPU"
 """The variable that run_train.sh takes, too."""
-_JOIN_SECONDS = 300
-
-_Result = TypeVar("_Result")
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -79,42 +65,9 @@ def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -
     start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_nproc(start)
     _, of_ranks = start.parse_known_args(argv)  # torchrun takes --nproc for an abbreviation of its own
-    signals, times, server = LauncherSignals(), StartTimes("the command"), RankServer([f"glm46.commands.{verb}"])
+    signals, times, server = LauncherSignals(), StartTimes("the command"), RankServer([f"glm46.commands.{verb}_ranks"])
     try:
         return run_ranks(rendezvous_options(Nodes(), count, 0), [verb, *of_ranks], signals, server, times).code
     finally:
         server.close()
         signals.close()
-
-
-@contextmanager
-def joined(timeout_seconds: int = _JOIN_SECONDS) -> Iterator[None]:
-    """The process group of the ranks, if this process is one of them."""
-    if launched_world_size() is None:
-        yield
-        return
-    die_with_parent()
-    join(timeout_seconds)
-    try:
-        yield
-    finally:
-        leave()
-
-
-def on_all_ranks(work: Callable[[], _Result]) -> _Result:
-    """The result of work on this process; on several ranks a UserError of one is raised on all. Collective."""
-    return run_on_all_ranks(work) if dist.is_initialized() else work()
-
-
-def mesh_of(arguments: argparse.Namespace, shape: ModelShape, device_type: str) -> ModelMesh:
-    """The ranks that hold a model by these options. Collective.
-
-    Raises:
-        UserError: a degree does not split the model evenly, or does not divide the number of processes.
-    """
-    degrees = Degrees(*(getattr(arguments, f"{name}_degree") for name in Degrees._fields))
-    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    faults = degree_faults(degrees, shape, size, lambda name, degree: f"--{name.replace('_', '-')}-degree {degree}")
-    if faults:
-        raise UserError(*(fault for _, fault in faults))
-    return build_model_mesh(generation_layout(degrees, size), rank, device_type)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from glm46.commands.options import task_module
+from glm46.commands.config_options import task_module
 from glm46.commands.rank_server import RankServer
 from glm46.commands.torchrun import LauncherSignals
 from glm46.config.run_config import RunConfig

@@ -1,19 +1,17 @@
 """A chat in the terminal: messages are typed, answers are shown while they are written."""
 
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 
 from glm46.config.errors import UserError
 from glm46.data.chat import chat_prompt
 from glm46.data.chat_turn import Part, TurnReader
-from glm46.data.conversation import BadConversation, Message, parse_tools
+from glm46.data.conversation import Message
 from glm46.data.tokenizer import Tokenizer
 from glm46.inference.generation import Continuation
 from glm46.reliability.stop import ENDING_SIGNALS, EXIT_SIGNAL, end_on_signals
@@ -35,7 +33,7 @@ class TerminalChat:
             function given to it returns true. Raises UserError if the prompt is too long.
         stop: ids that end a turn.
         system: first message of each conversation.
-        tools: see `read_tools`.
+        tools: descriptions of tools, as the model is shown them.
         thinks: whether the model may think before it answers.
         is_alone: whether no other ranks write with this one, which a second Ctrl-C would leave waiting.
     """
@@ -126,26 +124,6 @@ class TerminalChat:
         self._console.print(text, end="", style=style)
         self._console.file.flush()
         return part.kind
-
-
-def read_tools(file: Path) -> tuple[Mapping, ...]:
-    """The descriptions of tools in a JSON file, as the model is shown them.
-
-    Raises:
-        UserError: the file is missing, or no list of functions with names.
-    """
-    remedy = 'give a list such as [{"type": "function", "function": {"name": "now", "parameters": {}}}]'
-    try:
-        tools = parse_tools(json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UserError(f"--tools {file}: {error.strerror}; {remedy}") from error
-    except (ValueError, RecursionError, BadConversation) as error:
-        raise UserError(f"--tools {file}: {error}; {remedy}") from error
-    for number, tool in enumerate(tools, 1):
-        function = tool.get("function", tool)
-        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
-            raise UserError(f"--tools {file}: function {number} of {len(tools)} has no name; {remedy}")
-    return tools
 
 
 def _read_line(prompt: str) -> str:

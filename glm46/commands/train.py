@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
+from glm46.commands.config_options import config_parser, fetched_overrides, parse_with_overrides, task_module
 from glm46.commands.metrics import exporting
-from glm46.commands.options import config_parser, fetched_overrides, parse_with_overrides, task_module
 from glm46.config.ablation import require_one_run
 from glm46.config.command_line import Start, module_command
 from glm46.config.loader import load_config

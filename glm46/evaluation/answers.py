@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from glm46.data.tokenizer import Tokenizer
 from glm46.evaluation.results import Results
-from glm46.evaluation.rows import TASKS
+from glm46.evaluation.task_names import TASKS
 from glm46.files.progress import tokens_progress
 from glm46.huggingface.tokenizer_files import control_ids, stop_ids
 from glm46.inference.decoder import Decoder

@@ -19,11 +19,6 @@ from glm46.data.batches import IGNORE, BatchBuilder
 from glm46.data.manifest import Manifest
 from glm46.data.packing import TokenStream
 
-TASKS = ("loss", "position", "needle", "drafts")
-"""Names of the tasks of an evaluation."""
-USUAL_TASKS = TASKS[:3]
-"""Those that every model has."""
-
 Batch = dict[str, Tensor]
 """As the loader makes it; only the rows of `Drafts` have inputs of multi-token prediction."""
 

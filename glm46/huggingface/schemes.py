@@ -13,14 +13,15 @@ from glm46.config.errors import UserError
 from glm46.huggingface.fp8 import Scheme as Fp8
 from glm46.huggingface.int4 import Int4
 from glm46.huggingface.names import HFNames
+from glm46.huggingface.scheme_names import FP8_NAMES, SCHEME_NAMES
 
 CONFIG_KEY = "quantization_config"
 ERRORS_FILE = "quantization_errors.json"
 
 Scheme = Fp8 | Int4
 
-FP8_SCHEMES = {"fp8-block": Fp8(), "fp8-channel": Fp8(block=None)}
-SCHEMES: dict[str, Scheme] = {**FP8_SCHEMES, "int4": Int4()}
+FP8_SCHEMES = dict(zip(FP8_NAMES, (Fp8(), Fp8(block=None)), strict=True))
+SCHEMES: dict[str, Scheme] = dict(zip(SCHEME_NAMES, (*FP8_SCHEMES.values(), Int4()), strict=True))
 """Schemes of an export, by `--dtype`."""
 
 _IGNORED = ["lm_head", "re:.*embed_tokens$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]

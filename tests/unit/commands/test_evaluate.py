@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from glm46.cli import main
-from glm46.commands import evaluate
+from glm46.commands import evaluate_ranks
 from glm46.evaluation import results
 from glm46.pretrain.task import train
 from tests.small_run import small_config
@@ -151,7 +151,7 @@ def test_the_picture_is_drawn_and_its_absence_is_explained(trained, tmp_path, mo
     assert main(command) == 0
     assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "evaluation.png").unlink()
-    monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluate_ranks, "find_spec", lambda name: None)
     capsys.readouterr()
     assert main(command) == 0
     assert "[plot]" in capsys.readouterr().out and not (tmp_path / "evaluation.png").exists()
@@ -205,8 +205,10 @@ def test_mistakes_are_named_with_exit_code_2(trained, arguments, words, tmp_path
 
 
 def test_text_that_is_gone_is_named_with_the_option_that_states_other_text(trained, monkeypatch, capsys):
-    known = evaluate._training
-    monkeypatch.setattr(evaluate, "_training", lambda folder: known(folder)._replace(sources={"a": Path("moved/a")}))
+    known = evaluate_ranks._training
+    monkeypatch.setattr(
+        evaluate_ranks, "_training", lambda folder: known(folder)._replace(sources={"a": Path("moved/a")})
+    )
     assert main(["evaluate", "--checkpoint", step_of(trained), *OPTIONS]) == 2
     said = capsys.readouterr().err
     assert "moved/a" in said and "--data" in said

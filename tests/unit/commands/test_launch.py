@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from glm46.commands import launch
+from glm46.commands.config_options import config_parser, parse_with_overrides
 from glm46.commands.environment import unfit_packages
 from glm46.commands.launch import (
     _refuse_start,
@@ -20,7 +21,6 @@ from glm46.commands.launch import (
     describe_refusal,
     keep_running,
 )
-from glm46.commands.options import config_parser, parse_with_overrides
 from glm46.commands.torchrun import End, LauncherSignals, describe_exit, run_ranks
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError

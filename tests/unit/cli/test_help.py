@@ -1,0 +1,62 @@
+"""Options are read before anything heavy is imported: a help or a typo costs no import of torch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm46.commands.options import VERBS
+
+ROOT = Path(__file__).parents[3]
+_PROGRAM = """
+import contextlib, io, json, os, sys
+for name in ("torch", "transformers", "jinja2", "matplotlib"):
+    sys.modules[name] = None  # an import of it raises ModuleNotFoundError
+from glm46.cli import main
+for line in sys.stdin:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(json.loads(line))
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def without_torch():
+    """A function that runs a command line in a process that cannot import torch: exit code, output, errors."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "400", "PYTHONPATH": str(ROOT)},
+    )
+
+    def run(*words: str) -> list:
+        print(json.dumps(words), file=child.stdin, flush=True)
+        return json.loads(child.stdout.readline())
+
+    yield run
+    child.communicate()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_and_typos_of_a_verb_and_of_its_kinds_import_nothing_heavy(verb, without_torch):
+    code, printed, errors = without_torch(verb, "--help")
+    assert code == 0, errors
+    kinds = re.search(r"^usage:.* (\S+\|\S+) \.\.\.$", printed, re.MULTILINE)
+    lines = [[verb], *([verb, kind] for kind in kinds[1].split("|"))] if kinds else [[verb]]
+    for words in lines:
+        code, printed, errors = without_torch(*words, "--help")
+        assert code == 0 and f"python -m glm46 {' '.join(words)}" in printed, errors
+        code, printed, errors = without_torch(*words, "--no-such-option")
+        assert code == 2 and not printed and "usage: python -m glm46" in errors
+        assert re.search("error: .*(--no-such-option|required)", errors), errors
