@@ -60,8 +60,8 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     if require_kind(arguments.checkpoint, Kind.STEP, Kind.HUGGING_FACE) is Kind.HUGGING_FACE:
         if arguments.dtype is None:
             raise UserError(
-                f"--checkpoint {arguments.checkpoint}: this is a Hugging Face folder already; state the type of the new "
-                f"one with --dtype, such as {', '.join(SCHEMES)}"
+                f"--checkpoint {arguments.checkpoint}: this is a Hugging Face folder already; state the type of the "
+                f"new one with --dtype, such as {', '.join(SCHEMES)}"
             )
         shape = stored_shape(arguments.checkpoint)
         with FolderReader(arguments.checkpoint, shape) as reader:
