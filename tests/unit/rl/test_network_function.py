@@ -256,15 +256,8 @@ def test_all_consumers_compute_what_a_key_says(consumers, section, key, value, t
         "generate": by_folder(found.step, partial(by_decoding, cpu_kernels=False)),
         "generate by few_tokens": by_folder(found.step, partial(by_decoding, cpu_kernels=True)),
     }
-    converted = [
-        "to-hf",
-        "--checkpoint",
-        str(found.step),
-        "--output",
-        str(tmp_path / "converted"),
-        "--dtype",
-        "float32",
-    ]
+    folder = tmp_path / "converted"
+    converted = ["to-hf", "--checkpoint", str(found.step), "--output", str(folder), "--dtype", "float32"]
     if key == "sliding_window":
         with pytest.raises(UserError, match="has no sliding window"):
             convert_command(converted)
@@ -273,9 +266,8 @@ def test_all_consumers_compute_what_a_key_says(consumers, section, key, value, t
         for one in (found.folder, folder):
             found.of |= {f"transformers {one}": by_transformers(one), str(one): by_folder(one)}
         stored = load_file(found.folder / "model.safetensors")
-        assert all(torch.equal(found.served[name], stored[name]) for name in stored) and found.served.keys() == set(
-            stored
-        )
+        assert found.served.keys() == set(stored)
+        assert all(torch.equal(found.served[name], stored[name]) for name in stored)
         # The function goes on in a run that starts from the folder, whatever its own temperature, and leaves it alike.
         for moe in ({}, {"router_temperature": 1.5}):
             again = consumers(f"again-{len(moe)}", model, moe, None, found.folder)
