@@ -83,6 +83,9 @@ def _train_all(plan: AblationPlan, signals: LauncherSignals) -> int:
     waiting = [run for run in plan.runs if run.result().get("status") != "finished"]
     budgets = [resolve_plan(run.config, run.processes).budget_tokens - run.trained_tokens() for run in waiting]
     done = len(plan.runs) - len(waiting)
+    emulated = [name for name, own in plan.keys.items() if own.get("float8.emulate")]
+    if emulated:
+        print(f"FP8 is emulated, without a speed to compare: {', '.join(emulated)}", flush=True)
     print(f"{len(plan.runs)} runs under {plan.folder}: {done} finished, {len(waiting)} to train", flush=True)
     has_failed = False
     with tokens_progress("ablation", sum(budgets), partial(print, file=sys.stderr, flush=True)) as advance:

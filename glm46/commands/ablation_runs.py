@@ -21,6 +21,7 @@ from glm46.files.durable import replace_durably
 from glm46.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.planner.layout import processes_of_node
 from glm46.planner.machine import Machine
+from glm46.planner.requirement import fp8_faults
 
 CONFIG_FILE = "config.toml"
 """In the folder of each run; the ranks write the same file."""
@@ -115,6 +116,7 @@ def plan_ablation(
     counts: dict[str, int] = {}
     for name, own in keys.items() if not faults else ():
         try:
+            keys[name] = own = _emulated(file, overrides, name, own, machine)
             configs[name], counts[name] = _resolve(file, overrides, name, own, processes, machine)
         except UserError as error:
             faults += error.faults
@@ -176,6 +178,18 @@ def _keys_without_effect(file: Path, keys: Mapping[str, Mapping[str, Any]]) -> I
             else:
                 continue
             yield f"{file}, variant {name}: {key} = {show(value)}: {rule}; {remedy}"
+
+
+def _emulated(
+    file: Path, overrides: Sequence[str], name: str, keys: Mapping[str, Any], machine: Machine
+) -> dict[str, Any]:
+    """The keys of a variant, with float8.emulate if this machine has no kernels for its recipe."""
+    if "float8.recipe_name" not in keys or "float8.emulate" in keys:
+        return dict(keys)
+    emulated = {**keys, "float8.emulate": True}
+    config = load_config(file, overrides, variant=(f"{file}, variant {name}", emulated))
+    needs_it = fp8_faults(config.float8.model_copy(update={"emulate": False}), machine)
+    return emulated if needs_it else dict(keys)
 
 
 def _resolve(

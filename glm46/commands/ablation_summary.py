@@ -60,6 +60,8 @@ def write_report(plan: AblationPlan, about: Mapping[str, str], machine: Machine)
 
 def _outcome(run: AblationRun) -> Outcome:
     result, (train, validation) = run.result(), run.rows()
+    if run.config.float8.emulate:  # its speed says nothing about that of kernels
+        train = [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in train]
     return Outcome(
         run.variant, run.seed, str(run.folder), result.get("status", "missing"), result.get("error"),
         result.get("seconds", 0.0), train, validation, run.fp8_errors(),

@@ -61,7 +61,8 @@ class Rollout(Section):
     in memory; more of them draw faster as long as a step of decoding is not bound by arithmetic."""
 
     speculative: Annotated[bool, _LOCAL] = False
-    """Draft tokens with the multi-token prediction layers. It changes no sample. [rl] does not train these layers."""
+    """Draft tokens with the multi-token prediction layers. It changes no sample. [rl] trains these layers on the
+    samples, by mtp.loss_weight."""
 
     keep_latest_k: int = Field(10, ge=0)
     """Rollouts that the journal keeps, beside those that a resume from a checkpoint needs; older ones are removed. 0:

@@ -22,9 +22,8 @@ def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training
 
     FSDP's division of gradients is turned off: the loss is already divided by the token count of all ranks.
     """
-    compute_type = getattr(torch, training.mixed_precision_param)
     policy = MixedPrecisionPolicy(
-        param_dtype=None if compute_type == torch.float32 else compute_type,
+        param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
     )
     # "default" under a pipeline: keep weights gathered for all micro-batches of a step. Schedules that split backward

@@ -122,7 +122,7 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
-    faults += [*_fp8_faults(config.float8, machine), *_torch_faults(config, metadata.version("torch"))]
+    faults += [*fp8_faults(config.float8, machine), *_torch_faults(config, metadata.version("torch"))]
     return Verdict(faults, margin, plan, memory, text, stage_table(plan, of_stages, capacity))
 
 
@@ -151,7 +151,7 @@ def _torch_faults(config: RunConfig, torch: str) -> list[str]:
     ]
 
 
-def _fp8_faults(float8: Float8, machine: Machine) -> list[str]:
+def fp8_faults(float8: Float8, machine: Machine) -> list[str]:
     """What this machine cannot compute in FP8; an unknown GPU is not judged."""
     if float8.recipe_name is None or float8.emulate:
         return []

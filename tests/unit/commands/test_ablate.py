@@ -3,6 +3,7 @@
 A stand-in for the launcher writes rows in no time; the real one trains in the last test.
 """
 
+import dataclasses
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ import tomli_w
 from glm46.cli import main
 from glm46.commands.ablation_runs import plan_ablation
 from glm46.config.loader import dump_config, load_config
-from glm46.planner.machine import Machine
+from glm46.planner.machine import Gpu, Machine
 from tests.small_run import TINY, small_config
 
 ROOT = Path(__file__).parents[3]
@@ -279,6 +280,30 @@ def test_the_shipped_ablation_resolves_to_its_variants():
         "rowwise_mxfp8_experts": ("rowwise", "mxfp8"),
     }
     assert all(run.config.training.steps == 300 for run in plan.runs)
+    assert all(run.config.training.mixed_precision_param == "bfloat16" for run in plan.runs)
+
+
+@pytest.mark.parametrize("gpus, emulated", [
+    ([], ["tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_mxfp8_experts"]),
+    (["NVIDIA H100 80GB HBM3"], ["rowwise_mxfp8_experts"]),
+    (["NVIDIA B200"], []),
+    (["NVIDIA A100-SXM4-80GB"], ["tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_mxfp8_experts"]),
+])  # fmt: skip
+def test_what_a_machine_has_no_kernels_for_is_emulated(gpus, emulated):
+    machine = dataclasses.replace(MACHINE, gpus=tuple(Gpu(name, 80 * 2**30) for name in gpus))
+    plan = plan_ablation(SHIPPED, [], [], 1, machine)
+    assert [run.variant for run in plan.runs if run.config.float8.emulate] == emulated
+    assert [name for name, own in plan.keys.items() if own.get("float8.emulate")] == emulated
+
+
+def test_a_variant_that_emulates_has_no_speed(file, launcher, tmp_path, capsys):
+    fp8 = {"float8": {"recipe_name": "tensorwise", "filter_fqns": ["k_proj"]}}
+    config = file({"variants": [{"name": "plain"}, {"name": "fp8", "keys": fp8}]}, model={"intermediate_size": 48})
+    assert main(["ablate", "--config", str(config), "--nproc", "2"]) == 0
+    assert "FP8 is emulated, without a speed to compare: fp8" in capsys.readouterr().out
+    plain, fp8 = json.loads((tmp_path / "out/ablation.json").read_text())["variants"]
+    assert "tokens_per_second" in plain["figures"]
+    assert not {"tokens_per_second", "tokens_per_second_gap"} & fp8["figures"].keys()
 
 
 def assert_all_recipes_end_within_one_percent(folder: Path) -> None:
@@ -310,7 +335,7 @@ def test_the_recipes_are_really_trained(file, tmp_path, monkeypatch, warm_python
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_shipped_ablation_ends_within_one_percent(tmp_path, monkeypatch, dtype, steps=300):
-    """The file as it stands, with the debug model, and with a baseline in BF16."""
+    """The file as it stands, with the debug model, and with a baseline in FP32."""
     monkeypatch.chdir(tmp_path)  # its data are prepared in the working folder
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     keys = ["--training.steps", str(steps), "--training.mixed_precision_param", dtype]

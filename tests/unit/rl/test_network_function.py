@@ -3,6 +3,7 @@
 `KEYS` has an entry for every key of the sections whose keys may change it, so a new key needs one.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from glm46.checkpoint.step_tensors import StepTensors
 from glm46.commands.convert import convert_command
 from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
@@ -26,8 +28,9 @@ from glm46.inference.scoring import score
 from glm46.model.cross_entropy import token_logprobs
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer
+from glm46.planner.function import function_of_meta, gate_factor, next_temperature
 from glm46.planner.schedule import schedule_value
-from glm46.pretrain.task import Pretraining
+from glm46.pretrain.task import Pretraining, train
 from glm46.rl.served_weights import served_tensors
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Request, SamplingRules
@@ -197,14 +200,17 @@ def by_folder(folder: Path, of=by_scoring) -> torch.Tensor:
 def consumers(make_config, tmp_path):
     """A function that trains two steps of a config, and gives what each consumer computes."""
 
-    def consume(name: str, model: dict, moe: dict, adapter: dict | None, base: Path | None = None) -> SimpleNamespace:
-        start = {} if base is None else {"initial_load_path": str(base), "initial_load_in_hf": True}
+    def consume(
+        name: str, model: dict, moe: dict, adapter: dict | None, base: Path | None = None, clock: int | None = None
+    ) -> SimpleNamespace:
+        start = {} if base is None else {"initial_load_path": str(base), "initial_load_in_hf": clock is None}
         config = make_config(
             job={"dump_folder": str(tmp_path / name)},
             model=TINY | MODEL | model | ({} if adapter is None else {"num_nextn_predict_layers": 0}),
             moe=FROZEN | moe,
             training={"steps": 2},
             optimizer={"lr": 1e-3},
+            lr_scheduler={"start_tokens": clock or 0},
             checkpoint={"interval": 1, "async_mode": "disabled"} | start,
             **({} if adapter is None else {"adapter": adapter}),
         )
@@ -215,8 +221,9 @@ def consumers(make_config, tmp_path):
             if base is None or adapter is not None:
                 spread(network)
             found.start = by_validation(network)
+            found.gate = network.weights()["layers.1.mlp.router.weight"].full_tensor().clone()
             assert loop.train(task, services, progress) == 0
-            temperature = schedule_value(config.moe.router_temperature, 32)
+            temperature = schedule_value(config.moe.router_temperature, (clock or 0) + 32)
             found.plain = by_a_plain_model(network, temperature)
             found.of |= {"training": by_training(network), "validation": by_validation(network)}
             found.rollouts = by_rollouts(network, speculative=False)
@@ -256,15 +263,8 @@ def test_all_consumers_compute_what_a_key_says(consumers, section, key, value, t
         "generate": by_folder(found.step, partial(by_decoding, cpu_kernels=False)),
         "generate by few_tokens": by_folder(found.step, partial(by_decoding, cpu_kernels=True)),
     }
-    converted = [
-        "to-hf",
-        "--checkpoint",
-        str(found.step),
-        "--output",
-        str(tmp_path / "converted"),
-        "--dtype",
-        "float32",
-    ]
+    folder = tmp_path / "converted"
+    converted = ["to-hf", "--checkpoint", str(found.step), "--output", str(folder), "--dtype", "float32"]
     if key == "sliding_window":
         with pytest.raises(UserError, match="has no sliding window"):
             convert_command(converted)
@@ -273,9 +273,8 @@ def test_all_consumers_compute_what_a_key_says(consumers, section, key, value, t
         for one in (found.folder, folder):
             found.of |= {f"transformers {one}": by_transformers(one), str(one): by_folder(one)}
         stored = load_file(found.folder / "model.safetensors")
-        assert all(torch.equal(found.served[name], stored[name]) for name in stored) and found.served.keys() == set(
-            stored
-        )
+        assert found.served.keys() == set(stored)
+        assert all(torch.equal(found.served[name], stored[name]) for name in stored)
         # The function goes on in a run that starts from the folder, whatever its own temperature, and leaves it alike.
         for moe in ({}, {"router_temperature": 1.5}):
             again = consumers(f"again-{len(moe)}", model, moe, None, found.folder)
@@ -303,3 +302,68 @@ def test_all_consumers_compute_what_a_key_of_adapters_says(consumers, key, value
     # Merged and folded in another order.
     assert all(torch.allclose(found[1].served[name], stored[name], rtol=1e-5, atol=1e-6) for name in stored)
     compare(found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moe, clock, factor",
+    [
+        ({"router_temperature": RAMP}, 64, 1.0),  # the schedule goes on, although the last step was at 2.6
+        ({"router_temperature": 1.3}, 64, 0.5),
+        ({}, 0, 1 / 2.6),
+    ],
+)
+def test_a_phase_goes_on_with_the_function_of_the_one_before(consumers, moe, clock, factor):
+    before = consumers("before", {}, {"router_temperature": RAMP}, None)
+    after = consumers("after", {}, moe, None, before.step, clock)
+    stored = StepTensors(before.step)
+    assert stored.function.router_temperature == pytest.approx(2.6)
+    assert torch.equal(after.gate, stored["layers.1.mlp.router.weight"] * factor)
+    if factor != 1.0:
+        assert (after.start - before.plain).abs().max() < 1e-4
+        assert f"times {factor:g}: at" in (after.step.parents[1] / "log.txt").read_text()
+    compare(after)
+
+
+@pytest.mark.slow
+def test_a_resume_computes_at_the_temperature_of_the_last_step_and_scales_nothing(make_config, tmp_path):
+    rows = {}
+    for name, ends in (("whole", [4]), ("parts", [2, 4])):
+        for steps in ends:
+            config = make_config(
+                job={"dump_folder": str(tmp_path / name)},
+                moe={"router_temperature": RAMP},
+                training={"steps": steps},
+                validation={"enable": True, "freq": 1, "steps": 1},
+                checkpoint={"interval": 2, "async_mode": "disabled"},
+            )
+            assert train(config) == 0
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        keys = ("step", "loss", "grad_norm", "router_temperature", "validation_loss")
+        rows[name] = [{key: row[key] for key in keys if key in row} for row in lines]
+    assert rows["whole"] == rows["parts"] and len(rows["whole"]) > 6
+
+
+def test_checkpoints_of_earlier_versions_have_the_temperature_of_their_schedule():
+    config = '[model]\nflavor = "debug"\n[moe]\nrouter_temperature = [[0, 1.0], [100, 2.0]]\n'
+    meta = {"config": config, "progress": {"curriculum_tokens": 50}}
+    assert function_of_meta(meta).router_temperature == 1.5 == next_temperature(meta)
+    assert gate_factor(meta, 1.5) == 1.0 and gate_factor(meta, 3.0) == 2.0 and gate_factor(None, 1.5) == 1.5
+    assert function_of_meta({"config": '[model]\nflavor = "debug"\n'}).router_temperature == 1.0
+
+
+@pytest.mark.slow
+def test_a_capacity_is_said_where_it_ends(make_config, tmp_path, capsys):
+    config = make_config(
+        moe={"capacity_factor": 1.5},
+        training={"steps": 1},
+        validation={"enable": True, "freq": 1, "steps": 1},
+        checkpoint={"last_save_in_hf": True},
+    )
+    assert train(config) == 0
+    log = (tmp_path / "out/log.txt").read_text()
+    line = "warning: moe.capacity_factor = 1.5: training drops tokens of full experts"
+    assert log.count(line) == 2 and "; validation drops none" in log and "; what reads this folder drops none" in log
+    step = str(tmp_path / "out/checkpoint/step-000001")
+    assert convert_command(["to-hf", "--checkpoint", step, "--output", str(tmp_path / "hf")]) == 0
+    assert line in capsys.readouterr().err
