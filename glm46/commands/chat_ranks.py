@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.distributed.environment import (
+    RANK_MARK,
     replace_variables,
     set_variable,
     set_variables,
@@ -40,7 +41,7 @@ def first_of_ranks(verb: str, argv: Sequence[str], count: int) -> Iterator[Calla
     shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": 0, "LOCAL_RANK": 0}
     for name, value in shared.items():
         set_variable(name, str(value))
-    set_variable("TORCHELASTIC_USE_AGENT_STORE", "True")  # rank 0 makes no store of its own
+    set_variable(RANK_MARK, "True")  # rank 0 makes no store of its own
     try:
         for rank in range(1, count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from glm46.distributed.environment import launched_rank, replace_variables
+from glm46.distributed.environment import replace_variables
 from glm46.distributed.process_control import die_with_parent, set_process_name
 from glm46.observe.start_times import VARIABLE as START_TIMES
 from glm46.observe.start_times import StartTimes
@@ -213,7 +213,7 @@ def _become_rank(server: int, arguments: list[str], variables: dict[str, str]) -
     die_with_parent(server)
     if _driver_is_open():
         os.execve(sys.executable, [sys.executable, "-u", "-m", "glm46", *arguments], variables)
-    set_process_name(f"glm46-rank{launched_rank()}")
+    set_process_name(f"glm46-rank{variables['RANK']}")
     return arguments
 
 

@@ -8,8 +8,9 @@ from glm46.commands.config_options import config_parser, fetched_overrides, pars
 from glm46.commands.metrics import exporting
 from glm46.config.ablation import require_one_run
 from glm46.config.command_line import Start, module_command
+from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.distributed.environment import launched_rank, launched_world_size
+from glm46.distributed.environment import launched_rank, launched_world_size, ranks_of_another_launcher
 from glm46.planner.plan import resolve_plan
 from glm46.reliability.stop import StopRequest
 
@@ -18,12 +19,18 @@ def train_command(argv: Sequence[str]) -> int:
     """Train the config; returns the exit code. Collective.
 
     Raises:
-        UserError: the config has faults.
+        UserError: the config has faults, or another launcher than torchrun has started several processes.
         Diverged: steps or weights went bad.
     """
     parser = config_parser("train")
     parser.add_argument("--exported", action="store_true", help=argparse.SUPPRESS)  # the launcher exports the metrics
     arguments, overrides = parse_with_overrides(parser, argv)
+    if others := ranks_of_another_launcher():
+        raise UserError(
+            f"environment: {', '.join(f'{name} = {value}' for name, value in others.items())}: not set by torchrun, so "
+            f"this process would train alone beside the others; start each node with {module_command()} launch, or "
+            f"unset {' '.join(others)} to train in one process"
+        )
     stop = StopRequest()
     config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
     require_one_run(config.ablation, arguments.config, module_command())

@@ -5,6 +5,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+RANK_MARK = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set by torchrun for each of its processes, true or not. Job systems set its other names, such as RANK, too."""
+
 _TEMPORARY = threading.Lock()
 
 
@@ -15,8 +18,22 @@ def visible_gpus() -> str | None:
 
 def launched_world_size() -> int | None:
     """Number of processes that torchrun started; None if it did not start this one."""
-    size = os.environ.get("WORLD_SIZE")
-    return None if size is None else int(size)
+    return int(os.environ["WORLD_SIZE"]) if RANK_MARK in os.environ else None
+
+
+def ranks_of_another_launcher() -> dict[str, str]:
+    """The variables by which something else than torchrun made this process one of several; empty if nothing did. Job
+    systems set them for each pod or task, whatever runs there."""
+    if RANK_MARK in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+        return {}
+    return set_variables(("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+
+
+def forget_other_local_rank() -> None:
+    """Remove the local rank that something else than torchrun set: torch takes it for a GPU, lm-eval for a process that
+    is to be silent."""
+    if RANK_MARK not in os.environ:
+        os.environ.pop("LOCAL_RANK", None)
 
 
 def set_variables(names: Sequence[str]) -> dict[str, str]:
@@ -37,17 +54,21 @@ def environment_without_ranks() -> dict[str, str]:
 
 def launched_rank() -> int:
     """Rank of this process among those that torchrun started; 0 if it did not start this one."""
-    return int(os.environ.get("RANK", "0"))
+    return _of_rank("RANK", 0)
 
 
 def launched_local_rank() -> int:
     """Number of this process on its node among those that torchrun started; 0 if it did not start this one."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _of_rank("LOCAL_RANK", 0)
 
 
 def launched_local_world_size() -> int:
     """Number of processes that torchrun started on this node; 1 if it did not start this one."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _of_rank("LOCAL_WORLD_SIZE", 1)
+
+
+def _of_rank(name: str, otherwise: int) -> int:
+    return int(os.environ.get(name, otherwise)) if RANK_MARK in os.environ else otherwise
 
 
 def set_default(name: str, value: str) -> None:

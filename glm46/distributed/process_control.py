@@ -15,12 +15,11 @@ def die_with_parent(parent: int | None = None) -> None:
     """Have the system kill this process when its parent ends, the server of ranks or torchrun; it would otherwise go on
     and keep its GPU.
 
-    Has no effect in a process that is not a rank.
-
     Args:
-        parent: its process id, known before a fork: it may have ended since then. None: the parent of now.
+        parent: its process id, known before a fork: it may have ended since then. None: the parent of now, without
+            effect in a process that is not a rank.
     """
-    if launched_world_size() is None:
+    if parent is None and launched_world_size() is None:
         return
     parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

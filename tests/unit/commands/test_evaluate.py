@@ -70,6 +70,17 @@ def test_it_gives_the_numbers_of_the_last_validation(trained, tmp_path, capsys):
     assert "Needle in a haystack" in out and "bits per byte" in out and "depth 1" in out
 
 
+def test_variables_of_a_job_system_make_no_rank(trained, monkeypatch, capsys):
+    """Kubeflow sets them in every pod; other processes would be waited for, or this one would be silent."""
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    for name, value in pod.items():
+        monkeypatch.setenv(name, value)
+    step = step_of(trained)
+    assert main(["evaluate", "--checkpoint", step, *OPTIONS, "--tasks", "position"]) == 0
+    assert main(["generate", "--checkpoint", step, "--prompt", "def f", "--max-new-tokens", "2"]) == 0
+    assert "2 tokens, first after" in capsys.readouterr().err
+
+
 def test_a_second_call_computes_only_what_is_missing(trained, tmp_path, monkeypatch, capsys):
     command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--output", str(tmp_path)]
     assert main(command) == 0
