@@ -43,6 +43,10 @@ _HF_CONFIG = "hf_config"
 """Key of a checkpoint's meta: the config.json of the imported weights, so that an export keeps unknown fields."""
 
 
+_ON_HUB = {"model", "base", "adapter", "tokenizer", "checkpoint", "config"}
+"""Options that take an id of the hub."""
+
+
 def convert_command(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
@@ -50,9 +54,7 @@ def convert_command(argv: Sequence[str]) -> int:
         UserError: input is missing, damaged or does not fit; nothing incomplete is left behind.
     """
     arguments = _parser().parse_args(list(argv))
-    fetch_options(
-        arguments, *({"model", "base", "adapter", "tokenizer", "checkpoint", "config"} & vars(arguments).keys())
-    )
+    fetch_options(arguments, *(_ON_HUB & vars(arguments).keys()))
     try:
         return arguments.run(arguments)
     except CheckpointError as error:
@@ -117,8 +119,8 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     if require_kind(arguments.checkpoint, Kind.STEP, Kind.HUGGING_FACE) is Kind.HUGGING_FACE:
         if arguments.dtype is None:
             raise UserError(
-                f"--checkpoint {arguments.checkpoint}: this is a Hugging Face folder already; state the type of the new one "
-                f"with --dtype, such as {', '.join(SCHEMES)}"
+                f"--checkpoint {arguments.checkpoint}: this is a Hugging Face folder already; state the type of "
+                f"the new one with --dtype, such as {', '.join(SCHEMES)}"
             )
         shape = stored_shape(arguments.checkpoint)
         with FolderReader(arguments.checkpoint, shape) as reader:
