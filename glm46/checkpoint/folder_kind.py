@@ -10,6 +10,7 @@ from glm46.checkpoint.integrity import MANIFEST, META, published_steps, step_fol
 from glm46.config.errors import UserError
 
 _METADATA, _CONFIG, _ADAPTER = ".metadata", "config.json", "adapter_config.json"
+_INDEX = "model.safetensors.index.json"
 
 
 class Kind(Enum):
@@ -47,7 +48,7 @@ def kind_of(path: Path) -> Kind:
         return Kind.SHARDS
     if _ADAPTER in names:
         return Kind.PEFT
-    if _CONFIG in names or has_weights:
+    if _CONFIG in names or has_weights or _INDEX in names:
         return Kind.HUGGING_FACE
     if {MANIFEST, META, _METADATA} & names:
         return Kind.STEP
@@ -95,9 +96,8 @@ def _described(path: Path, kind: Kind, wanted: tuple[Kind, ...]) -> str:
         of_run = "" if kind is Kind.STEPS else f"this is {kind.value}; "
         return f"{of_run}it holds steps; give one of them, such as {step_folder(folder, published_steps(folder)[-1])}"
     if kind is Kind.PEFT:
-        return (
-            f"this is {kind.value} with adapters{_base_of(path)}; --adapter takes it, convert merge makes a whole model"
-        )
+        merged = "--adapter takes it, convert merge makes a whole model"
+        return f"this is {kind.value} with adapters{_base_of(path)}; {merged}; give {expected} here"
     if kind in _TAKERS:
         return f"this is {kind.value}{_TAKERS[kind]}; give {expected} here"
     names = f"neither {Kind.HUGGING_FACE.value} ({_CONFIG}) nor {Kind.STEP.value} ({MANIFEST})"

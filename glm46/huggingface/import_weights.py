@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.checkpoint.folder_kind import Kind, kind_of
+from glm46.checkpoint.folder_kind import Kind, kind_of, require_kind
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.distributed.collective_errors import catch_user_error
@@ -65,6 +65,7 @@ def find_tensors(folder: Path) -> dict[str, tuple[Path, Record]]:
     Raises:
         UserError: safetensors files or index are missing or damaged, or they disagree about the file of a tensor.
     """
+    require_kind(folder, Kind.HUGGING_FACE)
     index = folder / INDEX
     if not index.is_file():
         return _without_index(folder)

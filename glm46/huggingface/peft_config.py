@@ -7,6 +7,7 @@ from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
+from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.config.errors import UserError
 
 CONFIG = "adapter_config.json"
@@ -39,6 +40,8 @@ class PeftConfig:
             UserError: it is missing or damaged, or has a key that changes the computation and is not supported.
         """
         file = folder / CONFIG
+        if not file.is_file():
+            require_kind(folder, Kind.PEFT)
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
             faults = [
@@ -55,8 +58,6 @@ class PeftConfig:
                 dict(raw.get("alpha_pattern") or {}),
             )
             [re.compile(key) for key in (*config.rank_pattern, *config.alpha_pattern)]
-        except FileNotFoundError:
-            raise UserError(f"{file}: no such file; give a folder that PEFT or glm46 saved an adapter in") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
             raise UserError(f"{file}: damaged ({type(error).__name__}: {error}); save the adapter again") from error
         ranks = [config.rank, *config.rank_pattern.values()]
