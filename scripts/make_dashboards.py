@@ -13,7 +13,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FOLDER = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboards"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from glm46.observe.metrics import SHOWN, Metric, Shown, exported_name, find_metric  # noqa: E402
+
+FOLDER = ROOT / "deploy" / "monitoring" / "dashboards"
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
 RUN = '{run=~"$run"}'
 _COLUMNS = 24
@@ -60,6 +65,21 @@ def _of_runs(title: str, unit: str, metric: str, meaning: str = "") -> Panel:
     return Panel(title, unit, {"{{run}} {{ranks}}": metric}, f"Over the ranks of a run. {meaning}".strip())
 
 
+def _of_shown(shown: Shown) -> Panel:
+    """The chart of a metric that the console and `plot` show too."""
+    columns = dict.fromkeys(name for name in (shown.column, shown.validation) if name)
+    queries = {_legend(find_metric(name)): exported_name(name) + RUN for name in columns}
+    unit = {"ratio": "percentunit"}.get(find_metric(shown.column).unit, "short")
+    return Panel(shown.title, unit, queries, find_metric(shown.column).meaning)
+
+
+def _legend(metric: Metric) -> str:
+    if metric.group == "validation":
+        return f"validation {{{{{metric.per.partition('@')[0]}}}}}"
+    return metric.name + (" {{network}}" if metric.group in ("loss", "policy", "optimizer", "experts") else "")
+
+
+SHOWN_PANELS = tuple(_of_shown(shown) for shown in SHOWN if shown.title)
 DASHBOARDS = {
     "training": Dashboard("Training", "run", "training_step", (
         _stat("Phase", "short", f"training_phase{RUN} == 1", "The phase of the first rank is the label of the series."),
@@ -68,18 +88,10 @@ DASHBOARDS = {
         _stat("Step", "short", f"training_step{RUN}"),
         _stat("Restarts", "short", f"training_restarts_total{RUN}", "By this launcher."),
         _stat("Skipped steps", "short", f"training_skipped_steps_total{RUN}", "Of this process."),
-        Panel("Loss", "short", {
-            "training": f"training_loss{RUN}",
-            "validation {{source}}": f"training_validation_loss{RUN}",
-            "prediction layer {{depth}}": f"training_mtp_loss{RUN}",
-        }, "Nats per token."),
-        Panel("Gradient norm", "short", {"{{network}} norm": f"training_grad_norm{RUN}"}, "Before clipping."),
-        Panel("Learning rate", "sci", {"learning rate": f"training_learning_rate{RUN}"}),
-        Panel("Tokens per second", "short", {
-            "rows": f"training_tokens_per_second{RUN}",
+        *SHOWN_PANELS,
+        Panel("Tokens counted", "short", {
             "counted": f"rate(training_tokens_total{RUN}[$__rate_interval])",
-        }, "Rows leave out validation and saves, the count does not."),
-        Panel("MFU", "percentunit", {"MFU": f"training_mfu_ratio{RUN}"}),
+        }, "With validation and saves, which rows leave out."),
         Panel("Time of a step", "s", {
             "step": f"training_step_seconds{RUN}",
             "waiting for text": f"training_data_seconds{RUN}",

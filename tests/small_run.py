@@ -5,8 +5,16 @@ tests/architecture loads nothing of the package.
 """
 
 import ctypes
+import fcntl
 import json
 import os
+import pty
+import struct
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +92,38 @@ def make_config(source_folder, tmp_path):
         return small_config(source_folder, tmp_path / "out", **tables)
 
     return make
+
+
+@contextmanager
+def terminal() -> Iterator[Callable[[], str]]:
+    """Standard output is a terminal inside of this context; the function returns what it has shown so far."""
+    screen, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    shown, output = bytearray(), os.fdopen(slave, "w")
+
+    def read() -> None:
+        with suppress(OSError):  # the other end is closed
+            while content := os.read(screen, 65536):
+                shown.extend(content)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+
+    def text() -> str:
+        output.flush()
+        termios.tcdrain(slave)
+        time.sleep(0.05)  # for the thread, which the terminal has handed everything
+        return shown.decode(errors="replace").replace("\r\n", "\n")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
+            patch.delenv(name, raising=False)
+        patch.setenv("TERM", "xterm-256color")
+        patch.setattr("sys.stdout", output)
+        yield text
+    output.close()
+    reader.join(5)
+    os.close(screen)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""``python -m glm46 plot``: draw loss, learning rate, speed and expert balance of runs into one PNG, or the curriculum
-of TOML files."""
+"""``python -m glm46 plot``: draw the metrics of runs (`SHOWN`) into one PNG, or the curriculum of TOML files."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from io import BytesIO
@@ -13,6 +13,7 @@ from glm46.config.errors import UserError
 from glm46.files.durable import replace_durably
 from glm46.observe.console import short_number
 from glm46.observe.history import ROWS_FILE, read_history, rows_by_kind
+from glm46.observe.metrics import SHOWN, Shown, find_metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,26 +21,6 @@ if TYPE_CHECKING:
 _NAN = float("nan")
 _X_AXES = {"tokens": "tokens", "steps": "step"}
 """Units of the horizontal axis, and the column of each."""
-
-
-class Panel(NamedTuple):
-    """One chart."""
-
-    title: str
-    unit: str
-    columns: tuple[str, ...]
-    """Columns of the line: each row gives the first one that it has. The second column is also drawn thin behind it."""
-    markers: str | None = None
-    """Column of validation rows."""
-    starts_at_zero: bool = False
-
-
-PANELS = (
-    Panel("Loss", "nats per token", ("loss_mean", "loss"), "validation_loss"),
-    Panel("Learning rate", "", ("lr",), starts_at_zero=True),
-    Panel("Speed", "tokens per second", ("tokens_per_second",), starts_at_zero=True),
-    Panel("Expert balance", "tokens per expert: deviation / mean", ("expert_balance_cv",), starts_at_zero=True),
-)
 
 
 class Run(NamedTuple):
@@ -54,8 +35,8 @@ def plot_command(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     parser = verb_parser(
         "plot",
-        description="Draws loss, learning rate, speed and expert balance of runs in one PNG, or, from the TOML files "
-        "of its phases, the lengths, batches, mixtures and schedules of a curriculum in one PNG or SVG.",
+        description="Draws loss, reward, learning rate, speed and other metrics of runs in one PNG, or, from the TOML "
+        "files of its phases, the lengths, batches, mixtures and schedules of a curriculum in one PNG or SVG.",
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",
@@ -107,8 +88,8 @@ def _read(file: Path, name: str) -> Run:
     return run
 
 
-def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], panels: Sequence[Panel] = PANELS) -> None:
-    """Draw the panels for which some run has metrics, and write the PNG completely or not at all.
+def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str]) -> None:
+    """Draw the charts of `SHOWN` for which some run has values, and write the PNG completely or not at all.
 
     Args:
         x_axis: unit of the horizontal axis, and its column.
@@ -116,8 +97,8 @@ def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], panels: Seq
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    known = {column for run in runs for row in run.train for column in row}
-    panels = [panel for panel in panels if known.intersection(panel.columns)]
+    known = {column.partition("/")[0] for run in runs for row in (*run.train, *run.validation) for column in row}
+    panels = [one for one in SHOWN if one.title and known.intersection((one.column, one.mean, one.validation))]
     panel_rows, legend_rows = -(-len(panels) // 2), -(-len(runs) // 3)
     figure = Figure(figsize=(13, 4 * panel_rows + 0.3 * legend_rows), dpi=120, layout="constrained")
     grid = figure.subplots(panel_rows, 2, squeeze=False).flatten()
@@ -140,16 +121,26 @@ def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], panels: Seq
     replace_durably(output, [picture.getvalue()])
 
 
-def _draw_run(axes: "Axes", panel: Panel, run: Run, colour: str, x: str) -> None:
-    steps = _values(run.train, (x,))
-    if len(panel.columns) > 1:
-        axes.plot(steps, _values(run.train, panel.columns[1:]), color=colour, linewidth=0.7, alpha=0.4)
+def _draw_run(axes: "Axes", panel: Shown, run: Run, colour: str, x: str) -> None:
+    steps, columns = _values(run.train, (x,)), (panel.mean or panel.column, panel.column)
+    if panel.mean is not None:
+        axes.plot(steps, _values(run.train, columns[1:]), color=colour, linewidth=0.7, alpha=0.4)
     # A line of one point is invisible.
     marker = "." if len(steps) == 1 else None
-    axes.plot(steps, _values(run.train, panel.columns), color=colour, linewidth=1.8, marker=marker)
-    if panel.markers is not None and run.validation:
-        points = _values(run.validation, (x,)), _values(run.validation, (panel.markers,))
-        axes.plot(*points, "o", color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
+    axes.plot(steps, _values(run.train, columns), color=colour, linewidth=1.8, marker=marker)
+    for column, shape in zip(_of_validation(panel, run), itertools.cycle("os^Dv")):
+        points = _values(run.validation, (x,)), _values(run.validation, (column,))
+        axes.plot(*points, shape, color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
+        if "/" in column:
+            axes.annotate(column.partition("/")[2], [values[-1] for values in points], fontsize=7)
+
+
+def _of_validation(panel: Shown, run: Run) -> list[str]:
+    """Columns of a chart's points: the figure over all sources, or those of sets that have no such figure."""
+    known = {column for row in run.validation for column in row}
+    if panel.validation in known:
+        return [panel.validation]
+    return sorted(column for column in known if column.partition("/")[0] == panel.validation)
 
 
 def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
@@ -158,10 +149,11 @@ def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
     return [value if isinstance(value, int | float) else _NAN for value in values]
 
 
-def _label(axes: "Axes", panel: Panel, x_axis: str) -> None:
+def _label(axes: "Axes", panel: Shown, x_axis: str) -> None:
+    unit = find_metric(panel.column).unit
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.set_xlabel(x_axis)
-    axes.set_ylabel(panel.unit)
+    axes.set_ylabel("" if unit == "1" else unit)
     axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
     axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
     axes.set_xlim(left=0)

@@ -1,9 +1,15 @@
-"""Console output of a run: one live line on a terminal, aligned plain lines elsewhere."""
+"""Console output of a run: aligned lines, and on a terminal a bar below them."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from glm46.observe.metrics import OPTIMISED, SHOWN
+
+SPEEDS = ("budget_tokens_per_second", "tokens_per_second")
+"""Columns of the speed at which the budget is spent: the first one that a row has."""
 
 
 def duration(seconds: float) -> str:
@@ -28,108 +34,96 @@ def short_number(value: float) -> str:
 
 def time_left(row: Mapping[str, float | None], total_tokens: int) -> str:
     """Time until the last token at the speed of this row; "?" if the speed is unknown."""
-    speed = row.get("budget_tokens_per_second", row.get("tokens_per_second"))
+    speed = next((row[name] for name in SPEEDS if name in row), None)
     if not speed:
         return "?"
     return duration((total_tokens - (row.get("tokens") or 0)) / speed)
 
 
 def train_line(row: Mapping[str, float | None], total_tokens: int) -> str:
-    """Format a training row as one line. Columns are aligned between rows."""
+    """Format a training row as one line, with what the row has. Columns are aligned between rows."""
     done = 100.0 * (row.get("tokens") or 0) / total_tokens
-    parts = [
-        f"step {_whole(row.get('step')):>7}",
-        f"{done:5.1f}%",
-        f"loss {_number(row.get('loss'), '8.4f')}",
-        f"grad {_number(row.get('grad_norm'), '7.3f')}",
-        f"lr {_number(row.get('lr'), '.2e')}",
-        f"{_whole(row.get('tokens_per_second')):>9} tokens/s",
-    ]
-    for name, label, form in (
-        ("reward", "reward", "6.3f"),
-        ("completion_tokens", "length", "6.1f"),
-        ("entropy", "entropy", "6.3f"),
-        ("mismatch_kl", "mismatch", "7.1e"),
-        ("draft_acceptance_ratio", "drafts kept", "4.0%"),
-        ("mfu", "mfu", "5.1%"),
-        ("mtp_loss", "mtp", "7.4f"),
-        ("expert_balance_cv", "balance", "5.2f"),
-    ):
-        if name in row:
-            parts.append(f"{label} {_number(row[name], form)}")
-    for name, label, form in (("memory_peak_gib", "GiB", "5.1f"), ("gpu_utilization_ratio", "GPU", "4.0%")):
+    parts = [f"step {row['step']:7,}", f"{done:5.1f}%", *_parts(row, [shown.column for shown in SHOWN])]
+    for name, label, text in (("memory_peak_gib", "GiB", "{:5.1f}"), ("gpu_utilization_ratio", "GPU", "{:4.0%}")):
         if f"{name}/min" in row:
-            spread = "/".join(_number(row[f"{name}/{part}"], form) for part in ("min", "mean", "max"))
+            spread = "/".join(_filled(text, row[f"{name}/{part}"]) for part in ("min", "mean", "max"))
             parts.append(f"{label} {spread}")
     return "  ".join([*parts, f"{time_left(row, total_tokens)} left"])
 
 
 def validation_line(row: Mapping[str, float | None]) -> str:
-    """Format a validation row as one line: the loss over all sources, then the loss of each source."""
-    parts = [f"step {_whole(row.get('step')):>7}"]
-    if "validation_loss" in row:
-        parts.append(f"validation loss {_number(row['validation_loss'], '.4f')}")
+    """Format a validation row as one line: each figure over all sources, then that of each source or set."""
+    parts = [f"step {row['step']:7,}"]
+    for column, value in row.items():
+        name, _, part = column.partition("/")
+        for shown in SHOWN:
+            if shown.validation == name:
+                label, *_, number = _filled(shown.text, value).split()
+                parts.append(f"{label} {part} {number}" if part else f"validation {label} {number}")
     if "validation_bits_per_byte" in row:
-        parts.append(f"{_number(row['validation_bits_per_byte'], '.4f')} bits per byte")
-    parts += [
-        f"{column.partition('/')[2]} {_number(value, '.4f')}"
-        for column, value in row.items()
-        if column.startswith("validation_loss/")
-    ]
-    for prefix, label, form in (("validation_reward/", "reward", ".3f"), ("validation_pass/", "pass", ".1%")):
-        parts += [
-            f"{label} {column.removeprefix(prefix)} {_number(value, form)}"
-            for column, value in row.items()
-            if column.startswith(prefix)
-        ]
+        parts.append(f"{_filled('{:.4f}', row['validation_bits_per_byte'])} bits per byte")
     return "  ".join(parts)
 
 
-def _whole(value: float | None) -> str:
-    return "?" if value is None else f"{value:,.0f}"
+def _parts(row: Mapping[str, float | None], columns: Sequence[str]) -> list[str]:
+    """Texts of those of these columns that a row has."""
+    of = [shown for shown in SHOWN if shown.text and shown.column in columns and shown.column in row]
+    return [_filled(shown.text, row[shown.column]) for shown in of]
 
 
-def _number(value: float | None, form: str) -> str:
+def _filled(text: str, value: float | None) -> str:
     # `plain_row` replaces non-finite values by None.
-    return "non-finite" if value is None else format(value, form)
+    return re.sub(r"\{.*\}", "non-finite", text) if value is None else text.format(value)
 
 
 class ConsoleView:
-    """Console of one rank. On a terminal, rows update one live line and messages scroll above it."""
+    """Console of one rank: a line for each row and message. On a terminal a bar below them shows how far the run is and
+    what it optimises (`OPTIMISED`); it disappears when it is closed.
+
+    Args:
+        total_tokens: budget of the run.
+        console: None for standard output.
+    """
 
     def __init__(self, total_tokens: int, console: RichConsole | None = None):
         self._console = console or RichConsole(highlight=False, soft_wrap=True)
         self._total_tokens = total_tokens
         self._progress: Progress | None = None
+        self._speed: dict[str, float | None] = {}
 
     def train(self, row: Mapping[str, float | None]) -> None:
         """Show a training row."""
+        self._speed = {name: row[name] for name in SPEEDS if name in row}
+        self.line(train_line(row, self._total_tokens))
+        self.step(row)
+
+    def step(self, row: Mapping[str, float | None]) -> None:
+        """Move the bar to a step; without a terminal there is none.
+
+        Args:
+            row: ``step``, ``tokens`` and the columns that the step has.
+        """
         if not self._console.is_terminal:
-            self.line(train_line(row, self._total_tokens))
             return
-        if self._progress is None:
-            columns = (
-                TextColumn("[bold]step {task.fields[step]}"),
-                BarColumn(bar_width=24),
-                TaskProgressColumn(),
-                TextColumn("{task.fields[metrics]}"),
-            )
-            self._progress = Progress(*columns, console=self._console)
-            self._progress.add_task("", total=self._total_tokens, step="0", metrics="")
-            self._progress.start()
-        metrics = (
-            f"loss {_number(row.get('loss'), '.4f')}  {_whole(row.get('tokens_per_second'))} tokens/s  "
-            f"{time_left(row, self._total_tokens)} left"
-        )
-        task = self._progress.task_ids[0]
-        self._progress.update(task, completed=row.get("tokens") or 0, step=_whole(row.get("step")), metrics=metrics)
+        optimised = next((columns for columns in OPTIMISED if columns[0] in row), ())
+        left = f"{time_left({**row, **self._speed}, self._total_tokens)} left"
+        texts = (*_parts(row, optimised), *_parts(self._speed, SPEEDS), left)
+        fields = {"step": f"{row['step']:,}", "metrics": "  ".join(" ".join(text.split()) for text in texts)}
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=row["tokens"], **fields)
+            return
+        columns = (TextColumn("[bold]step {task.fields[step]}"), BarColumn(bar_width=24), TaskProgressColumn())
+        columns += (TextColumn("{task.fields[metrics]}", markup=False),)
+        self._progress = Progress(*columns, console=self._console, transient=True)
+        self._progress.add_task("", total=self._total_tokens, completed=row["tokens"], **fields)
+        self._progress.start()
 
     def line(self, text: str) -> None:
-        """Print a line, above the live line if there is one. Brackets are not markup."""
+        """Print a line, above the bar if there is one. Brackets are not markup."""
         self._console.print(text, markup=False)
 
     def close(self) -> None:
-        """Stop the live line and leave it on the screen."""
+        """Remove the bar; a later step shows it again. Idempotent."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -15,31 +15,13 @@ from prometheus_client.registry import Collector
 
 from glm46.observe.heartbeat import Beat, Phase, read_heartbeat
 from glm46.observe.history import ROWS_FILE, read_history, rows_by_kind
-from glm46.observe.metrics import METRICS, SPREAD, find_metric
+from glm46.observe.metrics import METRICS, SPREAD, exported_name, find_metric
 
 _TAIL_BYTES = 64 * 1024
 """Read of the end of the rows: some dozens. A value of an earlier row, such as of validation, is kept from then."""
 _MOST_PARTS = 16
 """Bound on the series of one metric, such as those of sources: Prometheus pays for each one."""
 
-_OWN_NAMES = {
-    "lr": "training_learning_rate",
-    "mfu": "training_mfu_ratio",
-    "mtp_acceptance": "training_mtp_acceptance_ratio",
-    "validation_mtp_acceptance": "training_validation_mtp_acceptance_ratio",
-    "tflops_per_device": "training_device_flops",
-    "memory_peak_gib": "training_memory_peak_bytes",
-    "memory_reserved_gib": "training_memory_reserved_bytes",
-    "resident_memory_gib": "training_resident_memory_bytes",
-    "checkpoint_gib": "training_checkpoint_bytes",
-    "allreduce_ms": "nccl_allreduce_time_ms",
-    "allreduce_bandwidth": "nccl_bandwidth_gbps",
-    "bus_bandwidth": "nccl_busbw_gbps",
-    "dead_experts": "dead_experts",
-    "expert_overflow_count": "expert_overflow_assignments",
-    "validation_bits_per_byte": "training_validation_bpb",
-}
-"""Names that are not ``training_`` and the column: Prometheus has base units, the guide has names of its own."""
 _BASE_UNITS = {"GiB": ("bytes", 2.0**30), "TFLOP/s": ("FLOP/s", 1e12)}
 _OF_HEARTBEAT = ("step", "tokens", "unix_seconds", "skipped_steps", "failed_saves")
 """Columns that the heartbeat has newer."""
@@ -168,13 +150,6 @@ def _of_rows(columns: Mapping[str, float | None]) -> Iterator[Metric]:
             scaled = float("nan") if value is None else value * factor
             family.add_sample(exported, {label: part} if part else {}, scaled)
     yield from families.values()
-
-
-def exported_name(column: str) -> str:
-    """Prometheus' name of a column of metrics.jsonl, without its part."""
-    if column in _OWN_NAMES:
-        return _OWN_NAMES[column]
-    return column if column.startswith("expert_") else f"training_{column}"
 
 
 def exported_names() -> frozenset[str]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Group = Literal["progress", "loss", "policy", "reward", "optimizer", "speed", "hardware", "experts", "validation"]
 
@@ -165,6 +165,63 @@ METRICS: tuple[Metric, ...] = (
     Metric("validation_seconds", "s", "validation", "Duration of the validation."),
 )  # fmt: skip
 
+
+class Shown(NamedTuple):
+    """A metric that people watch: a part of each line of the console and the log, and a chart of `plot` and of the
+    dashboards. A row shows those that it has, in this order."""
+
+    column: str
+    text: str = ""
+    """Of the value on a line, in a width that aligns lines; empty for a chart only."""
+    title: str = ""
+    """Of the chart; empty for a line only."""
+    validation: str | None = None
+    """Column of validation rows in the same chart and on their lines."""
+    mean: str | None = None
+    """Column of the mean since the previous row: the chart's thick line."""
+    starts_at_zero: bool = False
+
+
+SHOWN: tuple[Shown, ...] = (
+    Shown("reward", "reward {:6.3f}", "Reward", "validation_reward"),
+    Shown("validation_pass", "pass {:5.1%}", "Pass@k", "validation_pass"),
+    Shown("reward_accuracy", "accuracy {:6.1%}", "Accuracy of preferences", "validation_reward_accuracy"),
+    Shown("reward_margin", "margin {:7.3f}", "Margin of preferences", "validation_reward_margin"),
+    Shown("loss", "loss {:8.4f}", "Loss", "validation_loss", mean="loss_mean"),
+    Shown("grad_norm", "grad {:7.3f}", "Gradient norm"),
+    Shown("lr", "lr {:.2e}", "Learning rate", starts_at_zero=True),
+    Shown("tokens_per_second", "{:9,.0f} tokens/s", "Tokens per second", starts_at_zero=True),
+    Shown("completion_tokens", "length {:6.1f}", "Length of completions", "validation_tokens", starts_at_zero=True),
+    Shown("entropy", "entropy {:6.3f}", "Entropy", starts_at_zero=True),
+    Shown("reference_kl", "kl {:7.1e}", "KL from the reference"),
+    Shown("mismatch_kl", "mismatch {:7.1e}", "KL of rollout and trainer"),
+    Shown("draft_acceptance_ratio", "drafts kept {:4.0%}"),
+    Shown("mfu", "mfu {:5.1%}", "MFU", starts_at_zero=True),
+    Shown("mtp_loss", "mtp {:7.4f}", "Loss of prediction layers"),
+    Shown("expert_balance_cv", "balance {:5.2f}", "Deviation of tokens per expert", starts_at_zero=True),
+)
+
+OPTIMISED = (("reward",), ("reward_accuracy", "reward_margin"), ("entropy",), ("loss",))
+"""Columns of what a run optimises: the first ones that its rows have. Labels as answers (rl.warm_up_rollouts) have no
+reward."""
+_OWN_NAMES = {
+    "lr": "training_learning_rate",
+    "mfu": "training_mfu_ratio",
+    "mtp_acceptance": "training_mtp_acceptance_ratio",
+    "validation_mtp_acceptance": "training_validation_mtp_acceptance_ratio",
+    "tflops_per_device": "training_device_flops",
+    "memory_peak_gib": "training_memory_peak_bytes",
+    "memory_reserved_gib": "training_memory_reserved_bytes",
+    "resident_memory_gib": "training_resident_memory_bytes",
+    "checkpoint_gib": "training_checkpoint_bytes",
+    "allreduce_ms": "nccl_allreduce_time_ms",
+    "allreduce_bandwidth": "nccl_bandwidth_gbps",
+    "bus_bandwidth": "nccl_busbw_gbps",
+    "dead_experts": "dead_experts",
+    "expert_overflow_count": "expert_overflow_assignments",
+    "validation_bits_per_byte": "training_validation_bpb",
+}
+"""Names that are not ``training_`` and the column: Prometheus has base units, the guide has names of its own."""
 _OF_NETWORKS = ("loss", "policy", "optimizer", "experts")
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
@@ -181,6 +238,13 @@ def find_metric(column: str) -> Metric:
     if part and metric.per is None and metric.group not in _OF_NETWORKS:
         raise KeyError(f"{column}: {name} is not split")
     return metric
+
+
+def exported_name(column: str) -> str:
+    """Prometheus' name of a column of metrics.jsonl, without its part."""
+    if column in _OWN_NAMES:
+        return _OWN_NAMES[column]
+    return column if column.startswith("expert_") else f"training_{column}"
 
 
 def plain_row(row: Mapping[str, int | float]) -> dict[str, int | float | None]:

@@ -64,6 +64,16 @@ class Report:
             self._console.train(plain)
             self._write_log(train_line(plain, self._total_tokens))
 
+    def step(self, row: Mapping[str, int | float]) -> None:
+        """Move the bar on a terminal to a step, which needs no row in the files; see `ConsoleView.step`."""
+        if self._is_main:
+            self._console.step(plain_row(row))
+
+    def close_bar(self) -> None:
+        """Remove the bar from the terminal, before the last messages of a run."""
+        if self._is_main:
+            self._console.close()
+
     def validation(self, row: Mapping[str, int | float]) -> None:
         """Write a row of validation metrics."""
         if self._is_main:

@@ -31,6 +31,7 @@ def roll_out_only(task: Task, services: Services, progress: Progress) -> int:
         if figures:
             services.report.train({"step": progress.step, "tokens": progress.tokens} | figures)
         if not figures or _must_stop(services):
+            services.report.close_bar()
             services.report.message(f"Stopped before step {progress.step}. The same command continues from here.")
             return EXIT_STOPPED
         for _ in range(steps):

@@ -84,6 +84,7 @@ def train(task: Task, services: Services, progress: Progress) -> int:
 
         validation = end_step(task, services, progress, step, outcome, lr_factor, columns) or validation
     gc.enable()
+    services.report.close_bar()
     services.profiler.drop()
     services.watchdog.close()
     services.saver.finish(progress, validation)
@@ -181,6 +182,9 @@ def end_step(
             with services.metrics.throughput.excluded():
                 columns = columns | services.bandwidth.measure()
         services.report.train(row | columns | services.saver.metrics() | services.stragglers.metrics())
+    else:
+        row = services.metrics.objective_columns(outcome, step.totals, progress.curriculum_tokens) | columns
+        services.report.step({"step": progress.step, "tokens": progress.tokens} | row)
     if progress.skipped_in_a_row > config.training.max_skipped_steps:
         raise RollbackNeeded
     if progress.step % config.training.gc_freq == 0:

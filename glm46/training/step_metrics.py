@@ -74,6 +74,11 @@ class StepMetrics:
             row |= {key + suffix: value for key, value in columns.items()}
         return row | self.throughput.read() | spread_over_ranks(self._hardware.read(), _OF_RANKS)
 
+    def objective_columns(self, outcome: StepOutcome, totals: StepTotals, clock: int) -> dict[str, float]:
+        """What the objective of the main network says of a step."""
+        name = next(iter(self._task.objectives))
+        return self._task.objectives[name].metrics(outcome.main.sums, totals.main, clock)
+
     def _network_columns(self, name: str, outcome: NetworkOutcome, totals: StepTotals, clock: int) -> dict[str, float]:
         network, (balance_loss, z_loss) = self._task.networks[name], outcome.sums["aux_losses"].tolist()
         return {

@@ -14,6 +14,7 @@ from glm46.commands.plot_curriculum import read_phases
 from glm46.observe.console import short_number
 
 matplotlib = pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.image import imread  # noqa: E402
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
@@ -96,6 +97,36 @@ def test_a_model_without_experts_has_no_balance_panel(tmp_path):
     (run / "metrics.jsonl").write_text(text)
     assert main(["plot", str(run)]) == 0
     assert ink(run / "plot.png", BLUE)[3] == 0 < ink(run / "plot.png", BLUE)[2]
+
+
+POLICY = {"loss": 0.0, "entropy": 0.5, "completion_tokens": 8.0, "mismatch_kl": 1e-9}
+RUNS = {
+    "rl": (
+        POLICY | {"reward": 0.25, "reference_kl": 1e-3},
+        {"validation_reward/sums": 0.5, "validation_pass/sums@1": 0.5, "validation_pass/sums@4": 0.75},
+        {"Reward", "Pass@k", "Loss", "Entropy", "Length of completions", "KL from the reference",
+         "KL of rollout and trainer"},
+        {"sums", "sums@1", "sums@4"},
+    ),
+    "rollouts alone": ({"reward": 0.25}, {}, {"Reward"}, set()),
+    "preferences": (
+        {"loss": 0.5, "reward_accuracy": 0.75, "reward_margin": 0.1}, {"validation_reward_accuracy": 0.5},
+        {"Loss", "Accuracy of preferences", "Margin of preferences"}, set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("train", "validation", "titles", "sets"), RUNS.values(), ids=RUNS)
+def test_a_run_is_drawn_with_what_it_optimises(tmp_path, monkeypatch, train, validation, titles, sets):
+    rows = [{"kind": "train", "step": step, "tokens": step, **train} for step in range(1, 4)]
+    rows += [{"kind": "validation", "step": 3, "tokens": 3, **validation}] if validation else []
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure", lambda **options: figures.append(Figure(**options)) or figures[0])
+    assert main(["plot", str(tmp_path)]) == 0
+    assert {axes.get_title("left") for axes in figures[0].axes} == titles
+    assert {text.get_text() for axes in figures[0].axes for text in axes.texts} == sets
+    assert all(any(len(line.get_xdata()) for line in axes.lines) for axes in figures[0].axes)
 
 
 def test_a_curriculum_is_drawn_from_its_files(tmp_path, capsys):

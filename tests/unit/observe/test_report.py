@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import threading
 import time
 from contextlib import suppress
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from glm46.observe.console import ConsoleView, duration, train_line
+from glm46.observe.console import ConsoleView, duration, train_line, validation_line
 from glm46.observe.history import read_history
 from glm46.observe.metrics import METRICS, find_metric
 from glm46.observe.report import Report
+from tests.small_run import terminal
 
 
 def _row(step, **more):
@@ -271,17 +273,59 @@ def test_an_unknown_metric_is_our_bug(tmp_path):
     assert _steps(tmp_path) == []
 
 
-def test_the_live_line_shows_progress_on_a_terminal(tmp_path):
-    file = (tmp_path / "terminal.txt").open("w")
-    view = ConsoleView(1000, Console(file=file, force_terminal=True, width=160))
-    view.train(_row(4))
-    view.line("between")
-    view.train(_row(5))
-    view.close()
-    file.close()
-    text = (tmp_path / "terminal.txt").read_text()
-    for part in ("step 5", "50%", "loss 4.5000", "50 tokens/s", "10s left", "between"):
-        assert part in text
+PRETRAINED = _row(4)
+REINFORCED = _row(4, loss=-0.0, reward=0.375, entropy=0.5, completion_tokens=12.25, reference_kl=1e-3)
+PREFERRED = _row(4, reward_accuracy=0.75, reward_margin=0.125)
+BARS = [
+    (PRETRAINED, "loss 4.6000"),
+    (REINFORCED, "reward 0.375"),
+    (PREFERRED, "accuracy 75.0%  margin 0.125"),
+    (_row(4, loss=-1.0, entropy=5.5), "entropy 5.500"),  # labels as answers
+    (_row(4, reward=math.nan), "reward non-finite"),
+    ({"step": 4, "tokens": 400, "reward": 0.25}, "reward 0.250"),  # rollouts alone
+]
+
+
+@pytest.mark.parametrize(("row", "bar"), BARS)
+def test_a_terminal_shows_each_row_of_the_log_above_a_bar_of_what_the_run_optimises(tmp_path, row, bar):
+    with terminal() as shown:
+        report = Report(tmp_path, is_main=True, tensorboard_folder=None, total_tokens=1000)
+        report.train(row)
+        (logged,) = (tmp_path / "log.txt").read_text().splitlines()
+        assert shown().count(logged.split("  ", 1)[1] + "\n") == 1
+        report.step(row | {"step": 7, "tokens": 700})  # a step without a row
+        report.message("between")
+        deadline = time.monotonic() + 10  # it is drawn ten times a second
+        while f"70% {bar}" not in re.sub(r"\x1b\[[0-9;]*m", "", shown()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert f"70% {bar}" in re.sub(r"\x1b\[[0-9;]*m", "", shown())
+        report.close_bar()
+        report.message("the summary")
+        report.close()
+        screen = shown()
+    assert screen.rindex("\u2501") < screen.rindex("\x1b[2K") < screen.index("the summary"), "erased, not left there"
+    assert screen.rindex("\x1b[?25l") < screen.rindex("\x1b[?25h"), "the cursor is back"
+    assert "\u2501" not in (tmp_path / "log.txt").read_text() and _steps(tmp_path) == [4]
+
+
+@pytest.mark.parametrize(("row", "bar"), BARS)
+def test_a_pipe_gets_the_lines_of_the_log_and_no_bar(tmp_path, row, bar):
+    report = _report(tmp_path, width=300)
+    report.train(row)
+    report.step(row)
+    report.close()
+    (line,) = (tmp_path / "console.txt").read_text().splitlines()
+    assert line == (tmp_path / "log.txt").read_text().rstrip("\n").split("  ", 1)[1]
+    absent = {"loss", "grad", "lr", "tokens/s"} if "loss" not in row else set()
+    assert not absent.intersection(line.split()), "nothing is said of what was not measured"
+
+
+def test_validation_of_preferences_and_rewards_shows_what_they_optimise():
+    row = {"step": 4, "validation_loss": 0.5, "validation_reward_accuracy": 0.75, "validation_reward_margin": 0.25}
+    for part in ("validation loss 0.5000", "validation accuracy 75.0%", "validation margin 0.250"):
+        assert part in validation_line(row)
+    row = {"step": 4, "validation_reward/sums": 0.5, "validation_pass/sums@4": 0.75, "validation_tokens/sums": 8.0}
+    assert validation_line(row).endswith("reward sums 0.500  pass sums@4 75.0%  length sums 8.0")
 
 
 def test_plain_lines_are_aligned():

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from glm46.rl.rollouts import read_rollout, rollout_steps
 from glm46.rl.task import train
 from glm46.rollout import local
 from tests.ranks.training_kills import contents
+from tests.small_run import terminal
 
 
 def rows(config) -> list[dict]:
@@ -123,6 +125,39 @@ def test_rollouts_alone_are_drawn_once_and_from_the_first_weights(make_run, tmp_
     assert train(config) == 0
     assert rollout_steps(folder) == [0, 1, 2]
     assert {path.stem for path in folder.glob("step_*") if path.stat().st_mtime_ns != times[path]} == {"step_000001"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["whole", "stopped", "rollouts", "stopped rollouts", "fault"])
+def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_end(make_run, monkeypatch, ends):
+    """However a run ends; a run of rollouts alone says nothing of what it does not measure."""
+    rl = {"stop": {"min_entropy": 50.0}} if ends == "fault" else {}
+    rl |= {"mode": "rollout_only"} if "rollouts" in ends else {}
+    config, stop = make_run("run", 4, rl), StopRequest()
+
+    def draw_then_stop(supply, progress, *arguments, **options):
+        if "stopped" in ends and progress.step == 2:
+            stop.signal_name = "SIGINT"
+        return draw_rollout(supply, progress, *arguments, **options)
+
+    draw_rollout = supply.RolloutSupply.rollout
+    monkeypatch.setattr(supply.RolloutSupply, "rollout", draw_then_stop)
+    with terminal() as shown:
+        try:
+            train(config, stop)
+        except Diverged as error:
+            print(error.faults[0])
+        screen = re.sub(r"\x1b\[[0-9;]*m", "", shown())
+    bars = re.findall(r"step (\d) \u2501.*?% (\S+) (\S+)", screen)
+    assert {word for _, word, _ in bars} == {"reward"} and "non-finite" not in screen, screen
+    rewards = {row["step"]: f"{row['reward']:.3f}" for row in rows(config) if "reward" in row}
+    assert rewards and all(rewards[int(step)] == value for step, _, value in bars if int(step) in rewards)
+    log = (Path(config.job.dump_folder) / "log.txt").read_text()
+    lines = [line.split("  ", 1)[1] for line in log.splitlines() if " reward " in line and " left" in line]
+    assert len(lines) == len(rewards) and all(line in screen for line in lines)
+    last = {"whole": "metrics      ", "fault": "is below rl.stop.min_entropy"}.get(ends, "The same command continues")
+    if ends != "rollouts":
+        assert screen.rindex("\u2501") < screen.rindex("\x1b[?25h") < screen.rindex(last)
 
 
 @pytest.mark.slow
