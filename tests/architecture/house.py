@@ -4,7 +4,6 @@ Nothing of the package is imported, so the rules hold for code that cannot even 
 """
 
 import ast
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ LAYERS = {
     "cli": 11,
     "__main__": 12,
 }  # fmt: skip
-# Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. These are the counts of
-# the last change of this table and 2 %. `python tests/architecture/house.py` prints it anew from the present counts.
+# Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. A person chose these
+# numbers, and they fall when code goes. `RAISED` holds what was added to them, with its reason.
 LINE_BUDGETS = {
     "": 25, "__main__": 26, "ablation": 440, "benchmark": 940, "checkpoint": 2350, "cli": 105,
     "commands": 7110, "compat": 402, "config": 4840, "data": 2860,
@@ -39,8 +38,10 @@ LINE_BUDGETS = {
     "rewards": 526, "rl": 3175, "rollout": 2735, "serving": 550,
     "training": 2610,
 }  # fmt: skip
-LINE_GOAL = 17_500
-"""Of the whole package, at the end of the present work on its size."""
+RAISED: tuple[tuple[str, int, str], ...] = ()
+"""Room, lines, and what they are for."""
+MOST_LINES = 55_300
+"""Of the whole package. It may only fall."""
 _UNLISTED = 13  # a room that is not in the table may be imported by nobody
 
 ROOT_CONFIG = "glm46.config.run_config"
@@ -64,7 +65,7 @@ CODE_OF_USERS = "glm46.rewards.scorer"
 _GRAB_BAGS = {"utils", "util", "helpers", "helper", "misc", "common", "stuff", "lib", "manager", "tools", "base"}
 _GRAB_BAG_EXCEPTION = "glm46.checkpoint.manager"
 
-_MOST_FILE_LINES, _MOST_FUNCTION_LINES, _MOST_PARAMETERS = 300, 60, 8
+_MOST_FILE_LINES, _MOST_CLASS_LINES, _MOST_FUNCTION_LINES, _MOST_PARAMETERS = 300, 200, 60, 8
 
 
 @dataclass(frozen=True)
@@ -320,25 +321,33 @@ def room_lines(modules: dict[str, Module]) -> dict[str, int]:
 
 
 def over_budget(modules: dict[str, Module]) -> list[str]:
-    """Rooms with more lines than their budget."""
+    """Rooms with more lines than their budget, and the package."""
+    counts = room_lines(modules)
+    rooms = [
+        (f"{PACKAGE}/{room}", lines, LINE_BUDGETS.get(room, 0) + sum(more for name, more, _ in RAISED if name == room))
+        for room, lines in sorted(counts.items())
+    ]
     return [
-        f"{PACKAGE}/{room}: {lines} lines, budget {LINE_BUDGETS.get(room, 0)}; shorten it, or say in the change of"
-        " LINE_BUDGETS what the lines are for"
-        for room, lines in sorted(room_lines(modules).items())
-        if lines > LINE_BUDGETS.get(room, 0)
+        f"{name}: {lines} lines, budget {most}; shorten it, or add a line to RAISED that says what the lines are for"
+        for name, lines, most in [*rooms, (PACKAGE, sum(counts.values()), MOST_LINES)]
+        if lines > most
     ]
 
 
 def oversized(modules: dict[str, Module]) -> list[str]:
-    """Files, functions and signatures beyond the sizes that good rooms have: a smoke alarm, not a fault."""
+    """Files, classes, functions and signatures beyond the sizes that good rooms have: a smoke alarm, not a fault."""
     found = []
     for module in modules.values():
         if module.lines > _MOST_FILE_LINES:
             found.append(f"{module.name}: {module.lines} lines")
         for node in ast.walk(module.tree):
-            if not isinstance(node, ast.FunctionDef):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
                 continue
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if isinstance(node, ast.ClassDef):
+                if lines > _MOST_CLASS_LINES:
+                    found.append(f"{module.name}.{node.name}: {lines} lines")
+                continue
             names = node.args
             parameters = len(names.posonlyargs) + len(names.args) + len(names.kwonlyargs)
             parameters += (names.vararg is not None) + (names.kwarg is not None)
@@ -347,17 +356,3 @@ def oversized(modules: dict[str, Module]) -> list[str]:
             if parameters > _MOST_PARAMETERS:
                 found.append(f"{module.name}.{node.name}: {parameters} parameters")
     return found
-
-
-def main() -> None:
-    """Print the table of budgets for the present counts."""
-    lines = room_lines(read_package(Path(__file__).parents[2]))
-    budgets = [f'"{room}": {math.ceil(count * 1.02 / 5) * 5}' for room, count in sorted(lines.items()) if count]
-    print("LINE_BUDGETS = {")
-    for first in range(0, len(budgets), 4):
-        print(f"    {', '.join(budgets[first : first + 4])},")
-    print("}  # fmt: skip")
-
-
-if __name__ == "__main__":
-    main()
