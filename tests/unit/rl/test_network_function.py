@@ -33,6 +33,7 @@ from glm46.planner.function import function_of_meta, gate_factor, next_temperatu
 from glm46.planner.schedule import schedule_value
 from glm46.pretrain.task import Pretraining, train
 from glm46.rl.served_weights import served_tensors
+from glm46.rl.task import train as rl_train
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Request, SamplingRules
 from glm46.rollout.weights import whole_weights
@@ -370,3 +371,25 @@ def test_a_capacity_is_said_where_it_ends(make_config, tmp_path, capsys):
     step = str(tmp_path / "out/checkpoint/step-000001")
     assert convert_command(["to-hf", "--checkpoint", step, "--output", str(tmp_path / "hf")]) == 0
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.5, [[0, 1.2], [512, 4.0]]])
+def test_a_policy_learns_at_the_temperature_at_which_it_draws(make_run, tmp_path, temperature):
+    last = {"interval": 1, "async_mode": "disabled", "last_save_in_hf": True}
+    balance = {"sequence_aux_loss_weight": 0.0, "bias_update_rate": 0.0}
+    assert rl_train(make_run("before", 1, checkpoint=last, moe=balance)) == 0
+    start = {"initial_load_path": str(tmp_path / "before/huggingface/step-000001"), "initial_load_in_hf": True}
+    config = make_run(
+        "rl", 4,
+        {"algorithm": "grpo", "prompts_per_rollout": 4, "correction": {"level": "token", "normalize": True},
+         "kl": {"weight": 0.1}},
+        moe=balance | {"router_temperature": temperature}, checkpoint=start | {"interval": 4}, optimizer={"lr": 1e-2},
+    )  # fmt: skip
+    assert rl_train(config) == 0
+    lines = (tmp_path / "rl/metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "loss" in row]
+    firsts = rows[::2]  # of a rollout
+    assert len(rows) == 4 and all(abs(row["mismatch_kl"]) < 1e-10 and row["ratio_deviation"] < 1e-5 for row in firsts)
+    assert all(row["ratio_deviation"] > 1e-4 for row in rows[1::2])
+    assert rows[0]["reference_kl"] < 1e-10, "the reference computes what it computed in the folder"
