@@ -173,6 +173,8 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     plan = resolve_plan(make_config(layout, SHAPE["num_hidden_layers"]), process.world_size)
     network = build_network(plan, build_cluster(plan.layout, process))
     network.loaded(new_adapters=True)
+    if not layout.adapter:
+        network.route_at(1.7)  # which engines compute with, and folders have in their gates
     has_drafts = plan.shape.num_nextn_predict_layers > 0
     whole, split = (
         build_model_mesh(generation_layout(degrees, process.world_size), process.rank, "cpu")

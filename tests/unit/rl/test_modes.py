@@ -110,6 +110,8 @@ def test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from
     different = {name for name in found[0.0] if found[0.0][name] != found[0.3][name]}
     assert different and all(".mtp." in name for name in different), different
     assert "model.mtp.0.eh_proj.weight" in different
+    said = " ".join(type(config.rollout).model_fields["speculative"].description.split())
+    assert "[rl] trains these layers on the samples, by mtp.loss_weight." in said
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.commands.convert import convert_command
 from glm46.config.adapter import Adapter
+from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape, RopeScaling
 from glm46.config.moe import MTP, MoE
@@ -32,6 +33,7 @@ from glm46.planner.function import function_of_meta, gate_factor, next_temperatu
 from glm46.planner.schedule import schedule_value
 from glm46.pretrain.task import Pretraining, train
 from glm46.rl.served_weights import served_tensors
+from glm46.rl.task import train as rl_train
 from glm46.rollout.local import LocalEngine
 from glm46.rollout.records import Request, SamplingRules
 from glm46.rollout.weights import whole_weights
@@ -42,9 +44,9 @@ from glm46.training.hf_weights import write_weights
 from tests.small_run import TINY
 
 MODEL = {"num_hidden_layers": 3, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "use_qk_norm": True}
-ADAPTER = {"name": "lora", "rank": 2, "alpha": 4.0}
+ADAPTER = {"name": "lora", "rank": 8, "alpha": 8.0}
 FROZEN = {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
 RAMP = [[0, 1.2], [64, 4.0]]
 """At 1.2 in the first step, at 2.6 in the second one, the last."""
 
@@ -56,7 +58,7 @@ KEYS = {
         "moe_intermediate_size": _SIZE, "n_routed_experts": _SIZE, "n_shared_experts": _SIZE, "head_dim": _SIZE,
         "num_attention_heads": _SIZE, "num_nextn_predict_layers": _SIZE,
         "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 2, "num_key_value_heads": 2,
-        "num_experts_per_tok": 1, "n_group": 1, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 1, "n_group": 1, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.5,
         "partial_rotary_factor": 1.0, "rope_theta": 50.0, "sliding_window": 3, "rms_norm_eps": 0.1,
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
         "initializer_range": "the initial weights, which are then stored",
@@ -64,8 +66,8 @@ KEYS = {
     },
     "model.rope_scaling": {
         "rope_type": {"rope_type": "linear", "factor": 2.0}, "factor": YARN | {"factor": 8.0},
-        "original_max_position_embeddings": YARN | {"original_max_position_embeddings": 256},
-        "beta_fast": YARN | {"beta_fast": 1.5}, "beta_slow": YARN | {"beta_slow": 0.01},
+        "original_max_position_embeddings": YARN | {"original_max_position_embeddings": 16},
+        "beta_fast": YARN | {"beta_fast": 2.0}, "beta_slow": YARN | {"beta_slow": 0.01},
     },
     "moe": {
         "router_temperature": RAMP,
@@ -75,8 +77,8 @@ KEYS = {
     },
     "mtp": {"loss_weight": _TRAINS},
     "adapter": {
-        "name": "dora", "rank": 4, "expert_rank": 1, "alpha": 12.0, "rank_stabilized": True, "targets": ["attention"],
-        "layers": [1, 3],
+        "name": "dora", "rank": 16, "expert_rank": 4, "alpha": 24.0, "rank_stabilized": True, "targets": ["attention"],
+        "layers": [1, 2],
         "b_lr_ratio": _TRAINS, "base_dtype": "how the base is held; tests/unit/rl/test_served_weights.py",
         "initial_load_path": "which weights are read", "save_merged": "what is exported",
     },
@@ -101,9 +103,9 @@ def test_every_key_has_an_entry(section):
 
 
 def spread(network) -> None:
-    """Give all weights numbers under which every key counts."""
-    for name, tensor in network.weights().items():
-        own = local_tensor(tensor)
+    """Give all weights, or the adapters alone, numbers under which every key counts."""
+    for name, tensor in (network.parameters if network.is_adapted else network.weights()).items():
+        own = local_tensor(tensor.detach())
         if name.endswith(("correction_bias", "lora_B", ".bias")):
             own.copy_(torch.sin(torch.arange(own.numel()).float()).view_as(own) * 0.3)
         elif name.endswith("norm.weight") or "magnitude" in name:
@@ -214,6 +216,7 @@ def consumers(make_config, tmp_path):
             checkpoint={"interval": 1, "async_mode": "disabled"} | start,
             **({} if adapter is None else {"adapter": adapter}),
         )
+        assert check_config(config, world_size=1) == []
         found = SimpleNamespace(of={}, step=tmp_path / name / "checkpoint/step-000002", folder=tmp_path / f"{name}-hf")
 
         def work(task, services, progress) -> int:
@@ -242,7 +245,7 @@ def consumers(make_config, tmp_path):
 
 
 def compare(found: SimpleNamespace) -> None:
-    """FP32 with other orders of sums; an error of a key is above 1e-2."""
+    """FP32 with other orders of sums; a key changes some value by more than 3e-3."""
     for name, value in found.of.items():
         assert (value - found.plain).abs().max() < 1e-4, name
     assert found.rollouts < 1e-4 and getattr(found, "drafted", 0) < 1e-4
@@ -257,7 +260,7 @@ def test_all_consumers_compute_what_a_key_says(consumers, section, key, value, t
     before = {"rope_scaling": YARN} if section == "model.rope_scaling" else {}
     found = consumers("new", model, {key: value} if section == "moe" else {}, None)
     old = consumers("old", before, {}, None)
-    assert (found.plain - old.plain).abs().max() > 1e-2, "the key changes the function"
+    assert (found.plain - old.plain).abs().max() > 3e-3, "the key changes the function"
     found.of |= {
         "evaluate": by_folder(found.step),
         "generate": by_folder(found.step, partial(by_decoding, cpu_kernels=False)),
@@ -293,7 +296,7 @@ def test_all_consumers_compute_what_a_key_of_adapters_says(consumers, key, value
         consumers(str(number), {}, {"router_temperature": temperature}, adapter, base)
         for number, adapter in enumerate((ADAPTER, ADAPTER | {key: value}))
     ]
-    assert (found[0].plain - found[1].plain).abs().max() > 1e-2, "the key changes the function"
+    assert (found[0].plain - found[1].plain).abs().max() > 3e-3, "the key changes the function"
     step, peft, merged = found[1].step, tmp_path / "peft", tmp_path / "merged"
     assert convert_command(["adapter-to-hf", "--checkpoint", str(step), "--output", str(peft)]) == 0
     assert convert_command(["merge", "--base", str(base), "--adapter", str(peft), "--output", str(merged)]) == 0
@@ -334,6 +337,7 @@ def test_a_resume_computes_at_the_temperature_of_the_last_step_and_scales_nothin
                 job={"dump_folder": str(tmp_path / name)},
                 moe={"router_temperature": RAMP},
                 training={"steps": steps},
+                lr_scheduler={"total_tokens": 128},
                 validation={"enable": True, "freq": 1, "steps": 1},
                 checkpoint={"interval": 2, "async_mode": "disabled"},
             )
@@ -367,3 +371,25 @@ def test_a_capacity_is_said_where_it_ends(make_config, tmp_path, capsys):
     step = str(tmp_path / "out/checkpoint/step-000001")
     assert convert_command(["to-hf", "--checkpoint", step, "--output", str(tmp_path / "hf")]) == 0
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.5, [[0, 1.2], [512, 4.0]]])
+def test_a_policy_learns_at_the_temperature_at_which_it_draws(make_run, tmp_path, temperature):
+    last = {"interval": 1, "async_mode": "disabled", "last_save_in_hf": True}
+    balance = {"sequence_aux_loss_weight": 0.0, "bias_update_rate": 0.0}
+    assert rl_train(make_run("before", 1, checkpoint=last, moe=balance)) == 0
+    start = {"initial_load_path": str(tmp_path / "before/huggingface/step-000001"), "initial_load_in_hf": True}
+    config = make_run(
+        "rl", 4,
+        {"algorithm": "grpo", "prompts_per_rollout": 4, "correction": {"level": "token", "normalize": True},
+         "kl": {"weight": 0.1}},
+        moe=balance | {"router_temperature": temperature}, checkpoint=start | {"interval": 4}, optimizer={"lr": 1e-2},
+    )  # fmt: skip
+    assert rl_train(config) == 0
+    lines = (tmp_path / "rl/metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "loss" in row]
+    firsts = rows[::2]  # of a rollout
+    assert len(rows) == 4 and all(abs(row["mismatch_kl"]) < 1e-10 and row["ratio_deviation"] < 1e-5 for row in firsts)
+    assert all(row["ratio_deviation"] > 1e-4 for row in rows[1::2])
+    assert rows[0]["reference_kl"] < 1e-10, "the reference computes what it computed in the folder"
