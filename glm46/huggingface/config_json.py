@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.config.errors import UserError
-from glm46.config.model import ModelShape
+from glm46.config.model import ModelShape, RopeScaling
 
 CONFIG = "config.json"
 
@@ -31,6 +31,16 @@ _FIXED: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 """Keys that select a computation -> the only implemented value."""
+
+_INERT: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (), "clip_qkv": (), "embedding_multiplier": (1,), "final_logit_softcapping": (),
+    "index_topk": (), "kv_lora_rank": (), "logit_scale": (1,), "logits_scaling": (1,), "mlp_bias": (False,),
+    "moe_layer_freq": (1,), "q_lora_rank": (), "residual_multiplier": (1,), "rope_interleave": (False,),
+    "scoring_func": ("sigmoid",), "sliding_window": (), "topk_method": ("noaux_tc",), "use_sliding_window": (False,),
+}  # fmt: skip
+"""Keys of related models that select a computation, and that GLM lacks -> values that leave GLM's, as null does."""
+_INERT_ROPE: dict[str, tuple[Any, ...]] = {"truncate": (True,), "finetuned": (True, False)}
+"""The same, of the keys of rope_scaling."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,7 +73,18 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     Raises:
         UserError: one fault for each key that is missing, invalid, or selects a computation that is not implemented.
     """
-    faults = []
+    if (kind := raw.get("model_type", _FIXED["model_type"])) != _FIXED["model_type"]:
+        of_images = ", of images and text" if "vision_config" in raw else ""
+        raise UserError(
+            f"{file}: model_type = {kind!r}: another model{of_images}; glm46 computes {_FIXED['model_type']!r}, which "
+            "GLM-4.5, 4.5-Air, 4.6 and 4.7 have; take one of them"
+        )
+    faults = [
+        f"{file}: {key} = {raw[key]!r}: glm46 computes the model without it; take a model that does not have it"
+        for key, plain in _INERT.items()
+        if raw.get(key) not in (None, *plain)
+    ]
+    faults += [f"{file}: {fault}" for fault in _layer_faults(raw)]
     for key, value in _FIXED.items():
         if key in raw and raw[key] != value:
             faults.append(f"{file}: {key} = {raw[key]!r}: not a GLM-4.5/4.6 config; expected {value!r}")
@@ -178,8 +199,28 @@ def _put_scaling(config: dict[str, Any], shape: ModelShape) -> None:
         config["rope_scaling"] = scaling
 
 
+def _layer_faults(raw: Mapping[str, Any]) -> list[str]:
+    """Faults of the keys that list a kind for each layer, which transformers 5 has."""
+    layers, dense = raw.get("num_hidden_layers"), raw.get("first_k_dense_replace")
+    if not (isinstance(layers, int) and isinstance(dense, int)):
+        return []
+    expected = {
+        "layer_types": ["full_attention"] * layers,
+        "mlp_layer_types": ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense),
+    }
+    return [
+        f"{key} has other kinds of layers than {', '.join(sorted(set(wanted)))}, or others in these places; take a "
+        "model that has not"
+        for key, wanted in expected.items()
+        if raw.get(key) not in (None, wanted)
+    ]
+
+
 def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The three rotary keys of a shape from either form, and their faults."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(name), dict | None):
+            return {}, [f"{name} = {raw[name]!r}: must be a table"]
     inside = raw.get("rope_parameters") or {}
     keys: dict[str, Any] = {}
     faults = []
@@ -199,8 +240,16 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         scaling.pop(name, None)
     old_type = scaling.pop("type", None)
     rope_type = scaling.get("rope_type", old_type)
-    if rope_type is None and scaling:
+    known = ("rope_type", *RopeScaling.model_fields)
+    more = {k: v for k, v in scaling.items() if k not in known and v not in (None, *_INERT_ROPE.get(k, ()))}
+    scaling = {key: value for key, value in scaling.items() if key in known and value is not None}
+    if rope_type is None and (scaling or more):
         faults.append("rope_scaling.rope_type is missing; add it")
+    elif rope_type not in (None, "default", "linear", "yarn"):
+        faults.append(f"rope_scaling.rope_type = {rope_type!r}: glm46 computes 'linear' and 'yarn'; take one of them")
+    elif more and (rope_type in ("linear", "yarn") or "mrope_section" in more):
+        stated = ", ".join(f"rope_scaling.{key} = {value!r}" for key, value in more.items())
+        faults.append(f"{stated}: glm46 computes {rope_type} positions without; take a model that has none of these")
     elif rope_type not in (None, "default"):
         scaling["rope_type"] = rope_type
         if rope_type == "yarn":  # the default of transformers

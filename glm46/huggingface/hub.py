@@ -2,6 +2,7 @@
 data sets, named ``hf://datasets/owner/name/file``."""
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,10 @@ _FILES = {
     "tokenizer": ("tokenizer*.json", "special_tokens_map.json", "generation_config.json", "*.jinja"),
 }
 """Of the top folder. Of models and adapters: weights and their index, config, tokenizer, chat template."""
+
+
+_IN_CACHE = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[^/]+)/?")
+"""Source: huggingface_hub `file_download.py`, ``repo_folder_name``."""
 
 
 def fetch_options(arguments: argparse.Namespace, *names: str) -> dict[str, str]:
@@ -93,6 +98,13 @@ def local_path(stated: Path | str, mark: OnHub, option: str) -> Path:
     if path is not None and not any(folder.glob(path)):
         raise UserError(f"{at}/{path}: the data set has no such file; correct the path, or connect this machine")
     return place
+
+
+def repository_of(folder: str) -> tuple[str, str | None]:
+    """The name of a repository and its commit, if this is its folder in huggingface_hub's cache; else the folder and
+    None. What is published names a base so: the cache is of one user on one machine."""
+    found = _IN_CACHE.fullmatch(folder)
+    return (f"{found['owner']}/{found['name']}", found["commit"]) if found else (folder, None)
 
 
 def _snapshot(repository: str, revision: str | None, at: str, **wanted: object) -> Path:

@@ -147,9 +147,9 @@ class CheckedFolder(NamedTuple):
     scheme: Scheme | None
     quantised: dict[str, tuple[int, ...]]
     """Quantised weights and their shapes."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """What a user should know of the folder, a line each."""
-    dcp: DcpFolder | None
+    dcp: DcpFolder | None = None
     """Reads the tensors, if another program wrote the folder in DCP's format."""
 
 

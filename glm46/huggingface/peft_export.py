@@ -23,6 +23,7 @@ from glm46.config.model import ModelShape
 from glm46.distributed.ranks import Ranks
 from glm46.files.tensor_file import lay_out
 from glm46.huggingface.adapter_origin import BASE_FILES
+from glm46.huggingface.hub import repository_of
 from glm46.huggingface.import_weights import ReportBytes
 from glm46.huggingface.names import HFEntry, HFNames, HFPart
 from glm46.huggingface.write_folder import OutputFile, Source, drafted_folder, json_bytes, write_tensors
@@ -162,7 +163,8 @@ def export_adapter(
         tensors: our name -> source of its values, see `split_name`; Tensor, DTensor or `StoredTensor`, any type,
             written in FP32. Ranks may hold different names; together they hold A and B of every adapted weight.
         scale: factor of the product B A.
-        base: folder or name of the base model, for the config.
+        base: folder or name of the base model, for the config; a folder of huggingface_hub's cache is written as the
+            name and commit of its repository.
         base_files: SHA-256 of its files by name, if known, see `huggingface/adapter_origin.py`.
         for_transformers_4: name the modules for PEFT on `transformers` 4, where experts are modules and the default
             names are refused, in place of the other readers.
@@ -189,10 +191,11 @@ def export_adapter(
             stored.append((part.hf_name, torch.float32, padded.get(kind, part.hf_shape)))
     suffix = SUFFIXES["lora_B"]
     modules = [name.removeprefix(PREFIX).removesuffix(suffix) for name, _, _ in stored if name.endswith(suffix)]
+    base, revision = repository_of(base)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0,
-        "base_model_name_or_path": base, "r": rank, "lora_alpha": scale * rank, "use_rslora": False,
-        "use_dora": any(name.endswith("magnitude") for name in entries),
+        "base_model_name_or_path": base, "revision": revision, "r": rank, "lora_alpha": scale * rank,
+        "use_rslora": False, "use_dora": any(name.endswith("magnitude") for name in entries),
     } | (_config_of_linears(modules) if for_transformers_4 else _config(modules, shape.num_hidden_layers))  # fmt: skip
     file = OutputFile(WEIGHTS, *lay_out(stored))
     contents = {CONFIG: json_bytes(config)} | ({BASE_FILES: json_bytes(dict(base_files))} if base_files else {})

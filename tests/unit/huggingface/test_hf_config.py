@@ -149,6 +149,20 @@ def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
         ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_scaling.rope_type", "'longrope'"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, ["rope_scaling.mscale"]),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            ["rope_scaling.mscale = 1.0, rope_scaling.mscale_all_dim = 1.0: glm46 computes yarn positions without"],
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.7}}, ["attention_factor = 0.7"]),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0}}, ["'llama3'", "'linear' and 'yarn'"]),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}}, ["mrope_section"]),
+        ({"rope_scaling": 2.0}, ["rope_scaling = 2.0"]),
+        ({"scoring_func": "softmax"}, ["scoring_func = 'softmax'"]),
+        ({"sliding_window": 4096}, ["sliding_window = 4096"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0"]),
+        ({"kv_lora_rank": 512}, ["kv_lora_rank = 512"]),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 46}, ["layer_types"]),
+        ({"mlp_layer_types": ["sparse"] * 92}, ["mlp_layer_types"]),
         ({"hidden_size": "5120"}, ["hidden_size = '5120'"]),
         ({"hidden_size": -1, "n_group": 0}, ["hidden_size = -1", "n_group = 0"]),
     ],
@@ -159,6 +173,39 @@ def test_configs_of_other_models_are_refused(change, words):
         shape_of(GLM_46 | change, "m/config.json")
     assert all(fault.startswith("m/config.json: ") for fault in error.value.faults)
     assert all(word in str(error.value) for word in words), error.value.faults
+
+
+INERT = {
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "sliding_window": None,
+    "use_sliding_window": False, "mlp_bias": False, "logit_scale": 1.0, "layer_types": ["full_attention"] * 92,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 89,
+}  # fmt: skip
+
+
+def test_keys_of_related_models_that_change_nothing_are_taken():
+    assert shape_of(GLM_46 | INERT) == PRESETS["GLM-4.6"]
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768}
+    more = scaling | {"mscale": None, "truncate": True}
+    assert shape_of(GLM_46 | {"rope_scaling": more}) == shape_of(GLM_46 | {"rope_scaling": scaling})
+
+
+OTHER_MODELS = {  # the keys of each that GLM-4.6's file has too are at other places or have other values
+    "glm4v_moe": {"text_config": GLM_46, "vision_config": {"depth": 24}, "image_token_id": 151363},
+    "glm_moe_dsa": {"hidden_size": 6144, "index_topk": 2048, "kv_lora_rank": 512},
+    "glm4_moe_lite": {"hidden_size": 2048, "q_lora_rank": 768, "rope_parameters": {"rope_type": "default"}},
+    "glm4": {"hidden_size": 4096},
+    "qwen3_moe": {"hidden_size": 2048, "num_experts": 128},
+    "deepseek_v3": {"hidden_size": 7168, "rope_scaling": {"type": "yarn", "mscale": 1.0}},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_MODELS)
+def test_the_config_of_another_model_has_one_line(kind):
+    with pytest.raises(UserError) as error:
+        shape_of({"model_type": kind, "architectures": ["Other"], **OTHER_MODELS[kind]}, "m/config.json")
+    (fault,) = error.value.faults
+    assert f"m/config.json: model_type = '{kind}': another model" in fault and "take one of them" in fault
+    assert ("of images and text" in fault) == (kind == "glm4v_moe")
 
 
 @pytest.mark.parametrize("key", sorted(set(PRESETS["GLM-4.6"].model_dump()) - {"rope_scaling", "sliding_window"}))
