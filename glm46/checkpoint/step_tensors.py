@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli
 import torch
 from torch import Tensor
 
 from glm46.checkpoint.dcp import write_tensors
 from glm46.checkpoint.integrity import META, published_steps, records_of, step_folder, step_of, verify_folder
+from glm46.checkpoint.meta_shape import shape_of_meta
 from glm46.checkpoint.metadata import read_checked_metadata
 from glm46.checkpoint.publish import open_draft, publish
 from glm46.checkpoint.save import Snapshot, encode_meta
 from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.errors import UserError
-from glm46.config.model import Model, ModelShape
-from glm46.config.presets import resolve_shape
+from glm46.config.model import ModelShape
 from glm46.distributed.ranks import ALONE, Ranks
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
@@ -29,18 +28,6 @@ TensorKind = tuple[tuple[int, ...], torch.dtype]
 
 MODEL_PREFIX = "model."
 """The trainer's prefix for the names of parameters and buffers."""
-
-
-SHAPE_KEY = "shape"
-"""Key of a checkpoint's meta: the shape of its model, with the window and RoPE scaling of the last step."""
-
-
-def shape_of_meta(meta: Mapping[str, Any]) -> ModelShape:
-    """The shape of a checkpoint's model, with the window and RoPE scaling of its last step. Checkpoints of earlier
-    versions, and imported ones, have those of [model]."""
-    if SHAPE_KEY in meta:
-        return ModelShape.model_validate(meta[SHAPE_KEY])
-    return resolve_shape(Model.model_validate(tomli.loads(meta["config"])["model"]))
 
 
 class StepTensors(Mapping[str, Tensor]):

@@ -3,11 +3,13 @@ data sets, named ``hf://datasets/owner/name/file``."""
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.hub_ids import hub_keys
 from glm46.config.section import HUB, OnHub, Section
+from glm46.huggingface.config_json import CONFIG
 
 MODEL, TOKENIZER, DATASET = OnHub("model"), OnHub("tokenizer"), OnHub("dataset")
 _FILES = {
@@ -93,6 +95,19 @@ def local_path(stated: Path | str, mark: OnHub, option: str) -> Path:
     if path is not None and not any(folder.glob(path)):
         raise UserError(f"{at}/{path}: the data set has no such file; correct the path, or connect this machine")
     return place
+
+
+def config_folder(stated: Path) -> Path | None:
+    """A folder with the config.json of a model of the hub, which is small; None if it cannot be had, of which
+    `local_path` says why."""
+    found = MODEL.parse(str(stated))
+    if found is None:
+        return None
+    repository, revision, _ = found
+    with suppress(UserError):
+        folder = _snapshot(repository, revision, "", repo_type="model", allow_patterns=[CONFIG])
+        return folder if (folder / CONFIG).is_file() else None
+    return None
 
 
 def _snapshot(repository: str, revision: str | None, at: str, **wanted: object) -> Path:

@@ -8,11 +8,9 @@ import tomli
 import torch
 
 from glm46.checkpoint.finite import describe, names_not_finite
-from glm46.checkpoint.integrity import MANIFEST, published_steps, step_folder
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
-from glm46.config.rules_model import unaligned_experts
 from glm46.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
@@ -20,6 +18,7 @@ from glm46.huggingface.config_json import CONFIG
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import raise_if
 from glm46.inference.model_mesh import ModelMesh
+from glm46.inference.stored_model import alignment_faults, require_model_folder, require_whole_model
 from glm46.model.transformer import Transformer
 
 
@@ -60,16 +59,11 @@ def load_on_mesh(
     Raises:
         UserError: the folder is neither, or damaged, its shape cannot run in this type, or there is no tokenizer.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: {'is a file; give its folder' if folder.exists() else 'no such folder'}")
-    if not any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
-        known = published_steps(folder)
-        hint = f"; it holds steps; give one of them, such as {step_folder(folder, known[-1])}" if known else ""
-        raise UserError(f"{folder}: neither a Hugging Face folder ({CONFIG}) nor a step folder ({MANIFEST}){hint}")
+    require_model_folder(folder)
     load = _from_hugging_face if (folder / CONFIG).is_file() else _from_step
 
     def empty(shape: ModelShape) -> tuple[Transformer, ModelMesh]:
-        raise_if(_alignment_faults(folder, shape, dtype))
+        raise_if(alignment_faults(folder, shape, str(dtype).removeprefix("torch.")))
         mesh = mesh_of(shape)
         held = shape if drafts else shape.model_copy(update={"num_nextn_predict_layers": 0})
         return mesh.part_of_model(held, dtype).to_empty(device=device), mesh
@@ -98,11 +92,7 @@ def _from_hugging_face(folder: Path, empty: _Empty) -> _Filled:
 def _from_step(folder: Path, empty: _Empty) -> _Filled:
     tensors = StepTensors(folder, Ranks.of_this_run())
     config, shape = tomli.loads(tensors.meta["config"]), tensors.shape
-    if "adapter" in config:
-        raise UserError(
-            f"{folder}: holds adapters without their base, {config['checkpoint']['initial_load_path']}; convert them "
-            "with adapter-to-hf, then give the base, and the new folder with --adapter"
-        )
+    require_whole_model(folder, config)
     table = config["model"]
     model, mesh = empty(shape)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -113,11 +103,3 @@ def _from_step(folder: Path, empty: _Empty) -> _Filled:
     if names := names_not_finite({name: local_tensor(tensor) for name, tensor in own.items()}):
         raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
     return model, mesh, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)
-
-
-def _alignment_faults(folder: Path, shape: ModelShape, dtype: torch.dtype) -> list[str]:
-    """Widths of experts that cannot run in this type. Conversion takes them."""
-    fits_float32 = not any(unaligned_experts(shape, "float32"))
-    remedy = "use float32" if fits_float32 else "this folder can be converted, but not run"
-    faults = unaligned_experts(shape, str(dtype).removeprefix("torch."))
-    return [f"{folder}: {fault}; {remedy}" for _, _, fault in faults]

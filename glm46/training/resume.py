@@ -12,8 +12,8 @@ from torch import Tensor
 
 from glm46.checkpoint.integrity import step_folder, step_of
 from glm46.checkpoint.manager import CheckpointManager
+from glm46.checkpoint.meta_shape import SHAPE_KEY
 from glm46.checkpoint.metadata import read_metadata
-from glm46.checkpoint.step_tensors import SHAPE_KEY
 from glm46.config.checkpoint import Checkpoint
 from glm46.config.errors import UserError
 from glm46.config.faults import counted

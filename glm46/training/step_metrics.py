@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from glm46.checkpoint.step_tensors import shape_of_meta
+from glm46.checkpoint.meta_shape import shape_of_meta
 from glm46.config.faults import show
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelShape
