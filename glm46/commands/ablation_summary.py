@@ -10,26 +10,29 @@ from glm46.ablation.figures import RESULTS, Outcome, errors_by, gap_rows, layer_
 from glm46.ablation.report import build_report, markdown, table
 from glm46.commands.ablation_runs import AblationPlan, AblationRun
 from glm46.commands.environment import describe_version
-from glm46.commands.plot import PANELS, Panel, Run, draw
+from glm46.commands.plot import Run, draw
 from glm46.files.durable import replace_durably
+from glm46.observe.metrics import SHOWN, Shown
 from glm46.planner.machine import Machine
 
 _NAME = "ablation"
 """Of the files, without their endings."""
 
-_PANELS = (
-    PANELS[0],
-    Panel("Loss: gap to the baseline", "per cent", ("loss_gap",)),
-    Panel("Gradient norm", "before clipping", ("grad_norm",)),
-    Panel("Gradient norm: gap to the baseline", "per cent", ("grad_norm_gap",)),
-    PANELS[2],
-)
-
-
-_FP8_PANELS = tuple(
-    Panel(f"FP8: error of the {result.replace('_', ' ')}", "per cent, mean of a layer's products", (result,))
+_GAPS = {
+    "loss": Shown("loss_gap", title="Loss: gap to the baseline", unit="per cent"),
+    "grad_norm": Shown("grad_norm_gap", title="Gradient norm: gap to the baseline", unit="per cent"),
+}
+_CHARTS = [
+    chart
+    for shown in SHOWN
+    if shown.column in ("loss", "grad_norm", "tokens_per_second")
+    for chart in (shown, _GAPS.get(shown.column))
+    if chart is not None
+]
+_FP8_CHARTS = [
+    Shown(result, title=f"FP8: error of the {result.replace('_', ' ')}", unit="per cent, mean of a layer's products")
     for result in RESULTS
-)
+]
 
 
 def write_report(plan: AblationPlan, about: Mapping[str, str], machine: Machine) -> None:
@@ -80,7 +83,7 @@ def _draw(plan: AblationPlan, outcomes: Sequence[Outcome]) -> Iterator[Path]:
             title = name if own[0].is_finished else f"{name} (not finished)"
             lines.append(Run(title, train, mean_rows([outcome.validation for outcome in own])))
     if lines:
-        draw(lines, plan.folder / f"{_NAME}.png", ("tokens", "tokens"), _PANELS)
+        draw(lines, plan.folder / f"{_NAME}.png", ("tokens", "tokens"), _CHARTS)
         yield plan.folder / f"{_NAME}.png"
 
 
@@ -96,5 +99,5 @@ def _draw_fp8(plan: AblationPlan, outcomes: Sequence[Outcome]) -> Iterator[Path]
             ]
             lines.append(Run(outcome.variant, rows, []))
     if lines:
-        draw(lines, plan.folder / f"{_NAME}_fp8.png", ("layer", "layer"), _FP8_PANELS)
+        draw(lines, plan.folder / f"{_NAME}_fp8.png", ("layer", "layer"), _FP8_CHARTS)
         yield plan.folder / f"{_NAME}_fp8.png"

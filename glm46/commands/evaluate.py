@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from glm46.commands.evaluate_options import evaluate_parser, stated_sources
 from glm46.commands.ranks import start_ranks
+from glm46.distributed.environment import launched_world_size
 from glm46.evaluation.task_names import TASKS
 from glm46.huggingface.hub import fetch_options, with_folders
 
@@ -19,6 +20,10 @@ def evaluate_command(argv: Sequence[str]) -> int:
     """
     arguments = evaluate_parser().parse_args(list(argv))
     sources = stated_sources(arguments)
+    if launched_world_size() is None:
+        from glm46.commands.evaluate_checks import check_evaluation
+
+        check_evaluation(arguments, sources)
     folders = fetch_options(arguments, "model", "adapter", "against", "tokenizer")
     code = start_ranks("evaluate", with_folders(argv, folders), arguments)
     if code is not None:

@@ -11,8 +11,6 @@ from glm46.commands.options import VerbParser, positive, verb_parser
 from glm46.config.errors import UserError
 from glm46.evaluation.task_names import TASKS, USUAL_TASKS
 
-_LENGTHS = (1024, 2048, 4096)
-"""Of a model whose training is unknown."""
 RESULTS, PICTURE = "evaluation.json", "evaluation.png"
 
 
@@ -92,33 +90,18 @@ def _share(text: str) -> float:
 
 
 def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
-    """The folders of ``--data`` by their names. Raises UserError if one is missing, two have one name, or ``--against``
-    has no rows."""
+    """The folders of ``--data`` by their names. Raises UserError if one is missing, two have one name, or an option
+    has no effect."""
     if arguments.against is not None and "loss" not in arguments.tasks:
         raise UserError(f"--against {arguments.against}: compares on the rows of loss; add loss to --tasks")
     if arguments.model and not arguments.data and not set(TASKS).isdisjoint(arguments.tasks):
         raise UserError("--data: required with --model, whose folder names no text; give a source made by prepare")
+    if set(arguments.tasks) <= set(TASKS):
+        for option in ("task_folder", "fewshot", "limit", "run_code"):
+            if getattr(arguments, option) not in (None, [], False):
+                option = option.replace("_", "-")
+                raise UserError(f"--{option}: belongs to tasks of lm-eval; name some with --tasks")
     sources = {folder.absolute().name: folder for folder in arguments.data}
     if len(sources) < len(arguments.data):
         raise UserError(f"--data {' --data '.join(map(str, arguments.data))}: two folders of one name; rename one")
     return sources
-
-
-def row_lengths(stated: tuple[int, ...] | None, window: int | None, positions: int) -> tuple[int, ...]:
-    """Lengths of rows, the stated or the usual ones.
-
-    Args:
-        window: longest sequence of the training, if it is known.
-        positions: of the model.
-
-    Raises:
-        UserError: a stated one is longer than the model's positions.
-    """
-    too_long = [length for length in stated or () if length > positions]
-    if too_long:
-        raise UserError(
-            f"--lengths {','.join(map(str, too_long))}: the model has {positions} positions (max_position_embeddings); "
-            "take at most that"
-        )
-    usual = _LENGTHS if window is None else (window, 2 * window, 4 * window)
-    return stated or tuple(length for length in usual if length <= positions) or (positions,)

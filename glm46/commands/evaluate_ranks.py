@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import tomli
 
 from glm46.checkpoint.integrity import META
-from glm46.commands.evaluate_options import PICTURE, RESULTS, row_lengths
+from glm46.commands.evaluate_checks import require_prediction, row_lengths
+from glm46.commands.evaluate_options import PICTURE, RESULTS
 from glm46.commands.loaded_model import load_model, on_all_ranks
 from glm46.config.errors import UserError
 from glm46.config.validation import validate_table
@@ -113,9 +114,8 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     standard = _find_standard(arguments)
     loaded = load_model(arguments, drafts="drafts" in arguments.tasks)
     model, tokenizer, mesh = loaded
-    if "drafts" in arguments.tasks and not model.shape.num_nextn_predict_layers:
-        folder = arguments.model or arguments.checkpoint
-        raise UserError(f"--tasks drafts: {folder} has no prediction layers; take another task, or another folder")
+    if "drafts" in arguments.tasks:
+        require_prediction(model.shape, arguments.model or arguments.checkpoint)
     training = _training(arguments.checkpoint)
     if set(arguments.tasks).isdisjoint(TASKS):
         sources, training = {}, training._replace(sources={})
@@ -158,10 +158,6 @@ def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
     """The tasks of lm-eval, on rank 0; None on others, or if there are none."""
     names = [name for name in arguments.tasks if name not in TASKS]
     if not names:
-        for option in ("task_folder", "fewshot", "limit", "run_code"):
-            if getattr(arguments, option) not in (None, [], False):
-                option = option.replace("_", "-")
-                raise UserError(f"--{option}: belongs to tasks of lm-eval; name some with --tasks")
         return None
     if launched_world_size() is not None and launched_rank() != 0:
         return None

@@ -35,6 +35,10 @@ def generate_command(argv: Sequence[str]) -> int:
     is_chat = not arguments.prompt
     if is_chat:
         _raise_for_chat_ranks(arguments)
+    if launched_world_size() is None:
+        from glm46.commands.generate_prompts import check_generation
+
+        check_generation(arguments)
     folders = fetch_options(arguments, "model", "adapter", "tokenizer")
     argv = with_folders(argv, folders)
     if not is_chat and (code := start_ranks("generate", argv, arguments)) is not None:

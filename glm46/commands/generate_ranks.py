@@ -3,16 +3,11 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from glm46.commands.generate_prompts import raise_for_length, read_prompts
 from glm46.commands.loaded_model import load_model, on_all_ranks
 from glm46.commands.terminal_chat import TerminalChat
-from glm46.config.errors import UserError
-from glm46.data.chat import chat_prompt
-from glm46.data.chat_template import raise_for_template
-from glm46.data.conversation import Message
-from glm46.data.tokenizer import Tokenizer
-from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.display import Display
 from glm46.inference.generation import Continuation, Generation, decoder_for
 from glm46.inference.loading import Loaded
@@ -81,43 +76,5 @@ def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], froze
     """The model, the prompts and the ids that end a text. Collective."""
     loaded = load_model(arguments, drafts=arguments.speculative)
     model, tokenizer, _ = loaded
-    if arguments.chat:
-        raise_for_template(tokenizer)
-    if arguments.speculative and not model.shape.num_nextn_predict_layers:
-        raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
-    prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
-    empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
-    if empty:
-        raise UserError(*(f"{fault}; give some text" for fault in empty))
-    if prompts:
-        raise_for_length(prompts, arguments.max_new_tokens, model.shape.max_position_embeddings)
-    stop = frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
+    prompts, stop = read_prompts(arguments, tokenizer, model.shape)
     return loaded, prompts, stop
-
-
-def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:
-    """Raise UserError if the longest prompt and its new tokens exceed the positions of the model."""
-    longest = max(len(prompt) for prompt in prompts)
-    if longest + max_new_tokens > positions:
-        raise UserError(
-            f"--max-new-tokens {max_new_tokens} after a prompt of {longest} tokens: the model has {positions} "
-            "positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
-        )
-
-
-def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:
-    if arguments.chat:
-        system = [Message("system", arguments.system)] if arguments.system is not None else []
-        messages = [*system, Message("user", text)]
-        return chat_prompt(tokenizer, messages, tools=arguments.tools, thinking=arguments.thinking)
-    return tokenizer.encode(text).tolist()
-
-
-def _token(tokenizer: Tokenizer, text: str) -> int:
-    """Id of a special token, by its name, or of a text that is exactly one token."""
-    if text in tokenizer.special:
-        return tokenizer.special[text]
-    ids = tokenizer.encode(text).tolist()
-    if len(ids) != 1:
-        raise UserError(f"--stop-token {text!r}: {len(ids)} tokens; give a text that is one, or a special token's name")
-    return ids[0]

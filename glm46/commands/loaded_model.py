@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from glm46.commands.ranks import degrees_of
 from glm46.config.errors import UserError
-from glm46.config.generation_degrees import Degrees, degree_faults
 from glm46.config.model import ModelShape
 from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.environment import launched_world_size
@@ -93,14 +93,6 @@ def on_all_ranks(work: Callable[[], _Result]) -> _Result:
 
 
 def mesh_of(arguments: argparse.Namespace, shape: ModelShape, device_type: str) -> ModelMesh:
-    """The ranks that hold a model by these options. Collective.
-
-    Raises:
-        UserError: a degree does not split the model evenly, or does not divide the number of processes.
-    """
-    degrees = Degrees(*(getattr(arguments, f"{name}_degree") for name in Degrees._fields))
+    """The ranks that hold a model by these options; see `degrees_of`. Collective."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    faults = degree_faults(degrees, shape, size, lambda name, degree: f"--{name.replace('_', '-')}-degree {degree}")
-    if faults:
-        raise UserError(*(fault for _, fault in faults))
-    return build_model_mesh(generation_layout(degrees, size), rank, device_type)
+    return build_model_mesh(generation_layout(degrees_of(arguments, shape, size), size), rank, device_type)

@@ -88,8 +88,8 @@ def _read(file: Path, name: str) -> Run:
     return run
 
 
-def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str]) -> None:
-    """Draw the charts of `SHOWN` for which some run has values, and write the PNG completely or not at all.
+def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], charts: Sequence[Shown] = SHOWN) -> None:
+    """Draw the charts for which some run has values, and write the PNG completely or not at all.
 
     Args:
         x_axis: unit of the horizontal axis, and its column.
@@ -98,7 +98,7 @@ def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str]) -> None:
     from matplotlib.lines import Line2D
 
     known = {column.partition("/")[0] for run in runs for row in (*run.train, *run.validation) for column in row}
-    panels = [one for one in SHOWN if one.title and known.intersection((one.column, one.mean, one.validation))]
+    panels = [one for one in charts if one.title and known.intersection((one.column, one.mean, one.validation))]
     panel_rows, legend_rows = -(-len(panels) // 2), -(-len(runs) // 3)
     figure = Figure(figsize=(13, 4 * panel_rows + 0.3 * legend_rows), dpi=120, layout="constrained")
     grid = figure.subplots(panel_rows, 2, squeeze=False).flatten()
@@ -150,7 +150,7 @@ def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
 
 
 def _label(axes: "Axes", panel: Shown, x_axis: str) -> None:
-    unit = find_metric(panel.column).unit
+    unit = find_metric(panel.column).unit if panel.unit is None else panel.unit
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.set_xlabel(x_axis)
     axes.set_ylabel("" if unit == "1" else unit)

@@ -9,6 +9,8 @@ from glm46.commands.rank_server import RankServer
 from glm46.commands.rendezvous import rendezvous_options
 from glm46.commands.torchrun import LauncherSignals, run_ranks
 from glm46.config.errors import UserError
+from glm46.config.generation_degrees import Degrees, degree_faults
+from glm46.config.model import ModelShape
 from glm46.distributed.environment import launched_world_size, set_variables, share_cores, visible_gpus
 from glm46.observe.start_times import StartTimes
 from glm46.planner.machine import detect_machine
@@ -46,6 +48,19 @@ def processes(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None and not (stated.isdecimal() and int(stated)):
         raise UserError(f"{_PROCESSES} = {stated}: expected a number of processes; correct it, or give --nproc")
     return launched_world_size() or arguments.nproc or int(stated)
+
+
+def degrees_of(arguments: argparse.Namespace, shape: ModelShape, size: int) -> Degrees:
+    """The degrees of these options.
+
+    Raises:
+        UserError: a degree does not split the model evenly, or does not divide the number of processes.
+    """
+    degrees = Degrees(*(getattr(arguments, f"{name}_degree") for name in Degrees._fields))
+    faults = degree_faults(degrees, shape, size, lambda name, degree: f"--{name.replace('_', '-')}-degree {degree}")
+    if faults:
+        raise UserError(*(fault for _, fault in faults))
+    return degrees
 
 
 def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -> int | None:

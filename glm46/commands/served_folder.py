@@ -5,11 +5,12 @@ import getpass
 from pathlib import Path
 
 from glm46.config.errors import UserError
-from glm46.huggingface.hub import fetch_options
+from glm46.config.section import HUB
+from glm46.huggingface.hub import config_folder, fetch_options
 from glm46.planner.peaks import accelerator_of
 from glm46.planner.serving import ServingPlan
 from glm46.serving.commands import Address, Service
-from glm46.serving.folder import ServedFolder, check_served_folder
+from glm46.serving.folder import ServedFolder, check_served_folder, folder_of_config
 from glm46.serving.layout import Machines, Wishes, find_layout
 from glm46.serving.unit_files import command_lines, compose_file, script_of, systemd_unit
 
@@ -21,13 +22,14 @@ def serve_config(arguments: argparse.Namespace) -> int:
     machines = _machines(arguments)
     if machines.nodes > 1 and arguments.first_node is None:
         raise UserError(f"--gpus {machines.gpus}: {machines.nodes} nodes; give the address of one as --first-node")
-    fetch_options(arguments, "model")
-    folder = check_served_folder(arguments.model.absolute())
-    if arguments.speculative and not folder.shape.num_nextn_predict_layers:
-        raise UserError("--speculative: the folder has no prediction layers (num_nextn_predict_layers); leave it out")
     wishes = Wishes(
         arguments.tensor_parallel_degree, arguments.context, arguments.speculative, arguments.kv_cache_dtype == "fp8"
     )
+    place = config_folder(arguments.model) if str(arguments.model).startswith(HUB) else arguments.model.absolute()
+    if place is not None and (known := folder_of_config(place)) is not None:
+        find_layout(known, machines, wishes)  # before the weights are downloaded, or the files looked at
+    fetch_options(arguments, "model")
+    folder = check_served_folder(arguments.model.absolute())
     plan, context = find_layout(folder, machines, wishes)
     address = Address(arguments.name or folder.path.name, arguments.host, arguments.port, arguments.first_node)
     service = Service(folder, plan, context, machines, wishes, address)

@@ -4,11 +4,13 @@ data sets, named ``hf://datasets/owner/name/file``."""
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.hub_ids import hub_keys
 from glm46.config.section import HUB, OnHub, Section
+from glm46.huggingface.config_json import CONFIG
 
 MODEL, TOKENIZER, DATASET = OnHub("model"), OnHub("tokenizer"), OnHub("dataset")
 _FILES = {
@@ -105,6 +107,19 @@ def repository_of(folder: str) -> tuple[str, str | None]:
     None. What is published names a base so: the cache is of one user on one machine."""
     found = _IN_CACHE.fullmatch(folder)
     return (f"{found['owner']}/{found['name']}", found["commit"]) if found else (folder, None)
+
+
+def config_folder(stated: Path) -> Path | None:
+    """A folder with the config.json of a model of the hub, which is small; None if it cannot be had, of which
+    `local_path` says why."""
+    found = MODEL.parse(str(stated))
+    if found is None:
+        return None
+    repository, revision, _ = found
+    with suppress(UserError):
+        folder = _snapshot(repository, revision, "", repo_type="model", allow_patterns=[CONFIG])
+        return folder if (folder / CONFIG).is_file() else None
+    return None
 
 
 def _snapshot(repository: str, revision: str | None, at: str, **wanted: object) -> Path:

@@ -12,13 +12,13 @@ from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
-from glm46.config.rules_model import unaligned_experts
 from glm46.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import raise_if
 from glm46.inference.model_mesh import ModelMesh
+from glm46.inference.stored_model import alignment_faults, require_whole_model
 from glm46.model.transformer import Transformer
 
 
@@ -63,7 +63,7 @@ def load_on_mesh(
     load = _from_hugging_face if kind is Kind.HUGGING_FACE else _from_step
 
     def empty(shape: ModelShape) -> tuple[Transformer, ModelMesh]:
-        raise_if(_alignment_faults(folder, shape, dtype))
+        raise_if(alignment_faults(folder, shape, str(dtype).removeprefix("torch.")))
         mesh = mesh_of(shape)
         held = shape if drafts else shape.model_copy(update={"num_nextn_predict_layers": 0})
         return mesh.part_of_model(held, dtype).to_empty(device=device), mesh
@@ -92,11 +92,7 @@ def _from_hugging_face(folder: Path, empty: _Empty) -> _Filled:
 def _from_step(folder: Path, empty: _Empty) -> _Filled:
     tensors = StepTensors(folder, Ranks.of_this_run())
     config, function = tomli.loads(tensors.meta["config"]), tensors.function
-    if "adapter" in config:
-        raise UserError(
-            f"{folder}: holds adapters without their base, {config['checkpoint']['initial_load_path']}; convert them "
-            "with adapter-to-hf, then give the base, and the new folder with --adapter"
-        )
+    require_whole_model(folder, config)
     table = config["model"]
     model, mesh = empty(function.shape)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -108,11 +104,3 @@ def _from_step(folder: Path, empty: _Empty) -> _Filled:
         raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
     model.compute_as(function, local_tensor(next(model.parameters())).device)
     return model, mesh, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)
-
-
-def _alignment_faults(folder: Path, shape: ModelShape, dtype: torch.dtype) -> list[str]:
-    """Widths of experts that cannot run in this type. Conversion takes them."""
-    fits_float32 = not any(unaligned_experts(shape, "float32"))
-    remedy = "use float32" if fits_float32 else "this folder can be converted, but not run"
-    faults = unaligned_experts(shape, str(dtype).removeprefix("torch."))
-    return [f"{folder}: {fault}; {remedy}" for _, _, fault in faults]

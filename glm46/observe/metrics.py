@@ -180,6 +180,8 @@ class Shown(NamedTuple):
     mean: str | None = None
     """Column of the mean since the previous row: the chart's thick line."""
     starts_at_zero: bool = False
+    unit: str | None = None
+    """Of the chart; None: that of the metric."""
 
 
 SHOWN: tuple[Shown, ...] = (

@@ -17,7 +17,7 @@ from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.stage_table import stage_table
 
 _GIB = 2**30
-_USABLE_CPU_RATIO = 0.95
+USABLE_CPU_RATIO = 0.95
 """Part of the free memory that a run may fill; the system needs the rest, or it kills processes."""
 _USABLE_GPU_RATIO = 0.92
 """Part of the memory of a GPU that tensors can fill; the rest is lost to fragmentation of the allocator."""
@@ -106,19 +106,21 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
         sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
         if sizes:
             capacity = usable_bytes(min(sizes))
-            fits, margin = _compare("each GPU needs", memory.total, capacity, min(sizes))
+            fits, margin = compare_memory("each GPU needs", memory.total, capacity, min(sizes))
             faults += [] if fits else [margin]
         has_weights = config.training.parameter_offload or (config.rl is not None and config.rl.reference_offload)
         what = "weights, optimizer states" if has_weights else "optimizer states"
         who = f"{what} and text of {counted(here, 'process')} need"
-        fits, host = _compare(
-            who, (memory.host + text) * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes
+        fits, host = compare_memory(
+            who, (memory.host + text) * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes
         )
         faults += [] if fits else [f"{host} of the host"]
     else:
-        capacity = machine.free_bytes * _USABLE_CPU_RATIO / here
+        capacity = machine.free_bytes * USABLE_CPU_RATIO / here
         who = f"{here:,} processes need" if here > 1 else "one process needs"
-        fits, margin = _compare(who, memory.total * here, machine.free_bytes * _USABLE_CPU_RATIO, machine.free_bytes)
+        fits, margin = compare_memory(
+            who, memory.total * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes
+        )
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
@@ -177,8 +179,14 @@ def fp8_faults(float8: Float8, machine: Machine) -> list[str]:
     return []
 
 
-def _compare(who: str, needed: float, usable: float, free: float) -> tuple[bool, str]:
-    """True if memory suffices, and a text with both numbers and their difference."""
+def compare_memory(who: str, needed: float, usable: float, free: float) -> tuple[bool, str]:
+    """True if memory suffices, and a text with both numbers and their difference.
+
+    Args:
+        who: needs the memory, with its verb.
+        needed: bytes.
+        usable: bytes that can be filled, of those that are free.
+    """
     fits = needed <= usable
     by_how_much = f"{_gib(usable - needed)} to spare" if fits else f"{_gib(needed - usable)} too much"
     return fits, f"{who} {_gib(needed)}, and {_gib(usable)} of {_gib(free)} can be filled: {by_how_much}"

@@ -12,11 +12,12 @@ from glm46.config.model import ModelShape
 from glm46.data.chat import missing_markers
 from glm46.data.chat_template import raise_for_template, template_beside
 from glm46.data.tokenizer import Tokenizer, tokenizer_file, tokenizer_of_checkpoint
-from glm46.huggingface.config_json import CONFIG, read_config
+from glm46.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.huggingface.fp8 import Scheme as Fp8
 from glm46.huggingface.import_weights import CheckedFolder, check_folder, stored_shape
 from glm46.huggingface.int4 import Int4
-from glm46.huggingface.names import Form
+from glm46.huggingface.names import Form, HFNames
+from glm46.huggingface.schemes import scheme_of
 from glm46.huggingface.tokenizer_files import stop_ids
 
 _BF16, _FP32 = 2, 4
@@ -100,6 +101,17 @@ def check_served_folder(folder: Path) -> ServedFolder:
     if faults:
         raise UserError(*faults)
     return ServedFolder(folder, shape, _bytes_of(checked), chats, tuple(notes), checked)
+
+
+def folder_of_config(folder: Path) -> ServedFolder | None:
+    """A folder by its config.json alone, as if its files were whole; None if they are quantised, whose sizes only the
+    files tell. Raises UserError for faults of config.json."""
+    raw = read_config(folder)
+    shape = shape_of(raw, str(folder / CONFIG))
+    if scheme_of(raw, str(folder / CONFIG)) is not None:
+        return None
+    checked = CheckedFolder(HFNames(shape, repeat_shared=False), {}, None, {})
+    return ServedFolder(folder, shape, _bytes_of(checked), False, (), checked)
 
 
 def _stop_faults(folder: Path, raw: dict, tokenizer: Tokenizer) -> list[str]:

@@ -10,6 +10,8 @@ _LEAST_CONTEXT = 2048
 """Tokens of the shortest context worth serving, where the user names none."""
 _MOST_NODES = 16
 """Nodes up to which the fewest GPUs are searched."""
+_MOST_OF_NODE = 128
+"""GPUs of a node up to which the fewest are searched."""
 _BLOCK = 16
 
 
@@ -50,16 +52,24 @@ def find_layout(folder: ServedFolder, machines: Machines, wishes: Wishes) -> tup
     Raises:
         UserError: a degree cannot split the model, or the GPUs cannot hold it; names the fewest that can.
     """
-    if wishes.context is not None and wishes.context > folder.shape.max_position_embeddings:
-        raise UserError(
-            f"--context {wishes.context}: the model has {folder.shape.max_position_embeddings} positions "
-            "(max_position_embeddings); ask for fewer tokens"
+    faults, positions = [], folder.shape.max_position_embeddings
+    if wishes.context is not None and wishes.context > positions:
+        faults.append(
+            f"--context {wishes.context}: the model has {positions} positions (max_position_embeddings); ask for fewer "
+            "tokens"
         )
+    if wishes.drafts and not folder.shape.num_nextn_predict_layers:
+        faults.append("--speculative: the model has no prediction layers (num_nextn_predict_layers); leave it out")
+    degrees, refused = _degrees(folder, machines, wishes)
     if machines.gpus > machines.gpus_per_node and machines.gpus % machines.gpus_per_node:
-        raise UserError(
+        faults.append(
             f"--gpus {machines.gpus}: is not a multiple of --gpus-per-node {machines.gpus_per_node}; take whole nodes"
         )
-    plans = [_plan(folder, machines, wishes, tp) for tp in _degrees(folder, machines, wishes)]
+    elif not degrees:
+        faults.append(refused)
+    if faults:
+        raise UserError(*faults)
+    plans = [_plan(folder, machines, wishes, tp) for tp in degrees]
     for plan in plans:
         context = min(plan.tokens // _BLOCK * _BLOCK, folder.shape.max_position_embeddings)
         if context >= _least(folder, wishes):
@@ -74,26 +84,24 @@ def find_layout(folder: ServedFolder, machines: Machines, wishes: Wishes) -> tup
     )
 
 
-def _degrees(folder: ServedFolder, machines: Machines, wishes: Wishes) -> list[int]:
-    """Tensor-parallel degrees to try, the largest first.
-
-    Raises:
-        UserError: none of them, or not the wished one, splits the model.
-    """
-    largest = min(machines.gpus, machines.gpus_per_node)
-    wanted = [wishes.tp] if wishes.tp is not None else [n for n in range(largest, 0, -1)]
-    faults, fit = [], []
-    for tp in wanted:
+def _degrees(folder: ServedFolder, machines: Machines, wishes: Wishes) -> tuple[list[int], str]:
+    """Tensor-parallel degrees to try, the largest first, and why the last one that was refused cannot split the
+    model."""
+    # A larger degree divides no number of heads.
+    largest = min(machines.gpus, machines.gpus_per_node, folder.shape.num_attention_heads)
+    fit, fault = [], ""
+    for tp in [wishes.tp] if wishes.tp is not None else range(largest, 0, -1):
         if machines.gpus % tp:
-            faults.append(f"--tensor-parallel-degree {tp}: does not divide --gpus {machines.gpus}; take a divisor")
+            fault = f"--tensor-parallel-degree {tp}: does not divide --gpus {machines.gpus}; take a divisor"
             continue
         refused = degrees_refused(folder.shape, tp, machines.gpus // tp) + folder.quantisation_refused(tp)
-        faults += [f"--tensor-parallel-degree {tp}: {fault}; take another degree or --gpus" for fault in refused]
-        if not refused:
+        if refused:
+            fault = f"--tensor-parallel-degree {tp}: {', '.join(refused)}; take another degree or --gpus"
+        else:
             fit.append(tp)
-    if not fit:
-        raise UserError(*faults)
-    return fit
+    if wishes.tp is None:
+        fault = f"--gpus {machines.gpus}: no tensor-parallel degree splits the model so, not even {fault.lstrip('-')}"
+    return fit, fault
 
 
 def _plan(folder: ServedFolder, machines: Machines, wishes: Wishes, tp: int) -> ServingPlan:
@@ -113,14 +121,10 @@ def _least(folder: ServedFolder, wishes: Wishes) -> int:
 
 def _fewest(folder: ServedFolder, machines: Machines, wishes: Wishes) -> str:
     """A remedy: the fewest of these GPUs that hold the folder, in one node or in whole nodes."""
-    node = machines.gpus_per_node
+    node = min(machines.gpus_per_node, _MOST_OF_NODE)
     for gpus in (*range(1, node + 1), *(node * count for count in range(2, _MOST_NODES + 1))):
         free, candidate = replace(wishes, tp=None), replace(machines, gpus=gpus)
-        try:
-            degrees = _degrees(folder, candidate, free)
-        except UserError:
-            continue
-        plans = [_plan(folder, candidate, free, tp) for tp in degrees]
+        plans = [_plan(folder, candidate, free, tp) for tp in _degrees(folder, candidate, free)[0]]
         for plan in plans:
             if plan.tokens >= _least(folder, wishes):
                 return f"the fewest that can are {gpus} ({plan.tp} x {plan.pp}); or take FP8 or INT4 weights"

@@ -287,9 +287,8 @@ def test_tools_are_shown_to_the_model_with_a_prompt_too(model, tmp_path, monkeyp
     file = tmp_path / "tools.json"
     file.write_text(json.dumps(TOOLS))
     seen = []
-    monkeypatch.setattr(
-        "glm46.commands.generate_ranks.raise_for_length", lambda prompts, *_: seen.extend(map(list, prompts))
-    )
+    kept = lambda prompt, *rest: seen.append(list(prompt)) or Continuation(prompt, *rest)  # noqa: E731
+    monkeypatch.setattr("glm46.commands.generate_ranks.Continuation", kept)
     command = ["generate", "--model", model, "--chat", "--tools", str(file), "--max-new-tokens", "1"]
     assert main([*command, "--prompt", "Hi"]) == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))

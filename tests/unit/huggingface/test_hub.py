@@ -17,8 +17,10 @@ from glm46.cli import main
 from glm46.commands import launch, ranks
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.config.presets import PRESETS
 from glm46.data.manifest import load_manifest
 from glm46.huggingface import hub as hub_folders
+from glm46.huggingface.config_json import config_of
 from glm46.huggingface.hub import DATASET, MODEL, local_path
 
 pytest.importorskip("huggingface_hub", reason="not installed; pip install '.[hf]'")
@@ -173,10 +175,9 @@ HF = "hf://owner/name"
     "argv, option",
     [
         (["generate", "--prompt", "a", "--model", HF], "--model"),
-        (["generate", "--prompt", "a", "--model", "b", "--adapter", HF], "--adapter"),
+        (["generate", "--prompt", "a", "--model", "b", "--tokenizer", "builtin", "--adapter", HF], "--adapter"),
         (["generate", "--prompt", "a", "--model", "b", "--tokenizer", HF], "--tokenizer"),
         (["evaluate", "--data", "a", "--model", HF], "--model"),
-        (["evaluate", "--data", "a", "--model", "b", "--against", HF], "--against"),
         (["serve-config", "--gpus", "8", "--model", HF], "--model"),
         (["convert", "from-hf", "--output", "a", "--model", HF], "--model"),
         (["convert", "merge", "--adapter", "b", "--output", "a", "--base", HF], "--base"),
@@ -188,7 +189,9 @@ def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path,
     fetch = lambda stated, files, option: asked.append((str(stated), option)) or tmp_path / "in_the_cache"  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
     monkeypatch.chdir(tmp_path)
-    assert main(argv) == 2  # neither folder exists
+    Path("b").mkdir()  # with what is read before anything is fetched
+    Path("b/config.json").write_text(json.dumps(config_of(PRESETS["debug"], None, eos_ids=[0], dtype="bfloat16")))
+    assert main(argv) == 2  # neither folder has weights
     assert asked == [(str(Path(HF)) if option != "--tokenizer" else HF, option)]
     if "b" not in argv:
         assert "in_the_cache" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""Comparison of a model with this machine, before it is downloaded, read or given to ranks; without torch."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from glm46.commands.ranks import degrees_of, processes
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.config.section import HUB
+from glm46.distributed.environment import visible_gpus
+from glm46.huggingface.hub import config_folder
+from glm46.inference.stored_model import StoredModel, alignment_faults, stored_model
+from glm46.planner.inference_memory import inference_bytes, memory_faults
+from glm46.planner.layout import generation_layout
+from glm46.planner.machine import detect_machine
+
+
+def is_on_hub(stated: Path | str | None) -> bool:
+    """Whether an option names a repository of the hub."""
+    return stated is not None and str(stated).startswith(HUB)
+
+
+def find_model(folder: Path) -> StoredModel | None:
+    """The model in a folder. Of the hub only config.json is fetched; None if it cannot be had, of which the download of
+    the whole folder says why.
+
+    Raises:
+        UserError: the folder holds no model, or its description is damaged.
+    """
+    place = config_folder(folder) if is_on_hub(folder) else folder
+    return None if place is None else stored_model(place)
+
+
+def require_fit(
+    arguments: argparse.Namespace, shapes: Sequence[ModelShape], *, drafts: bool, rows: int = 0, length: int = 0
+) -> None:
+    """Compare models that are in memory at the same time with this machine.
+
+    Args:
+        arguments: of `add_model_options`.
+        shapes: of the model of these options, then of others.
+        drafts: with the prediction layers.
+        rows: sequences in the cache of keys and values, of all processes.
+        length: tokens of each.
+
+    Raises:
+        UserError: a degree does not fit, a model cannot run in this type, or the GPUs or the memory are too few.
+    """
+    folder, count = arguments.model or arguments.checkpoint, processes(arguments)
+    machine = detect_machine(visible_gpus())
+    if (arguments.device or "").startswith("cpu"):
+        machine = replace(machine, gpus=())
+    dtype = arguments.dtype or ("bfloat16" if machine.gpus else "float32")
+    needed = 0.0
+    for shape in shapes:
+        if faults := alignment_faults(folder, shape, dtype):
+            raise UserError(*faults)
+        layout = generation_layout(degrees_of(arguments, shape, count), count)
+        share = -(-rows // layout.dp_degree)
+        needed += inference_bytes(shape, layout, dtype, drafts=drafts, rows=share, length=length)
+    if faults := memory_faults(machine, needed, count):
+        less = ", --dtype bfloat16" * (dtype == "float32") + ", or fewer and shorter rows" * (rows > 0)
+        remedy = f"split it over more GPUs with --nproc and the degrees{less}; or take another machine"
+        raise UserError(*(f"{folder}: this machine cannot run it in {dtype}: {fault}; {remedy}" for fault in faults))
