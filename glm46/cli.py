@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from glm46.commands.environment import describe_unfit, describe_version, unfit_packages
 from glm46.commands.options import VERBS
 from glm46.config.errors import UserError
-from glm46.distributed.environment import forget_other_local_rank
+from glm46.distributed.environment import forget_other_local_rank, let_memory_segments_grow
 from glm46.reliability.stop import EXIT_BROKEN_PIPE, wait_if_ending
 
 _EXIT_USER_ERROR = 2
@@ -79,6 +79,7 @@ def _run(argv: list[str]) -> int:
     if argv[0] not in _WORK_IN_ANY_ENVIRONMENT and not _asks_for_help(argv) and (unfit := unfit_packages()):
         raise UserError(describe_unfit(unfit))
     forget_other_local_rank()
+    let_memory_segments_grow()
     verb = argv[0].replace("-", "_")
     return resolve_name(f"glm46.commands.{verb}:{verb}_command")(argv[1:])
 

@@ -76,6 +76,14 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def let_memory_segments_grow() -> None:
+    """Let torch's allocator of GPU memory map what it needs, unless the user has set it up. With expert parallelism each
+    layer and micro-batch receives other numbers of rows, which fragments segments of fixed sizes. Call it before torch
+    is imported."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
+        set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def replace_variables(variables: Mapping[str, str]) -> None:
     """Give this process exactly these variables."""
     os.environ.clear()

@@ -1,6 +1,7 @@
 """Verbs, messages and exit codes of the command line. Most tests run in this process: starting one costs seconds."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -58,6 +59,25 @@ def test_a_verb_is_required(arguments, capsys):
 def test_schema_is_json(capsys):
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "A glm46 run"
+
+
+@pytest.mark.parametrize(
+    ("stated", "found"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
+    ],
+)
+def test_segments_of_gpu_memory_grow_unless_the_user_says_otherwise(stated, found, capsys, monkeypatch):
+    """Set by the first process, so that the server of ranks, ranks and their workers have it before torch."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that the end of the test removes what the verb sets
+        monkeypatch.delenv(name)
+    for name, value in stated.items():
+        monkeypatch.setenv(name, value)
+    assert main(["schema"]) == 0
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == found
 
 
 def test_faults_are_printed_one_per_line_and_the_exit_code_is_two(capsys):
