@@ -68,12 +68,13 @@ SIZES = {
 @pytest.mark.parametrize("param", ["float32", "bfloat16"])
 @pytest.mark.parametrize("key", SIZES)
 def test_a_size_that_the_rules_accept_trains(make_config, key, param, optimizer):
-    trained(make_config(
+    config = make_config(
         model={key: SIZES[key]},
         training={"steps": 1, "mixed_precision_param": param},
         optimizer={"name": optimizer},
         validation=VALIDATION,
-    ))  # fmt: skip
+    )
+    assert trained(config)["computed"] == {getattr(torch, param)}
 
 
 @pytest.mark.parametrize("param, width", [("float32", 6), ("bfloat16", 12)])
