@@ -37,6 +37,10 @@ BAD = {
         ("sequence_aux_loss_weight = 0.0", "sequence_aux_loss_weight = [[0, 0.1], [9, 0.0]]"),
         ["moe.sequence_aux_loss_weight = [[0, 0.1], [9, 0.0]]", "set it to 0"],
     ),
+    "temperature that changes": (
+        ('balance = "none"', 'balance = "none"\nrouter_temperature = [[0, 1.0], [9, 1.5]]'),
+        ["moe.router_temperature = [[0, 1.0], [9, 1.5]]", "cannot change under [adapter]", "set it to 1.5"],
+    ),
     "z-loss": (('balance = "none"', 'balance = "none"\nz_loss_weight = 0.1'), ["moe.z_loss_weight = 0.1", "to 0"]),
     "MTP": (("num_nextn_predict_layers = 0", ""), ["model.num_nextn_predict_layers = 1", "must be 0", "set it to 0"]),
     "FP8": (("[adapter]", '[float8]\nrecipe_name = "rowwise"\n[adapter]'), ["float8.recipe_name", "remove [float8]"]),

@@ -56,7 +56,7 @@ def test_every_pair_of_types_is_obeyed(make_config, dtype, param, reduce, state,
 
 
 SIZES = {
-    "hidden_size": 24, "intermediate_size": 3, "moe_intermediate_size": 8, "head_dim": 2, "num_attention_heads": 3,
+    "hidden_size": 24, "intermediate_size": 3, "moe_intermediate_size": 8, "head_dim": 4, "num_attention_heads": 3,
     "n_routed_experts": 3, "num_experts_per_tok": 1, "n_shared_experts": 3, "first_k_dense_replace": 0,
     "num_nextn_predict_layers": 2, "sliding_window": 1, "vocab_size": 8199,
 }  # fmt: skip
@@ -68,12 +68,13 @@ SIZES = {
 @pytest.mark.parametrize("param", ["float32", "bfloat16"])
 @pytest.mark.parametrize("key", SIZES)
 def test_a_size_that_the_rules_accept_trains(make_config, key, param, optimizer):
-    trained(make_config(
+    config = make_config(
         model={key: SIZES[key]},
         training={"steps": 1, "mixed_precision_param": param},
         optimizer={"name": optimizer},
         validation=VALIDATION,
-    ))  # fmt: skip
+    )
+    assert trained(config)["computed"] == {getattr(torch, param)}
 
 
 @pytest.mark.parametrize("param, width", [("float32", 6), ("bfloat16", 12)])
