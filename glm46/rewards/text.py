@@ -16,7 +16,7 @@ _CHOICES = (
 
 def exact(answer: Answer, options: Mapping[str, Any]) -> float:
     """1 if the result is the label, or one of several labels, without the white space around it."""
-    return float(answer.result in {str(label).strip() for label in labels(answer)})
+    return float(bool(answer.result) and answer.result in {str(label).strip() for label in labels(answer)})
 
 
 def choice(answer: Answer, options: Mapping[str, Any]) -> float:
