@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 from glm46.config.errors import UserError
 from glm46.prepare.workers import end_worker, start_worker
 from glm46.rewards.answer import Answer, Reward, RewardRule
-from glm46.rewards.choice import check_choice_label, choice
 from glm46.rewards.code import check_code_label, code
 from glm46.rewards.maths import check_maths_label, maths
 from glm46.rewards.remote import remote
-from glm46.rewards.text import check_exact_label, exact, repetition, well_formed
+from glm46.rewards.text import check_choice_label, check_exact_label, choice, exact, repetition, well_formed
 
 _HERE: dict[str, Reward] = {"exact": exact, "choice": choice, "format": well_formed, "repetition": repetition}
 """Rewards that cannot hang."""
@@ -26,7 +25,8 @@ _IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remot
 READ_LABELS: dict[str, Callable[[Any], None]] = {
     "exact": check_exact_label, "choice": check_choice_label, "math": check_maths_label, "code": check_code_label,
 }  # fmt: skip
-"""Built-in rewards that are nothing without a label, each with what refuses by a ValueError one that it cannot judge."""
+"""Built-in rewards that are nothing without a label, each with what refuses, by a ValueError, one that it cannot
+judge."""
 
 _START_SECONDS = 120.0
 """For a process to import what a reward of the user's imports."""

@@ -18,7 +18,7 @@ from glm46.rewards.answer import Answer
 from glm46.rewards.scorer import READ_LABELS, Scorer
 
 _FAULTS_SHOWN = 5
-_COMPARED = {"exact": "{}", "choice": "({})", "math": "\\boxed{{{}}}"}
+_COMPARED = {"exact": "{}", "choice": "\\boxed{{{}}}", "math": "\\boxed{{{}}}"}
 """Rewards that compare texts, and how an answer states its result."""
 _ROLES = ("system", "user", "assistant")
 
