@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _OUTPUT_BYTES = 2**21
 """Most bytes of each file that a program writes, its output included."""
@@ -75,21 +76,40 @@ def run_limited(program: str, given: str = "", *, cpu_seconds: float, seconds: f
         (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace", newline="")
         stdin.write(given.encode(errors="replace"))
         stdin.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "program.py"], stdin=stdin, stdout=stdout, stderr=stderr, cwd=folder, env={},
-            preexec_fn=_limits(max(1, round(cpu_seconds)), int(memory_gib * 2**30)), start_new_session=True,
-        )  # fmt: skip
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            process.kill()
-            process.wait()
+        with limited_process(
+            ["program.py"], folder, cpu_seconds, memory_gib, stdin=stdin, stdout=stdout, stderr=stderr
+        ) as process:
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                status = None
         stdout.seek(0)
         stderr.seek(max(stderr.seek(0, os.SEEK_END) - _ERROR_BYTES, 0))
         lines = stderr.read().decode(errors="replace").strip().splitlines()
         return Ended(status, stdout.read().decode(errors="replace"), lines[-1] if lines else "")
+
+
+@contextmanager
+def limited_process(
+    arguments: Sequence[str], folder: str, cpu_seconds: float, memory_gib: float, **files: Any
+) -> Iterator[subprocess.Popen]:
+    """A Python in a session of its own with the limits of `run_limited`, which is killed at the end of the context.
+
+    Args:
+        arguments: of Python.
+        folder: where it runs.
+        files: standard files and ``pass_fds`` of `subprocess.Popen`.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-I", *arguments], cwd=folder, env={}, start_new_session=True,
+        preexec_fn=_limits(max(1, round(cpu_seconds)), int(memory_gib * 2**30)), **files,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _limits(cpu_seconds: int, memory: int) -> Callable[[], None]:

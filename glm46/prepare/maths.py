@@ -1,28 +1,31 @@
-"""Verify the steps and the final result of a worked solution. Nothing is evaluated: results are compared as numbers or
-as text."""
+"""Verify the steps and the final result of a worked solution: where it states its result, and whether that is right."""
 
 import re
-from fractions import Fraction
 
-_MARKS = re.compile(r"####\s*(.+)|(?:the|final)\s+answer\s*(?:is|:)\s*(.+)", re.IGNORECASE)
-_DIGITS = r"(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?|\.\d+"
-_NUMBER = re.compile(rf"([+-]?)({_DIGITS})(?:/({_DIGITS}))?")
+from glm46.prepare.equal_results import has_words, number_of, same_answer
+
+_MARKS = re.compile(r"####|(?:\banswer|答案)[*_]*\s*(?:is\b|[:：是])|^[#*\s]*(?:final\s+)?answer[*_]*$", re.I | re.M)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_LEADS = re.compile(
+    r"(?:[\s:*=_]|(?:therefore|thus|simply|just|indeed|exactly|equal to|equals|given by|is"
+    r"|the (?:number|value|integer))\b,?)+",
+    re.IGNORECASE,
+)
+_CLAUSE = re.compile(
+    r"[.。!?](?=\s|$)|[;；]|,\s+(?=[A-Za-z])(?!(?:or|and)\b|[a-z]\s*=)|\s+\((?=[A-Za-z ]{4})"
+    r"|\s(?:because|since|which|so|as|where|when|by|after|but|not|than|that)\b"
+)
+_DENIED = re.compile(r"not\b.*?\b(?:it is|it's|but|rather|is)\s+(.+)", re.IGNORECASE)
+_CONCLUSION = re.compile(
+    r".*(?:\b(?:is|are|equals?|makes?|gives?|gets?|has|have|leaves?|totals?)\b|=)(?: a total of)?(.+)", re.IGNORECASE
+)
+_DOUBTS = re.compile(r"\b(?:or|either|maybe|perhaps|might|may|could|not|possibly|one of|between)\b|\?", re.IGNORECASE)
 
 # A numbered step at the begin of a line: "Step 3:", "**Step 3** -", "### Step 3", "3.", "3)".
 _STEP = re.compile(
     r"^[ \t]*(?:#{1,6}[ \t]*)?(?:\*\*)?(?:(step)[ \t]+)?(\d{1,4})(?(1)\b|[.)](?=\s))[*.:) \t-]*", re.I | re.M
 )
 _LEAST_STEPS = 2
-
-# Spacing, sizes and signs that do not change the value of an expression.
-_FORMATTING = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\[ ,;!:()\[\]]|\\q?quad|\^\{?\\circ\}?|\\?[$%]|[°\s]"
-)
-_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}")
-_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
-
-# Longer numbers are compared as text: Python refuses to convert longer strings to integers.
-_MAX_DIGITS = 4_000
 
 
 def maths_fault(text: str, answer: str | None) -> str | None:
@@ -34,10 +37,10 @@ def maths_fault(text: str, answer: str | None) -> str | None:
     """
     if answer is None or not answer.strip():
         return "no answer to check against"
-    given = final_answer(text)
-    if given is None:
+    given = stated_result(text)
+    if not given:
         return "states no final answer"
-    return None if same_answer(given, final_answer(answer) or answer) else "wrong answer"
+    return None if same_answer(given, stated_result(answer) or answer) else "wrong answer"
 
 
 def steps_fault(text: str, answer: str | None) -> str | None:
@@ -62,55 +65,74 @@ def steps_fault(text: str, answer: str | None) -> str | None:
     ends = [*(step.start() for step in steps[1:]), len(text)]
     if any(not text[step.end() : end].strip() for step, end in zip(steps, ends, strict=True)):
         return "an empty step"
-    given = final_answer(text[steps[-1].start() :])
-    if given is None:
+    given = stated_result(text[steps[-1].start() :])
+    if not given:
         return "states no final answer behind its steps"
-    is_wrong = answer is not None and answer.strip() and not same_answer(given, final_answer(answer) or answer)
+    is_wrong = answer is not None and answer.strip() and not same_answer(given, stated_result(answer) or answer)
     return "wrong answer" if is_wrong else None
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the result of a solution: the last ``\boxed{...}``, else the rest of the line after the last ``####`` (in
-    GSM8K) or "answer is"; None without any of them."""
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start >= 0 and (inside := _braced(text, text.index("{", start))) is not None:
-        return inside
-    marks = list(_MARKS.finditer(text))
-    return next(filter(None, marks[-1].groups())).strip() if marks else None
+    r"""Return where a solution states its result: the inside of the last ``\boxed{...}``, else the rest of the line
+    after the last ``####`` (in GSM8K) or "answer is"; None without any of them, or if a box behind them is not closed,
+    because the text was cut."""
+    return _boxed(text) or _marked(text)
 
 
-def same_answer(one: str, other: str) -> bool:
-    r"""Return whether two results are equal, as rational numbers ("0.5", ``\frac{1}{2}``, "1,000") or else as text
-    without spacing, units, dollar and percent signs."""
-    one, other = _plain(one), _plain(other)
-    first, second = _as_number(one), _as_number(other)
-    return one == other if first is None or second is None else first == second
+def stated_result(text: str) -> str | None:
+    """Return what `final_answer` finds, of a sentence the result alone."""
+    if (boxed := _boxed(text)) is not None:
+        return boxed
+    marked = _marked(text)
+    return None if marked is None else _of_sentence(marked)
+
+
+def concluded_result(text: str) -> str | None:
+    """Return the result of an answer without box and mark: that of a last sentence such as "3 and 4 make 7", or a
+    result and nothing else; None for anything else, such as several candidates."""
+    if _BOX.search(text):
+        return None
+    text = text.strip()
+    last = re.split(r"[.。!?]\s+|\n", text.rstrip("."))[-1].strip()
+    if _DOUBTS.search(last):
+        return None
+    found = _of_sentence(match[1]) if (match := _CONCLUSION.fullmatch(last)) else ""
+    if number_of(found) is not None:
+        return found
+    return text if "\n" not in text and (number_of(text) is not None or not has_words(text)) else None
+
+
+def _of_sentence(stated: str) -> str:
+    """What a sentence states behind "the answer is"."""
+    if match := _DENIED.match(stated):
+        return _of_sentence(match[1])
+    stated = stated[_LEADS.match(stated).end() :] if _LEADS.match(stated) else stated
+    if stated.count("$") % 2 == 0:
+        stated = stated.replace("$", "")
+    stated = re.sub(r"\\[()\[\]]|\*\*|`", "", stated)
+    end = _CLAUSE.search(stated)
+    return stated[: end.start()].strip() if end else stated.strip()
+
+
+def _boxed(text: str) -> str | None:
+    boxes = list(_BOX.finditer(text))
+    inside = _braced(text, boxes[-1].end() - 1) if boxes else None
+    return None if inside is None else inside.strip()
+
+
+def _marked(text: str) -> str | None:
+    *_, mark = [None, *_MARKS.finditer(text)]
+    *_, box = [None, *_BOX.finditer(text)]
+    if mark is None or (box is not None and box.start() > mark.start()):
+        return None
+    return next((line.strip() for line in text[mark.end() :].splitlines() if line.strip(" *_:$")), None)
 
 
 def _braced(text: str, start: int) -> str | None:
     """Return the text between the brace at ``start`` and the matching one; None if there is no match."""
     depth = 0
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for part in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(part[0], 0)
         if depth == 0:
-            return text[start + 1 : place]
+            return text[start + 1 : start + part.start()]
     return None
-
-
-def _plain(answer: str) -> str:
-    if words := _UNIT.fullmatch(answer.strip(" $")):
-        # The whole answer is text, so the text is not a unit.
-        answer = words[1]
-    answer = _UNIT.sub("", answer.replace("{,}", ","))
-    answer = _FRACTION.sub(lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", answer)
-    return _FORMATTING.sub("", answer).rstrip(".").casefold()
-
-
-def _as_number(plain: str) -> Fraction | None:
-    match = _NUMBER.fullmatch(plain)
-    if match is None or len(plain) > _MAX_DIGITS:
-        return None
-    sign, top, bottom = match[1], match[2].replace(",", ""), (match[3] or "1").replace(",", "")
-    if not (divisor := Fraction(bottom)):
-        return None
-    return Fraction(f"{sign}{top}") / divisor

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -48,9 +47,7 @@ def call_in_workers(
                     connection.send(task)
     finally:
         for process in processes.values():
-            process.kill()
-        for process in processes.values():
-            process.join()
+            end_worker(process)
 
 
 def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, multiprocessing.Process]:
@@ -74,6 +71,14 @@ def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple
     return ours, process
 
 
+def end_worker(process: multiprocessing.Process) -> None:
+    """Kill a worker with all programs that it has started and that are in its session."""
+    with suppress(ProcessLookupError, PermissionError):  # it has no session yet, or all of it has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
 def _result(connection: Connection, process: multiprocessing.Process) -> tuple[int, Any]:
     try:
         number, result, fault = connection.recv()
@@ -90,7 +95,8 @@ def _result(connection: Connection, process: multiprocessing.Process) -> tuple[i
 
 
 def _work(connection: Connection, start: Callable, arguments: tuple, function: Callable) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _begin_session()
+    own = os.getpid()
 
     def send_fault(_kind: type | None, error: BaseException | None, _trace: object) -> bool:
         if error is not None:
@@ -101,7 +107,10 @@ def _work(connection: Connection, start: Callable, arguments: tuple, function: C
         stack.push(send_fault)
         start(*arguments)
         for number, item in _tasks(connection):
-            connection.send((number, function(*item), None))
+            result = function(*item)
+            if os.getpid() != own:
+                os._exit(0)  # a copy that the function has made of this process
+            connection.send((number, result, None))
 
 
 def _tasks(connection: Connection) -> Iterator[tuple[int, tuple]]:
@@ -110,6 +119,14 @@ def _tasks(connection: Connection) -> Iterator[tuple[int, tuple]]:
             yield connection.recv()
 
 
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
+def _begin_session() -> None:
+    """Give this worker a session, which a process beside it ends with the parent. A thread could not: a function that
+    holds the interpreter would stop it, and the programs that a worker has started would go on."""
+    os.setsid()
+    parent = multiprocessing.parent_process().sentinel
+    if os.fork():
+        return
+    os.closerange(0, parent)  # the parent sees the end of the worker by what the worker has open
+    os.closerange(parent + 1, os.sysconf("SC_OPEN_MAX"))
+    wait([parent])
+    os.killpg(0, signal.SIGKILL)

@@ -24,9 +24,17 @@ class Answer(NamedTuple):
     """Of a conversation whose last turn this is: the turns before it, each followed by the reply to it."""
 
     @property
+    def spoken(self) -> str:
+        """The text behind the thought, with calls of tools; empty while the thought is open."""
+        _, closing, text = self.text.rpartition("</think>")
+        is_open = "<think>" in text or (self.thinking and not closing)
+        return "" if is_open else text.strip()
+
+    @property
     def result(self) -> str:
-        """The text behind the thought."""
-        return self.text.rpartition("</think>")[2].strip()
+        """The answer without thought and calls of tools; empty if there is none yet, because the thought is open or
+        the longest length has cut the text."""
+        return self.spoken.partition("<tool_call>")[0].strip() if self.is_finished else ""
 
 
 class Scored(NamedTuple):

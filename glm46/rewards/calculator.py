@@ -15,9 +15,10 @@ _LONGEST = 200
 
 
 def calculate(answer: Answer) -> str | None:
-    """The value of the expression in the last call of "calculator" in a turn, with + - * / and brackets, as an integer
-    or a fraction; what is wrong with it, which the policy can read; None for a turn without a call."""
-    calls = _CALL.findall(answer.text)
+    """The value of the expression in the last call of "calculator" in a turn, behind its thought, with + - * / and
+    brackets, as an integer or a fraction; what is wrong with it, which the policy can read; None for a turn without a
+    call."""
+    calls = _CALL.findall(answer.spoken)
     if not calls:
         return None
     try:

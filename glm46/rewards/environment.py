@@ -27,8 +27,10 @@ class Environment:
         )
 
     def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
-        """What it replies to each turn, or as a text why it does not: it raised, hung or returned no text."""
-        return self._processes.values(self._function, answers)
+        """What it replies to each turn, or as a text why it does not: it raised, hung or returned no text. A turn that
+        says nothing behind its thought, or never closed it, ends the conversation: calls in a thought are drafts."""
+        replies = iter(self._processes.values(self._function, [answer for answer in answers if answer.spoken]))
+        return [next(replies) if answer.spoken else Reply(None) for answer in answers]
 
     def close(self) -> None:
         """End the processes."""

@@ -1,42 +1,38 @@
 """The reward for mathematics: the final result of an answer against the label."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from glm46.prepare.maths import final_answer, same_answer
+from glm46.prepare.equal_results import result_fault, same_answer
+from glm46.prepare.maths import concluded_result, stated_result
 from glm46.rewards.answer import Answer, usable_seconds
 from glm46.rewards.text import labels
 
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
+_CALLS_FOR_EACH = 3
+"""Of math-verify for each label: two parses and a comparison."""
 
 
 def maths(answer: Answer, options: Mapping[str, Any]) -> float:
-    r"""1 if the last ``\boxed{}``, else what follows the last "answer is", else the last number of the result equals a
-    label: as fraction, decimal number or text, and otherwise by math-verify where it is installed.
+    r"""1 if the last ``\boxed{}``, else what follows the last "answer is", else the result that the last sentence
+    states, or that is all of the text, equals a label (`same_answer`).
 
     math-verify stops itself by SIGALRM, so this runs in the main thread of a process of its own.
     """
-    given = final_answer(answer.result)
-    if given is None:
-        numbers = _NUMBER.findall(answer.result)
-        if not numbers:
-            return 0.0
-        given = numbers[-1]
-    wanted = [final_answer(str(label)) or str(label) for label in labels(answer)]
-    return float(any(same_answer(given, label) for label in wanted) or _verified(given, wanted, options))
+    given = stated_result(answer.result) or concluded_result(answer.result)
+    if not given:
+        return 0.0
+    wanted = [stated_result(str(label)) or str(label) for label in labels(answer)]
+    seconds = max(1, int(usable_seconds(options) / (_CALLS_FOR_EACH * len(wanted))))
+    return float(any(same_answer(given, label, seconds) for label in wanted))
 
 
-def _verified(given: str, wanted: list[str], options: Mapping[str, Any]) -> bool:
-    """Whether math-verify finds the expressions equal; False where it is not installed, or takes too long."""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        return False
-    # Of one parse of the answer, and for each label a parse and a comparison; its alarms are whole seconds.
-    seconds = max(1, int(usable_seconds(options) / (1 + 2 * len(wanted))))
-    parsed = parse(f"\\boxed{{{given}}}", parsing_timeout=seconds)
-    return bool(parsed) and any(
-        verify(parse(f"\\boxed{{{label}}}", parsing_timeout=seconds), parsed, timeout_seconds=seconds)
-        for label in wanted
-    )
+def check_maths_label(label: Any) -> None:
+    """Check that an answer can equal a label.
+
+    Raises:
+        ValueError: none can.
+    """
+    if not isinstance(label, str | int | float) or isinstance(label, bool):
+        raise ValueError("is not a text or a number; write the result as one of these")
+    if fault := result_fault(stated_result(str(label)) or str(label)):
+        raise ValueError(f"{fault}; correct it, leave the row out, or take the reward exact")

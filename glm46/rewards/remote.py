@@ -14,7 +14,8 @@ _PAUSE_SECONDS = 1.0
 
 
 def remote(answer: Answer, options: Mapping[str, Any]) -> float:
-    """POST prompt, text and label as JSON to ``url``; the reply is a number, or a table with the key ``reward``.
+    """POST prompt, text and label as JSON to ``url``; the reply is a number, or a table with the key ``reward``. An
+    answer without a result gets 0 and is not sent.
 
     Args:
         answer: what is sent.
@@ -24,6 +25,8 @@ def remote(answer: Answer, options: Mapping[str, Any]) -> float:
     Raises:
         OSError, ValueError: no try gave a number.
     """
+    if not answer.result:
+        return 0.0
     body = json.dumps({"prompt": answer.prompt, "response": answer.text, "label": answer.label}).encode()
     tries, end = options.get("tries", 3), time.monotonic() + usable_seconds(options)
     for number in range(1, tries + 1):

@@ -12,18 +12,21 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
-from glm46.prepare.workers import start_worker
+from glm46.prepare.workers import end_worker, start_worker
 from glm46.rewards.answer import Answer, Reward, RewardRule
-from glm46.rewards.code import code
-from glm46.rewards.maths import maths
+from glm46.rewards.code import check_code_label, code
+from glm46.rewards.maths import check_maths_label, maths
 from glm46.rewards.remote import remote
-from glm46.rewards.text import choice, exact, repetition, well_formed
+from glm46.rewards.text import check_choice_label, check_exact_label, choice, exact, repetition, well_formed
 
 _HERE: dict[str, Reward] = {"exact": exact, "choice": choice, "format": well_formed, "repetition": repetition}
 """Rewards that cannot hang."""
 _IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
-READ_LABELS = frozenset({"exact", "choice", "math", "code"})
-"""Built-in rewards that are nothing without a label."""
+READ_LABELS: dict[str, Callable[[Any], None]] = {
+    "exact": check_exact_label, "choice": check_choice_label, "math": check_maths_label, "code": check_code_label,
+}  # fmt: skip
+"""Built-in rewards that are nothing without a label, each with what refuses, by a ValueError, one that it cannot
+judge."""
 
 _START_SECONDS = 120.0
 """For a process to import what a reward of the user's imports."""
@@ -69,6 +72,8 @@ class Scorer:
         self.names = [rule.name for rule in rules]
         self._key = key
         self._idle: list[tuple[Connection, Process]] = []
+        self._number = 0
+        """Of the last task that was handed out."""
         if any(rule.name not in _HERE for rule in self._rules):
             self._idle.append(self._start())
 
@@ -98,8 +103,7 @@ class Scorer:
     def close(self) -> None:
         """End the processes."""
         for _, process in self._idle:
-            process.kill()
-            process.join()
+            end_worker(process)
         self._idle.clear()
 
     def _score(self, values: Sequence[float | str]) -> Score:
@@ -116,7 +120,7 @@ class Scorer:
         connection, process = start_worker(_load, (self._rules,), _judge)
         connection.send((0, (0, None)))
         if not connection.poll(_START_SECONDS):
-            process.kill()
+            end_worker(process)
             raise UserError(f"{self._key}: its functions were not imported within {_START_SECONDS:g} s")
         try:
             number, error, _ = connection.recv()
@@ -129,36 +133,40 @@ class Scorer:
     def _in_processes(self, tasks: Sequence[_Task], answers: Sequence[Answer]) -> dict[_Task, Any]:
         """The value of each task, or why there is none."""
         waiting, found = deque(tasks), {}
-        busy: dict[Connection, tuple[Process, _Task, float]] = {}
+        busy: dict[Connection, tuple[Process, _Task, float, int]] = {}
         while waiting or busy:
             while waiting and len(busy) < self._most:
                 is_new, task = not self._idle, waiting.popleft()
                 connection, process = self._start() if is_new else self._idle.pop()
+                self._number += 1
                 try:
-                    connection.send((0, (task.rule, answers[task.answer])))
+                    connection.send((self._number, (task.rule, answers[task.answer])))
                 except OSError:  # it has ended
-                    process.kill()
-                    process.join()
+                    end_worker(process)
                     if is_new:
                         found[task] = f"its process ended with code {process.exitcode}"
                     else:
                         waiting.appendleft(task)
                     continue
-                busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds)
-            first = min((deadline for _, _, deadline in busy.values()), default=0.0)
+                busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds, self._number)
+            first = min((deadline for _, _, deadline, _ in busy.values()), default=0.0)
             for connection in wait(list(busy), max(first - time.monotonic(), 0.0)):
-                process, task, _ = busy.pop(connection)
+                process, task, _, asked = busy[connection]
                 try:
-                    found[task] = connection.recv()[1]
-                    self._idle.append((connection, process))
+                    number, value, _ = connection.recv()
                 except (EOFError, OSError):
-                    process.join()
+                    end_worker(process)
                     found[task] = f"its process ended with code {process.exitcode}"
+                else:
+                    if number != asked:  # of a task before
+                        continue
+                    found[task] = value
+                    self._idle.append((connection, process))
+                del busy[connection]
             now = time.monotonic()
-            for connection in [one for one, (_, _, deadline) in busy.items() if deadline <= now]:
-                process, task, _ = busy.pop(connection)
-                process.kill()
-                process.join()
+            for connection in [one for one, (_, _, deadline, _) in busy.items() if deadline <= now]:
+                process, task, *_ = busy.pop(connection)
+                end_worker(process)
                 found[task] = f"no value within {self._rules[task.rule].seconds:g} s"
         return found
 

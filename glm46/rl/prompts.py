@@ -16,10 +16,10 @@ from glm46.data.mixing import permute
 from glm46.data.parquet_rows import parquet_rows
 from glm46.data.tokenizer import Tokenizer
 from glm46.rewards.answer import Answer
-from glm46.rewards.scorer import Scorer
+from glm46.rewards.scorer import READ_LABELS, Scorer
 
 _FAULTS_SHOWN = 5
-_COMPARED = {"exact": "{}", "choice": "({})", "math": "\\boxed{{{}}}"}
+_COMPARED = {"exact": "{}", "choice": "\\boxed{{{}}}", "math": "\\boxed{{{}}}"}
 """Rewards that compare texts, and how an answer states its result."""
 
 
@@ -31,6 +31,8 @@ class Prompt(NamedTuple):
     """The last message."""
     label: Any
     """None if there is none."""
+    place: str = ""
+    """File and line."""
 
 
 def read_prompts(
@@ -52,7 +54,7 @@ def read_prompts(
             prompt = _prompt(row, keys, tokenizer, needs_label=needs_label)
             if len(prompt.tokens) > most_tokens:
                 too_long.append((place, len(prompt.tokens)))
-            prompts.append(prompt)
+            prompts.append(prompt._replace(place=place))
         except ValueError as error:
             faults.append(f"{place}: {error}")
             if len(faults) == _FAULTS_SHOWN:
@@ -72,7 +74,8 @@ def read_prompts(
 
 
 def require_reachable_labels(prompts: Sequence[Prompt], scorer: Scorer, *, thinking: bool) -> None:
-    """Check that each built-in reward that compares texts gives a label itself 1, and an empty answer 0.
+    """Check that each built-in reward can judge the labels, and that those that compare texts give a label itself 1,
+    and an empty answer 0.
 
     Args:
         scorer: of the rewards of the run: they may hang, so that it calls them.
@@ -80,6 +83,7 @@ def require_reachable_labels(prompts: Sequence[Prompt], scorer: Scorer, *, think
     Raises:
         UserError: no answer could be right, or each is.
     """
+    _check_labels(prompts, scorer.names)
     faults, end = [], "</think>" if thinking else ""
     labels = {repr(prompt.label): prompt.label for prompt in prompts}
     for name, form in _COMPARED.items():
@@ -100,6 +104,41 @@ def require_reachable_labels(prompts: Sequence[Prompt], scorer: Scorer, *, think
             )
     if faults:
         raise UserError(*faults)
+
+
+def _check_labels(prompts: Sequence[Prompt], rewards: Sequence[str]) -> None:
+    """
+    Raises:
+        UserError: with file and line, the first labels that a reward cannot judge.
+    """
+    faults, known = [], {}
+    for name in READ_LABELS.keys() & set(rewards):
+        wrong = []
+        for prompt in prompts:
+            # A list has several labels, of which one suffices; of code it is several tests.
+            some = (
+                prompt.label if isinstance(prompt.label, list) and prompt.label and name != "code" else [prompt.label]
+            )
+            key = (name, repr(prompt.label))
+            if key not in known:
+                known[key] = next(filter(None, (_label_fault(name, label) for label in some)), "")
+            if known[key]:
+                wrong.append((prompt.place, repr(prompt.label), known[key]))
+        faults += [
+            f"{place}: rl.rewards: {name} cannot judge the label {label:.80}: {fault} ({len(wrong):,} of "
+            f"{len(prompts):,} prompts have such labels under rl.prompts.label_key)"
+            for place, label, fault in wrong[:_FAULTS_SHOWN]
+        ]
+    if faults:
+        raise UserError(*faults)
+
+
+def _label_fault(name: str, label: Any) -> str | None:
+    try:
+        READ_LABELS[name](label)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _first(label: Any) -> Any:

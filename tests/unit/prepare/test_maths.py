@@ -28,7 +28,7 @@ def test_results_that_say_the_same_are_equal(one, other):
 
 
 @pytest.mark.parametrize("one, other", [
-    ("12", "1,2"), ("(1,200)", "(1200)"), ("1/0", "1"), ("0.33", "1/3"), ("x+1", "1+x"), ("-1", "1"), ("10", "1"),
+    ("12", "1,2"), ("(1,200)", "(1200)"), ("1/0", "1"), ("0.33", "1/3"), ("x+1", "1-x"), ("-1", "1"), ("10", "1"),
     ("7" * 9_000, "7" * 9_001), ("__import__('os')", "0"),
 ])  # fmt: skip
 def test_other_results_are_not(one, other):

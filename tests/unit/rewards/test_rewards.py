@@ -1,11 +1,15 @@
 """Rewards of answers, and what happens to a sample whose reward fails."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -201,6 +205,73 @@ def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(fun
     assert [score.total for score in scores] == [None, None]
     assert all(said in score.fault for score in scores)
     assert time.monotonic() - began < 20
+
+
+def ends_soon(process_id: int) -> bool:
+    """Whether a process is gone within some seconds, or only its exit code is left."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_programs_that_a_reward_has_started_end_with_it_at_its_deadline(tmp_path):
+    scorer = Scorer([RewardRule(f"{BAD}:start_and_hang", seconds=1.0)], processes=1)
+    try:
+        (score,) = scorer.score([answer("a", str(tmp_path / "id"))])
+        assert score.total is None and ends_soon(int((tmp_path / "id").read_text()))
+    finally:
+        scorer.close()
+
+
+def test_programs_that_a_reward_has_started_end_with_the_run_that_is_killed(tmp_path):
+    run = f"""
+from glm46.rewards.answer import Answer, RewardRule
+from glm46.rewards.scorer import Scorer
+if __name__ == "__main__":
+    scorer = Scorer([RewardRule("{BAD}:start_and_hang", seconds=600)])
+    scorer.score([Answer("", "a", "{tmp_path / "id"}", False, 1, True)])
+"""
+    (tmp_path / "run.py").write_text(run)
+    process = subprocess.Popen([sys.executable, str(tmp_path / "run.py")], env=os.environ | {"PYTHONPATH": os.getcwd()})
+    try:
+        for _ in range(1200):
+            if (tmp_path / "id").is_file() and (tmp_path / "id").read_text():
+                break
+            time.sleep(0.05)
+        program = int((tmp_path / "id").read_text())
+        worker = int(Path(f"/proc/{program}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(worker, signal.SIGSTOP)  # nothing of it runs any more, as of one that holds the interpreter
+    finally:
+        process.kill()
+        process.wait()
+    assert ends_soon(program) and ends_soon(worker)
+
+
+def test_a_reward_that_returns_twice_shifts_no_other():
+    scorer = Scorer([RewardRule(f"{BAD}:return_twice")], processes=1)
+    texts = ["a", "bb", "ccc", "dddd", "eeeee"]
+    try:
+        scores = scorer.score([answer(text, "twice" if text == "a" else None) for text in texts])
+        time.sleep(0.5)
+        scores += scorer.score([answer(text) for text in texts])
+    finally:
+        scorer.close()
+    assert [score.total for score in scores] == [1, 2, 3, 4, 5] * 2
+
+
+def test_a_reply_with_the_number_of_another_task_is_dropped():
+    scorer = Scorer([RewardRule("math")], processes=1)
+    ((connection, process),) = scorer._idle
+    connection.send((99, (0, answer("\\boxed{4}", "3"))))  # its reply will lie before that of the next task
+    try:
+        assert [score.total for score in scorer.score([answer("\\boxed{3}", "3")])] == [1.0]
+    finally:
+        scorer.close()
 
 
 def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():

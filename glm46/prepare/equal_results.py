@@ -1,0 +1,413 @@
+r"""The judge of mathematical results: equal as numbers, quantities, words, sets, tuples and intervals, else by
+math-verify, else as text.
+
+Results are brought to one spelling first, and no character with a meaning is dropped: a unit is compared with a unit, a
+space between digits separates a mixed number. math-verify reads ``4 1/5``, ``1.5e3``, units and words as products, so
+that it is asked about the rest: expressions.
+"""
+
+import re
+import threading
+from fractions import Fraction
+from typing import NamedTuple
+
+_TEXT = "\ue000"
+"""Stands before what was in a command for text."""
+_CHARACTERS = str.maketrans({
+    "−": "-", "–": "-", "﹣": "-", "－": "-", "＋": "+", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "÷": "/",
+    "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ",
+    "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "²": "^{2}", "³": "^{3}", "⁄": "/", "％": "%",
+    "，": ", ", "：": ":", "（": "(", "）": ")", "＝": "=", "’": "'", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+    **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
+    **{character: rf"\frac{{{up}}}{{{down}}}" for character, up, down in zip(
+        "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888", strict=True
+    )},
+})  # fmt: skip
+_ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
+_COMMAND = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|bf|rm)\s*"
+_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\(?:displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
+    (r"\{,\}", ","), (r"\\!", ""), (r"\\[,;: ]|~|\\q?quad(?![a-z])|\\\\", " "),
+    (r"\\([$%#&])", r"\1"), (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (rf"\\frac{_ARGUMENT}{_ARGUMENT}", r"\\frac{\1\2}{\3\4}"),
+    (rf"√{_ARGUMENT}|√\(([^()]*)\)", r"\\sqrt{\1\2\3}"), (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (rf"{_COMMAND}\{{([^{{}}a-zA-Z]*)\}}", r"\1"), (rf"{_COMMAND}\{{([^{{}}]*)\}}", rf" {_TEXT}\1 "),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z])", "° "), (r"<=|\\leq?q?(?:slant)?(?![a-z])", r"\\le "),
+    (r">=|\\geq?q?(?:slant)?(?![a-z])", r"\\ge "), (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"),
+    (r"\\(?:varnothing|\{\s*\\\})", r"\\emptyset"), (r"(?<![a-z\\])infinity", r"\\infty"),
+    (r"^\s*(?:\\(?:approx|simeq|sim)(?![a-z])|approximately|about|roughly)\s*", ""), (r"\s+", " "),
+)]  # fmt: skip
+_WRAPPERS = re.compile(
+    r"\$\$(.*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*|`+([^`]*)`+|[\"“]([^\"“”]*)[\"”]", re.DOTALL
+)
+_SET = re.compile(r"\\\{(.*)\\\}")
+
+_DECIMAL = (
+    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,2}(?:,\d{2})+,\d{3}(?:\.\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}"
+    r"|\d{1,3}(?: \d{3})+(?!\d| ?/)(?:\.\d+)?|\d{1,3}(?:'\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+)
+_SIGNED = rf"[+-]?\s*{_DECIMAL}"
+_NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?:"
+    rf"(?P<whole>\d+)(?:\s*\\frac\{{\s*(?P<up>\d+)\s*\}}\{{\s*(?P<down>\d+)\s*\}}|\s+(?P<up2>\d+)\s*/\s*(?P<down2>\d+))"
+    rf"|\\frac\{{\s*(?P<top>{_SIGNED})\s*\}}\{{\s*(?P<bottom>{_SIGNED})\s*\}}"
+    rf"|(?P<base>\d+)\s*\^\s*(?:\{{\s*(?P<power>-?\d{{1,3}})\s*\}}|(?P<digit>\d))(?!\d)"
+    rf"|(?P<mantissa>{_DECIMAL})(?:(?:[eE]|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^)\s*\{{?\s*(?P<tens>[+-]?\d{{1,3}})\s*\}}?)"
+    rf"|(?P<one>{_DECIMAL})(?:\s*/\s*(?P<other>{_SIGNED}))?)(?![\d^!])"
+)  # fmt: skip
+_MAX_DIGITS = 4_000
+"""Python refuses to convert longer strings to integers; longer numbers are compared as text."""
+
+_CURRENCIES = "$€£¥"
+_UNITS = {
+    short: name
+    for name, words in {
+        "meter": "m", "centimeter": "cm", "millimeter": "mm", "kilometer": "km", "foot": "ft feet", "inch": "in inches",
+        "mile": "mi", "gram": "g", "kilogram": "kg", "pound": "lb lbs", "second": "s sec", "minute": "min",
+        "hour": "h hr hrs", "liter": "l", "%": "percent", "°": "degree deg", "$": "dollar usd", "€": "euro eur",
+    }.items()
+    for short in words.split()
+}  # fmt: skip
+_UNIT = re.compile(rf"({_TEXT}?)\s*([A-Za-z°%](?:[A-Za-z°%./\s{_TEXT}-]|\^\{{?-?\d\}}?)*)")
+_FUNCTIONS = frozenset(
+    ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "max", "min", "mod", "gcd", "lcm", "det", "dim")
+    + ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sqrt", "frac", "binom", "pi", "theta", "alpha", "beta")
+)
+_JOINS = frozenset(("or", "and", "if", "where", "when", "for", "with"))
+_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\b")
+_VARIABLE = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([a-z]\))?)\s*(=|\\in(?![a-z])|\\approx(?![a-z]))\s*(.+)")
+_BOUNDS = (
+    re.compile(r"(?P<x>[a-zA-Z])\s*(?P<op><|>|\\le|\\ge)\s*(?P<right>[^<>]+)"),
+    re.compile(r"(?P<left>[^<>]+?)\s*(?P<op><|>|\\le|\\ge)\s*(?P<x>[a-zA-Z])"),
+    re.compile(r"(?P<left>[^<>]+?)\s*(?P<first><|\\le)\s*(?P<x>[a-zA-Z])\s*(?P<second><|\\le)\s*(?P<right>[^<>]+)"),
+)
+_TOO_LARGE = re.compile(r"\^\s*\{?\s*-?\d{4,}|\d{4,}\s*!|!\s*!|\^\s*\{[^{}]*\^|\d\s*\^\s*\{?\s*\{?\d+\s*\}?\s*\^")
+_LONGEST = 1_000
+
+
+class _Quantity(NamedTuple):
+    value: Fraction
+    unit: str
+    """Empty: none."""
+
+
+class _Several(NamedTuple):
+    """Several results."""
+
+    brackets: str
+    """``{}``: a set; empty: a list without brackets; else those of a tuple or interval."""
+    parts: list[str]
+
+
+def same_answer(one: str, other: str, seconds: int = 3) -> bool:
+    """Return whether two results are equal, also as expressions.
+
+    Args:
+        seconds: for each of the three calls of math-verify. It stops itself by SIGALRM, so that its time is limited in
+            the main thread only.
+    """
+    first, second = spelled(one), spelled(other)
+    if not first or _tight(first) == _tight(second):
+        return bool(first)
+    found = _compared(first, second)
+    if found is None and not has_words(first + " " + second):
+        found = _verified(first, second, seconds)
+    return bool(found)
+
+
+def result_fault(result: str) -> str | None:
+    """Return what is wrong with a known result that no answer could equal but by its characters; else None."""
+    text = spelled(result)
+    if not re.search(r"\w|\\emptyset|\\infty", text):
+        return "states nothing"
+    depth = 0
+    for brace in re.findall(r"\\.|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if depth < 0:
+            break
+    if depth:
+        return "its braces do not match"
+    if _quantity(text) or _several(text) or has_words(text) or len(text) == 1:
+        return None
+    verify = _math_verify()
+    if verify is None or len(text) > _LONGEST or _TOO_LARGE.search(text):
+        return None
+    found = verify[0](f"\\boxed{{{_expression(text)}}}", parsing_timeout=_limit(3))
+    return None if any(not isinstance(part, str) for part in found) else "is no expression that can be read"
+
+
+def spelled(result: str) -> str:
+    """A result in one spelling: LaTeX without sizes and delimiters."""
+    text, before = result.translate(_CHARACTERS), None
+    while text != before:
+        before = text
+        text = re.sub(r"[.。,;]+$", "", text.strip())
+        if (match := _WRAPPERS.fullmatch(text)) is not None:
+            text = next(group for group in match.groups() if group is not None)
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    return text.strip()
+
+
+def number_of(text: str) -> Fraction | None:
+    """The number that a result is, with or without a unit; None for anything else."""
+    found = _quantity(spelled(text))
+    return None if found is None else found.value
+
+
+def _tight(text: str) -> str:
+    """Without spaces that separate nothing."""
+    return re.sub(r"(?<=[^\w,])\s+|\s+(?=\W)", "", text)
+
+
+def _compared(one: str, other: str) -> bool | None:
+    """Whether two spelled results are equal; None: math-verify is to say."""
+    (x, one), (y, other) = _without_variable(one), _without_variable(other)
+    if x and y and x != y:
+        return False
+    if one == other:
+        return True
+    first, second = _quantity(one), _quantity(other)
+    if first is not None and second is not None:
+        return _same_quantity(first, second)
+    words = [_words(one), _words(other)]
+    if None not in words:
+        return words[0] == words[1]
+    several = _several(one), _several(other)
+    if all(several):
+        return _same_several(*several)
+    if any(several):
+        (part,), rest = filter(None, several), other if several[0] else one
+        if _words(rest) is None and _quantity(rest) is None:
+            return None
+        return part.brackets == "{}" and len(part.parts) == 1 and _compared_part(part.parts[0], rest)
+    if any(words) and (first or second):
+        return False
+    return None
+
+
+def _same_quantity(one: _Quantity, other: _Quantity) -> bool:
+    if one.unit == other.unit:
+        return one.value == other.value
+    if "%" in (one.unit, other.unit):
+        share, plain = (one, other) if one.unit == "%" else (other, one)
+        return not plain.unit and plain.value in (share.value, share.value / 100)
+    has_both = bool(one.unit and other.unit)
+    few, many = sorted((set(one.unit.split()), set(other.unit.split())), key=len)
+    return one.value == other.value and not (has_both and not few < many)
+
+
+def _same_several(one: _Several, other: _Several) -> bool | None:
+    kinds = {one.brackets, other.brackets}
+    if kinds == {"", "{}"} or kinds == {"{}"} or kinds == {""}:
+        pairs = [[_compared_part(a, b) for b in other.parts] for a in one.parts]
+        if all(any(row) for row in pairs) and all(any(column) for column in zip(*pairs, strict=True)):
+            return True
+        return None if any(found is None for row in pairs for found in row) else False
+    if kinds == {"", "()"}:
+        one, other = (x._replace(parts=[_without_variable(part)[1] for part in x.parts]) for x in (one, other))
+    elif len(kinds) > 1:
+        return False if "" not in kinds and "{}" not in kinds else None
+    if len(one.parts) != len(other.parts):
+        return False
+    found = [_compared_part(*pair) for pair in zip(one.parts, other.parts, strict=True)]
+    return True if all(found) else None if None in found and False not in found else False
+
+
+def _compared_part(one: str, other: str) -> bool | None:
+    return one == other or _compared(one, other)
+
+
+def _without_variable(text: str) -> tuple[str, str]:
+    """The variable that a result is given for, empty if there is none, and the result."""
+    if (match := _VARIABLE.fullmatch(text)) and "=" not in match[3]:
+        return (match[1] if match[2] != r"\approx" else "", match[3].strip())
+    left, sign, right = text.rpartition("=")
+    # An equation of numbers states its right side.
+    return ("", right.strip() if sign and not re.search(r"[A-Za-z<>]", left.replace(r"\cdot", "")) else text)
+
+
+def _quantity(text: str) -> _Quantity | None:
+    text, unit = text.replace(_TEXT + " ", _TEXT), ""
+    if text[:1] == "(" and "," not in text and _is_enclosed(text):
+        text = text[1:-1].strip()
+    if text[:1] and text[0] in _CURRENCIES:
+        text, unit = text[1:].strip(), text[0]
+    elif text[:2] in {f"-{sign}" for sign in _CURRENCIES}:
+        text, unit = "-" + text[2:].strip(), text[1]
+    match = _NUMBER.match(text)
+    value = None if match is None or match.end() > _MAX_DIGITS else _value(match)
+    if value is None:
+        return None
+    rest = text[match.end() :].strip()
+    if not rest:
+        return _Quantity(value, unit)
+    if rest in _CURRENCIES and not unit:
+        return _Quantity(value, rest)
+    of = _UNIT.fullmatch(rest)
+    if of is None or unit and not of[1]:
+        return None
+    named = of[2].replace(_TEXT, " ")
+    names = re.findall(r"[A-Za-z]+", named)
+    # A letter behind a number is a factor, and so are letters without a space.
+    is_apart = of[1] or text[match.end()].isspace()
+    known = all(name.casefold().rstrip("s") in _UNITS or name.casefold() in _UNITS for name in names)
+    is_unit = of[1] or (len(named) > 1 or named in "°%") and (is_apart or known)
+    if not is_unit or {*_FUNCTIONS, *_JOINS}.intersection(name.casefold() for name in names):
+        return None
+    return _Quantity(value, " ".join(filter(None, (unit, _unit(named)))))
+
+
+def _unit(named: str) -> str:
+    words = re.sub(r"[{}.]|\s+(?=\^)", "", named.casefold().replace("metre", "meter").replace("litre", "liter")).split()
+    names = []
+    for word in words:
+        base, power, exponent = word.partition("^")
+        singular = base[:-1] if len(base) > 3 and base.endswith("s") and not base.endswith("ss") else base
+        names.append(_UNITS.get(base, _UNITS.get(singular, singular)) + power + exponent)
+    if len(names) == 2 and names[0] in ("square", "sq", "cubic"):
+        return f"{names[1]}^{3 if names[0] == 'cubic' else 2}"
+    return " ".join(names)
+
+
+def _value(match: re.Match) -> Fraction | None:
+    part = match.groupdict()
+    if part["whole"]:
+        up, down = int(part["up"] or part["up2"]), int(part["down"] or part["down2"])
+        value = int(part["whole"]) + Fraction(up, down) if 0 < up < down else None
+    elif part["top"]:
+        value = _quotient(part["top"], part["bottom"])
+    elif part["base"]:
+        power = int(part["power"] or part["digit"])
+        value = Fraction(int(part["base"])) ** power if int(part["base"]) or power > 0 else None
+    elif part["mantissa"]:
+        value = _decimal(part["mantissa"]) * Fraction(10) ** int(part["tens"])
+    else:
+        value = _quotient(part["one"], part["other"] or "1")
+    return -value if value is not None and match["sign"] == "-" else value
+
+
+def _quotient(top: str, bottom: str) -> Fraction | None:
+    divisor = _decimal(bottom)
+    return _decimal(top) / divisor if divisor else None
+
+
+def _decimal(text: str) -> Fraction:
+    text = re.sub(r"[ ']", "", text)
+    if re.fullmatch(r"[+-]?\d{1,3}(?:\.\d{3})+,\d+|[+-]?\d{1,3}(?:\.\d{3}){2,}", text):
+        text = text.replace(".", "").replace(",", ".")
+    return Fraction(text.replace(",", ""))
+
+
+def has_words(text: str) -> bool:
+    """Whether there is text, whose letters are not factors."""
+    words = [word.casefold() for word in _WORD.findall(text)]
+    return _TEXT in text or any(
+        word in ("no", "on") or len(word) > 2 and word not in _FUNCTIONS and re.search("[aeiouy]", word)
+        for word in words
+    )
+
+
+def _words(text: str) -> str | None:
+    """The words that a result is, in lower case; of a letter in parentheses the letter."""
+    plain = " ".join(text.replace(_TEXT, " ").split())
+    if match := re.fullmatch(r"\(\s*([A-Za-z])\s*\)", plain):
+        plain = match[1]
+    is_text = re.fullmatch(r"[^\W\d_][^\d\\=<>{}^_+*/]*", plain) and (len(plain) == 1 or has_words(text))
+    return plain.casefold() if is_text else None
+
+
+def _several(text: str) -> _Several | None:
+    plain = " ".join(text.replace(_TEXT, " ").split())
+    if match := _SET.fullmatch(plain):
+        return _Several("{}", _split(match[1]))
+    if interval := _interval(plain):
+        return interval
+    left, sign, right = plain.partition(r"\pm")
+    if sign:
+        pair = [f"{left}{right}", f"-{right.strip()}"] if not left.strip() else [f"{left}+{right}", f"{left}-{right}"]
+        return _Several("", [part.strip() for part in pair])
+    if plain[:1] in ("(", "[") and plain[-1:] in (")", "]") and _is_enclosed(plain):
+        parts = _split(plain[1:-1])
+        return _Several(plain[0] + plain[-1], parts) if len(parts) > 1 else None
+    parts = _split(plain)
+    if len(parts) < 2:
+        return None
+    variables = {_without_variable(part)[0] for part in parts}
+    return _Several("", [_without_variable(part)[1] for part in parts] if len(variables) == 1 else parts)
+
+
+def _interval(text: str) -> _Several | None:
+    for form in _BOUNDS:
+        if match := form.fullmatch(text):
+            break
+    else:
+        return None
+    part = match.groupdict()
+    if "first" in part:
+        opening, closing = "(" if part["first"] == "<" else "[", ")" if part["second"] == "<" else "]"
+        return _Several(opening + closing, [part["left"].strip(), part["right"].strip()])
+    bound, is_open = (part.get("right") or part.get("left")).strip(), part["op"] in "<>"
+    if (part["op"] in ("<", r"\le")) == ("right" in part):
+        return _Several("(" + (")" if is_open else "]"), [r"-\infty", bound])
+    return _Several(("(" if is_open else "[") + ")", [bound, r"\infty"])
+
+
+def _is_enclosed(text: str) -> bool:
+    """Whether the first bracket is closed by the last character."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
+        if not depth:
+            return place == len(text) - 1
+    return False
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas, "or" and "and" outside of all brackets. Where a comma has a space behind it, those
+    without one are of numbers."""
+    comma = r",\s" if re.search(r",\s", text) else ","
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(rf"\\?[(\[{{]|\\?[)\]}}]|{comma}|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", text):
+        if match[0][-1] in "([{":
+            depth += 1
+        elif match[0][-1] in ")]}":
+            depth -= 1
+        elif depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+
+
+def _expression(text: str) -> str:
+    """A spelled result for math-verify: a number as a fraction, since it rounds decimals."""
+    found = _quantity(text)
+    if found is None or found.unit:
+        return text.replace(_TEXT, " ")
+    value = found.value
+    return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _verified(one: str, other: str, seconds: int) -> bool | None:
+    """Whether math-verify finds results equal; None where it is absent or cannot read one."""
+    verify = _math_verify()
+    if verify is None or max(len(one), len(other)) > _LONGEST or _TOO_LARGE.search(f"{one} | {other}"):
+        return None
+    limit = _limit(seconds)
+    first, second = (verify[0](f"\\boxed{{{_expression(text)}}}", parsing_timeout=limit) for text in (one, other))
+    if not first or not second:
+        return None
+    return bool(verify[1](second, first, timeout_seconds=limit))
+
+
+def _math_verify():
+    """parse and verify of math-verify; None where it is not installed."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        return None
+    return parse, verify
+
+
+def _limit(seconds: int) -> int | None:
+    return seconds if threading.current_thread() is threading.main_thread() else None
