@@ -20,6 +20,7 @@ from glm46.commands.model_options import load_model
 from glm46.commands.ranks import joined, on_all_ranks, start_ranks
 from glm46.config.errors import UserError
 from glm46.config.validation import validate_table
+from glm46.data.chat_template import raise_for_template
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.distributed.environment import launched_rank, launched_world_size
 from glm46.evaluation.against import Against, compare
@@ -31,7 +32,7 @@ from glm46.evaluation.position import Position
 from glm46.evaluation.report import draw, table
 from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import TASKS, Measure
-from glm46.evaluation.standard import StandardTasks, find_tasks, run_tasks
+from glm46.evaluation.standard import PromptForm, StandardTasks, find_tasks, run_tasks
 from glm46.files.progress import tokens_progress
 from glm46.huggingface.hub import fetch_options, with_folders
 from glm46.inference.loading import Loaded
@@ -108,9 +109,9 @@ def _standard(work: "_Work") -> dict[str, Any] | None:
     from glm46.evaluation.lm_eval_model import LmEvalModel
 
     model, tokenizer, _ = work.loaded
-    positions, keys = model.shape.max_position_embeddings, work.standard.keys
+    positions, keys, form = model.shape.max_position_embeddings, work.standard.keys, work.standard.form
     try:
-        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, positions, keys))
+        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, positions, keys, thinking=form.thinking))
     finally:
         answers.end()
 
@@ -135,6 +136,8 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     standard = _find_standard(arguments)
     loaded = load_model(arguments, drafts="drafts" in arguments.tasks)
     model, tokenizer, mesh = loaded
+    if arguments.apply_chat_template:
+        raise_for_template(tokenizer)
     if "drafts" in arguments.tasks and not model.shape.num_nextn_predict_layers:
         folder = arguments.model or arguments.checkpoint
         raise UserError(f"--tasks drafts: {folder} has no prediction layers; take another task, or another folder")
@@ -178,15 +181,23 @@ def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
     """The tasks of lm-eval, on rank 0; None on others, or if there are none."""
     names = [name for name in arguments.tasks if name not in TASKS]
     if not names:
-        for option in ("task_folder", "fewshot", "limit", "run_code"):
+        for option in ("task_folder", "fewshot", "limit", "run_code", *PromptForm._fields):
             if getattr(arguments, option) not in (None, [], False):
                 option = option.replace("_", "-")
                 raise UserError(f"--{option}: belongs to tasks of lm-eval; name some with --tasks")
         return None
     if launched_world_size() is not None and launched_rank() != 0:
         return None
+    stated = {name: getattr(arguments, name) for name in PromptForm._fields}
+    if stated["fewshot_as_multiturn"] is None:
+        stated["fewshot_as_multiturn"] = arguments.apply_chat_template
     return find_tasks(
-        names, arguments.task_folder, fewshot=arguments.fewshot, limit=arguments.limit, run_code=arguments.run_code
+        names,
+        arguments.task_folder,
+        fewshot=arguments.fewshot,
+        limit=arguments.limit,
+        run_code=arguments.run_code,
+        form=PromptForm(**stated),
     )
 
 

@@ -38,6 +38,19 @@ def evaluate_parser() -> VerbParser:
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="most documents of a task of lm-eval; default: all")
     parser.add_argument(
+        "--apply-chat-template", action="store_true",
+        help="ask the questions of lm-eval in GLM's chat format, with its examples as earlier turns",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fewshot-as-multiturn", action=argparse.BooleanOptionalAction,
+        help="with --apply-chat-template: examples as turns, or in the question; default: as turns",
+    )  # fmt: skip
+    parser.add_argument("--system-instruction", metavar="TEXT", help="before each prompt of lm-eval")
+    parser.add_argument(
+        "--thinking", action="store_true",
+        help="with --apply-chat-template: the model thinks first; what it writes behind its thought is judged",
+    )  # fmt: skip
+    parser.add_argument(
         "--run-code", action="store_true", help="allow tasks that run what the model writes, such as humaneval"
     )
     parser.add_argument(
@@ -93,7 +106,9 @@ def _share(text: str) -> float:
 
 def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
     """The folders of ``--data`` by their names. Raises UserError if one is missing, two have one name, or ``--against``
-    has no rows."""
+    has no rows, or an option of chats is without them."""
+    if not arguments.apply_chat_template and (arguments.thinking or arguments.fewshot_as_multiturn):
+        raise UserError("--thinking and --fewshot-as-multiturn: belong to --apply-chat-template; add it")
     if arguments.against is not None and "loss" not in arguments.tasks:
         raise UserError(f"--against {arguments.against}: compares on the rows of loss; add loss to --tasks")
     if arguments.model and not arguments.data and not set(TASKS).isdisjoint(arguments.tasks):
