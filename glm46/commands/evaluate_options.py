@@ -36,6 +36,19 @@ def evaluate_parser() -> VerbParser:
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="most documents of a task of lm-eval; default: all")
     parser.add_argument(
+        "--apply-chat-template", action="store_true",
+        help="ask the questions of lm-eval in GLM's chat format, with its examples as earlier turns",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fewshot-as-multiturn", action=argparse.BooleanOptionalAction,
+        help="with --apply-chat-template: examples as turns, or in the question; default: as turns",
+    )  # fmt: skip
+    parser.add_argument("--system-instruction", metavar="TEXT", help="before each prompt of lm-eval")
+    parser.add_argument(
+        "--thinking", action="store_true",
+        help="with --apply-chat-template: the model thinks first; what it writes behind its thought is judged",
+    )  # fmt: skip
+    parser.add_argument(
         "--run-code", action="store_true", help="allow tasks that run what the model writes, such as humaneval"
     )
     parser.add_argument(
@@ -89,15 +102,22 @@ def _share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r}: expected numbers between 0 and 1")
 
 
+_OF_CHATS = ("apply_chat_template", "fewshot_as_multiturn", "system_instruction", "thinking")
+_OF_TASKS = ("task_folder", "fewshot", "limit", "run_code", *_OF_CHATS)
+"""Options that only tasks of lm-eval have."""
+
+
 def stated_sources(arguments: argparse.Namespace) -> dict[str, Path]:
     """The folders of ``--data`` by their names. Raises UserError if one is missing, two have one name, or an option
     has no effect."""
+    if not arguments.apply_chat_template and (arguments.thinking or arguments.fewshot_as_multiturn):
+        raise UserError("--thinking and --fewshot-as-multiturn: belong to --apply-chat-template; add it")
     if arguments.against is not None and "loss" not in arguments.tasks:
         raise UserError(f"--against {arguments.against}: compares on the rows of loss; add loss to --tasks")
     if arguments.model and not arguments.data and not set(TASKS).isdisjoint(arguments.tasks):
         raise UserError("--data: required with --model, whose folder names no text; give a source made by prepare")
     if set(arguments.tasks) <= set(TASKS):
-        for option in ("task_folder", "fewshot", "limit", "run_code"):
+        for option in _OF_TASKS:
             if getattr(arguments, option) not in (None, [], False):
                 option = option.replace("_", "-")
                 raise UserError(f"--{option}: belongs to tasks of lm-eval; name some with --tasks")

@@ -20,6 +20,7 @@ from glm46.commands.evaluate_options import PICTURE, RESULTS
 from glm46.commands.loaded_model import load_model, on_all_ranks
 from glm46.config.errors import UserError
 from glm46.config.validation import validate_table
+from glm46.data.chat_template import raise_for_template
 from glm46.data.manifest import Manifest, load_manifest
 from glm46.distributed.environment import launched_rank, launched_world_size
 from glm46.evaluation.against import Against, compare
@@ -31,7 +32,7 @@ from glm46.evaluation.position import Position
 from glm46.evaluation.report import draw, table
 from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import Measure
-from glm46.evaluation.standard import StandardTasks, find_tasks, run_tasks
+from glm46.evaluation.standard import PromptForm, StandardTasks, find_tasks, run_tasks
 from glm46.evaluation.task_names import TASKS
 from glm46.files.progress import tokens_progress
 from glm46.inference.loading import Loaded
@@ -87,9 +88,9 @@ def _standard(work: "_Work") -> dict[str, Any] | None:
     from glm46.evaluation.lm_eval_model import LmEvalModel
 
     model, tokenizer, _ = work.loaded
-    positions, keys = model.shape.max_position_embeddings, work.standard.keys
+    positions, keys, form = model.shape.max_position_embeddings, work.standard.keys, work.standard.form
     try:
-        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, positions, keys))
+        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, positions, keys, thinking=form.thinking))
     finally:
         answers.end()
 
@@ -114,6 +115,8 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     standard = _find_standard(arguments)
     loaded = load_model(arguments, drafts="drafts" in arguments.tasks)
     model, tokenizer, mesh = loaded
+    if arguments.apply_chat_template:
+        raise_for_template(tokenizer)
     if "drafts" in arguments.tasks:
         require_prediction(model.shape, arguments.model or arguments.checkpoint)
     training = _training(arguments.checkpoint)
@@ -161,8 +164,16 @@ def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
         return None
     if launched_world_size() is not None and launched_rank() != 0:
         return None
+    stated = {name: getattr(arguments, name) for name in PromptForm._fields}
+    if stated["fewshot_as_multiturn"] is None:
+        stated["fewshot_as_multiturn"] = arguments.apply_chat_template
     return find_tasks(
-        names, arguments.task_folder, fewshot=arguments.fewshot, limit=arguments.limit, run_code=arguments.run_code
+        names,
+        arguments.task_folder,
+        fewshot=arguments.fewshot,
+        limit=arguments.limit,
+        run_code=arguments.run_code,
+        form=PromptForm(**stated),
     )
 
 

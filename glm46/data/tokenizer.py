@@ -9,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,9 @@ GLM_SPECIAL_TOKENS = (
     "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>",
 )  # fmt: skip
 
+GLM_CONTROL_TOKENS = frozenset(GLM_SPECIAL_TOKENS[: GLM_SPECIAL_TOKENS.index("<|end_of_transcription|>") + 1])
+"""GLM marks its first added tokens as special, so that decoding can skip them; the later ones are kept as text."""
+
 # Longer runs of white space are cut out of the text before the regex: fancy-regex keeps one stack entry per character
 # of a run and panics near a million. A tenth of the longest run that worked.
 _MAX_RUN = 10_000
@@ -56,6 +60,7 @@ class Tokenizer:
         ranks: id of every ordinary token by its bytes; lower ids are merged first.
         vocab_size: highest id plus one. A model may have more embedding rows, not fewer.
         special: id of every special token by its name.
+        control_ids: ids of those that are no part of a text: transformers leaves them out on request.
         eos_id: id of ``<|endoftext|>``, which ends every document.
         prefix_space: whether a space is added before text that does not begin with one.
         fingerprint: SHA-256 in hex of pattern, ranks and special tokens. Equal fingerprints give equal ids.
@@ -69,12 +74,15 @@ class Tokenizer:
         special: dict[str, int],
         *,
         prefix_space: bool = False,
+        control: Collection[str] = GLM_CONTROL_TOKENS,
     ):
         self.path = path
         self.prefix_space = prefix_space
         self.pattern = pattern
         self.ranks = ranks
         self.special = dict(special)
+        self.control_ids = frozenset(token_id for name, token_id in special.items() if name in control)
+        self._names = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})")
         self.eos_id = special[END_OF_TEXT]
         self.vocab_size = max(max(ranks.values()), max(special.values())) + 1
         self.fingerprint = _fingerprint(pattern, ranks, special, prefix_space)
@@ -101,6 +109,12 @@ class Tokenizer:
             for piece, whole in _split_long_runs(text, self.pattern)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def encode_with_special(self, text: str) -> np.ndarray:
+        """As `encode`, but the name of a special token in the text is the token, as in transformers."""
+        parts = [part for part in self._names.split(text) if part]
+        ids = [[self.special[part]] if part in self.special else self.encode(part) for part in parts]
+        return np.concatenate([np.empty(0, np.uint32), *ids]).astype(np.uint32, copy=False)
 
     def decode(self, ids) -> str:
         """Decode ids, a sequence or array of integers. Ids without a token and invalid UTF-8 become U+FFFD."""
@@ -142,7 +156,8 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(
             f"{file}: no added token {END_OF_TEXT}, which ends every document; add it to the special tokens"
         )
-    return Tokenizer(path, content.pattern, content.ranks, content.special, prefix_space=content.prefix_space)
+    options = {"prefix_space": content.prefix_space, "control": content.control}
+    return Tokenizer(path, content.pattern, content.ranks, content.special, **options)
 
 
 def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int) -> Tokenizer:

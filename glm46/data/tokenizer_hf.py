@@ -35,6 +35,8 @@ class TokenizerJson(NamedTuple):
     """Id by the bytes of each ordinary token, in the order of the ids."""
     special: dict[str, int]
     """Id by name of each added token."""
+    control: frozenset[str]
+    """Names of the added tokens that are marked as special."""
     prefix_space: bool
     """Whether a space is added before text that does not begin with one."""
 
@@ -77,14 +79,16 @@ def _read(content: dict) -> TokenizerJson:
     _require(model.get("dropout") is None, "dropout is set; remove it")
     _require(not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix"), "it marks subwords")
     pattern, prefix_space = _pre_tokenizer(content.get("pre_tokenizer"))
-    special = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+    added = content.get("added_tokens") or ()
+    special = {token["content"]: token["id"] for token in added}
+    control = frozenset(token["content"] for token in added if token.get("special"))
     _require(all(name.strip() for name in special), "an added token is white space, which occurs in text")
     # A vocabulary may also hold the added tokens, which merging never produces.
     vocabulary = {token: token_id for token, token_id in model["vocab"].items() if token not in special}
     ids = [*vocabulary.values(), *special.values()]
     _require(all(type(one) is int and 0 <= one < _MAX_ID for one in ids), f"an id is not in 0 to {_MAX_ID - 1}")
     _require(len(set(ids)) == len(ids), "two tokens share an id")
-    return TokenizerJson(pattern, _ranks(vocabulary, model["merges"]), special, prefix_space)
+    return TokenizerJson(pattern, _ranks(vocabulary, model["merges"]), special, control, prefix_space)
 
 
 def _ranks(vocabulary: dict[str, int], merges: list) -> dict[bytes, int]:

@@ -77,9 +77,9 @@ def set_default(name: str, value: str) -> None:
 
 
 def let_memory_segments_grow() -> None:
-    """Let torch's allocator of GPU memory map what it needs, unless the user has set it up. With expert parallelism each
-    layer and micro-batch receives other numbers of rows, which fragments segments of fixed sizes. Call it before torch
-    is imported."""
+    """Let torch's allocator of GPU memory map what it needs, unless the user has set it up. Call it before torch is
+    imported. With expert parallelism each layer and micro-batch receives other numbers of rows, which fragments
+    segments of fixed sizes."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
         set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 

@@ -13,7 +13,7 @@ from glm46.data.tokenizer import Tokenizer
 from glm46.evaluation.results import Results
 from glm46.evaluation.task_names import TASKS
 from glm46.files.progress import tokens_progress
-from glm46.huggingface.tokenizer_files import control_ids, stop_ids
+from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.inference.decoder import Decoder
 from glm46.inference.generation import Continuation, Generation
 from glm46.inference.loading import Loaded
@@ -33,6 +33,8 @@ class Prompt(NamedTuple):
     """The text ends before the first of these."""
     sampling: Sampling
     seed: int
+    thinks: bool = False
+    """The model thinks first: the text is what it writes behind the thought."""
 
 
 class Keys(NamedTuple):
@@ -122,7 +124,7 @@ class Answers(FirstRankLeads):
                 self._lead("_continue", [prompt for _, prompt in some], [key for key, _ in some], advance)
         tokenizer = self._loaded.tokenizer
         return [
-            text_before(tokenizer, [int(token) for token in self._results.figures[key]], prompt.until)
+            text_of(tokenizer, [int(token) for token in self._results.figures[key]], prompt)
             for key, prompt in zip(keys, prompts, strict=True)
         ]
 
@@ -158,7 +160,7 @@ class Answers(FirstRankLeads):
             )
             for _ in generation:
                 for one, prompt in zip(written, mine, strict=True):
-                    if one.finish is None and one.tokens and has_ended(tokenizer, one.tokens, prompt.until):
+                    if one.finish is None and one.tokens and has_ended(tokenizer, one.tokens, prompt):
                         one.finish = "stop"
             found = mesh.gather_rows([one.text(frozenset(stop_ids(tokenizer))) for one in written])
             for key, tokens in zip(keys[first : first + len(some)], found, strict=False):
@@ -167,23 +169,25 @@ class Answers(FirstRankLeads):
             advance(sum(map(len, found)))
 
 
-def text_before(tokenizer: Tokenizer, tokens: Sequence[int], until: Sequence[str]) -> str:
-    """The text of tokens, without control tokens, up to the first of these ends."""
-    text = _text(tokenizer, tokens)
-    for end in until:
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Prompt) -> str:
+    """The text that was written, without control tokens, up to the first of the ends. A thought is no part of it: while
+    it has not ended, there is no text."""
+    not_text = tokenizer.control_ids
+    text = _behind_thought(tokenizer.decode([token for token in tokens if token not in not_text]), prompt)
+    for end in prompt.until:
         text = text.split(end)[0]
     return text
 
 
-def has_ended(tokenizer: Tokenizer, tokens: Sequence[int], until: Sequence[str]) -> bool:
-    """Whether one of these ends is in the text of tokens."""
-    text = _text(tokenizer, tokens)
-    return any(end in text for end in until)
+def has_ended(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Prompt) -> bool:
+    """Whether one of the ends was written. As in lm-eval's `hf`, control tokens may hold it."""
+    text = _behind_thought(tokenizer.decode([*tokens]), prompt)
+    return any(end in text for end in prompt.until)
 
 
-def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    not_text = control_ids(tokenizer)
-    return tokenizer.decode([token for token in tokens if token not in not_text])
+def _behind_thought(text: str, prompt: Prompt) -> str:
+    _, end, answer = text.rpartition("</think>")
+    return answer.lstrip() if end and prompt.thinks else "" if prompt.thinks else text
 
 
 def _key(kind: str, request: Request | Prompt) -> str:

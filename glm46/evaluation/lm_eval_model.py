@@ -4,7 +4,7 @@ Texts become tokens as in lm-eval's own backend `hf`, and requests are truncated
 the folder of a model is what this gives for the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -12,6 +12,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from glm46.config.errors import UserError
+from glm46.data.chat import chat_prompt
+from glm46.data.conversation import BadConversation, parse_prompt
 from glm46.data.tokenizer import END_OF_TEXT, Tokenizer
 from glm46.evaluation.answers import Answering, Keys, Prompt
 from glm46.inference.sampling import Sampling
@@ -29,10 +31,12 @@ class LmEvalModel(TemplateLM):
     Args:
         positions: tokens that the model reads at most.
         keys: names in messages.
+        thinking: whether the model may think before it answers in a chat.
     """
 
-    def __init__(self, answers: Answering, tokenizer: Tokenizer, positions: int, keys: Keys):
+    def __init__(self, answers: Answering, tokenizer: Tokenizer, positions: int, keys: Keys, *, thinking: bool = False):
         super().__init__()
+        self._thinking = thinking
         self._answers, self._tokenizer, self._positions, self._keys = answers, tokenizer, positions, keys
 
     @property
@@ -40,8 +44,31 @@ class LmEvalModel(TemplateLM):
         return self._tokenizer.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Token ids of ordinary text."""
-        return self._tokenizer.encode(string).tolist()
+        """Token ids of a text, in which the name of a special token is the token."""
+        return self._tokenizer.encode_with_special(string).tolist()
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Of the files in which lm-eval would keep requests."""
+        return self._tokenizer.fingerprint
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping], add_generation_prompt: bool = True) -> str:
+        """The text of messages up to where the model answers; without ``add_generation_prompt`` the last message begins
+        its answer.
+
+        Raises:
+            UserError: the messages are not a prompt.
+        """
+        asked, begun = (chat_history, []) if add_generation_prompt else (chat_history[:-1], chat_history[-1:])
+        try:
+            messages = parse_prompt([*asked])
+        except BadConversation as error:
+            raise UserError(
+                f"{self._keys.names}: examples that are no chat ({error}); leave out --apply-chat-template"
+            ) from error
+        prompt = self._tokenizer.decode(chat_prompt(self._tokenizer, messages, thinking=self._thinking))
+        closed = "\n<think></think>" if begun and self._thinking else ""
+        return prompt + closed + "".join(f"\n{message['content'].strip()}" for message in begun)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Log-probability of each continuation, and whether greedy decoding writes it.
@@ -102,9 +129,8 @@ class LmEvalModel(TemplateLM):
             seed = repeats[context] = repeats.get(context, -1) + 1
             ends = [until] if isinstance(until, str) else until
             ends = tuple(end for end in (*ends, END_OF_TEXT) if end)
-            prompts.append(
-                Prompt(tokens or (self.eot_token_id,), most, ends, sampling, 0 if sampling.is_greedy else seed)
-            )
+            seed, thinks = 0 if sampling.is_greedy else seed, self._thinking and context.endswith("<|assistant|>")
+            prompts.append(Prompt(tokens or (self.eot_token_id,), most, ends, sampling, seed, thinks))
         return self._answers.texts(prompts)
 
     def _require_room(self, task: str, tokens: int, remedy: str) -> None:

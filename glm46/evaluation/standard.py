@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.config.faults import nearest
@@ -29,6 +29,19 @@ _FEWSHOT_SEED = 1234
 """Decides the examples before a question; as in lm-eval, so that its numbers can be compared."""
 
 
+class PromptForm(NamedTuple):
+    """How lm-eval's tasks become prompts. The names are lm-eval's."""
+
+    apply_chat_template: bool = False
+    """A question is the message of a user in the chat format."""
+    fewshot_as_multiturn: bool = False
+    """Examples are earlier turns of the chat."""
+    system_instruction: str | None = None
+    """Stands before each prompt, in a chat as a system message."""
+    thinking: bool = False
+    """The model may think before it answers in a chat."""
+
+
 @dataclass(frozen=True)
 class StandardTasks:
     """Tasks that are ready to run: their data is there."""
@@ -37,6 +50,7 @@ class StandardTasks:
     limit: int | None
     """Most documents of a task."""
     keys: Keys
+    form: PromptForm
 
 
 def find_tasks(
@@ -47,6 +61,7 @@ def find_tasks(
     limit: int | None,
     run_code: bool = False,
     keys: Keys = Keys(),  # noqa: B008 - frozen
+    form: PromptForm = PromptForm(),  # noqa: B008 - frozen
 ) -> StandardTasks:
     """Find tasks by name or file, and load their data.
 
@@ -76,13 +91,17 @@ def find_tasks(
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) and not run_code:
             raise UserError(f"{keys.names} {name}: runs code that the model writes, on this machine; {keys.run_code}")
+        if form.thinking and task.OUTPUT_TYPE != "generate_until":
+            raise UserError(
+                f"{keys.names} {name}: compares given texts, before which the model cannot think; leave --thinking out"
+            )
         if getattr(task, "MULTIMODAL", False):
             raise UserError(f"{keys.names} {name}: has images; the model reads text only; take another task")
         stated = task.get_config("num_fewshot")
         if stated is None or (fewshot is not None and stated != 0):  # 0 in a task's file means never
             task.set_config(key="num_fewshot", value=fewshot or 0)
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-    return StandardTasks(loaded, limit, keys)
+    return StandardTasks(loaded, limit, keys, form)
 
 
 def _manager_that_knows(names: Sequence[str], folders: Sequence[Path], keys: Keys) -> "TaskManager":
@@ -126,7 +145,8 @@ def run_tasks(tasks: StandardTasks, model: "LmEvalModel", *, has_errors: bool = 
     """
     from lm_eval import evaluate
 
-    options = {} if has_errors else {"bootstrap_iters": 0}
+    options = tasks.form._asdict() | ({} if has_errors else {"bootstrap_iters": 0})
+    del options["thinking"]
     state = random.getstate()
     random.seed(0)  # as lm-eval's own command
     try:

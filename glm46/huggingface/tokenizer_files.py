@@ -5,11 +5,8 @@ import json
 from glm46.config.errors import UserError
 from glm46.data.chat import missing_markers
 from glm46.data.chat_template import CHAT_TEMPLATE, TEMPLATE_FILE
-from glm46.data.tokenizer import END_OF_TEXT, GLM_SPECIAL_TOKENS, Tokenizer, tokenizer_file
+from glm46.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_file
 from glm46.data.tokenizer_hf import byte_characters, parts_below
-
-_NUM_CONTROL_TOKENS = GLM_SPECIAL_TOKENS.index("<|end_of_transcription|>") + 1
-"""GLM marks its first added tokens as special, so that decoding can skip them; the later ones are kept as text."""
 
 _STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 """GLM has no end-of-turn token: the token of the next role ends a turn."""
@@ -26,12 +23,6 @@ _COPIED = (
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids that end a text or a turn; the first one is also used for padding."""
     return [tokenizer.special[name] for name in _STOP_TOKENS if name in tokenizer.special]
-
-
-def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that are no part of a text: transformers leaves them out on request."""
-    names = GLM_SPECIAL_TOKENS[:_NUM_CONTROL_TOKENS]
-    return frozenset(token_id for name, token_id in tokenizer.special.items() if name in names)
 
 
 def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
@@ -104,7 +95,7 @@ def _tokenizer_json(tokenizer: Tokenizer) -> dict:
     added = [
         {
             "id": token_id, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, "special": name in GLM_SPECIAL_TOKENS[:_NUM_CONTROL_TOKENS],
+            "normalized": False, "special": token_id in tokenizer.control_ids,
         }
         for name, token_id in sorted(tokenizer.special.items(), key=lambda item: item[1])
     ]  # fmt: skip

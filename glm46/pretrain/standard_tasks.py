@@ -14,7 +14,7 @@ from glm46.config.training import ValidationTask
 from glm46.data.batches import IGNORE
 from glm46.data.tokenizer import Tokenizer
 from glm46.distributed.collective_errors import run_on_all_ranks
-from glm46.evaluation.answers import Answering, FirstRankLeads, Keys, Prompt, has_ended, text_before
+from glm46.evaluation.answers import Answering, FirstRankLeads, Keys, Prompt, has_ended, text_of
 from glm46.evaluation.rows import Batch, Figures, Row
 from glm46.evaluation.standard import find_tasks, run_tasks
 from glm46.huggingface.tokenizer_files import stop_ids
@@ -120,13 +120,13 @@ class NetworkAnswers(FirstRankLeads):
             )
             for number, prompt, tokens in zip(left, some, answers, strict=False):
                 written = tokens[:-1] if tokens[-1] in self._stop else tokens
-                texts[number] = text_before(self._tokenizer, written, prompt.until)
+                texts[number] = text_of(self._tokenizer, written, prompt)
         return [texts[number] for number in range(len(prompts))]
 
     def _is_done(self, prompts: Sequence[Prompt], number: int, tokens: Sequence[int]) -> bool:
         if tokens[-1] in self._stop or len(tokens) >= prompts[number].max_new_tokens:
             return True
-        return has_ended(self._tokenizer, tokens, prompts[number].until)
+        return has_ended(self._tokenizer, tokens, prompts[number])
 
 
 class _Requests:

@@ -1,13 +1,18 @@
 """Tasks of lm-eval: the numbers of its own `hf` backend, resumed calls, refused tasks."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from glm46.cli import main
 from glm46.evaluation import results
+from glm46.evaluation.answers import Prompt, has_ended, text_of
 from glm46.evaluation.standard import FOLDER
+from glm46.inference.sampling import Sampling
 from glm46.pretrain.task import train
 from tests.small_run import small_config
 
@@ -78,6 +83,122 @@ def test_numbers_are_those_of_the_hf_backend(exported, tmp_path, monkeypatch, ca
     assert "glm46_next_line" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def marking(exported, tokenizer, tmp_path_factory) -> str:
+    """The model with another head, so that it writes many special tokens, and with a tokenizer.json that marks one more
+    of them as no text."""
+    folder = tmp_path_factory.mktemp("marking") / "model"
+    shutil.copytree(exported, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, usual, of_special in (("model.embed_tokens.weight", 1.0, 1.0), ("lm_head.weight", 0.2, 0.4)):
+        scale = torch.full((len(weights[name]), 1), usual)
+        scale[list(tokenizer.special.values())] = of_special
+        random = scale * torch.randn(weights[name].shape, generator=generator)
+        weights[name] = random.to(weights[name].dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] |= token["content"] == "</tool_call>"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> list:
+    """Contexts, and what was written after them, by any backend of lm-eval."""
+    from lm_eval.models.huggingface import HFLM
+
+    from glm46.evaluation.lm_eval_model import LmEvalModel
+
+    found = []
+    for backend in (HFLM, LmEvalModel):
+        real = backend.generate_until
+
+        def record(self, requests, *rest, real=real, **more):
+            texts = real(self, requests, *rest, **more)
+            found.append(sorted((one.args[0], text) for one, text in zip(requests, texts, strict=True)))
+            return texts
+
+        monkeypatch.setattr(backend, "generate_until", record)
+    return found
+
+
+_PREFIX = 'gen_prefix: " It is "\n'
+_TASK = """task: ends
+custom_dataset: !function local_data.rest_of_line
+test_split: test
+fewshot_split: test
+output_type: generate_until
+description: "Be {{target | length}} short."
+doc_to_text: "{{context[-60:]}}"
+doc_to_target: "{{target}}x"
+generation_kwargs: {until: %s, max_gen_toks: 24, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "until", "more", "theirs"), [
+    ([], [], "", {}),
+    ([], ["_"], "", {}),  # inside of a token that is no text
+    ([], ["\n", "|"], "", {"system_instruction": "Be brief."}),
+    (["--apply-chat-template"], ["\n\n"], "", {}),
+    (["--apply-chat-template", "--fewshot-as-multiturn", "--fewshot", "2"], ["image"], "", {"num_fewshot": 2}),
+    (["--apply-chat-template", "--no-fewshot-as-multiturn", "--fewshot", "2"], [], "",
+     {"num_fewshot": 2, "fewshot_as_multiturn": False, "system_instruction": "Say é <think> /nothink."}),
+    (["--apply-chat-template", "--fewshot", "1"], [], _PREFIX, {"num_fewshot": 1}),
+    (["--apply-chat-template", "--thinking", "--fewshot", "1"], [], "", {"num_fewshot": 1}),
+    (["--apply-chat-template", "--thinking"], [], _PREFIX, {}),
+])  # fmt: skip
+def test_chats_and_texts_are_those_of_the_hf_backend(marking, recorded, tmp_path, options, until, more, theirs):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    for name in ("local_data.py", "rest_of_line.jsonl"):
+        shutil.copy(FOLDER / name, tmp_path)
+    (tmp_path / "ends.yaml").write_text(_TASK % json.dumps(until) + more)
+    thinking, is_chat = "--thinking" in options, "--apply-chat-template" in options
+    system = theirs.get("system_instruction")
+    argv = [*options, *(["--system-instruction", system] if system else [])]
+    evaluate(marking, tmp_path / "output", "--tasks", str(tmp_path / "ends.yaml"), "--limit", "3", *argv)
+    model = HFLM(
+        pretrained=marking, device="cpu", dtype="float32", batch_size=1,  # rows of a batch end together in it
+        enable_thinking=thinking, think_end_token="</think>" if thinking else None,
+    )  # fmt: skip
+    simple_evaluate(
+        model=model, tasks=["ends"], task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        limit=3, apply_chat_template=is_chat, **theirs,
+    )  # fmt: skip
+    ours, wanted = recorded
+    assert [context for context, _ in ours] == [context for context, _ in wanted]
+    if thinking and not more:
+        # A thought that has not ended is no answer, where lm-eval takes it for one.
+        closed = [(our, text) for (_, our), (_, text) in zip(ours, wanted, strict=True) if our]
+        assert all(our == text for our, text in closed)
+    else:
+        assert ours == wanted and any(text for _, text in ours)
+
+
+@pytest.mark.parametrize(("tokens", "thinks", "until", "text"), [
+    ("<think>a.\n\nb</think>\nc.\n\nd", True, ["\n\n"], "c."),
+    ("<think>a.\n\nb", True, ["\n\n"], ""),
+    ("<think>a</think>\nb</think> c", True, [], "c"),
+    ("a.\n\nb</think>c", False, ["\n\n"], "a."),
+    ("a<|user|>b", False, [], "ab"),
+])  # fmt: skip
+def test_stop_strings_and_thoughts(tokenizer, tokens, thinks, until, text):
+    from lm_eval.models.utils import postprocess_generated_text
+
+    ids = tokenizer.encode_with_special(tokens).tolist()
+    prompt = Prompt((1,), 9, tuple(until), Sampling(0.0), 0, thinks)
+    assert text_of(tokenizer, ids, prompt) == text
+    assert has_ended(tokenizer, ids, prompt) is (until != [] and (not thinks or "</think>" in tokens))
+    if text and "<|" not in tokens:
+        assert postprocess_generated_text(tokens, until, "</think>" if thinks else None) == text
+
+
 @pytest.mark.slow
 def test_a_second_call_computes_only_what_is_missing(exported, tmp_path, monkeypatch):
     tasks = ["--tasks", ",".join(NAMES)]
@@ -115,6 +236,12 @@ def test_own_task_files_and_folders(exported, tmp_path):
         (["--tasks", "broken.yaml"], ("broken.yaml", "cannot be loaded")),
         (["--tasks", "long.yaml"], ("long", "2000 tokens", "512 positions", "lower")),
         (["--tasks", "loss", "--data", "x", "--fewshot", "2"], ("--fewshot", "tasks of lm-eval")),
+        (["--tasks", "loss", "--data", "x", "--apply-chat-template"], ("--apply-chat-template", "tasks of lm-eval")),
+        (["--tasks", "glm46_rest_of_line", "--thinking"], ("--thinking", "add", "--apply-chat-template")),
+        (
+            ["--tasks", "glm46_next_line", "--apply-chat-template", "--thinking"],
+            ("glm46_next_line", "leave --thinking out"),
+        ),
     ],
 )
 @pytest.mark.usefixtures("small_task_index")
