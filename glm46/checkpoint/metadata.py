@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from glm46.files.durable import FileRecord
+from glm46.files.file_content import known_fault
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
@@ -78,6 +79,8 @@ def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
     except OSError as error:
         return None, [f"{path}: cannot be read: {error.strerror}"]
     except _BROKEN_PICKLE as error:
+        if (fault := known_fault(path, allowed=b"\x80")) is not None:
+            return None, [f"{path}: {fault}"]
         remedy = f"take another checkpoint; if a newer torch than this one ({torch.__version__}) wrote it, install that"
         return None, [f"{path}: refused: {type(error).__name__}: {error}; {remedy}"]
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):

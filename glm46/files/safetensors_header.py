@@ -16,12 +16,17 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from glm46.config.errors import UserError
+from glm46.files.file_content import known_fault
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes of an element, by dtype."""
+
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes, as in the library."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,38 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
             entries = {}
             for name in described.offset_keys():  # the library has checked that no gap lies between them
                 tensor = described.get_slice(name)
-                entries[name] = HeaderEntry(tensor.get_dtype(), tuple(tensor.get_shape()), start)
+                if (dtype := tensor.get_dtype()) not in ITEM_BYTES:
+                    raise UserError(
+                        f"{path}: tensor {name} has dtype {dtype}, which glm46 cannot read; convert it first"
+                    )
+                entries[name] = HeaderEntry(dtype, tuple(tensor.get_shape()), start)
                 start += entries[name].nbytes
             return entries, described.metadata() or {}
     except FileNotFoundError:
         raise UserError(f"{path}: missing; {remedy}") from None
-    except (OSError, SafetensorError, KeyError) as error:
-        size = path.stat().st_size
-        raise UserError(
-            f"{path}: not a safetensors file, or its header is corrupt, or it is truncated or damaged ({size} bytes; "
-            f"{type(error).__name__}: {error}); {remedy}"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        fault = (
+            known_fault(path, error)
+            or f"{_wrong_size(path) or f'not a safetensors file, or its header is corrupt ({error})'}; {remedy}"
+        )
+        raise UserError(f"{path}: {fault}") from error
+
+
+def _wrong_size(path: Path) -> str | None:
+    """The fault of a file whose header is whole and whose size is not what it says."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= _LONGEST_HEADER:
+                return None
+            text = file.read(length)
+            if len(text) < length:
+                return f"truncated: its header takes {8 + length:,} bytes, the file has {size:,}"
+            ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
+            expected = 8 + length + max(ends, default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    if size == expected:
+        return None
+    return f"{'truncated' if size < expected else 'damaged'}: {size:,} bytes, its header describes {expected:,}"

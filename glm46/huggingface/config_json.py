@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape, RopeScaling
+from glm46.files.file_content import known_fault
 
 CONFIG = "config.json"
 
@@ -57,7 +58,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; download it too: it has the shape of the model") from None
     except (ValueError, OSError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error})") from error
+        fault = known_fault(file, error) or f"cannot be read as JSON ({error}); download it again"
+        raise UserError(f"{file}: {fault}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{file}: holds {type(raw).__name__}, not a JSON object")
     return raw

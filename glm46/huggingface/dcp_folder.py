@@ -16,6 +16,7 @@ from glm46.checkpoint.stored_values import StoredTensor
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.files.durable import FileRecord
+from glm46.files.file_content import known_fault
 from glm46.files.tensor_file import Box, Record
 from glm46.huggingface.names import Form, HFNames, listed, raise_if
 
@@ -53,6 +54,8 @@ class DcpFolder:
             and name.removeprefix(prefix).partition(".")[0] in roots
             and isinstance(self._metadata.state_dict_metadata[own], TensorStorageMetadata)
         }
+        texts = [(path, known_fault(path, allowed=b"pk\x03\x04")) for path in self.files[1:]]
+        raise_if([f"{path}: {fault}" for path, fault in texts if fault is not None])
         files = {path.name: FileRecord(path.stat().st_size, "") for path in folder.iterdir() if path.is_file()}
         raise_if(check_metadata(folder, self._metadata, files, list(self._stored.values())))
         entries = {name: self._metadata.state_dict_metadata[own] for name, own in self._stored.items()}
@@ -62,7 +65,7 @@ class DcpFolder:
     @property
     def files(self) -> list[Path]:
         """The files of the folder that hold the index and tensors."""
-        return sorted({self._folder / METADATA, *self._folder.glob("*.distcp")})
+        return [self._folder / METADATA, *sorted(self._folder.glob("*.distcp"))]
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor, as a new tensor on the CPU.

@@ -24,6 +24,7 @@ from glm46.config.model import ModelShape
 from glm46.distributed.collective_errors import catch_user_error
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
+from glm46.files.file_content import known_fault
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, read_records
 from glm46.huggingface.boxes import Overlap, intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
@@ -130,9 +131,8 @@ def _read_index(index: Path) -> dict[str, str]:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         plain = all(isinstance(file, str) and Path(file).name == file for file in listed.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{index}: damaged ({type(error).__name__}: {error}); copy it again, or remove it: the files alone are read"
-        ) from error
+        damaged = f"damaged ({type(error).__name__}: {error}); copy it again, or remove it: the files alone are read"
+        raise UserError(f"{index}: {known_fault(index, error) or damaged}") from error
     if not plain:
         raise UserError(f"{index}: names files outside its folder")
     return listed

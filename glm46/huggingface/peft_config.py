@@ -9,6 +9,7 @@ from typing import Any
 
 from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.config.errors import UserError
+from glm46.files.file_content import known_fault
 
 CONFIG = "adapter_config.json"
 
@@ -59,7 +60,8 @@ class PeftConfig:
             )
             [re.compile(key) for key in (*config.rank_pattern, *config.alpha_pattern)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
-            raise UserError(f"{file}: damaged ({type(error).__name__}: {error}); save the adapter again") from error
+            fault = known_fault(file, error) or f"damaged ({type(error).__name__}: {error}); save the adapter again"
+            raise UserError(f"{file}: {fault}") from error
         ranks = [config.rank, *config.rank_pattern.values()]
         alphas = [config.alpha, *config.alpha_pattern.values()]
         if any(rank < 1 for rank in ranks) or not all(isfinite(alpha) for alpha in alphas):

@@ -256,8 +256,8 @@ def test_mistakes_have_exit_code_2_and_leave_nothing(tmp_path, capsys):
     given = {"--base": base, "--adapter": tmp_path / "adapter", "--output": tmp_path / "out"}
     for change, words in (
         ({"--adapter": tmp_path / "other"}, ["q_proj", "[16, 4]", "[32, 4]"]),
-        ({"--adapter": base}, ["adapter_config.json", "PEFT"]),
-        ({"--base": tmp_path / "adapter"}, ["model.safetensors"]),
+        ({"--adapter": base}, ["this is a Hugging Face folder", "give a PEFT folder"]),
+        ({"--base": tmp_path / "adapter"}, ["this is a PEFT folder", "give a Hugging Face folder"]),
         ({"--output": base}, ["exists already", "new folder"]),
         ({"--dtype": "fp8-block"}, ["fp8-channel"]),
     ):

@@ -1,0 +1,47 @@
+"""What a file is that a reader of weights or JSON cannot read: the reason and the remedy in place of "damaged"."""
+
+from pathlib import Path
+
+_HEADS: tuple[tuple[tuple[bytes, ...], str], ...] = (
+    (
+        (b"version https://git-lfs",),
+        "is a pointer of git-lfs in place of the file; run `git lfs pull` in its folder, or download the file",
+    ),
+    (
+        (
+            b"<!doctype",
+            b"<html",
+            b"<?xml",
+            b'{"error',
+            b"invalid username",
+            b"access to model",
+            b"repository not found",
+        ),
+        "is the answer of a web server in place of the file; download it again, logged in where the model asks for it",
+    ),
+    ((b"gguf",), "is a GGUF file, which glm46 does not read; take the safetensors files of the model"),
+    ((b"pk\x03\x04",), "is a zip archive, as torch.save writes; convert it to safetensors"),
+    ((b"\x80\x02", b"\x80\x04", b"\x80\x05"), "is a pickle, which can run any code; convert it to safetensors"),
+)
+
+
+def known_fault(path: Path, error: Exception | None = None, allowed: bytes = b"none") -> str | None:
+    """The reason for which a file cannot be read, and the remedy; None if it is none of the known ones.
+
+    Args:
+        error: that a reader has raised.
+        allowed: begin of the files that the reader takes.
+    """
+    if isinstance(error, FileNotFoundError):
+        return None
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot be read: {error.strerror}; let this user read it, or mount its disk anew"
+    try:
+        with path.open("rb") as file:
+            head = file.read(256)
+    except OSError as failed:
+        return f"cannot be read: {failed.strerror}; let this user read it, or mount its disk anew"
+    head = head.lstrip().lower()
+    if head.startswith(allowed):
+        return None
+    return next((text for heads, text in _HEADS if head.startswith(heads)), None)
