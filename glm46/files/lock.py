@@ -50,6 +50,21 @@ class FileLock:
                 return False
             time.sleep(_POLL_SECONDS)
 
+    def retake(self) -> bool:
+        """Take the lock again if its file was deleted; returns whether this process holds it.
+
+        Raises:
+            OSError: as `acquire`.
+        """
+        if self._descriptor is None or _is_still(self.path, self._descriptor):
+            return self._descriptor is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        before = self._descriptor
+        is_held = self.acquire(0.0)
+        os.close(before)
+        self._descriptor = self._descriptor if is_held else None
+        return is_held
+
     def holder(self) -> str:
         """Description of the process that took the lock last."""
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from glm46.observe.history import is_deleted
 from glm46.observe.writes import Writes
 
 HEARTBEAT_FILE = "heartbeat.json"
@@ -142,13 +143,19 @@ class Heartbeat:
             self._writes.make(lambda: self._put(self._file, text))
 
     def _put(self, file: int, text: bytes) -> None:
+        create = 0
         try:
             os.pwrite(file, text, 0)
+            if not is_deleted(file):
+                return
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            create = os.O_CREAT
         except OSError:
-            with contextlib.suppress(OSError):  # a descriptor stays broken when its disk returns
-                again = os.open(self._path, os.O_WRONLY)
-                os.dup2(again, file, inheritable=False)
-                os.close(again)
+            pass  # a descriptor stays broken when its disk returns
+        with contextlib.suppress(OSError):
+            again = os.open(self._path, os.O_WRONLY | create, 0o644)
+            os.dup2(again, file, inheritable=False)
+            os.close(again)
 
 
 def read_heartbeat(folder: Path) -> Beat | None:

@@ -14,34 +14,62 @@ ROWS_FILE = "metrics.jsonl"
 _MOST_WAITING = 10_000
 
 
+def is_deleted(descriptor: int) -> bool:
+    """Whether the open file or folder was removed. A missing name alone may mean a disk that is not mounted.
+
+    Raises:
+        OSError: the disk does not say.
+    """
+    return os.fstat(descriptor).st_nlink == 0
+
+
 class LineFile:
     """File that appends complete lines, unbuffered. A line that a full disk takes only in part is truncated again.
 
     Lines that the disk refuses are kept, up to the newest `_MOST_WAITING` calls, and written by the next call that
-    succeeds. After a failure the file is opened again, because a descriptor stays broken when its disk returns; it is
-    not created again: the folder of a disk that is not mounted would take it.
+    succeeds. After a failure the file is opened again, because a descriptor stays broken when its disk returns. A file
+    that was deleted, or renamed within its folder, is created again; one that is missing for another reason is not,
+    because the folder of a disk that is not mounted would take it.
 
     Every method raises OSError if the system call fails; later calls may succeed.
     """
 
     def __init__(self, path: Path):
         self._path, self._file = path, path.open("ab", buffering=0)
+        self._folder = path.parent.stat()
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
 
     @property
     def closed(self) -> bool:
         return self._file.closed
 
-    def write(self, lines: str) -> None:
-        """Append text that consists of complete lines."""
+    def write(self, lines: str) -> bool:
+        """Append text that consists of complete lines.
+
+        Returns:
+            Whether the file was created again.
+        """
         is_doubtful = bool(self._waiting)
         self._waiting.append(lines)
-        if is_doubtful:
-            again = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        is_away = not is_doubtful and self._is_away()
+        if is_away:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = self._path.parent.stat()
+        if is_doubtful or is_away:
+            again = os.open(self._path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if is_away else 0), 0o644)
             os.dup2(again, self._file.fileno(), inheritable=False)
             os.close(again)
         self._append("".join(self._waiting).encode())
         self._waiting.clear()
+        return is_away
+
+    def _is_away(self) -> bool:
+        if is_deleted(self._file.fileno()):
+            return True
+        try:
+            return not self._path.exists() and os.path.samestat(self._path.parent.stat(), self._folder)
+        except FileNotFoundError:  # with its folder
+            return False
 
     def _append(self, content: bytes) -> None:
         end = os.fstat(self._file.fileno()).st_size
@@ -77,9 +105,9 @@ class History:
             _cut(path, resumed_step)
         self._file = LineFile(path)
 
-    def write(self, row: Mapping[str, object]) -> None:
-        """Append a row. Other processes can read it immediately."""
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+    def write(self, row: Mapping[str, object]) -> bool:
+        """Append a row; see `LineFile.write`. Other processes can read it immediately."""
+        return self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Sync and close the file."""

@@ -1,5 +1,6 @@
 """Output of metrics and messages: console, metrics.jsonl, TensorBoard, log.txt."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from glm46.observe.console import ConsoleView, train_line, validation_line
-from glm46.observe.history import ROWS_FILE, History, LineFile, keep_aside
+from glm46.observe.history import ROWS_FILE, History, LineFile, is_deleted, keep_aside
 from glm46.observe.metrics import find_metric, plain_row
 from glm46.observe.tracker import Tracker
 from glm46.observe.writes import Writes
@@ -32,6 +33,7 @@ class Report:
         resumed_step: int | None = None,
         console: ConsoleView | None = None,
         tracker: Tracker | None = None,
+        on_deleted: Callable[[], str] = str,
     ):
         """Open the files under `dump_folder`.
 
@@ -42,6 +44,7 @@ class Report:
                 None for a new run: files of an earlier run are renamed.
             console: None for standard output.
             tracker: takes the rows too, and is closed with the report.
+            on_deleted: called once `dump_folder` or a file of it was deleted and made again; returns more to say of it.
         """
         self._is_main = is_main
         self._total_tokens = total_tokens
@@ -54,7 +57,8 @@ class Report:
         self._history = History(dump_folder / ROWS_FILE, resumed_step)
         self._log = LineFile(dump_folder / "log.txt")
         self._console = console or ConsoleView(total_tokens)
-        self._tracker = tracker
+        self._tracker, self._on_deleted = tracker, on_deleted
+        self._watched, self._expected = os.open(dump_folder, os.O_RDONLY | os.O_DIRECTORY), set[Path]()
         self._tensorboard = _TensorBoard(tensorboard_folder, resumed_step) if tensorboard_folder else None
 
     def train(self, row: Mapping[str, int | float]) -> None:
@@ -112,6 +116,7 @@ class Report:
                 self._console.line(f"{self._folder}: storage does not answer, so the last rows are not written there")
             if self._tracker is not None:
                 self._tracker.close()
+            os.close(self._watched)
             for file in (self._history, self._tensorboard, self._log) if has_written else ():
                 with suppress(OSError):  # `_keep` has reported it
                     if file is not None:
@@ -136,13 +141,19 @@ class Report:
         lines = "".join(f"{stamp}  {line}\n" for line in text.splitlines() or [""])
         self._keep(self._folder / "log.txt", lambda: self._log.write(lines))
 
-    def _keep(self, path: Path, write: Callable[[], None]) -> None:
-        """Write to a file that training can do without. If the disk fails, report it once and continue."""
+    def _keep(self, path: Path, write: Callable[[], bool | None]) -> None:
+        """Write to a file that training can do without. If the disk fails, report it once and continue.
+
+        Args:
+            write: returns whether it had to create the file again.
+        """
         self._writes.make(lambda: self._try_to_write(path, write))
 
-    def _try_to_write(self, path: Path, write: Callable[[], None]) -> None:
+    def _try_to_write(self, path: Path, write: Callable[[], bool | None]) -> None:
         try:
-            write()
+            if is_deleted(self._watched):
+                self._make_again()
+            is_new = write()
         except OSError as error:
             if path not in self._paused:
                 self._paused.add(path)
@@ -151,6 +162,23 @@ class Report:
             if path in self._paused:
                 self._paused.remove(path)
                 self._console.line(f"{path}: written again")
+            if is_new and path not in self._expected:
+                self._console.line(
+                    f"{path}: was deleted or renamed during the run; it is begun again{self._on_deleted()}"
+                )
+            self._expected.discard(path)
+
+    def _make_again(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        again = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        os.dup2(again, self._watched, inheritable=False)
+        os.close(again)
+        of_tensorboard = {self._tensorboard.folder} if self._tensorboard is not None else set()
+        self._expected |= {self._folder / ROWS_FILE, self._folder / "log.txt"} | of_tensorboard
+        self._console.line(
+            f"{self._folder}: was deleted during the run; it is made again, and training goes on: rows, messages and "
+            f"checkpoints begin at the next one{self._on_deleted()}"
+        )
 
 
 class _TensorBoard:
@@ -169,6 +197,7 @@ class _TensorBoard:
         self._open = SummaryWriter
         self._purge_step = None if resumed_step is None else resumed_step + 1
         self._writers: dict[Kind, SummaryWriter] = {}
+        self._descriptors: dict[Kind, int] = {}
         if resumed_step is None:
             keep_aside(folder)
         for kind, path in self._folders.items():
@@ -178,15 +207,35 @@ class _TensorBoard:
     def _writer(self, kind: Kind):
         if kind not in self._writers:
             self._writers[kind] = self._open(str(self._folders[kind]), purge_step=self._purge_step)
+            self._descriptors[kind] = os.open(self._folders[kind], os.O_RDONLY | os.O_DIRECTORY)
         return self._writers[kind]
 
-    def write(self, kind: Kind, row: Mapping[str, int | float | None], unix_seconds: float) -> None:
+    def _forget_deleted(self, kind: Kind) -> bool:
+        """Forget the writer of a folder that was deleted, or whose event files were."""
+        if kind not in self._writers:
+            return False
+        descriptor, path = self._descriptors[kind], self._folders[kind]
+        if not is_deleted(descriptor):
+            try:
+                is_there = os.path.samestat(path.stat(), os.fstat(descriptor))
+            except FileNotFoundError:  # renamed, or not mounted
+                return False
+            if not is_there or any(path.glob("events.*")):
+                return False
+        os.close(self._descriptors.pop(kind))
+        self._writers.pop(kind).close()
+        return True
+
+    def write(self, kind: Kind, row: Mapping[str, int | float | None], unix_seconds: float) -> bool:
+        """Returns whether the event file was created again."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         # One event for all: `add_scalar` makes one for each, which takes six times as long, 3 ms of a step.
         values = {_tag(column): value for column, value in row.items() if value is not None and column != "step"}
+        is_new = self._forget_deleted(kind)
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._writer(kind).file_writer.add_summary(summary, row["step"], unix_seconds)
+        return is_new
 
     def write_config(self, text: str) -> None:
         # TensorBoard renders Markdown; indented lines are shown verbatim.
@@ -198,6 +247,8 @@ class _TensorBoard:
             for writer in self._writers.values():
                 writer.close()
         finally:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
             threading.excepthook = self._hook_before
 
     def _on_thread_error(self, arguments: threading.ExceptHookArgs) -> None:

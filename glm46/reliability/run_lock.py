@@ -1,7 +1,7 @@
 """Locks of the folders of a run: a second run in one would cut the metrics of the first and remove its checkpoints."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -46,8 +46,25 @@ def refuse_unwritable(folder: Path, key: str) -> None:
         file.write(b"\0" * 4096)
 
 
-def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> ExitStack:
-    """Lock the folders of a run for this process, until the result is closed.
+class RunLocks:
+    """The locks of the folders of a run, held by this process until `close`; by other ranks than the first, none."""
+
+    def __init__(self, locks: Sequence[FileLock] = ()):
+        self._locks = locks
+
+    def retake(self) -> str:
+        """Take the locks again whose files were deleted during the run; returns a text that says who holds one now."""
+        lost = [lock for lock in self._locks if not lock.retake()]
+        return "".join(f"; {lock.holder()} trains in {lock.path.parent} too: stop one of both" for lock in lost)
+
+    def close(self) -> None:
+        """Release them. Idempotent."""
+        for lock in self._locks:
+            lock.release()
+
+
+def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
+    """Lock the folders of a run for this process.
 
     Args:
         folder: job.dump_folder.
@@ -57,6 +74,7 @@ def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> ExitStack:
         UserError: another process holds a lock, or a folder cannot be written.
     """
     with ExitStack() as locks:
+        taken = []
         for key, place in {_DUMP_KEY: folder, **apart}.items():
             # Beside the folder of event files: a new run renames the folder itself.
             file = place.with_name(f"{place.name}.{_FILE}") if key == _EVENTS_KEY else place / _FILE
@@ -70,7 +88,9 @@ def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> ExitStack:
                     "wait for it, stop it, or set another folder"
                 )
             locks.callback(lock.release)
-        return locks.pop_all()
+            taken.append(lock)
+        locks.pop_all()
+    return RunLocks(taken)
 
 
 def outer_run(folder: Path, dump_folder: Path) -> Path | None:

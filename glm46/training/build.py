@@ -14,7 +14,7 @@ from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.start_times import VARIABLE as START_TIMES
 from glm46.observe.start_times import StartTimes
 from glm46.planner.plan import Plan, resolve_plan
-from glm46.reliability.run_lock import lock_run, writing
+from glm46.reliability.run_lock import RunLocks, lock_run, writing
 from glm46.reliability.stop import StopRequest
 from glm46.reliability.verdict import HANG_FOLDER
 from glm46.reliability.watchdog import Watchdog
@@ -50,7 +50,7 @@ def run(
     times = StartTimes.inherited(set_variables([START_TIMES]))
     times.ends("interpreter and config")
     stop = stop or StopRequest()
-    dump_folder, locks, ends = Path(config.job.dump_folder), ExitStack(), ExitStack()
+    dump_folder, locks, ends = Path(config.job.dump_folder), RunLocks(), ExitStack()
     if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
         refuse_origin(config)
         locks = lock_run(dump_folder, config.folders_apart)
@@ -73,12 +73,22 @@ def run(
         times.ends("model and data")
         progress, meta = resume.start(task, checkpoints)
         times.ends("weights")
+
+        def write_config() -> None:
+            (dump_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+
+        def made_again() -> str:
+            write_config()
+            return locks.retake()
+
         if process.is_main:
             with writing(dump_folder):
-                (dump_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+                write_config()
         while True:
             try:
-                with services_of(task, checkpoints, progress, meta, stop, watchdog, heartbeat, times) as services:
+                with services_of(
+                    task, checkpoints, progress, meta, stop, watchdog, heartbeat, times, made_again
+                ) as services:
                     return work(task, services, progress)
             except RollbackNeeded:
                 progress, meta = resume.roll_back(task, checkpoints, progress)

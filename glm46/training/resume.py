@@ -76,6 +76,9 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
         UserError: the checkpoint does not match the model or the data.
     """
     config = task.plan.config.checkpoint
+    torch.manual_seed(
+        task.plan.config.debug.seed
+    )  # torch seeds each process by chance, and checkpoints hold the states
     fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
     adapted = {name: network for name, network in task.networks.items() if network.is_adapted}
     frozen = {name: network for name, network in task.networks.items() if network.optimizer is None}

@@ -1,7 +1,7 @@
 """What watches and records a run: report, metrics, saves, watchdog, heartbeat, stop, spikes, stragglers, profiles."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +87,7 @@ def services_of(
     watchdog: Watchdog,
     heartbeat: Heartbeat,
     times: StartTimes,
+    on_deleted: Callable[[], str],
 ) -> Iterator[Services]:
     """The services of a run that continues from this progress. Metrics of later steps are removed from the files.
     Collective.
@@ -94,6 +95,7 @@ def services_of(
     Args:
         meta: metadata of the checkpoint that was loaded, if any.
         times: of this start, reported after its first step.
+        on_deleted: see `Report`.
     """
     config, process = task.plan.config, task.cluster.process
     folder = Path(config.job.dump_folder)
@@ -105,6 +107,7 @@ def services_of(
             total_tokens=task.plan.budget_tokens,
             resumed_step=checkpoints.loaded_step,
             tracker=_tracker(task, is_new=checkpoints.loaded_step is None) if process.is_main else None,
+            on_deleted=on_deleted,
         )
     try:
         if config.job.print_config:

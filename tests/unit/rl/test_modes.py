@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from glm46.checkpoint.integrity import published_steps
 from glm46.checkpoint.manager import CheckpointManager
@@ -50,6 +51,7 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
     """As while rewards are judged. The run goes on with that rollout, and ends as one that was never stopped."""
     seldom = {"interval": 10, "keep_latest_k": 2, "async_mode": "disabled"}  # so that the stop saves
     whole, stopped = (make_run(name, 3, checkpoint=seldom) for name in ("whole", "stopped"))
+    torch.seed()  # as each process begins
     assert train(whole) == 0
     stop, drawn, draw = StopRequest(), [], supply.draw_rollout
 
@@ -60,7 +62,9 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
         return drawn[-1]
 
     monkeypatch.setattr(supply, "draw_rollout", draw_then_stop)
+    torch.seed()
     assert train(stopped, stop) == EXIT_STOPPED and published_steps(stopped.checkpoint_folder) == [1]
+    torch.seed()
     assert train(stopped) == 0 and len(drawn) == 3
     assert contents(stopped, 3) == contents(whole, 3)
 

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +20,7 @@ import torch
 
 from glm46.checkpoint import save
 from glm46.checkpoint.inspection import summarise
+from glm46.checkpoint.integrity import published_steps
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.commands.checkpoint import checkpoint_command
 from glm46.config.errors import UserError
@@ -25,14 +28,17 @@ from glm46.config.loader import load_config
 from glm46.distributed.ranks import CheckpointError
 from glm46.inference.generation import continue_tokens
 from glm46.observe import writes
+from glm46.observe.heartbeat import read_heartbeat
 from glm46.observe.history import LineFile
 from glm46.pretrain import next_token
 from glm46.pretrain.task import Pretraining, train
+from glm46.reliability.run_lock import lock_run
 from glm46.reliability.stop import Diverged, StopRequest
 from glm46.training import build, loop
 from glm46.training.saving import SaveFailed, SavesFail
 from glm46.training.state import Progress
 from glm46.training.totals import count_step
+from tests.ranks.training_kills import contents
 
 SLOW = pytest.mark.slow
 TIMED = ("seconds", "second", "device", "mfu", "gib", "overhead_ratio")
@@ -141,7 +147,9 @@ def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop_after", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize(
+    "stop_after", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)]
+)
 def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_config, tmp_path, stop_after):
     settings = dict(
         # Waited for: a save behind training is left out while the one before is under way.
@@ -152,17 +160,21 @@ def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_config, 
         metrics={"log_freq": 2},
     )
     whole = make_config(job={"dump_folder": str(tmp_path / "whole")}, **settings)
+    torch.seed()  # as each process begins
     assert train(whole) == 0
     figures = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[-2])
     # Weights and both AdamW states in FP32: 12 bytes for each of 556,392 parameters, and some KB for each tensor.
     assert 1 < figures["checkpoint_gib"] * 2**30 / (12 * 556_392) < 1.1
     assert figures["checkpoint_save_seconds"] == figures["checkpoint_seconds"] > 0  # it was waited for
     again = make_config(job={"dump_folder": str(tmp_path / "again")}, **settings)
+    (tmp_path / "again").mkdir()
     for step in range(1, stop_after + 1):
         shutil.copytree(tmp_path / f"whole/checkpoint/step-{step:06d}", tmp_path / f"again/checkpoint/step-{step:06d}")
     shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "again/metrics.jsonl")
+    torch.seed()
     assert train(again) == 0
     assert rows(again) == rows(whole)
+    assert contents(again, 4) == contents(whole, 4), "the states of generators, too"
     # Rows are of steps 1, 2 and 4; the mean is over the steps since the row before, also where the run was stopped.
     means = [row["loss_mean"] for row in training_rows(whole)]
     losses = [row["loss"] for row in training_rows(whole)]
@@ -617,6 +629,68 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_c
     (mount / "filler").unlink()
     assert train(config) == 0
     assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", ["the folder", "its files", "a renamed log"])
+def test_a_run_whose_files_are_deleted_says_so_once_and_goes_on(make_config, tmp_path, capsys, deleted):
+    """Rows, log, event files, heartbeat, config and lock are there again, and the run saves and can be resumed."""
+    config = make_config(
+        checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 8},
+        metrics={"log_freq": 1, "enable_tensorboard": True},
+    )  # fmt: skip
+    folder, original, calls = Path(config.job.dump_folder), loop.train_step, iter(range(1, 100))
+
+    def train_step(*arguments):
+        number = next(calls)
+        if number == 4 and deleted == "the folder":
+            shutil.rmtree(folder)
+        elif number == 4 and deleted == "its files":
+            for path in [path for path in folder.rglob("*") if path.is_file() and "checkpoint" not in path.parts]:
+                path.unlink()
+        elif number == 4:
+            (folder / "log.txt").rename(folder / "log.1")
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        assert train(config) == 0
+    said = capsys.readouterr().out
+    lost = {
+        "the folder": {f"{folder}: was deleted"},
+        "its files": {f"{folder / name}: was deleted" for name in ("metrics.jsonl", "log.txt", "tb")},
+        "a renamed log": {f"{folder / 'log.txt'}: was deleted or renamed"},
+    }[deleted]
+    assert said.count("was deleted") == len(lost) and all(words in said for words in lost), said
+    assert "cannot be written" not in said and "could not be saved" not in said
+    first = 1 if deleted == "a renamed log" else 4
+    assert [row["step"] for row in training_rows(config)] == list(range(first, 9))
+    logged = (folder / "log.txt").read_text()
+    assert "step       8" in logged and "step       3" not in logged
+    assert read_heartbeat(folder).step == 8 and any((folder / "tb").glob("events.*"))
+    assert (folder / "run.lock").exists() and load_config(folder / "config.toml") == config
+    if deleted == "the folder":
+        assert published_steps(config.checkpoint_folder) == [4, 6, 8]
+    assert train(config) == 0
+
+
+def test_a_second_run_in_a_folder_that_was_deleted_is_named(tmp_path):
+    locks, folder = lock_run(tmp_path / "run"), tmp_path / "run"
+    assert locks.retake() == "" and (folder / "run.lock").exists()
+    shutil.rmtree(folder)
+    assert locks.retake() == "" and f"process {os.getpid()}" in (folder / "run.lock").read_text()
+    program = (
+        "import sys; from pathlib import Path; from glm46.reliability.run_lock import lock_run\n"
+        "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    shutil.rmtree(folder)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        assert f"process {other.pid} on " in locks.retake()
+        other.stdin.close()
+    locks.close()
 
 
 @pytest.mark.slow
