@@ -59,7 +59,7 @@ def degrees_of(arguments: argparse.Namespace, shape: ModelShape, size: int) -> D
     degrees = Degrees(*(getattr(arguments, f"{name}_degree") for name in Degrees._fields))
     faults = degree_faults(degrees, shape, size, lambda name, degree: f"--{name.replace('_', '-')}-degree {degree}")
     if faults:
-        raise UserError(*(fault for _, fault in faults))
+        raise UserError(*dict(reversed(faults)).values())  # the first of each degree
     return degrees
 
 
