@@ -16,6 +16,7 @@ import torch
 from glm46.benchmark.model_speed import Contestant, Workload, median_ratio, peak_bytes_on_cpu, race
 from glm46.benchmark.rounds import CONTESTANTS
 from glm46.commands.environment import describe_version
+from glm46.commands.options import require_writable
 from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
@@ -100,6 +101,8 @@ def rates(arguments: argparse.Namespace) -> None:
     peaks = device_peaks(device, dtype)
     if peaks is None:
         raise UserError(f"benchmark: the table of GPUs (glm46/planner/peaks.py) lacks {torch.cuda.get_device_name()}")
+    if arguments.json is not None:
+        require_writable("--json", arguments.json)
     rates = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)
     source = f"{peaks.name}, {arguments.flavor}, {arguments.tokens:,} tokens, torch {torch.__version__}, {date.today()}"
     found = rates.efficiencies(peaks, source)

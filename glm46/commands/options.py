@@ -1,6 +1,7 @@
 """The list of verbs, and the types of options that several verbs share."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,3 +82,21 @@ def require_picture(verb: str, option: str, path: Path, suffixes: Sequence[str])
         raise UserError(f"{verb}: {option} {path}: end the name of the picture with {' or '.join(suffixes)}")
     if find_spec("matplotlib") is None:
         raise UserError(f"{verb}: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result it takes.
+
+    Raises:
+        UserError: its folder does not exist, it is a folder, or the system refuses to open it.
+    """
+    try:
+        is_new = not path.exists()
+        if is_new or path.is_file() or path.is_dir():  # a pipe may wait for its reader
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(
+            f"command line: {option} {path}: cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from error

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from glm46.commands.config_options import config_parser, parse_with_overrides
-from glm46.commands.options import above_zero, positive, process_count, require_picture, verb_parser
+from glm46.commands.options import above_zero, positive, process_count, require_picture, require_writable, verb_parser
+from glm46.commands.search_layouts import run_search, search_numbers, search_text
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.parallelism import Parallelism
@@ -22,6 +23,8 @@ from glm46.planner.timeline import Order
 
 DEFAULT_GPU = "H100"
 EXIT_DOES_NOT_FIT = 1
+_MOST_GPUS = 2**18
+"""More than any cluster has. A plan takes time for each rank: Muon's owners of matrices."""
 
 
 def plan_command(argv: Sequence[str]) -> int:
@@ -71,17 +74,23 @@ def plan_command(argv: Sequence[str]) -> int:
     )  # fmt: skip
     arguments, overrides = parse_with_overrides(parser, argv)
     if arguments.picture is not None:
+        if arguments.search:
+            raise UserError("command line: --picture with --search: a picture shows one plan; leave one of them out")
         require_picture("plan", "--picture", arguments.picture, (".png", ".svg"))
+        require_writable("--picture", arguments.picture)
+    if arguments.json is not None:
+        require_writable("--json", arguments.json)
     config = load_config(arguments.config, overrides, world_size=None if arguments.search else arguments.gpus)
-    if arguments.search:
-        from glm46.commands.search_layouts import print_search
-
-        gpus = arguments.gpus or smallest_world(config.parallelism)
-        return 0 if print_search(config, _cluster(arguments, gpus), _order) else EXIT_DOES_NOT_FIT
     if arguments.document_tokens is not None and not config.data.document_mask:
         raise UserError(
             "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
         )
+    if arguments.search:
+        gpus = arguments.gpus or smallest_world(config.parallelism)
+        found = run_search(config, _cluster(arguments, gpus), _order, arguments.document_tokens)
+        print(search_text(found))
+        _write_numbers(arguments.json, lambda: search_numbers(found))
+        return 0 if found.search.best else EXIT_DOES_NOT_FIT
     plan = resolve_plan(config, arguments.gpus, arguments.document_tokens)
     run = plan_run(plan, _cluster(arguments, plan.layout.world_size), _order)
     here = None
@@ -89,8 +98,7 @@ def plan_command(argv: Sequence[str]) -> int:
         machine = detect_machine(visible_gpus())
         here = machine, judge_config(config, machine, arguments.gpus)
     print(plan_text(run, here))
-    if arguments.json is not None:
-        _write("--json", arguments.json, lambda file: file.write_text(json.dumps(plan_numbers(run), indent=2) + "\n"))
+    _write_numbers(arguments.json, lambda: plan_numbers(run))
     if arguments.picture is not None:
         from glm46.commands.plan_picture import draw_plan
 
@@ -99,6 +107,8 @@ def plan_command(argv: Sequence[str]) -> int:
 
 
 def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
+    if gpus > _MOST_GPUS:
+        raise UserError(f"command line: --gpus: {gpus:,} GPUs: a plan goes up to {_MOST_GPUS:,}; take fewer")
     try:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
     except ValueError as error:
@@ -138,6 +148,11 @@ def _order(parallelism: Parallelism, micro_batches: int) -> Order:
     from glm46.parallelize.pipeline_order import pipeline_order  # torch, which only pipelines need here
 
     return pipeline_order(parallelism, micro_batches)
+
+
+def _write_numbers(path: Path | None, numbers: Callable[[], dict]) -> None:
+    if path is not None:
+        _write("--json", path, lambda file: file.write_text(json.dumps(numbers(), indent=2) + "\n"))
 
 
 def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:

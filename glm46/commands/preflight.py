@@ -1,7 +1,6 @@
 """``python -m glm46 preflight``: check hosts, network, storage and the files of a run before it begins."""
 
 import argparse
-import os
 import socket
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 from glm46.commands.config_options import parse_with_overrides
 from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts
-from glm46.commands.options import VERBS, process_count, verb_parser
+from glm46.commands.options import VERBS, process_count, require_writable, verb_parser
 from glm46.commands.preflight_hosts import reach, run_nodes
 from glm46.commands.preflight_ranks import run_rank
 from glm46.commands.rank_server import RankServer
@@ -97,11 +96,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     url = arguments.prometheus
     for option, file in (("--json", arguments.json), ("--textfile", arguments.textfile)):
         if file is not None and file != _STANDARD_OUTPUT:
-            place = file if file.exists() else file.parent
-            if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
-                raise UserError(
-                    f"command line: {option} {file}: cannot be written; name a file in a folder that exists"
-                )
+            require_writable(option, file)
     if url is not None and not _is_server(url):
         raise UserError(f"command line: --prometheus {url}: not the address of a server; state one as {_PROMETHEUS}")
 

@@ -163,6 +163,8 @@ def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int
         whole = shape.n_routed_experts // degree % shards == 0
         return whole or not any(count % shards for count in rows)
 
+    most = max(shape.n_routed_experts, ep * min(rows))  # more ranks have fewer rows than shards
+
     if is_even(ranks, ep):
         return
     layout, key = config.parallelism, "parallelism.expert_parallel_degree"
@@ -176,9 +178,10 @@ def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int
         subject = f"{key} = {shard}" if shard != -1 else counted(world_size, "process")
         if shard == -1:
             step, each = layout.stated_ranks, ranks * layout.stated_ranks // world_size
+            here, last = world_size // step, most // each
             counts = [
                 next((n * step for n in numbers if n * each % ep == 0 and is_even(n * each, ep)), None)
-                for numbers in (range(world_size // step - 1, 0, -1), range(world_size // step + 1, 4 * world_size))
+                for numbers in (range(min(here - 1, last), 0, -1), range(here + 1, last + 1))
             ]
             remedies.insert(0, f"start {' or '.join(str(count) for count in counts if count)} processes")
     yield Fault(

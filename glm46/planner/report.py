@@ -6,6 +6,7 @@ from glm46.config.faults import counted
 from glm46.planner.curriculum import TextStage
 from glm46.planner.effective_time import RESTART_SECONDS, STALL_SECONDS, effective_time
 from glm46.planner.flops import training_flops
+from glm46.planner.limits import limits
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.memory import MemoryPlan, largest_stage, stage_memory
 from glm46.planner.parameters import adapter_rows, count_parameters, float8_numel
@@ -14,6 +15,7 @@ from glm46.planner.requirement import Verdict, judge, memory_lines
 from glm46.planner.run_cost import SECONDS_PER_DAY, RunCost, checkpoint_size, run_cost
 from glm46.planner.step_time import OrderOf
 from glm46.planner.target_cluster import TargetCluster
+from glm46.planner.units import amount, decimal_size, duration, flops_text
 
 _PLENTY = 2**60
 """Cores and bytes of host memory of a cluster that is not here: not compared."""
@@ -43,7 +45,7 @@ def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> RunPlan:
 
 def _as_machine(cluster: TargetCluster) -> Machine:
     gpu = Gpu(cluster.gpu.name, cluster.gpu.memory_bytes)
-    return Machine(_PLENTY, _PLENTY, _PLENTY, (gpu,) * cluster.gpus)
+    return Machine(_PLENTY, _PLENTY, _PLENTY, (gpu,), nodes=cluster.gpus)
 
 
 def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
@@ -92,7 +94,9 @@ def plan_numbers(run: RunPlan) -> dict:
         "memory": [asdict(memory) | {"total": memory.total} for memory in run.memory],
     }
     if cost is not None:
+        longest = cost.stages.index(cost.longest)
         numbers |= {
+            "limits": limits(plan, longest, cost.longest.largest, run.cluster),
             "efficiencies": asdict(run.cluster.efficiencies),
             "steps": cost.steps,
             "days": cost.days,
@@ -126,15 +130,15 @@ def _parameter_lines(plan: Plan) -> list[str]:
 def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
     flops, remark = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter), ""
     if plan.document_tokens is not None:
-        remark = f"  (documents of {plan.document_tokens:,} tokens in the mean, lengths exponential)"
+        remark = f"(documents of {plan.document_tokens:,} tokens in the mean, lengths exponential)"
     elif plan.config.data.document_mask:
-        remark = "  (a row as one document: less with several, see --document-tokens)"
+        remark = "(a row as one document: less with several, see --document-tokens)"
     return [
-        _line("weights", f"{flops.matrices / 1e9:,.3f}", "GFLOP"),
-        *([_line("adapters", f"{flops.adapters / 1e9:,.3f}", "GFLOP")] if flops.adapters else []),
-        _line("causal attention", f"{flops.attention / 1e9:,.3f}", f"GFLOP{remark}"),
-        _line("MTP", f"{flops.mtp / 1e9:,.3f}", "GFLOP"),
-        _line("total", f"{flops.total / 1e9:,.3f}", "GFLOP"),
+        _line("weights", flops_text(flops.matrices)),
+        *([_line("adapters", flops_text(flops.adapters))] if flops.adapters else []),
+        _line("causal attention", flops_text(flops.attention), remark),
+        _line("MTP", flops_text(flops.mtp)),
+        _line("total", flops_text(flops.total)),
     ]
 
 
@@ -146,9 +150,13 @@ def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
         *steps,
         _line("tokens", f"{plan.budget_tokens:,.0f}"),
         _line("FLOPs", f"{plan.flops:.3e}"),
-        _line("checkpoint", _bytes(size.total), f"(weights {_bytes(size.weights)}, states {_bytes(size.states)})"),
-        _line("time to write it", _seconds(writing), f"({cluster.storage_gbytes:g} GB/s for each node)"),
-        _line("Hugging Face folder", _bytes(size.hugging_face)),
+        _line(
+            "checkpoint",
+            decimal_size(size.total),
+            f"(weights {decimal_size(size.weights)}, states {decimal_size(size.states)})",
+        ),
+        _line("time to write it", duration(writing), f"({cluster.storage_gbytes:g} GB/s for each node)"),
+        _line("Hugging Face folder", decimal_size(size.hugging_face)),
     ]
 
 
@@ -165,16 +173,21 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
         title += "; without rollouts, of samples that fill training.seq_len: shorter ones are packed"
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
     shown = [(name, seconds) for name, seconds in parts if seconds >= 0.0005 * step.seconds]
-    money = [] if cost.dollars is None else [_line("cost", f"${cost.dollars:,.0f}", f"(at ${cluster.price:,.2f})")]
+    money = (
+        []
+        if cost.dollars is None
+        else [_line("cost", f"${cost.dollars:,.{0 if cost.dollars >= 100 else 2}f}", f"(at ${cluster.price:,.2f})")]
+    )
     return {
         title + of_stage: [
-            *(_line(name, f"{_seconds(seconds)}", f"{seconds / step.seconds:5.1%}") for name, seconds in shown),
-            _line("step", _seconds(step.seconds), f"MFU {step.mfu:.1%}, {step.tokens_per_second:,.0f} tokens/s"),
+            *(_line(name, duration(seconds), f"{seconds / step.seconds:5.1%}") for name, seconds in shown),
+            _line("step", duration(step.seconds), f"MFU {step.mfu:.1%}, {step.tokens_per_second:,.0f} tokens/s"),
+            *limits(plan, index, step, cluster),
         ],
         "whole run": [
             _line("steps", f"{cost.steps:,}"),
-            _line("days", f"{cost.days:,.2f}", f"({low * cost.days:,.2f} to {high * cost.days:,.2f})"),
-            _line("GPU-hours", f"{cost.gpu_hours:,.0f}"),
+            _line("days", amount(cost.days), f"({amount(low * cost.days)} to {amount(high * cost.days)})"),
+            _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours)),
             *money,
             _line("tokens per second", f"{cost.tokens_per_second:,.0f}", f"MFU {cost.mfu:.1%}"),
             *_failure_lines(plan, cost),
@@ -190,22 +203,12 @@ def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
         f"({found.best_ratio:.1%}; a save holds steps up for {STALL_SECONDS:g} s, a restart for {RESTART_SECONDS:g} s)"
     )
     return [
+        _line("hours between failures", amount(found.failure_seconds / 3600), "(at the rate of Llama 3's 16,384 H100)"),
         _line(
-            "hours between failures", f"{found.failure_seconds / 3600:,.1f}", "(at the rate of Llama 3's 16,384 H100)"
+            "effective time", f"{found.ratio:.1%}", f"(a checkpoint every {amount(found.interval_seconds / 60)} min)"
         ),
-        _line("effective time", f"{found.ratio:.1%}", f"(a checkpoint every {found.interval_seconds / 60:,.1f} min)"),
         _line("best checkpoint.interval", f"{found.best_steps:,}", best),
     ]
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.3f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"
-
-
-def _bytes(count: float) -> str:
-    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
-    size, unit = next((each for each in units if count >= each[0]), units[-1])
-    return f"{count / size:,.1f} {unit}"
 
 
 def _line(name: str, value: str, remark: str = "") -> str:

@@ -15,6 +15,7 @@ from glm46.planner.parameters import count_parameters
 from glm46.planner.peaks import find_accelerator
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.stage_table import stage_table
+from glm46.planner.units import binary_size
 
 _GIB = 2**30
 USABLE_CPU_RATIO = 0.95
@@ -73,7 +74,7 @@ def describe_requirement(
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
     advice = _smallest_that_fits(config, machine)
     if 2 * verdict.text > verdict.memory.total:
-        size = _gib(verdict.text)
+        size = binary_size(verdict.text)
         advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {size}"
     return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
 
@@ -188,8 +189,11 @@ def compare_memory(who: str, needed: float, usable: float, free: float) -> tuple
         usable: bytes that can be filled, of those that are free.
     """
     fits = needed <= usable
-    by_how_much = f"{_gib(usable - needed)} to spare" if fits else f"{_gib(needed - usable)} too much"
-    return fits, f"{who} {_gib(needed)}, and {_gib(usable)} of {_gib(free)} can be filled: {by_how_much}"
+    by_how_much = f"{binary_size(usable - needed)} to spare" if fits else f"{binary_size(needed - usable)} too much"
+    return (
+        fits,
+        f"{who} {binary_size(needed)}, and {binary_size(usable)} of {binary_size(free)} can be filled: {by_how_much}",
+    )
 
 
 def _needs(machine: Machine, verdict: Verdict) -> list[str]:
@@ -227,21 +231,20 @@ def memory_parts(plan: MemoryPlan) -> dict[str, float]:
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """One aligned line per part of a memory plan."""
     parts = memory_parts(plan)
-    show = _gib if plan.total >= _GIB else _mib
-    lines = [f"{name:<18} {show(size):>12}" for name, size in parts.items()]
-    lines.append(f"{'total':<18} {show(plan.total):>12}")
+    lines = [f"{name:<18} {binary_size(size, plan.total):>12}" for name, size in parts.items()]
+    lines.append(f"{'total':<18} {binary_size(plan.total):>12}")
     beside = {"and of the host": plan.host, "and on disk": plan.disk}
-    return lines + [f"{name:<18} {show(size):>12}" for name, size in beside.items() if size >= 0.1 * _GIB]
+    return lines + [f"{name:<18} {binary_size(size):>12}" for name, size in beside.items() if size >= 0.1 * _GIB]
 
 
 def _found(machine: Machine) -> list[str]:
     nodes = f", {machine.nodes:,} nodes of" if machine.nodes > 1 else ""
     lines = [f"What was found{nodes}", f"  {'cores':<18} {machine.cores:,}"]
-    lines.append(f"  {'memory':<18} {_gib(machine.free_bytes)} free of {_gib(machine.memory_bytes)}")
+    lines.append(f"  {'memory':<18} {binary_size(machine.free_bytes)} free of {binary_size(machine.memory_bytes)}")
     names = sorted({gpu.name for gpu in machine.gpus})
     for name in names:
         alike = [gpu for gpu in machine.gpus if gpu.name == name]
-        memory = _gib(alike[0].memory_bytes) if alike[0].memory_bytes is not None else "unknown memory"
+        memory = binary_size(alike[0].memory_bytes) if alike[0].memory_bytes is not None else "unknown memory"
         lines.append(f"  {'GPUs':<18} {len(alike)} x {name}, {memory} each")
     return lines if names else [*lines, f"  {'GPUs':<18} none"]
 
@@ -261,16 +264,8 @@ def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
     for candidate, remark in ((config, ""), (smaller, _WITH_CHECKPOINTING)):
         for size in sizes:
             if plan_memory(candidate, size).total <= usable_bytes(capacity):
-                return f"run it on {counted(size, 'GPU')} of {_gib(capacity)} ({name}) or more{remark}"
+                return f"run it on {counted(size, 'GPU')} of {binary_size(capacity)} ({name}) or more{remark}"
     return (
-        f"even {counted(sizes[-1], 'GPU')} of {_gib(capacity)} ({name}) cannot hold it: raise the tensor, pipeline, "
-        "context or expert degree, or lower training.local_batch_size"
+        f"even {counted(sizes[-1], 'GPU')} of {binary_size(capacity)} ({name}) cannot hold it: raise the tensor, "
+        "pipeline, context or expert degree, or lower training.local_batch_size"
     )
-
-
-def _gib(size: float) -> str:
-    return f"{size / _GIB:,.2f} GiB" if size < 10 * _GIB else f"{size / _GIB:,.1f} GiB"
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f} MiB"

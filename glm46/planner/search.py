@@ -70,12 +70,14 @@ def search_layouts(
     cluster: TargetCluster,
     order_of: OrderOf,
     report: Callable[[int, int], None] = lambda done, total: None,
+    document_tokens: float | None = None,
 ) -> Search:
     """Plan every layout of a run on all GPUs of a cluster. FSDP2 shards over all ranks that are left: replicas are not
     tried, because shards need less memory and send no more.
 
     Args:
         report: called with the layouts done and their number.
+        document_tokens: of `Plan`.
     """
     usable = usable_bytes(cluster.gpu.memory_bytes)
     best, refused, too_large, least = [], Counter(), 0, float("inf")
@@ -88,7 +90,7 @@ def search_layouts(
             continue
         for mode in _MODES:
             with_mode = candidate.model_copy(update={"activation_checkpoint": ActivationCheckpoint(mode=mode)})
-            plan = resolve_plan(with_mode, cluster.gpus)
+            plan = resolve_plan(with_mode, cluster.gpus, document_tokens)
             memory = largest_stage(stage_memory(plan)).total
             if memory <= usable:
                 best.append(Candidate(plan, memory, run_cost(plan, cluster, None)))

@@ -5,6 +5,7 @@ from glm46.planner.flops import training_flops_per_token
 from glm46.planner.memory import MemoryPlan
 from glm46.planner.plan import Plan
 from glm46.planner.stages import bubble
+from glm46.planner.units import aligned, binary_size, token_count
 
 _HEADER = (
     "stage", "from", "tokens", "length", "window", "RoPE scaling", "sequences", "micro-batches", "bubble",
@@ -28,15 +29,15 @@ def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = N
         flops = training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
         fits = "unknown" if capacity is None else "yes" if memory.total <= capacity else "no"
         rows.append((
-            str(index + 1), _short(clock), _short(tokens), f"{stage.seq_len:,}", *describe_attention(stage.shape),
+            str(index + 1), token_count(clock), token_count(tokens), f"{stage.seq_len:,}",
+            *describe_attention(stage.shape),
             _range(*(f"{size:,}" for size in batches)), _range(*(f"{count:,}" for count in micro_batches)),
             _range(*bubbles) if plan.layout.pp > 1 else "-",
             f"{flops / 1e9:,.4g}",
-            f"{memory.total / 2**30:,.1f} GiB", fits,
+            binary_size(memory.total), fits,
         ))  # fmt: skip
         clock += tokens
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = aligned(rows)
     if len(rows) <= len(plan.text_stages):
         lines.append(f"stages {len(rows)} to {len(plan.text_stages)} begin after the end of this run")
     return lines
@@ -44,10 +45,3 @@ def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = N
 
 def _range(least: str, most: str) -> str:
     return least if least == most else f"{least} to {most}"
-
-
-def _short(tokens: int) -> str:
-    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if tokens >= size:
-            return f"{tokens / size:.5g}{unit}"
-    return f"{tokens:,}"

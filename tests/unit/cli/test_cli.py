@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from glm46.cli import main
+from glm46.commands import plan as plan_module
 from glm46.commands.options import VERBS
 
 ROOT = Path(__file__).parents[3]
@@ -110,14 +112,39 @@ def test_a_plan_that_does_not_fit_exits_with_one_and_names_no_days(tmp_path, cap
     (["--gpu", "X:bf16=1"], ("--gpu", "lacks bandwidth, link, memory")),
     (["--gpus", "8"], ("multiply to 8192", "start 8192 processes", "lower another degree")),
     (["--measured", "/none.json"], ("--measured /none.json", "No such file")),
-    (["--json", "/none/plan.json"], ("--json /none/plan.json", "name a file")),
+    *((options, (f"{options[0]} {options[1]}", "name a file")) for search in ([], ["--search"])
+      for options in (["--json", "/none/plan.json", *search], ["--json", "/", *search])),
+    (["--picture", "/none/plan.png"], ("--picture /none/plan.png", "name a file")),
+    (["--gpus", "100000000000000", "--json", "/none/plan.json"], ("--json /none/plan.json",)),  # before the config
+    *((["--gpus", gpus], ("multiply to 8192", "start 8192 processes")) for gpus in ("1000000007", str(10**40))),
     (["--document-tokens", "9", "--data.document_mask=false"], ("--document-tokens", "leave it out")),
 ])  # fmt: skip
-def test_a_wrong_option_of_a_plan_is_refused(options, words, capsys):
+def test_a_wrong_option_of_a_plan_is_refused(options, words, capsys, monkeypatch):
+    """Before any work, in one line."""
     phase = str(ROOT / "train_configs" / "glm46_phase1.toml")
+    monkeypatch.setattr(plan_module, "plan_run", None)
+    monkeypatch.setattr(plan_module, "run_search", None)
     assert main(["plan", "--config", phase, *options]) == 2
     error = capsys.readouterr().err
-    assert all(word in error for word in words), error
+    assert all(word in error for word in words) and error.count("\n") == 1, error
+
+
+def test_a_plan_of_too_many_gpus_is_refused_at_once(capsys):
+    """No rule tries each number of processes."""
+    options = ["--training.global_batch_size=", "--training.local_batch_size=1", "--training.steps=1"]
+    gpus = 10**14
+    began = time.monotonic()
+    ended = main(["plan", "--config", DEBUG, "--gpus", str(gpus), *options])
+    error = capsys.readouterr().err
+    assert ended == 2 and f"{gpus:,} processes: 16 experts" in error and "start 256 processes" in error
+    large = [
+        "--parallelism.data_parallel_replicate_degree=100000000000000",
+        "--parallelism.data_parallel_shard_degree=1",
+    ]
+    for search in ([], ["--search"]):
+        assert main(["plan", "--config", DEBUG, *options, *large, *search]) == 2
+        assert capsys.readouterr().err.endswith("a plan goes up to 262,144; take fewer\n")
+    assert time.monotonic() - began < 20
 
 
 def test_a_plan_is_drawn(tmp_path, capsys):

@@ -14,7 +14,7 @@ from glm46.planner.memory import plan_memory
 from glm46.planner.peaks import accelerator_of
 from glm46.planner.plan import resolve_plan
 from glm46.planner.report import plan_numbers, plan_run, plan_text
-from glm46.planner.requirement import describe_requirement, judge_config, memory_lines
+from glm46.planner.requirement import describe_requirement, judge_config, memory_lines, memory_parts
 from glm46.planner.target_cluster import TargetCluster
 
 _GIB = 2**30
@@ -167,12 +167,16 @@ def test_the_numbers_of_a_plan_are_those_of_its_text():
     assert numbers["days"] == pytest.approx(numbers["gpu_hours"] / 512 / 24)
 
 
-def test_memory_is_listed_in_one_unit():
+def test_memory_is_listed_in_one_unit_which_hides_no_part():
     for config in (_run("debug", seq_len=512), _run("GLM-4.6", seq_len=512)):
         for device in ("cpu", "gpu"):
-            lines = memory_lines(plan_memory(config, 8, device=device))
-            assert len({line.split()[-1] for line in lines}) == 1, lines
-            assert lines[-1].split()[0] == "total"
+            plan = plan_memory(config, 8, device=device)
+            *lines, total = memory_lines(plan)
+            assert total.split()[0] == "total"
+            for line, size in zip(lines, memory_parts(plan).values(), strict=True):
+                *_, number, unit = line.split()
+                assert (float(number) == 0) == (size == 0), line
+                assert unit == total.split()[-1] or 0 < size < 0.01 * 2**30, line
 
 
 def test_flops_of_a_published_run():

@@ -1,10 +1,12 @@
 """The search of layouts: what it returns fits, obeys the rules, is ranked, and can be typed as it says."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from glm46.cli import main
+from glm46.commands import search_layouts as search_command
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
@@ -106,16 +108,49 @@ def test_variants_change_one_thing_and_are_judged():
     assert any(each.refusal and "global_batch_size" in each.refusal for each in refused)
 
 
-def test_the_command_prints_tables(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.mark.parametrize("columns", ["80", "30"])
+def test_the_command_prints_whole_numbers(columns, capsys, monkeypatch, tmp_path):
+    """In 80 columns, and unchanged in a narrower window or without a terminal; all candidates are in the JSON file."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(search_command, "_SECONDS_BETWEEN_LINES", 0.0)
+    file = tmp_path / "found.json"
     wanted = ["plan", "--config", str(DEBUG), "--gpus", "4", "--gpu", "small:bf16=1,memory=8,bandwidth=100,link=10"]
-    assert main([*wanted, "--search"]) == 0
-    printed = capsys.readouterr().out
+    assert main([*wanted, "--search", "--json", str(file), "--price=2"]) == 0
+    printed, progress = capsys.readouterr()
+    found = json.loads(file.read_text())
+    assert progress.splitlines()[-1] == "{0:,} of {0:,} layouts".format(
+        found["fitting"] + found["too_large"] + sum(found["refused"].values())
+    )
+    lines = printed.splitlines()
+    table = lines[lines.index(next(line for line in lines if "bubble" in line)) :][: 1 + len(found["candidates"][:10])]
+    assert "…" not in printed and max(map(len, table)) <= 80
+    for line, each in zip(table[1:], found["candidates"], strict=False):
+        layout, cells = each["layout"], line.split()
+        assert [int(cells[place]) for place in (0, 1, 3, 4, 5)] == [
+            layout[axis] for axis in ("tp", "pp", "cp", "ep", "dp_shard")
+        ]
+        assert cells[6] == each["recomputation"] and float(cells[7]) == pytest.approx(each["days"], rel=0.01)
+        assert cells[8] == f"{each['mfu']:.1%}" and each["dollars"] == pytest.approx(each["days"] * 24 * 4 * 2)
+        assert float(cells[9]) == pytest.approx(each["memory"] / GIB, rel=0.01)
+    assert f"  {' '.join(found['candidates'][0]['options'])}" in lines
+    assert [each["name"] for each in found["changes"] if each["fits"]][0] == "as it is"
     for part in ("layouts fit", "options of the first one", "smallest cluster that fits", "as it is", "tokens/s"):
         assert part in printed
     assert main([*wanted, "--search", "--model.flavor=GLM-4.6"]) == 1
     printed = capsys.readouterr().out
     assert "0 layouts fit" in printed and "GiB per GPU" in printed
+    assert main([*wanted, "--search", "--picture", str(tmp_path / "plan.png")]) == 2
+    assert "--picture with --search" in capsys.readouterr().err and [*tmp_path.iterdir()] == [file]
+
+
+def test_the_search_counts_documents():
+    """Attention of short documents is less, so every layout takes less time."""
+    searched = (search_layouts(run(), TargetCluster(small_gpu(8), 2), pipeline_order, document_tokens=documents)
+                for documents in (None, 100))  # fmt: skip
+    rows, documents = (
+        {tuple(options_of(each.plan, run())): each.cost.days for each in found.best} for found in searched
+    )
+    assert rows.keys() == documents.keys() and all(documents[options] < rows[options] for options in rows)
 
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble"])
