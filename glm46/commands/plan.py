@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from glm46.commands.config_options import config_parser, parse_with_overrides
-from glm46.commands.options import above_zero, positive, process_count, require_picture, require_writable, verb_parser
+from glm46.commands.options import above_zero, positive, process_count, require_picture, require_writable
 from glm46.commands.search_layouts import run_search, search_numbers, search_text
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
@@ -33,12 +33,7 @@ def plan_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: the config has faults, or an option is wrong.
     """
-    if any(token.partition("=")[0] == "--compare" for token in argv):
-        return _compare(argv)
     parser = config_parser("plan")
-    parser.add_argument(
-        "--compare", choices=["docs"], help="without --config: the requirement documents' figures beside the planner's"
-    )
     parser.add_argument(
         "--gpus", "--nproc", type=process_count, metavar="N", help="GPUs; default: the fewest that the degrees allow"
     )
@@ -59,7 +54,9 @@ def plan_command(argv: Sequence[str]) -> int:
         help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
     )  # fmt: skip
     parser.add_argument("--price", type=above_zero, metavar="DOLLARS", help="of one GPU for one hour")
-    _add_measured(parser)
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE", help="efficiencies that `benchmark rates --json` wrote; default: assumed"
+    )
     parser.add_argument(
         "--document-tokens", type=positive, metavar="N",
         help="mean tokens of a document, whose lengths are taken as exponential; absent: each row is one document",
@@ -116,25 +113,6 @@ def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
     measured = _efficiencies(arguments.measured)
     node = arguments.gpus_per_node, arguments.network, arguments.price, arguments.storage
     return TargetCluster(gpu, gpus, *node, measured)
-
-
-def _compare(argv: Sequence[str]) -> int:
-    from glm46.commands.compare_documents import print_comparison  # torch, for the order of pipelines
-
-    parser = verb_parser("plan", description="Compares the figures of the requirement documents with the planner's.")
-    parser.add_argument("--compare", choices=["docs"], required=True)
-    _add_measured(parser)
-    print_comparison(_efficiencies(parser.parse_args(argv).measured))
-    return 0
-
-
-def _add_measured(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="efficiencies that `benchmark rates --json` wrote; default: assumed ones",
-    )
 
 
 def _efficiencies(file: Path | None) -> Efficiencies:

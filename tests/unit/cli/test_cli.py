@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -133,7 +131,6 @@ def test_a_plan_of_too_many_gpus_is_refused_at_once(capsys):
     """No rule tries each number of processes."""
     options = ["--training.global_batch_size=", "--training.local_batch_size=1", "--training.steps=1"]
     gpus = 10**14
-    began = time.monotonic()
     ended = main(["plan", "--config", DEBUG, "--gpus", str(gpus), *options])
     error = capsys.readouterr().err
     assert ended == 2 and f"{gpus:,} processes: 16 experts" in error and "start 256 processes" in error
@@ -144,7 +141,6 @@ def test_a_plan_of_too_many_gpus_is_refused_at_once(capsys):
     for search in ([], ["--search"]):
         assert main(["plan", "--config", DEBUG, *options, *large, *search]) == 2
         assert capsys.readouterr().err.endswith("a plan goes up to 262,144; take fewer\n")
-    assert time.monotonic() - began < 20
 
 
 def test_a_plan_is_drawn(tmp_path, capsys):
@@ -162,25 +158,6 @@ def test_a_plan_is_drawn(tmp_path, capsys):
         assert main([*wanted, str(tmp_path / name)]) == 2
         assert words in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.svg", "large.svg"}
-
-
-def test_the_documents_are_compared(capsys, monkeypatch):
-    """Every figure beside ours; the arithmetic of the reasons."""
-    monkeypatch.setenv("COLUMNS", "400")
-    assert main(["plan", "--compare", "docs"]) == 0
-    lines = [re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    rows = {cells[0]: cells[1:] for cells in lines if len(cells) == 4 and cells[0] != "figure"}
-    assert rows["GPU-hours"][0] == "753,664" and "92 days are 18,087,936 GPU-hours" in rows["GPU-hours"][2]
-    assert rows["cost at $2.50"][0] == "$27.7M" and "$1.9M, 92 days $45.2M" in rows["cost at $2.50"][2]
-    assert rows["peak of the cluster"][:2] == ["16.2 exaFLOP/s", "8.1 exaFLOP/s"]
-    assert "23T x 633.6G = 14.6 yotta" in rows["FLOP of the run"][2]
-    assert rows["64 H100, 100B tokens"][0] == "30 days, $138K" and rows["all training"][1] == "$62.4M + $3.5M"
-    planned = {name: float(re.match("[$]?([0-9.,]+)", row[1])[1].replace(",", "")) for name, row in rows.items()}
-    # Days, GPU-hours and money are one prediction.
-    assert planned["GPU-hours"] == pytest.approx(8192 * 24 * planned["days"], rel=0.01)
-    assert planned["cost at $2.50"] * 1e6 == pytest.approx(2.5 * planned["GPU-hours"], rel=0.01)
-    assert planned["tokens per second"] * 1e6 == pytest.approx(23e12 / planned["days"] / 86_400, rel=0.01)
-    assert planned["FLOP per token"] == pytest.approx(planned["FLOP of the run"] * 1e24 / 23e12 / 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
