@@ -55,7 +55,7 @@ def plan_command(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--price", type=above_zero, metavar="DOLLARS", help="of one GPU for one hour")
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE", help="efficiencies that `benchmark rates --json` wrote; default: assumed"
+        "--measured", type=Path, metavar="FILE", help="efficiencies of `benchmark rates --json`; default: assumed"
     )
     parser.add_argument(
         "--document-tokens", type=positive, metavar="N",
