@@ -9,7 +9,7 @@ from glm46.planner.target_cluster import GPUS_PER_NODE
 
 
 def serve_config_command(argv: Sequence[str]) -> int:
-    """Print the commands of vLLM and SGLang, or write them with their unit and compose files; returns the exit code.
+    """Print the commands of vLLM and SGLang, or write scripts of them; returns the exit code.
 
     Raises:
         UserError: a server would refuse the folder, an option is wrong, or the GPUs cannot hold the model.
@@ -55,7 +55,7 @@ def _parser() -> VerbParser:
     parser.add_argument(
         "--environment", type=Path, metavar="FOLDER", help="Python environment of the server; default: found by PATH"
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write scripts, systemd units and a compose file")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write a script for each server")
     return parser
 
 

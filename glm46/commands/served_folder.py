@@ -1,7 +1,6 @@
 """The work of ``python -m glm46 serve-config``."""
 
 import argparse
-import getpass
 from pathlib import Path
 
 from glm46.config.errors import UserError
@@ -9,10 +8,9 @@ from glm46.config.section import HUB
 from glm46.huggingface.hub import config_folder, fetch_options
 from glm46.planner.peaks import accelerator_of
 from glm46.planner.serving import ServingPlan
-from glm46.serving.commands import Address, Service
+from glm46.serving.commands import Address, Service, command_lines, script_of
 from glm46.serving.folder import ServedFolder, check_served_folder, folder_of_config
 from glm46.serving.layout import Machines, Wishes, find_layout
-from glm46.serving.unit_files import command_lines, compose_file, script_of, systemd_unit
 
 _GIB = 2**30
 
@@ -81,14 +79,11 @@ def _memory_lines(folder: ServedFolder, plan: ServingPlan, machines: Machines, c
 def _write(output: Path, commands: dict[str, list[str]], arguments: argparse.Namespace) -> None:
     """The files of one node."""
     output.mkdir(parents=True, exist_ok=True)
-    folder, environment = arguments.model.absolute(), arguments.environment and arguments.environment.absolute()
+    environment = arguments.environment and arguments.environment.absolute()
     for server, words in commands.items():
         script = (output / f"{server}.sh").absolute()
         script.write_text(script_of(words, environment), encoding="utf-8")
         script.chmod(0o755)
-        unit = systemd_unit(server, folder, script, getpass.getuser())
-        (output / f"glm46-{server}.service").write_text(unit, encoding="utf-8")
-    (output / "compose.yaml").write_text(compose_file(commands, folder), encoding="utf-8")
     names = ", ".join(sorted(path.name for path in output.iterdir()))
     print(f"{output}: {names}")
 

@@ -1,6 +1,9 @@
-"""The commands that start vLLM and SGLang with a folder, one for each node."""
+"""The commands that start vLLM and SGLang with a folder, one for each node, and scripts of them."""
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from glm46.planner.serving import BATCHED_TOKENS, SEQUENCES, ServingPlan
 from glm46.serving.folder import ServedFolder
@@ -92,3 +95,24 @@ class Service:
 
 def _pairs(options: dict[str, object]) -> list[str]:
     return [word for key, value in options.items() for word in (f"--{key}", str(value))]
+
+
+def command_lines(words: Sequence[str]) -> str:
+    """A command for a shell, one option a line."""
+    lines, line = [], []
+    for word in words:
+        if word.startswith("--") and line:
+            lines.append(shlex.join(line))
+            line = []
+        line.append(word)
+    return " \\\n    ".join([*lines, shlex.join(line)])
+
+
+def script_of(words: Sequence[str], environment: Path | None) -> str:
+    """A script that becomes the server; its arguments are further options, and win over those that it has.
+
+    Args:
+        environment: Python environment in which the server is installed; None: the one of the caller.
+    """
+    path = "" if environment is None else f"export PATH={shlex.quote(str(environment / 'bin'))}:$PATH\n"
+    return f'#!/usr/bin/env bash\nset -euo pipefail\n{path}exec {command_lines(words)} "$@"\n'

@@ -130,15 +130,8 @@ def test_commands_and_files(folders, tmp_path, capsys):
         assert part in script
     assert "--speculative" not in (node / "sglang.sh").read_text()  # it has no drafts in a pipeline
     assert "--headless" not in (tmp_path / "a b%/node0/vllm.sh").read_text()
-    services = json.loads((node / "compose.yaml").read_text())["services"]
-    assert services["vllm"]["entrypoint"][:3] == ["vllm", "serve", str(folders["bfloat16"])]
-    units = sorted(node.glob("*.service"))
-    assert len(units) == 2 and f'ExecStart="{node}/vllm.sh"'.replace("%", "%%") in units[1].read_text()
     for name in ("vllm.sh", "sglang.sh"):
         subprocess.run(["bash", "-n", node / name], check=True)
-    if shutil.which("systemd-analyze"):
-        found = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True)
-        assert found.returncode == 0 and "glm46" not in found.stderr, found.stderr
 
 
 def test_quantised_weights_count_as_they_are_stored(folders):
