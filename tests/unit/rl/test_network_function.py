@@ -28,7 +28,7 @@ from glm46.inference.scoring import Request as Scored
 from glm46.inference.scoring import score
 from glm46.model.cross_entropy import token_logprobs
 from glm46.model.router import RoutingOptions
-from glm46.model.transformer import Transformer
+from glm46.model.transformer import Transformer, router_names
 from glm46.planner.function import function_of_meta, gate_factor, next_temperature
 from glm46.planner.schedule import schedule_value
 from glm46.pretrain.task import Pretraining, train
@@ -234,6 +234,10 @@ def consumers(make_config, tmp_path):
                 found.drafted = by_rollouts(network, speculative=True)
             if network.shape.sliding_window is None:
                 found.served = {n: t.clone() for n, t in served_tensors(network, None)}
+                gates = [tensor for name, tensor in found.served.items() if name.endswith("mlp.gate.weight")]
+                whole = dict(whole_weights(network, network.shape))
+                for name, gate in zip(router_names(network.shape), gates, strict=True):  # of prediction layers too
+                    assert torch.equal(gate, whole[f"{name}.weight"] / temperature), name
                 if adapter is None:
                     write_weights(network, task.tokenizer, found.folder, torch.float32)
             return 0
