@@ -71,7 +71,7 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str]) -> str:
         "",
         "Gaps are in per cent of the baseline's run with the same seed, data and steps. Final loss: mean over the last "
         "tenth of the tokens. Gradient norm: mean over the rows of the absolute gap. Tokens/s: median of the rows; "
-        "other load on the machine is in it, and what emulates its type has none. Memory: the largest peak of a GPU, "
+        "other load on the machine is in it; a run that emulates products has none. Memory: the largest peak of a GPU, "
         "without GPUs of a process.",
         *(f"\n![{name.rpartition('.')[0]}]({name})" for name in pictures),
         "",

@@ -49,7 +49,8 @@ class Checkpoint(Section):
     [adapter]: the base, of which every start reads the weights and nothing else."""
 
     initial_load_model_only: Annotated[bool, Needs("initial_load_path"), Needs("initial_load_in_hf", False)] = False
-    """Load only weights and expert biases from initial_load_path; optimizer, clock and data position start anew."""
+    """Load only weights and expert biases from initial_load_path. Otherwise also the optimizer's states, and text that
+    the earlier phase has read is not read again. The clock begins at lr_scheduler.start_tokens in both cases."""
 
     initial_load_include: Annotated[
         tuple[str, ...], Needs("initial_load_path"), Needs("initial_load_in_hf", False)

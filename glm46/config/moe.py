@@ -24,10 +24,11 @@ class MoE(Section):
     """proportional: largest absolute value of the bias."""
 
     sequence_aux_loss_weight: Schedule = 1e-4
-    """Weight of the sequence-level balance loss (arXiv 2412.19437, eq. 17 to 20)."""
+    """Weight of the sequence-level balance loss (arXiv 2412.19437, eq. 17 to 20), summed over the layers."""
 
     z_loss_weight: Schedule = 0.0
-    """Weight of the router z-loss: mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906)."""
+    """Weight of the router z-loss: mean over tokens of logsumexp(logits)^2, summed over the layers, of logits that
+    router_temperature has divided (arXiv 2202.08906)."""
 
     router_temperature: Schedule = 1.0
     """Divisor of the router logits; a schedule warms it up. 1 is off. It is part of what the network computes: see

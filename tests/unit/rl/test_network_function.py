@@ -17,6 +17,7 @@ from glm46.checkpoint.step_tensors import StepTensors
 from glm46.commands.convert import convert_command
 from glm46.config.adapter import Adapter
 from glm46.config.check import check_config
+from glm46.config.checkpoint import Checkpoint
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape, RopeScaling
 from glm46.config.moe import MTP, MoE
@@ -28,7 +29,7 @@ from glm46.inference.scoring import Request as Scored
 from glm46.inference.scoring import score
 from glm46.model.cross_entropy import token_logprobs
 from glm46.model.router import RoutingOptions
-from glm46.model.transformer import Transformer
+from glm46.model.transformer import Transformer, router_names
 from glm46.planner.function import function_of_meta, gate_factor, next_temperature
 from glm46.planner.schedule import schedule_value
 from glm46.pretrain.task import Pretraining, train
@@ -234,6 +235,10 @@ def consumers(make_config, tmp_path):
                 found.drafted = by_rollouts(network, speculative=True)
             if network.shape.sliding_window is None:
                 found.served = {n: t.clone() for n, t in served_tensors(network, None)}
+                gates = [tensor for name, tensor in found.served.items() if name.endswith("mlp.gate.weight")]
+                whole = dict(whole_weights(network, network.shape))
+                for name, gate in zip(router_names(network.shape), gates, strict=True):  # of prediction layers too
+                    assert torch.equal(gate, whole[f"{name}.weight"] / temperature), name
                 if adapter is None:
                     write_weights(network, task.tokenizer, found.folder, torch.float32)
             return 0
@@ -319,7 +324,9 @@ def test_all_consumers_compute_what_a_key_of_adapters_says(consumers, key, value
 def test_a_phase_goes_on_with_the_function_of_the_one_before(consumers, moe, clock, factor):
     before = consumers("before", {}, {"router_temperature": RAMP}, None)
     after = consumers("after", {}, moe, None, before.step, clock)
-    stored = StepTensors(before.step)
+    stored, clocks = StepTensors(before.step), StepTensors(after.step).meta["progress"]
+    assert (clocks["tokens"], clocks["curriculum_tokens"]) == (64, clock + 64)
+    assert "begins at lr_scheduler.start_tokens" in Checkpoint.model_fields["initial_load_model_only"].description
     assert stored.function.router_temperature == pytest.approx(2.6)
     assert torch.equal(after.gate, stored["layers.1.mlp.router.weight"] * factor)
     if factor != 1.0:
