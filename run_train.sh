@@ -14,7 +14,11 @@ trap 'exit 130' INT
 trap 'exit 75' TERM HUP USR1
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 . "$root/scripts/environment.sh"
-use_environment ""
+config=$(find_config)
+# No Python is known yet that could read the file.
+extras=
+if grep -Eqs '^[[:space:]]*\[\[?[[:space:]]*rl[].[:space:]]' "$config"; then extras=rl; fi
+use_environment "$extras"
 
 # The launcher prints this command, with overrides, for a person to copy.
 script="$root/run_train.sh"
@@ -22,7 +26,6 @@ if [ "$PWD" = "$root" ]; then script=./run_train.sh; fi
 printf -v GLM46_START '%s%s%q' "${HOSTFILE:+HOSTFILE=$(printf %q "$HOSTFILE") }${CONFIG_FILE:+CONFIG_FILE=$(printf %q "$CONFIG_FILE") }" "${NGPU:+NGPU=$(printf %q "$NGPU") }" "$script"
 export GLM46_START
 
-config=$(find_config)
 # Signals wait until Python listens, where env can block them (GNU).
 # shellcheck disable=SC2054
 blocking=(env --block-signal=INT,TERM,HUP,USR1)

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.prepare.equal_results import math_verify_version
 from glm46.prepare.limited import run_limited
 
 # Processor time of a compiler, independent of the machine's load; a text that needs more counts as not compiling.
@@ -49,13 +50,16 @@ def require_compiler(language: str) -> None:
 
 
 def verifier_version(language: str) -> str | None:
-    """Return the version of a language's verifier; None if its result depends on the text only.
+    """Return the version of a language's verifier, of maths and steps that of math-verify; None if its result depends
+    on the text only.
 
     The first line of ``--version``; gofmt has no such option and is identified by the hash of its file. Headers and
     libraries that a text may include are not part of it.
     """
     if language in ("python", "execute"):
         return f"Python {platform.python_version()}"
+    if language in ("maths", "steps"):
+        return f"math-verify {math_verify_version() or 'absent'}"
     if language not in COMPILERS:
         return None
     file = shutil.which(COMPILERS[language][0])

@@ -9,6 +9,7 @@ that it is asked about the rest: expressions.
 import re
 import threading
 from fractions import Fraction
+from importlib import metadata
 from typing import NamedTuple
 
 _TEXT = "\ue000"
@@ -398,6 +399,14 @@ def _verified(one: str, other: str, seconds: int) -> bool | None:
     if not first or not second:
         return None
     return bool(verify[1](second, first, timeout_seconds=limit))
+
+
+def math_verify_version() -> str | None:
+    """Return the version of math-verify; None where it is not installed."""
+    try:
+        return metadata.version("math-verify")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _math_verify():

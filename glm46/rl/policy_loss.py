@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 LARGEST_LOG_RATIO = 20.0
-"""Log-ratios are limited to this: exp of it is far outside of every clip, and finite in FP32."""
+"""Logarithms of ratios are limited to this: exp of it is far outside of every clip, and finite in FP32. Beyond it a
+ratio has no gradient."""
 
 
 class TokenLosses(NamedTuple):
@@ -23,15 +24,15 @@ def kl_estimate(logprobs: Tensor, others: Tensor, estimator: Literal["k1", "k2",
 
     Args:
         logprobs, others: log-probabilities of the same tokens, of one shape.
-        estimator: with d = logprobs - others: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, at most 10.
+        estimator: with d = logprobs - others: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, without any
+            bound: a bounded k3 has no gradient where the policy is furthest from the other one.
     """
     d = logprobs - others
     if estimator == "k1":
         return d
     if estimator == "k2":
         return d.square() / 2
-    d = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return (torch.expm1(-d) + d).clamp(max=10.0)
+    return torch.expm1(-d) + d
 
 
 def sum_by_sample(values: Tensor, sample: Tensor, samples: int) -> Tensor:

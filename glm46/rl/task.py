@@ -18,6 +18,7 @@ from glm46.files.durable import hash_file
 from glm46.huggingface.tokenizer_files import stop_ids
 from glm46.planner.plan import Plan
 from glm46.planner.schedule import schedule_value
+from glm46.prepare.equal_results import math_verify_version
 from glm46.reliability.stop import StopRequest
 from glm46.rewards.answer import RewardRule
 from glm46.rewards.environment import Environment
@@ -223,11 +224,17 @@ class Reinforcement:
             f"warning      rl.rewards: none of these reads labels, and {labelled:,} prompts have one under "
             f"'{config.prompts.label_key}': right answers are worth no more than wrong ones"
         ]
+        unjudged = [
+            "warning      rl.rewards: math-verify is not installed, and math compares expressions as text; "
+            "pip install 'glm46[rl]'"
+        ]
+        has_judge = math_verify_version() is not None or all(reward.name != "math" for reward in config.rewards)
         return [
             f"prompts      {len(self._prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
             *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
+            *([] if has_judge else unjudged),
         ]
 
     def export(self, progress: Progress) -> str:

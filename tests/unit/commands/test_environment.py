@@ -100,3 +100,20 @@ def test_nodes_of_a_job_that_start_at_once_install_into_their_checkout_once(tmp_
         return
     assert (tmp_path / "done").read_text() == "venv\ninstall\n"
     assert sum(f"uses {tmp_path}/.venv/bin/python" in text for text in said) == 3
+
+
+@pytest.mark.parametrize(("text", "extras"), [
+    ("[job]\n", ""), ("[rl]\n", "rl"), ("[[rl.rewards]]\n", "rl"), ("[job]\n  [ rl.prompts ]\n", "rl"),
+    ("# [rl]\n[rlx]\n", ""),
+])  # fmt: skip
+def test_a_file_with_rl_is_run_with_its_extra(text, extras, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "run_train.sh").write_text((ROOT / "run_train.sh").read_text())
+    lines = (ROOT / "scripts" / "environment.sh").read_text()
+    (tmp_path / "scripts" / "environment.sh").write_text(lines + '\nuse_environment() { echo "<$1>"; exit; }\n')
+    (tmp_path / "run.toml").write_text(text)
+    end = subprocess.run(
+        ["bash", "run_train.sh"], cwd=tmp_path, env=os.environ | {"CONFIG_FILE": "run.toml"}, capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert end.stdout == f"<{extras}>\n"

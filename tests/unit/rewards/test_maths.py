@@ -1,0 +1,151 @@
+"""The judge of mathematical results, on answers as models write them: both directions, equal forms and near misses."""
+
+import json
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from glm46.prepare.equal_results import result_fault, same_answer
+from glm46.prepare.maths import concluded_result, maths_fault, stated_result
+from glm46.rewards.answer import Answer
+from glm46.rewards.maths import maths
+
+CASES = Path(__file__).parents[4] / "shared" / "cases" / "maths_cases.jsonl"
+RIGHT = [
+    ("The answer is **42**.", "42"), ("The answer is 42 apples.", "42"),
+    ("Final Answer: The final answer is $42$. I hope it is correct.", "42"), (r"\boxed{x=5}", "5"),
+    (r"\boxed{−7}", "-7"), (r"\boxed{\dfrac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}"), (r"Answer: \frac{3}{4}", "3/4"),
+    (r"Answer: \frac{3}{4}", r"\frac{3}{4}"), (r"**Answer:** $\frac{3}{4}$", "0.75"),
+    ("The answer is:\n\n$$\\frac{3}{4}$$", "0.75"), ("## Answer\n42", "42"),
+    (r"Thus the final answer is \(42\).", "42"), ("So the answer is $x = 3$ or $x = 5$.", r"\{3,5\}"),
+    ("The answer is 3 and 5.", "3, 5"), (r"The answer is 2\frac{1}{3}.", "7/3"), ("The answer is 1,234.", "1234"),
+    ("The answer is 1,234,567 dollars.", "1234567"), ("The answer is $1,234.50", "1234.5"),
+    ("The answer is $18.", "18"), ("The answer is 25%.", "25"), ("The answer is 3.5.", "3.5"),
+    ("The answer is 5 because 2+3=5", "5"), ("The answer is: 5", "5"), ("answer is 5", "5"),
+    ("The correct answer is therefore 5.", "5"), (r"\boxed{12 \text{ cm}}", r"12\text{ centimeters}"),
+    (r"\boxed{12\,\mathrm{cm}^2}", "12"), (r"\boxed{12 square meters}", "12 m^2"),
+    (r"\boxed{5 \text{ and } 7}", r"\{5,7\}"), (r"\boxed{5, 7}", "7, 5"), (r"\boxed{x=5, y=7}", "(5,7)"),
+    (r"\boxed{(5, 7)}", "x=5, y=7"), (r"\boxed{1\pm\sqrt{2}}", r"\{1+\sqrt2, 1-\sqrt2\}"),
+    (r"\boxed{\pm\sqrt{2}}", r"\sqrt{2}, -\sqrt{2}"),
+    (r"\boxed{(-\infty, 2) \cup (3, \infty)}", r"(-\infty,2)\cup(3,\infty)"), (r"\boxed{2 < x \leq 5}", "(2,5]"),
+    (r"\boxed{x \in [1,2]}", "[1,2]"), (r"\boxed{x \geq 3}", r"[3,\infty)"), (r"\boxed{\frac{\pi}{6}}", r"\pi/6"),
+    (r"\boxed{e^{2}}", "e^2"), (r"\boxed{\ln 2}", r"\ln(2)"), (r"\boxed{2\sqrt{3}}", r"\sqrt{12}"),
+    (r"\boxed{\sqrt{12}}", r"2\sqrt3"), (r"\boxed{\sin x}", r"\sin(x)"),
+    (r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\boxed{\text{Yes}}", "yes"), (r"\boxed{\textbf{(C)}}", "C"), (r"\boxed{C}", r"\text{C}"),
+    (r"\boxed{No solution}", "no solution"), (r"\boxed{\emptyset}", r"\{\}"), (r"\boxed{\varnothing}", r"\emptyset"),
+    (r"\boxed{f(x)=x^2}", "x^2"), (r"\boxed{y = 2x+1}", "2x+1"), (r"\boxed{2x + 3}", "3+2x"),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2"), (r"\boxed{3 + 2i}", "2i+3"), (r"\boxed{\frac12}", "0.5"),
+    (r"\boxed{50\%}", "0.5"), (r"\boxed{0.5}", r"50\%"), (r"\boxed{1/2}", r"\frac{1}{2}"),
+    (r"\boxed{-\frac12}", "-0.5"), (r"\boxed{100^\circ}", "100"), (r"\boxed{100 degrees}", r"100^\circ"),
+    (r"\boxed{\$5}", "5 dollars"), (r"\boxed{10:30}", "10:30"), (r"\boxed{2^{3}}", "8"), (r"\boxed{2^{10}}", "1024"),
+    (r"\boxed{1e-3}", "0.001"), (r"\boxed{\frac{10}{4}}", "2.5"), (r"\boxed{$42$}", "42"), (r"\boxed{42.}", "42"),
+    (r"\boxed{\mathbf{42}}", "42"), (r"\boxed{{42}}", "42"), (r"\boxed{42}\boxed{43}", "43"), (r"\boxed{１２}", "12"),
+    (r"\boxed{1\frac12}", "1.5"), (r"\boxed{1 \frac{1}{2}}", "3/2"), (r"\boxed{-2½}", "-5/2"),
+    (r"\boxed{\frac{-1}{2}}", "-1/2"), (r"\boxed{x=\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{x = 1 \text{ or } x = 2}", "1, 2"), (r"\boxed{x_1 = 1, x_2 = 2}", "1, 2"), (r"\boxed{a=3}", "a = 3"),
+    (r"\boxed{8!}", "40320"), (r"\boxed{\log_2 8}", "3"), (r"\boxed{|x|}", "|x|"), (r"\boxed{\approx 3.14}", "3.14"),
+    (r"\boxed{3 \times 10^5}", "300000"), (r"\boxed{3 \times 10^5}", "300,000"),
+    (r"\boxed{3.0\times10^{5}\text{ J}}", "3e5"), (r"\boxed{7}", "7."), (r"\boxed{007}", "7"),
+    ("Answer: 42\n\nExplanation: 6*7.", "42"), ("The answer is **x = 5**", "5"), ("The answer is `42`.", "42"),
+    ('The answer is "yes".', "yes"), ("**The answer is 42**", "42"),
+    (r"The final answer is: $\boxed{42}$. I hope it is correct.", "42"), ("3 and 4 make 1,007.", "1007"),
+    ("So Tom has 42 apples.", "42"), ("Therefore, x = 5.", "5"), ("42", "42"), ("$42$", "42"), (r"\(x=5\)", "5"),
+    ("5/6", r"\frac56"), (r"\sqrt{2}", r"\sqrt2"),
+]  # fmt: skip
+WRONG = [
+    (r"\boxed{12 cm^2}", "12 cm"), (r"\boxed{2\frac{1}{3}}", "2/3"), (r"\boxed{12\text{ cm}^2}", r"12\text{ cm}"),
+    (r"\boxed{5 \text{ and } 7}", "57"), (r"\boxed{5,7}", "57"), (r"\boxed{1,23}", "123"), (r"\boxed{4 1/5}", "41/5"),
+    (r"\boxed{2 or 3}", "23"), (r"\boxed{x=5}", "x=-5"), (r"\boxed{x=5}", "y=5"), (r"\boxed{x=1,y=2}", "x=2,y=1"),
+    (r"\boxed{(1,2)}", "(2,1)"), (r"\boxed{[1,2]}", "(1,2)"), (r"\boxed{\{1,2\}}", r"\{1,2,3\}"),
+    (r"\boxed{0.333}", "1/3"), (r"\boxed{0.3333333}", "1/3"), (r"\boxed{3.1415927}", r"\pi"),
+    (r"\boxed{1.4142136}", r"\sqrt2"), (r"\boxed{2.7182818}", "e"), (r"\boxed{x+1}", "x-1"), (r"\boxed{x}", "x^2"),
+    (r"\boxed{\sqrt{3}}", "3"), (r"\boxed{3^2}", "32"), (r"\boxed{90^\circ}", "900"), (r"\boxed{5\%}", "500"),
+    (r"\boxed{0.05}", "5"), (r"\boxed{5\text{ kg}}", r"5\text{ g}"), (r"\boxed{5 dollars}", "5 euros"),
+    (r"\boxed{even}", "odd"), (r"\boxed{neve}", "even"), (r"\boxed{no}", "on"), (r"\boxed{yes}", "no"),
+    (r"\boxed{A}", "B"), (r"\boxed{x<4}", "x>4"), (r"\boxed{x \le 4}", "x<4"), (r"\boxed{-\infty}", r"\infty"),
+    (r"\boxed{}", "0"), (r"\boxed{}", ""), ("", "0"), ("I do not know.", "0"), ("The answer is not 15.", "15"),
+    ("The answer is 15 or 16.", "15"), ("The answer is either 15 or 16", "16"), ("Maybe 7 or 8 is right", "8"),
+    ("The numbers are 5, 6 and 7.", "7"), ("It might be 7.", "7"), ("The answer lies between 5 and 7.", "7"),
+    ("7 is in step 3", "3"), ("x = 5 or so, in step 2", "2"), ("The answer is 15, not 16.", "16"),
+    (r"\boxed{12", "12"), (r"\boxed{\frac{1}{2}", "0.5"), ("The answer is", "3"), ("Is it 7?", "7"),
+    (r"\boxed{3:4}", "4:3"), (r"\boxed{1.5\times 10^3}", "1.5"), (r"\boxed{1.5e3}", "1.5e-3"), (r"\boxed{2x}", "2"),
+    (r"\boxed{2x}", "x"), (r"\boxed{5!}", "5"), (r"\boxed{-5}", "5"), (r"\boxed{- 5}", "5"), (r"\boxed{5-3}", "-53"),
+    (r"\boxed{5 3}", "53"), (r"\boxed{\pm 3}", "3"), (r"\boxed{1,2,3}", "123"), (r"\boxed{(1,200)}", "1200"),
+    (r"\boxed{9^{9^{9^9}}}", "1"), (r"\boxed{10^{100000000}}", "1"), (r"\boxed{99999999!}", "1"),
+    (r"\boxed{\frac{1}{0}}", "1"), (r"\boxed{1/0}", r"\infty"), (r"\boxed{x/0}", "0"),
+    (r"\boxed{\frac{x^2-1}{x-1}}", "x-1"), (r"\boxed{\text{cannot be determined}}", "0"),
+    (r"\boxed{0}", r"\text{cannot be determined}"), (r"\boxed{2\text{ or }8}", "8"), (r"\boxed{42 or 43}", "42"),
+    (r"\boxed{42/43}", "42"), (r"\boxed{3 \text{ hours } 20 \text{ minutes}}", "3"),
+    (r"\boxed{3 hours 20 minutes}", "320"), ("Step 1. We have 3. Step 2. Then 4", "4"),
+]  # fmt: skip
+
+
+def reward(text: str, label: str) -> float:
+    return maths(Answer("", text, label, False, 9, True), {})
+
+
+def check(text: str, label: str, expected: bool) -> None:
+    """Also with the label in the box and the answer as the label, where the answer is one box."""
+    assert reward(text, label) == expected
+    box = re.fullmatch(r"\\boxed\{(.+)\}", text)
+    if box and "\\boxed" not in box[1] and label and result_fault(box[1]) is None:
+        assert reward(f"\\boxed{{{label}}}", box[1]) == expected
+
+
+@pytest.mark.parametrize(("text", "label"), RIGHT)
+def test_right_answers_get_the_reward(text, label):
+    pytest.importorskip("math_verify")
+    check(text, label, True)
+
+
+@pytest.mark.parametrize(("text", "label"), WRONG)
+def test_near_misses_and_answers_without_a_result_do_not(text, label):
+    check(text, label, False)
+
+
+@pytest.mark.skipif(not CASES.is_file(), reason="the handed cases are not here")
+def test_handed_cases_have_their_verdicts():
+    pytest.importorskip("math_verify")
+    for line in CASES.read_text().splitlines():
+        case = json.loads(line)
+        assert reward(case["answer"], case["label"]) == case["verdict"], case
+        given = stated_result(case["answer"]) or concluded_result(case["answer"])
+        if given:
+            assert same_answer(case["label"], given) == case["verdict"], ("swapped", case)
+        if "\\boxed" in case["answer"] and given is not None:
+            fault = maths_fault(case["answer"], case["label"])
+            assert (fault is None) == case["verdict"], ("verify of data", case)
+
+
+@pytest.mark.parametrize(("one", "other", "expected"), [
+    ("1,000", "1000", True), ("2 or 8", "{8, 2}", False), ("12 cm", "12", True), ("12 cm", "12 m", False),
+    (r"2\frac{1}{3}", "7/3", True), (r"2\frac{1}{3}", "2/3", False), ("2x", "x^2", False), ("Monday", "monday", True),
+    (r"2 \sqrt{3}", r"2\sqrt{3}", True), ("x+1", "1+x", False),
+])  # fmt: skip
+def test_without_math_verify_results_are_compared_by_our_rules(one, other, expected, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert same_answer(one, other) == same_answer(other, one) == expected
+
+
+def test_a_thread_has_no_alarms_and_judges_all_the_same():
+    pytest.importorskip("math_verify")
+    found = []
+    thread = threading.Thread(target=lambda: found.append(same_answer("x+1", "1+x")))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+@pytest.mark.parametrize(("label", "said"), [
+    ("", "nothing"), ("...", "nothing"), (r"\frac{1}{", "braces"), ("x}", "braces"), ("x+*/2)", "read"), ("34", None),
+    (r"\{1, 2\}", None),
+    ("no solution", None), (r"\infty", None), (r"\emptyset", None), ("x^2+1", None), ("(1, 2]", None),
+])  # fmt: skip
+def test_what_no_answer_could_equal_is_a_fault(label, said):
+    pytest.importorskip("math_verify")
+    fault = result_fault(label)
+    assert fault is None if said is None else said in fault
