@@ -111,12 +111,7 @@ class LmEvalModel(TemplateLM):
         prompts, repeats = [], {}
         for request in requests:
             context, stated = request.args
-            options = normalize_gen_kwargs(stated, _MAX_NEW_TOKENS)
-            if unknown := [name for name in options if name not in _KNOWN]:
-                raise UserError(
-                    f"{self._keys.names} {request.task_name}: generation_kwargs.{unknown[0]} is not supported; "
-                    f"there are {', '.join(sorted(_KNOWN))}"
-                )
+            options = self._options(request.task_name, stated)
             tokens, until = tuple(self.tok_encode(context)), options.get("until") or []
             most = options["max_gen_toks"]
             remedy = f"lower {self._keys.fewshot}, or max_gen_toks of the task"
@@ -132,6 +127,22 @@ class LmEvalModel(TemplateLM):
             seed, thinks = 0 if sampling.is_greedy else seed, self._thinking and context.endswith("<|assistant|>")
             prompts.append(Prompt(tokens or (self.eot_token_id,), most, ends, sampling, seed, thinks))
         return self._answers.texts(prompts)
+
+    def _options(self, task: str, stated: dict) -> dict:
+        """The generation_kwargs of a task with their defaults."""
+        try:
+            options = normalize_gen_kwargs(stated, _MAX_NEW_TOKENS)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self._keys.names} {task}: generation_kwargs = {stated}: {error}; correct it") from error
+        until = options.get("until") or []
+        if not (isinstance(until, str) or isinstance(until, list) and all(isinstance(end, str) for end in until)):
+            raise UserError(f"{self._keys.names} {task}: generation_kwargs.until = {until!r}: give a list of texts")
+        if unknown := [name for name in options if name not in _KNOWN]:
+            raise UserError(
+                f"{self._keys.names} {task}: generation_kwargs.{unknown[0]} is not supported; there are "
+                f"{', '.join(sorted(_KNOWN))}"
+            )
+        return options
 
     def _require_room(self, task: str, tokens: int, remedy: str) -> None:
         if tokens > self._positions:

@@ -3,17 +3,21 @@
 import logging
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
 
 from glm46.config.errors import UserError
 from glm46.config.faults import nearest
 from glm46.evaluation.answers import Keys
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks.manager import TaskDict
 
@@ -81,13 +85,8 @@ def find_tasks(
     if faults:
         raise UserError(*(f"{fault}; correct the path" for fault in faults))
     manager = _manager_that_knows(names, folders, keys)
-    try:
+    with _faults_of_tasks(keys, ",".join(names)):
         loaded = manager.load([*names])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        kind = f"{type(error).__name__}: {_one_line(error)}"
-        raise UserError(
-            f"{keys.names} {','.join(names)}: cannot be loaded: {kind}; correct the task, or its data"
-        ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) and not run_code:
             raise UserError(f"{keys.names} {name}: runs code that the model writes, on this machine; {keys.run_code}")
@@ -100,8 +99,48 @@ def find_tasks(
         stated = task.get_config("num_fewshot")
         if stated is None or (fewshot is not None and stated != 0):  # 0 in a task's file means never
             task.set_config(key="num_fewshot", value=fewshot or 0)
-        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        with _faults_of_tasks(keys, name):
+            _try(task, form)
     return StandardTasks(loaded, limit, keys, form)
+
+
+@contextmanager
+def _faults_of_tasks(keys: Keys, names: str) -> Iterator[None]:
+    """Turn what lm-eval and the code and templates of tasks raise into a UserError."""
+    from yaml import YAMLError
+
+    try:
+        yield
+    except (
+        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
+        SyntaxError, TypeError, ValueError, re.error, jinja2.TemplateError, YAMLError,
+    ) as error:  # fmt: skip
+        kind = f"{type(error).__name__}: {_one_line(error) or 'a key that its output_type needs is missing'}"
+        if isinstance(error, KeyError) and error.args == (None,):  # lm-eval looks up the aggregation of an own metric
+            kind = "a metric of metric_list has no aggregation: state one, such as aggregation: mean"
+        raise UserError(f"{keys.names} {names}: cannot be loaded: {kind}; correct the task, or its data") from error
+
+
+def _try(task: "Task", form: PromptForm) -> None:
+    """Check the metrics of a task, make the requests of a document and judge empty answers to them. Raises errors of
+    any kind."""
+    metrics = task.aggregation()
+    if not metrics:
+        raise ValueError("metric_list is empty")
+    for name, aggregation in metrics.items():
+        if aggregation is None:
+            raise ValueError(f"metric {name}: unknown aggregation; state one, such as aggregation: mean")
+        if task.get_config("process_results") is None and getattr(task, "_metric_fn_list", {}).get(name, True) is None:
+            raise ValueError(f"metric {name}: unknown; take one of lm-eval, or give process_results")
+    options = form._asdict()
+    del options["thinking"]
+    task.build_all_requests(limit=1, chat_template=lambda messages, **_: str(messages), **options)
+    for one in task.instances:
+        empty = {"generate_until": "", "loglikelihood_rolling": 0.0}.get(one.request_type, (0.0, False))
+        one.resps += [empty] * one.repeats
+    task.apply_filters()
+    for kept in task.instances[0].filtered_resps:
+        task.process_results(task.instances[0].doc, [one.filtered_resps[kept] for one in task.instances])
 
 
 def _manager_that_knows(names: Sequence[str], folders: Sequence[Path], keys: Keys) -> "TaskManager":
@@ -147,6 +186,8 @@ def run_tasks(tasks: StandardTasks, model: "LmEvalModel", *, has_errors: bool = 
 
     options = tasks.form._asdict() | ({} if has_errors else {"bootstrap_iters": 0})
     del options["thinking"]
+    for task in tasks.loaded["tasks"].values():
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     state = random.getstate()
     random.seed(0)  # as lm-eval's own command
     try:

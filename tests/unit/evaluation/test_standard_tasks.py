@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm46.cli import main
+from glm46.config.errors import UserError
 from glm46.evaluation import results
-from glm46.evaluation.answers import Prompt, has_ended, text_of
-from glm46.evaluation.standard import FOLDER
+from glm46.evaluation.answers import Keys, Prompt, has_ended, text_of
+from glm46.evaluation.standard import FOLDER, find_tasks
 from glm46.inference.sampling import Sampling
 from glm46.pretrain.task import train
 from tests.small_run import small_config
@@ -225,6 +226,57 @@ def test_own_task_files_and_folders(exported, tmp_path):
     for tasks in (["--tasks", str(file)], ["--tasks", "mine", "--task-folder", str(tmp_path)]):
         found = evaluate(exported, tmp_path / "output", *tasks, "--limit", "2")["results"]["standard"]
         assert {one["task"] for one in found["figures"]} == {"mine"}
+
+
+_METRICS = "metric_list: [{metric: %s, aggregation: mean, higher_is_better: true}]"
+_FILTERS = _METRICS % "acc" + "\nfilter_list: [{name: f, filter: [%s]}]"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (("metric_list", "metric_list: [{metric: mine}]"), ("no aggregation", "aggregation: mean")),
+    (("metric_list", "metric_list: [{metric: acc, aggregation: meen}]"), ("metric acc", "unknown aggregation")),
+    (("metric_list", _METRICS % "mine"), ("metric mine", "unknown")),
+    (("metric_list", "metric_list: [{aggregation: mean}]"), ("'metric'",)),
+    (("metric_list", "metric_list: []"), ("metric_list is empty",)),
+    (("metric_list", _FILTERS % "{function: regexx}"), ("Unknown filter 'regexx'",)),
+    (("metric_list", _FILTERS % "{function: regex, nope: 1}"), ("'nope'",)),
+    (("metric_list", _FILTERS % "{function: regex, regex_pattern: '('}"), ("unterminated",)),
+    (("metric_list", "  bad: [\n"), ("ScannerError", "line")),
+    (("metric_list", "no_such_key: 1"), ("no_such_key",)),
+    (("metric_list", "repeats: many"), ("str",)),
+    (("doc_to_text", 'doc_to_text: "{{context"'), ("TemplateSyntaxError",)),
+    (("doc_to_text", 'doc_to_text: "{{nothing}}"'), ("'nothing' is undefined",)),
+    (("doc_to_text", ""), ("a key that its output_type needs",)),
+    (("output_type", "output_type: multi"), ("multi",)),
+    (("output_type", ""), ("TypeError",)),
+    (("test_split", "test_split: dev"), ("dev",)),
+    (("task", ""), ("Unknown config shape",)),
+])  # fmt: skip
+@pytest.mark.usefixtures("small_task_index")
+def test_a_task_file_that_cannot_be_used_is_one_line_before_work(tmp_path, capsys, change, said):
+    file, (key, line) = write_task(tmp_path, "mine"), change
+    lines = file.read_text().split("\n")
+    at = next(number for number, text in enumerate(lines) if text.startswith(f"{key}:"))
+    rest = [] if key == "metric_list" else lines[at + 1 :]
+    file.write_text("\n".join([*lines[:at], line, *rest]))
+    with pytest.raises(UserError) as refused:
+        find_tasks([str(file)], [], fewshot=None, limit=2)
+    (fault,) = refused.value.faults
+    assert "mine" in fault and "cannot be loaded" in fault and "\n" not in fault
+    assert all(part in fault for part in said), fault
+
+
+@pytest.mark.parametrize(("kwargs", "said"), [
+    ({"until": 3}, "until"), ({"until": [3]}, "until"), ({"max_gen_toks": "many"}, "many"), ({"beams": 2}, "beams"),
+])  # fmt: skip
+def test_bad_generation_kwargs(tokenizer, kwargs, said):
+    from lm_eval.api.instance import Instance
+
+    from glm46.evaluation.lm_eval_model import LmEvalModel
+
+    request = Instance("generate_until", {}, ("a", kwargs), 0, metadata=("mine", 0, 1))
+    with pytest.raises(UserError, match=f"--tasks mine: generation_kwargs.*{said}"):
+        LmEvalModel(None, tokenizer, 512, Keys()).generate_until([request])
 
 
 @pytest.mark.parametrize(
