@@ -77,6 +77,13 @@ def parse_with_overrides(
     return arguments, tuple(overrides)
 
 
+def count(text: str) -> int:
+    """Type of an option: an integer from 0 on."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 on")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """Type of an option: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
