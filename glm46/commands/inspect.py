@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from glm46.commands.options import verb_parser
+from glm46.commands.options import count, positive, verb_parser
 from glm46.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.data.mixing import permute
 from glm46.data.packing import TokenStream
@@ -25,10 +25,10 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser = verb_parser("inspect", description="Verify a folder of shards and show its text.")
     parser.add_argument("folder", type=Path, help="a folder that prepare has made")
     parser.add_argument(
-        "--rows", type=int, default=2, help="rows of text, documents of chats or pairs to show, picked at random"
+        "--rows", type=count, default=2, help="rows of text, documents of chats or pairs to show, picked at random"
     )
     parser.add_argument(
-        "--seq_len", type=int, default=512, help="tokens per row; of chats, most tokens shown of a document"
+        "--seq_len", type=positive, default=512, help="tokens per row; of chats, most tokens shown of a document"
     )
     parser.add_argument("--seed", type=int, default=0, help="another one shows other rows")
     parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with")
@@ -38,7 +38,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(arguments.tokenizer)
     manifest = load_manifest(arguments.folder, full=False)
     manifest.require_tokenizer(tokenizer.fingerprint)
-    sizes = {"rows": max(0, arguments.rows), "seq_len": max(1, arguments.seq_len), "seed": arguments.seed}
+    sizes = {"rows": arguments.rows, "seq_len": arguments.seq_len, "seed": arguments.seed}
     if manifest.splits["train"].targets is None:
         for line in show_rows(manifest, tokenizer, **sizes):
             print(line)

@@ -45,6 +45,13 @@ def verb_parser(verb: str, **options) -> VerbParser:
     return VerbParser(prog=f"python -m glm46 {verb}", **options)
 
 
+def count(text: str) -> int:
+    """Type of an option: an integer from 0 on."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 on")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """Type of an option: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:

@@ -1,5 +1,7 @@
 """The base class of all sections of the TOML file, and the types that several sections share."""
 
+import ast
+import inspect
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -30,6 +32,11 @@ class Section(BaseModel):
 
     refused: ClassVar[dict[str, str]] = {}
     """Keys that users of other software expect here, and why there are none."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
+        # `python -OO` drops docstrings, which are the documentation of a table here.
+        cls.__doc__ = cls.__doc__ or ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0])
 
     @field_validator("*", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from glm46.config.data import Source
 from glm46.config.errors import UserError
 from glm46.config.rules_data import chat_faults, pair_faults
-from glm46.data.manifest import Manifest, describe_targets, load_manifest
+from glm46.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest
 from glm46.data.pack_plans import plan_of
 from glm46.data.packing import full_rows
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
@@ -58,10 +58,12 @@ def load_text(plan: Plan, sources: Sequence[Source] | None = None) -> tuple[Toke
                 named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
                 faults += [fault.message for fault in chat_faults(config, index, longest, named)]
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
-            if config.validation.enable and not manifests[source.name].splits["validation"].labels:
+            if config.validation.enable and not manifest.splits["validation"].labels:
+                count = sum(split.documents for split in manifest.splits.values())
+                remedy = held_out_remedy(count, manifest.settings.get("held_out"))
                 faults.append(
-                    f"{source.path}: validation.enable = true, but no text to predict is held out; set "
-                    "validation.enable = false, or remove the folder and prepare it with held_out above 0"
+                    f"{source.path}: validation.enable = true, but no text to predict is held out of {count:,} "
+                    f"documents; set validation.enable = false, or remove the folder, {remedy}, and prepare it again"
                 )
         except UserError as error:
             faults += error.faults

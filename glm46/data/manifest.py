@@ -26,6 +26,15 @@ make prompts targets."""
 _REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
 
+def held_out_remedy(documents: int, held_out: float | None) -> str:
+    """What gives a source both text to train on and held-out text, though its ``held_out`` does not: the hash of each
+    document decides, so that few documents are divided by chance."""
+    share = round(min(0.5, 5 / max(documents, 1)), 3)
+    if documents < 2 or share == held_out:
+        return "give more documents: few of them are all held out, or none, by chance"
+    return f"set held_out = {share:g}, which holds out about {share * documents:.0f} of {documents:,} documents"
+
+
 @dataclass(frozen=True)
 class ShardEntry:
     """One shard: its file name, its counts, and the SHA-256 of the file. ``targets``: tokens to learn, of chats."""

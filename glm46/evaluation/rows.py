@@ -121,6 +121,7 @@ def held_out(manifest: Manifest) -> TokenStream:
         )
     if not split.labels:
         raise UserError(
-            f"{manifest.folder}: no text to predict is held out; prepare it with held_out above 0, or take another"
+            f"{manifest.folder}: no text to predict is held out; prepare it with a larger held_out, or take another "
+            "source"
         )
     return TokenStream(manifest.folder, split, manifest.vocab_size)

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from glm46.config.data import Source
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.text_recipe import TextRecipe
 from glm46.data.chat_template import raise_for_template
 from glm46.data.corpus import load_text
-from glm46.data.manifest import Manifest, describe_targets, load_manifest, save_manifest
+from glm46.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest, save_manifest
 from glm46.data.pack_plans import keep_plan
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.files.durable import sync_folder
@@ -34,7 +35,7 @@ from glm46.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, finished_pieces, ma
 from glm46.prepare.readers import InputPart, parts_of
 from glm46.prepare.rows import Fields
 from glm46.prepare.sharding import write_splits
-from glm46.prepare.tally import Tally, named
+from glm46.prepare.tally import Tally, amount, named
 from glm46.prepare.workers import call_in_workers
 
 # Version of the shards' content. Raise it when the same text and settings give different bytes than before.
@@ -156,11 +157,12 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     key = _key(settings, tokenizer.fingerprint, _listing(files), evaluation, cuts)
     partial = _partial_folder(output, key)
     total = sum(part.size_bytes for part in parts)
-    report(f"preparing {recipe.name}: {len(files)} files, {total / 1e6:.1f} MB, into {output}")
+    report(f"preparing {recipe.name}: {counted(len(files), 'file')}, {amount(total, 'B')}, into {output}")
     pieces, tally = _make_parts(parts, partial, key, recipe, report)
     metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
     splits = write_splits(pieces, partial, recipe, metadata, tally)
-    if not sum(split.documents for split in splits.values()):
+    count = sum(split.documents for split in splits.values())
+    if not count:
         why = "; ".join(tally.skipped()) or "all are empty"
         raise UserError(
             f"{recipe.name}: no documents remain of {len(files)} files; {why}; "
@@ -168,8 +170,8 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
         )
     if not splits["train"].documents:
         raise UserError(
-            f"{recipe.name}: held_out = {recipe.held_out} holds out all {splits['validation'].documents} documents; "
-            "give more documents, or held_out = 0"
+            f"{recipe.name}: held_out = {recipe.held_out} holds out all {count} documents; "
+            f"{held_out_remedy(count, recipe.held_out)}; or set held_out = 0, and validation.enable = false in its runs"
         )
     counts = {reason: number for table in (tally.bad, tally.filtered) for reason, (number, _) in table.items()}
     noted = {what: number for what, (number, _) in sorted(tally.noted.items())}
@@ -187,9 +189,12 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     train, held_out = splits["train"], splits["validation"]
     seconds = time.monotonic() - started
     report(
-        f"prepared {recipe.name}: {train.tokens / 1e6:.2f} M tokens of {train.documents} documents to train on, "
-        f"{held_out.tokens / 1e6:.2f} M held out, {seconds:.1f} s, {total / 1e6 / seconds:.1f} MB/s"
+        f"prepared {recipe.name}: {amount(train.tokens, 'tokens')} of {counted(train.documents, 'document')} to train "
+        f"on, {amount(held_out.tokens, 'tokens')} held out, {seconds:.1f} s, {amount(total / seconds, 'B')}/s"
     )
+    if recipe.held_out and not held_out.documents:
+        remedy = held_out_remedy(count, recipe.held_out)
+        report(f"no document is held out with held_out = {recipe.held_out:g}; to validate on this source, {remedy}")
     if train.targets is not None:
         report(describe_targets(train))
     return load_manifest(output)

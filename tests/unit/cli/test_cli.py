@@ -56,6 +56,22 @@ def test_a_verb_is_required(arguments, capsys):
     assert end.value.code == 2 and "usage: python -m glm46" in capsys.readouterr().err
 
 
+def test_help_and_schema_survive_an_interpreter_that_drops_docstrings():
+    code = (
+        "import sys\nfrom glm46.cli import main\nfor verb in sys.argv[1:]:\n"
+        "    try: main([verb, '--help'])\n    except SystemExit as end: assert not end.code or sys.exit(verb)\n"
+        "main(['schema'])"
+    )
+    ends = [
+        subprocess.run(
+            [sys.executable, *options, "-c", code, *VERBS], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for options in ([], ["-OO"])
+    ]
+    assert ends[1].stdout == ends[0].stdout
+    assert ends[0].stdout.endswith((ROOT / "train_configs" / "schema.json").read_text())
+
+
 def test_schema_is_json(capsys):
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "A glm46 run"
@@ -191,6 +207,16 @@ def test_verb_without_a_config_takes_no_overrides(capsys):
             main([verb, "--training.steps=3"])
         assert end.value.code == 2
         assert f"glm46 {verb}: error: unrecognized arguments: --training.steps=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [
+    ["inspect", "folder", "--rows", "-1"], ["inspect", "folder", "--seq_len", "0"],
+    ["rl", "inspect", "x", "--samples", "-2"],
+])  # fmt: skip
+def test_an_option_out_of_its_range_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and "expected a number" in capsys.readouterr().err
 
 
 def test_a_mistyped_option_is_not_taken_for_a_key(capsys):

@@ -7,12 +7,36 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import tomli
+from packaging.requirements import Requirement
 
 from glm46.cli import main
 from glm46.commands.environment import describe_version, unfit_packages
 
 ROOT = Path(__file__).parents[3]
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+def test_every_dependency_has_a_lower_bound_of_which_a_constraint_is_made():
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    made = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "lowest_versions.py"], capture_output=True, text=True, check=True
+    ).stdout
+    pinned = dict(line.split("==") for line in made.splitlines())
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    assert set(pinned) == {Requirement(line).name for line in lines}
+    for requirement in map(Requirement, lines):
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+
+
+def test_lines_of_one_package_have_one_lower_bound():
+    """An extra with a lower one would state what the job with the lowest versions does not install."""
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    bounds = {}
+    for requirement in map(Requirement, lines):
+        bounds.setdefault(requirement.name, set()).add(str(requirement.specifier))
+    assert {name: of_name for name, of_name in bounds.items() if len(of_name) > 1} == {}
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.tokenizer_files import tokenizer_files
 from glm46.prepare import duplicates, parts, sharding
 from glm46.prepare.pipeline import prepare_text
+from glm46.prepare.tally import amount
 from tests.small_run import call_here
 
 
@@ -252,6 +253,27 @@ def test_evaluation_text_without_the_field_stops_the_work(folder, tmp_path, name
     (tmp_path / name).write_text('{"prompt": "a question"}')
     with pytest.raises(UserError, match=f"decontaminate: .*{name} line 1: no text in field 'text'.*text_key = 'text'"):
         prepare(tmp_path, decontaminate=(str(tmp_path / name),))
+
+
+@pytest.mark.parametrize("held_out, texts, remedy", [
+    (0.01, 5, "set held_out = 0.5, which holds out about 2 of 5 documents"),
+    (0.001, 50, "set held_out = 0.1, which holds out about 5 of 50 documents"),
+    (0.01, 1, "give more documents"),
+])  # fmt: skip
+def test_a_share_that_holds_out_nothing_is_said_with_one_that_does(folder, tmp_path, held_out, texts, remedy):
+    write_lines(folder / "a.jsonl", [f"text number {i}" for i in range(texts)])
+    said = []
+    manifest = prepare(tmp_path, held_out=held_out, deduplicate="exact", report=said.append)
+    assert manifest.splits["validation"].documents == 0
+    assert f"no document is held out with held_out = {held_out}; to validate on this source, {remedy}" in said[-1]
+
+
+@pytest.mark.parametrize("count, words", [
+    (0, "0 tokens"), (999, "999 tokens"), (1234, "1.23 k tokens"), (5_678_900, "5.68 M tokens"), (2e9, "2 G tokens"),
+])  # fmt: skip
+def test_amounts_are_given_in_the_unit_that_they_reach(count, words):
+    assert amount(count, "tokens") == words
+    assert amount(1500, "B") == "1.5 kB" and amount(12, "B") == "12 B"
 
 
 def test_held_out_text_is_not_rearranged(folder, tmp_path):
