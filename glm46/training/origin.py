@@ -126,11 +126,9 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
     kind = kind_of(path)
     if in_hf and kind is Kind.DCP:
         raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
-    patterns = config.checkpoint.initial_load_include or config.checkpoint.initial_load_exclude
-    if kind is Kind.DCP and patterns:
-        raise UserError(
-            f"{key}: this is {kind.value}; make a step folder of it with convert from-dcp to take part of it"
-        )
+    is_part = config.checkpoint.initial_load_include or config.checkpoint.initial_load_exclude
+    if kind is Kind.DCP and is_part and keys == "checkpoint.initial_load":
+        raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
     if in_hf or kind is Kind.DCP:
         # imports torch, which the other checks do not need
         from glm46.huggingface.import_weights import check_folder, check_fp8_folder
