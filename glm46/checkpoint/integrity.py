@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm46.files.durable import FileRecord, create_durably, hash_file
+from glm46.files.file_content import known_fault
 
 if TYPE_CHECKING:  # the launcher reads the names of steps before torch is imported
     from glm46.distributed.ranks import Ranks
@@ -80,7 +81,7 @@ def read_manifest(folder: Path, step: int | None) -> tuple[dict[str, Any] | None
         found = hashlib.sha256(_canonical(body)).hexdigest()
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return None, [f"{path}: damaged ({type(error).__name__}: {error})"]
+        return None, [f"{path}: {known_fault(path) or f'damaged ({type(error).__name__}: {error})'}"]
     if found != seal or content != _canonical(sealed):
         return None, [f"{path}: damaged: its content has SHA-256 {found}, it states {seal}"]
     if body["format"] != FORMAT:
@@ -119,7 +120,8 @@ def check_files(folder: Path, body: dict[str, Any]) -> list[str]:
         elif not entry.is_file(follow_symlinks=False):
             faults.append(f"{folder / name}: not an ordinary file")
         elif entry.stat().st_size != record.bytes:
-            faults.append(f"{folder / name}: {entry.stat().st_size} bytes, expected {record.bytes}")
+            found = known_fault(folder / name, allowed=(b"pk\x03\x04", b"\x80"))
+            faults.append(f"{folder / name}: {found or f'{entry.stat().st_size} bytes, expected {record.bytes}'}")
     return faults
 
 

@@ -45,8 +45,9 @@ class Checkpoint(Section):
 
     initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """Checkpoint (a step folder) that a new run starts from when its own folder is empty, such as the last one of the
-    previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. Under
-    [adapter]: the base, of which every start reads the weights and nothing else."""
+    previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. Of a folder
+    that another program wrote with torch.distributed.checkpoint the weights are read. Under [adapter]: the base, of
+    which every start reads the weights and nothing else."""
 
     initial_load_model_only: Annotated[bool, Needs("initial_load_path"), Needs("initial_load_in_hf", False)] = False
     """Load only weights and expert biases from initial_load_path. Otherwise also the optimizer's states, and text that

@@ -25,7 +25,7 @@ _HEADS: tuple[tuple[tuple[bytes, ...], str], ...] = (
 )
 
 
-def known_fault(path: Path, error: Exception | None = None, allowed: bytes = b"none") -> str | None:
+def known_fault(path: Path, error: Exception | None = None, allowed: bytes | tuple[bytes, ...] = ()) -> str | None:
     """The reason for which a file cannot be read, and the remedy; None if it is none of the known ones.
 
     Args:

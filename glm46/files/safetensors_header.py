@@ -92,11 +92,8 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
     except FileNotFoundError:
         raise UserError(f"{path}: missing; {remedy}") from None
     except (OSError, SafetensorError) as error:
-        fault = (
-            known_fault(path, error)
-            or f"{_wrong_size(path) or f'not a safetensors file, or its header is corrupt ({error})'}; {remedy}"
-        )
-        raise UserError(f"{path}: {fault}") from error
+        wrong = _wrong_size(path) or f"not a safetensors file, or its header is corrupt ({error})"
+        raise UserError(f"{path}: {known_fault(path, error) or f'{wrong}; {remedy}'}") from error
 
 
 def _wrong_size(path: Path) -> str | None:

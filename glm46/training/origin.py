@@ -96,6 +96,8 @@ def _refuse_continued(config: RunConfig, path: Path) -> None:
         parent = folder if published_steps(folder) else folder.parent
         there = f"; {parent} has steps {', '.join(map(str, steps))}" if steps else ""
         reason = "not a step folder" if folder.exists() else "no such folder"
+        if kind_of(folder) is Kind.DCP:
+            raise UserError(f"{key}: this is {Kind.DCP.value}; give it as checkpoint.initial_load_path")
         raise UserError(f"{key}: {reason}{there}; give one such as {step_folder(parent, max(steps, default=100))}")
     if faults := quick_faults(folder, step_of(folder))[1]:
         remedy = "restore what is missing, or give another step folder"
@@ -124,6 +126,9 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
     kind = kind_of(path)
     if in_hf and kind is Kind.DCP:
         raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
+    is_part = config.checkpoint.initial_load_include or config.checkpoint.initial_load_exclude
+    if kind is Kind.DCP and is_part and keys == "checkpoint.initial_load":
+        raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
     if in_hf or kind is Kind.DCP:
         # imports torch, which the other checks do not need
         from glm46.huggingface.import_weights import check_folder, check_fp8_folder

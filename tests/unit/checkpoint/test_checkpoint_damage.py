@@ -51,6 +51,21 @@ def damage(step: Path, other: Path, chance: random.Random) -> str:
     return f"{kind} of {path.name}"
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "meta.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"version https://git-lfs.invalid/spec/v1\noid sha256:00\nsize 5\n", "git lfs pull"),
+        (b"<html>Sign in</html>", "answer of a web server"),
+    ],
+)
+def test_what_stands_in_place_of_a_file_is_named(content, words, file, tmp_path):
+    CheckpointManager(tmp_path, keep_latest_k=0).save(1, tensors(1), {})
+    (tmp_path / "step-000001" / file).write_bytes(content)
+    (summary,) = summarise(tmp_path, read_contents=False)
+    assert len(summary.faults) == 1 and f"{file}: is " in summary.faults[0] and words in summary.faults[0]
+
+
 @pytest.mark.slow
 def test_a_thousand_random_damages_are_all_found(tmp_path):
     manager, chance = CheckpointManager(tmp_path / "run", keep_latest_k=0), random.Random(7)

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from glm46.checkpoint import save
 from glm46.checkpoint.inspection import summarise
 from glm46.checkpoint.integrity import published_steps
 from glm46.checkpoint.manager import CheckpointManager
+from glm46.checkpoint.step_tensors import StepTensors
 from glm46.commands.checkpoint import checkpoint_command
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
@@ -573,6 +575,32 @@ def test_a_phase_starts_from_the_weights_of_the_one_before(make_config, tmp_path
     with pytest.raises(UserError, match="not a step folder"):
         folder = str(Path(first.job.dump_folder) / "checkpoint")
         train(make_config(job={"dump_folder": str(tmp_path / "fourth")}, checkpoint={"initial_load_path": folder}))
+
+
+def test_a_run_starts_from_weights_that_another_program_saved_with_dcp(make_config, tmp_path, caplog):
+    first = make_config(training={"steps": 3})
+    assert train(first) == 0
+    step_path = Path(first.job.dump_folder) / "checkpoint/step-000003"
+    step = StepTensors(step_path)
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({"model": {name: step[name] for name in step}, "step": 3}, checkpoint_id=tmp_path / "step-3")
+    runs = []
+    for name, start in (("native", step_path), ("other", tmp_path / "step-3")):
+        runs.append(
+            make_config(
+                job={"dump_folder": str(tmp_path / name)},
+                checkpoint={"initial_load_path": str(start), "initial_load_model_only": True},
+                training={"steps": 2},
+            )
+        )
+        assert train(runs[-1]) == 0
+    losses = [[row["loss"] for row in training_rows(config)] for config in runs]
+    assert losses[0] == losses[1] and losses[0][0] < training_rows(first)[0]["loss"]
+    (warning,) = (record.getMessage() for record in caplog.records if "unverified" in record.getMessage())
+    assert str(tmp_path / "step-3") in warning
+    with pytest.raises(UserError, match="this is a folder of torch.distributed.checkpoint.*initial_load_in_hf = false"):
+        checkpoint = {"initial_load_path": str(tmp_path / "step-3"), "initial_load_in_hf": True}
+        train(make_config(job={"dump_folder": str(tmp_path / "third")}, checkpoint=checkpoint))
 
 
 def test_what_is_wrong_before_the_start_leaves_nothing_behind(make_config, tmp_path):
