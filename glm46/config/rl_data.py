@@ -40,7 +40,8 @@ class Environment(Section):
     function: str = Field(pattern=r"^[\w.]+:\w+$")
     """``package.module:function`` of your own, which gets the `Answer` of a turn and the options, and returns the text
     of the reply, or None at the end of the conversation. A turn that ends as a tool call gets it as the response of a
-    tool, another one as the user's message. A call that fails or hangs drops its sample."""
+    tool, another one as the user's message. A turn that says nothing behind its thought ends the conversation. A call
+    that fails or hangs drops its sample."""
 
     max_turns: int = Field(4, ge=2)
     """Turns of the policy in a conversation. All of its tokens together are at most rollout.max_new_tokens."""

@@ -77,6 +77,8 @@ _FUNCTIONS = frozenset(
 _JOINS = frozenset(("or", "and", "if", "where", "when", "for", "with"))
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\b")
 _VARIABLE = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([a-z]\))?)\s*(=|\\in(?![a-z])|\\approx(?![a-z]))\s*(.+)")
+_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq)(?![a-z])")
+_CONDITION = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|:|\|)(.*)\\\}")
 _BOUNDS = (
     re.compile(r"(?P<x>[a-zA-Z])\s*(?P<op><|>|\\le|\\ge)\s*(?P<right>[^<>]+)"),
     re.compile(r"(?P<left>[^<>]+?)\s*(?P<op><|>|\\le|\\ge)\s*(?P<x>[a-zA-Z])"),
@@ -111,9 +113,15 @@ def same_answer(one: str, other: str, seconds: int = 3) -> bool:
     if not first or _tight(first) == _tight(second):
         return bool(first)
     found = _compared(first, second)
-    if found is None and not has_words(first + " " + second):
-        found = _verified(first, second, seconds)
-    return bool(found)
+    if found is not None:
+        return found
+    (first, unit), (second, other_unit) = _without_unit(first), _without_unit(second)
+    if (unit and other_unit and unit != other_unit) or has_words(f"{first} {second}"):
+        return False
+    # A statement about something is no result, though math-verify takes its right side.
+    if bool(_RELATION.search(_without_variable(first)[1])) != bool(_RELATION.search(_without_variable(second)[1])):
+        return False
+    return bool(_verified(first, second, seconds))
 
 
 def result_fault(result: str) -> str | None:
@@ -130,7 +138,7 @@ def result_fault(result: str) -> str | None:
         return "its braces do not match"
     if _quantity(text) or _several(text) or has_words(text) or len(text) == 1:
         return None
-    verify = _math_verify()
+    verify = load_math_verify()
     if verify is None or len(text) > _LONGEST or _TOO_LARGE.search(text):
         return None
     found = verify[0](f"\\boxed{{{_expression(text)}}}", parsing_timeout=_limit(3))
@@ -158,7 +166,7 @@ def number_of(text: str) -> Fraction | None:
 
 def _tight(text: str) -> str:
     """Without spaces that separate nothing."""
-    return re.sub(r"(?<=[^\w,])\s+|\s+(?=\W)", "", text)
+    return re.sub(r"(?<=[^\w,])\s+|\s+(?=\W)", "", " ".join(text.replace(_TEXT, " ").split()))
 
 
 def _compared(one: str, other: str) -> bool | None:
@@ -226,6 +234,12 @@ def _without_variable(text: str) -> tuple[str, str]:
     left, sign, right = text.rpartition("=")
     # An equation of numbers states its right side.
     return ("", right.strip() if sign and not re.search(r"[A-Za-z<>]", left.replace(r"\cdot", "")) else text)
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    """An expression, and the unit in a command for text behind it; empty without one."""
+    match = re.fullmatch(rf"([^{_TEXT}]+?)\s*{_TEXT}\s*([^{_TEXT}]+)", text)
+    return (match[1], _unit(match[2])) if match and _UNIT.fullmatch(match[2]) else (text, "")
 
 
 def _quantity(text: str) -> _Quantity | None:
@@ -320,14 +334,12 @@ def _words(text: str) -> str | None:
 
 def _several(text: str) -> _Several | None:
     plain = " ".join(text.replace(_TEXT, " ").split())
+    if match := _CONDITION.fullmatch(plain):
+        plain = match[1].strip()
     if match := _SET.fullmatch(plain):
         return _Several("{}", _split(match[1]))
     if interval := _interval(plain):
         return interval
-    left, sign, right = plain.partition(r"\pm")
-    if sign:
-        pair = [f"{left}{right}", f"-{right.strip()}"] if not left.strip() else [f"{left}+{right}", f"{left}-{right}"]
-        return _Several("", [part.strip() for part in pair])
     if plain[:1] in ("(", "[") and plain[-1:] in (")", "]") and _is_enclosed(plain):
         parts = _split(plain[1:-1])
         return _Several(plain[0] + plain[-1], parts) if len(parts) > 1 else None
@@ -365,8 +377,8 @@ def _is_enclosed(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas, "or" and "and" outside of all brackets. Where a comma has a space behind it, those
-    without one are of numbers."""
+    """The parts between commas, "or" and "and" outside of all brackets, and both parts of a double sign. Where a comma
+    has a space behind it, those without one are of numbers."""
     comma = r",\s" if re.search(r",\s", text) else ","
     parts, depth, start = [], 0, 0
     for match in re.finditer(rf"\\?[(\[{{]|\\?[)\]}}]|{comma}|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", text):
@@ -377,21 +389,25 @@ def _split(text: str) -> list[str]:
         elif depth == 0:
             parts.append(text[start : match.start()])
             start = match.end()
-    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+    both = [part.replace(r"\pm", sign).strip() for part in (*parts, text[start:]) for sign in "+-"]
+    return [part for part in dict.fromkeys(both) if part]
 
 
 def _expression(text: str) -> str:
-    """A spelled result for math-verify: a number as a fraction, since it rounds decimals."""
+    """A spelled result for math-verify: a number as a fraction, since it rounds decimals, and several as a set."""
     found = _quantity(text)
-    if found is None or found.unit:
-        return text.replace(_TEXT, " ")
-    value = found.value
-    return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    if found is not None and not found.unit:
+        value = found.value
+        return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    several = _several(text)
+    if several is not None and several.brackets in ("", "{}"):
+        return rf"\{{{', '.join(several.parts)}\}}"
+    return text.replace(_TEXT, " ")
 
 
 def _verified(one: str, other: str, seconds: int) -> bool | None:
     """Whether math-verify finds results equal; None where it is absent or cannot read one."""
-    verify = _math_verify()
+    verify = load_math_verify()
     if verify is None or max(len(one), len(other)) > _LONGEST or _TOO_LARGE.search(f"{one} | {other}"):
         return None
     limit = _limit(seconds)
@@ -409,8 +425,8 @@ def math_verify_version() -> str | None:
         return None
 
 
-def _math_verify():
-    """parse and verify of math-verify; None where it is not installed."""
+def load_math_verify():
+    """Return parse and verify of math-verify; None where it is not installed. The first call may take seconds."""
     try:
         from math_verify import parse, verify
     except ImportError:

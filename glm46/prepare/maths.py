@@ -4,7 +4,9 @@ import re
 
 from glm46.prepare.equal_results import has_words, number_of, same_answer
 
-_MARKS = re.compile(r"####|(?:\banswer|答案)[*_]*\s*(?:is\b|[:：是])|^[#*\s]*(?:final\s+)?answer[*_]*$", re.I | re.M)
+_MARKS = re.compile(
+    r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#*\s]*(?:final\s+)?answer[*_]*$", re.I | re.M
+)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LEADS = re.compile(
     r"(?:[\s:*=_]|(?:therefore|thus|simply|just|indeed|exactly|equal to|equals|given by|is"
@@ -14,12 +16,15 @@ _LEADS = re.compile(
 _CLAUSE = re.compile(
     r"[.。!?](?=\s|$)|[;；]|,\s+(?=[A-Za-z])(?!(?:or|and)\b|[a-z]\s*=)|\s+\((?=[A-Za-z ]{4})"
     r"|\s(?:because|since|which|so|as|where|when|by|after|but|not|than|that)\b"
+    r"|\s(?:and|or)\s+(?=[a-z]{2})"
 )
 _DENIED = re.compile(r"not\b.*?\b(?:it is|it's|but|rather|is)\s+(.+)", re.IGNORECASE)
 _CONCLUSION = re.compile(
     r".*(?:\b(?:is|are|equals?|makes?|gives?|gets?|has|have|leaves?|totals?)\b|=)(?: a total of)?(.+)", re.IGNORECASE
 )
-_DOUBTS = re.compile(r"\b(?:or|either|maybe|perhaps|might|may|could|not|possibly|one of|between)\b|\?", re.IGNORECASE)
+_DOUBTS = re.compile(
+    r"\b(?:or|either|maybe|perhaps|might|may|could|not|possibly|one of|between)\b|\?|=.*\band\b.*=", re.IGNORECASE
+)
 
 # A numbered step at the begin of a line: "Step 3:", "**Step 3** -", "### Step 3", "3.", "3)".
 _STEP = re.compile(
@@ -125,7 +130,7 @@ def _marked(text: str) -> str | None:
     *_, box = [None, *_BOX.finditer(text)]
     if mark is None or (box is not None and box.start() > mark.start()):
         return None
-    return next((line.strip() for line in text[mark.end() :].splitlines() if line.strip(" *_:$")), None)
+    return next((line.strip() for line in text[mark.end() :].splitlines() if line.strip(" *_:$()[]\\")), None)
 
 
 def _braced(text: str, start: int) -> str | None:

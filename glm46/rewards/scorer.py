@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
+from glm46.prepare.equal_results import load_math_verify
 from glm46.prepare.workers import end_worker, start_worker
 from glm46.rewards.answer import Answer, Reward, RewardRule
 from glm46.rewards.code import check_code_label, code
@@ -176,6 +177,8 @@ _LOADED: list[Callable[[Answer], Any]] = []
 
 
 def _load(rules: Sequence[RewardRule]) -> None:
+    if any(rule.name == "math" for rule in rules):
+        load_math_verify()  # not in the time of the first answer
     _LOADED.extend(partial(_value, rule, {rule.name: _find(rule)}) for rule in rules)
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 import types
 from collections import deque
+from contextlib import ExitStack
 from decimal import Decimal
 from fractions import Fraction
 
@@ -81,14 +82,19 @@ class _Peer:
 
     def _answer(self, message: dict) -> None:
         reply = {"word": message["word"]}
-        try:
+
+        def tell(_kind, error, _trace) -> bool:
+            if error is not None:
+                kind = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
+                reply.update(error=kind.__name__, text=str(error))
+            return True
+
+        with ExitStack() as stack:
+            stack.push(tell)
             values = self.decode(message["values"])
             reply["result"] = self.encode(self._operations[message["ask"]](*values))
             if message["ask"] == "call":
                 reply["changed"] = self.encode([x if isinstance(x, _CHANGEABLE) else None for x in values[1]])
-        except BaseException as error:
-            kind = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
-            reply |= {"error": kind.__name__, "text": str(error)}
         self._send(reply)
 
     def _send(self, message: dict) -> None:

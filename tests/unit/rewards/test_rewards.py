@@ -75,6 +75,75 @@ def test_form_of_a_thought(text, thinking, finished, expected):
     assert well_formed(answer(text, thinking=thinking, finished=finished), {}) == expected
 
 
+_CALL = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+_RIGHT = {
+    exact: ("35", "35"), choice: ("The answer is C.", "C"), maths: ("\\boxed{35}", "35"),
+    code: ("```python\ndef f(x):\n    return x\n```", ["assert f(1) == 1"]), well_formed: ("35", None),
+}  # fmt: skip
+"""A right answer and its label for each reward that judges one."""
+
+
+@pytest.mark.parametrize("reward", list(_RIGHT))
+@pytest.mark.parametrize(
+    ("form", "thinking", "finished", "expected"),
+    [
+        ("<think>so</think>{}", True, True, 1),
+        ("so</think>{}", True, True, 1),
+        ("{}", False, True, 1),
+        ("<think>{}", True, True, 0),
+        ("{}", True, True, 0),
+        ("{}", True, False, 0),
+        ("<think>{}", False, True, 0),
+        ("<think>a</think><think>{}", True, True, 0),
+        ("<think>{}</think>", True, True, 0),
+        ("<think>so</think>{}", True, False, 0),
+        ("{}", False, False, 0),
+        ("", False, True, 0),
+        (_CALL, False, True, 0),
+        (f"<think>so</think>{_CALL}", True, True, 0),
+    ],
+)
+def test_an_answer_that_is_not_there_yet_has_no_reward(reward, form, thinking, finished, expected):
+    text, label = _RIGHT[reward]
+    assert reward(answer(form.format(text), label, thinking, finished), {}) == expected
+
+
+def test_a_server_is_not_asked_about_an_answer_that_is_not_there():
+    for text, thinking, finished in (("<think>so", True, False), ("", False, True), ("35", False, False)):
+        assert remote(answer(text, None, thinking, finished), {"url": "http://127.0.0.1:9"}) == 0
+
+
+_OPTIONS = "Which is it?\nA) one\nB) two\nC) three\nD) four"
+
+
+@pytest.mark.parametrize("prompt", ["question", _OPTIONS])
+@pytest.mark.parametrize(("text", "label", "expected"), [
+    ("The answer is C, and no other answer a student may give would fit.", "C", 1),
+    ("The answer is C, and no other answer a student may give would fit.", "A", 0),
+    ("\\boxed{\\text{(B)}}", "B", 1), ("\\boxed{b}", "B", 1), ("\\boxed{C. three}", "C", 1), ("\\boxed{A, B}", "A", 0),
+    ("The answer is \\boxed{C}. I hope it is correct.", "C", 1), ("**Answer: C**", "C", 1), ("**Answer:** C", "C", 1),
+    ("The correct answer is **B) 42**.", "B", 1), ("Answer: $B$", "B", 1), ("ANSWER: D", "D", 1), ("C", "C", 1),
+    ("(C)", "C", 1), ("C) three", "C", 1), ("**C**", "C", 1), ("I think the answer is B. I am sure.", "B", 1),
+    ("The correct option is D because A is a distractor.", "D", 1), ("So it's B.", "B", 1), ("I choose B", "B", 1),
+    ("B is correct, a fact.", "B", 1), ("The answer is A.", "A", 1), ("The answer is A because 2+2=4", "A", 1),
+    ("Option (A) is correct", "A", 1), ("A: no\nB: no\nTherefore the answer is D", "D", 1), ("Therefore, C.", "C", 1),
+    ("First I thought the answer is A. But the answer is B.", "B", 1), ("The answer is C and not B", "C", 1),
+    ("A student may say so.", "A", 0), ("I do not know.", "I", 0), ("It is a question.", "A", 0),
+    ("The answer is a prime.", "A", 0), ("The answer is A student's guess", "A", 0), ("It is A or B", "B", 0),
+    ("The answer is A or B", "A", 0), ("The answer is A or B", "B", 0), ("The answer is C or maybe D", "C", 0),
+    ("\\boxed{42}", "A", 0), ("The answer is I think C", "I", 0), ("The answer is not C", "C", 0),
+    ("Plan B failed and vitamin C helps", "C", 0), ("The answer is Apple", "A", 0), ("A is not correct", "A", 0),
+    ("The answer is CAT", "C", 0),
+])  # fmt: skip
+def test_a_choice_is_the_letter_that_the_answer_decides_for(prompt, text, label, expected):
+    assert choice(answer(text, label)._replace(prompt=prompt), {}) == expected
+
+
+def test_a_letter_that_the_prompt_does_not_list_is_no_choice():
+    assert choice(answer("The answer is B.\nThe answer is E.", "B")._replace(prompt=_OPTIONS), {}) == 1
+    assert choice(answer("The answer is B.\nThe answer is E.", "B"), {}) == 0
+
+
 PROGRAM = "text\n```python\n{}\n```"
 
 
@@ -355,3 +424,18 @@ def test_the_calculator_answers_calls(expression, expected):
     call = f"<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>{expression}</arg_value>\n</tool_call>"
     found = calculate(answer("no call" if expression is None else f"I ask.\n{call}"))
     assert found == expected if expected is None or expected != "error" else found.startswith("error")
+
+
+def test_a_call_inside_a_thought_is_a_draft():
+    """Neither the calculator nor another environment answers it, and the conversation ends with an open thought."""
+    call = "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+    draft, real = call.format("1"), call.format("2")
+    assert calculate(answer(f"<think>{draft}</think>{real}", thinking=True)) == "2"
+    assert calculate(answer(f"<think>{draft}</think>no call", thinking=True)) is None
+    environment = Environment(f"{BAD}:reply", {}, 5.0, 2)
+    texts = (f"<think>{draft}", draft, f"<think>{draft}</think>", f"<think>{draft}</think>{real}")
+    try:
+        found = environment.replies([answer(text, "text", thinking=True) for text in texts])
+    finally:
+        environment.close()
+    assert found == [Reply(None), Reply(None), Reply(None), Reply(f"{texts[3]}!")]

@@ -118,6 +118,31 @@ def test_a_label_that_no_answer_reaches_is_refused(reward, label, is_reachable, 
     assert all(part in fault for part in (reward, repr(label), "1 of 2", "rl.prompts.label_key"))
 
 
+@pytest.mark.parametrize(
+    ("reward", "label", "said"),
+    [
+        ("exact", "", "is empty"), ("exact", {"a": 1}, "not a text"), ("exact", ["a", ""], "is empty"),
+        ("choice", "CD", "no letter"), ("choice", 5, "no letter"), ("math", "\\frac{1}{", "braces"),
+        ("math", True, "not a text"), ("math", "x+*/2)", "read"), ("math", ["1", "..."], "states nothing"),
+        ("code", ["pass"], "each program passes"), ("code", "print(1)", "list of tests"),
+        ("code", {"inputs": ["1"], "outputs": [""]}, "output is empty"),
+    ],
+)  # fmt: skip
+def test_a_label_that_a_reward_cannot_judge_is_refused_with_its_line(reward, label, said, tokenizer, tmp_path):
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    good = {"exact": "a", "choice": "A", "math": "1", "code": ["assert f(1) == 1"]}[reward]
+    file = write(tmp_path, {"prompt": "a", "label": good}, {"prompt": "b", "label": label})
+    scorer = Scorer([RewardRule(reward)])
+    try:
+        with pytest.raises(UserError) as error:
+            require_reachable_labels(read(file, tokenizer), scorer, thinking=True)
+    finally:
+        scorer.close()
+    (fault,) = error.value.faults
+    assert all(part in fault for part in (f"{file} line 2", f"rl.rewards: {reward}", repr(label), said, "1 of 2"))
+
+
 def test_labels_are_compared_in_a_process_that_is_killed_if_it_hangs():
     scorer = Scorer([RewardRule("math", seconds=0.2)])
     _, process = scorer._idle[0]
