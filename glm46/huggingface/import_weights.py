@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -460,11 +461,12 @@ class FolderTensor:
     def shape(self) -> tuple[int, ...]:
         return self.reader.names.entries[self.name].shape
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
-        """Of the stored values; FP32 for quantised ones."""
-        part = self.reader.names.entries[self.name].parts[0].hf_name
-        return self.reader.found[part][1].dtype if self.reader.is_plain(part) else torch.float32
+        """Of the stored values; FP32 if they are quantised or of several types."""
+        parts = [part.hf_name for part in self.reader.names.entries[self.name].parts if not part.is_repeat]
+        types = {self.reader.found[name][1].dtype if self.reader.is_plain(name) else torch.float32 for name in parts}
+        return types.pop() if len(types) == 1 else torch.float32
 
     @property
     def nbytes(self) -> int:
