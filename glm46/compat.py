@@ -332,14 +332,13 @@ def torchrun_starts(start: Callable[[tuple[str, ...], dict[str, str]], Any]) -> 
         SubprocessHandler._popen = before
 
 
-def flight_recorder_json() -> str:
-    """Collectives that this process has started, as JSON; "" if torch has no flight recorder. It is only in a private
-    module; TORCH_FR_BUFFER_SIZE turns it on."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return ""
-    trace = dump()
-    return trace.decode() if isinstance(trace, bytes) else trace
+def flight_recorders() -> dict[str, str]:
+    """Collectives that this process has started, as JSON, by backend: gloo and NCCL write into recorders of their own.
+    They are only in a private module; TORCH_FR_BUFFER_SIZE turns them on."""
+    dumps = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    found = {backend: getattr(torch._C._distributed_c10d, name, None) for backend, name in dumps.items()}
+    traces = {backend: dump() for backend, dump in found.items() if dump is not None}
+    return {backend: trace.decode() if isinstance(trace, bytes) else trace for backend, trace in traces.items()}
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager:

@@ -35,6 +35,8 @@ def join(timeout_seconds: int) -> Process:
     rank, world_size = launched_rank(), launched_world_size() or 1
     timeout = datetime.timedelta(seconds=timeout_seconds)
     set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+    # NCCL's recorder tells a collective that the GPU runs from one that waits behind another kernel.
+    set_default("TORCH_NCCL_ENABLE_TIMING", "1")
     # Kernels keep rounding a product and a sum once. Triton 3.9 warns if it is not said, since 3.10 will round twice.
     set_default("TRITON_DEFAULT_FP_FUSION", "1")
     if torch.cuda.is_available():

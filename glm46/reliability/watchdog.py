@@ -218,12 +218,12 @@ class Watchdog:
         if self._alarm is not None and _within(_CALL_SECONDS, self._alarm.is_reported):
             time.sleep(2 * _AWAKE_SECONDS)  # this rank was the hung one; its peers have reported it and kill it
             os._exit(EXIT_HANG)
-        collectives, recorder = _within(_CALL_SECONDS, collectives_here) or ({}, "")
+        collectives, recorder = _within(_CALL_SECONDS, collectives_here) or ({"collectives": {}}, "")
         answer = {
             "operation": self._operation,
             "step": self._step,
             "stack": innermost_frames(sys._current_frames().get(self._main)),
-            "collectives": collectives,
+            **collectives,
         }
         alone = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
         end = time.monotonic() + _ANSWER_SECONDS
@@ -250,7 +250,9 @@ class Watchdog:
                 hung = _within(_CALL_SECONDS, self._alarm.hung_here, end)
             _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
             if found or size == 1:  # without the store, a rank cannot know which other rank hung
-                _within(_CALL_SECONDS, write_verdict, self._folder, culprits, hosts, self._step)
+                # Not most of the ranks: whatever separates them, such as a switch, is on none of their hosts.
+                named = culprits if 2 * len(culprits) <= size or size == 1 else []
+                _within(_CALL_SECONDS, write_verdict, self._folder, named, hosts, self._step)
         _kill(hung or [])
         if self._alarm is not None:
             time.sleep(0.1 if rank else _LINGER_SECONDS)  # the first rank may hold the store: it ends last
