@@ -13,7 +13,8 @@ _LETTER = rf"{_WRAPPED}(?P<letter>[A-Z]){_CLOSED}"
 _BOX = re.compile(rf"\\boxed\s*\{{{_WRAPPED}(?P<letter>[A-Za-z])(?![A-Za-z])[).:]?(?P<rest>[^{{}}]*)")
 _STATED = (
     re.compile(
-        rf"(?:answer|choice|option|答案)[*_]{0, 4}\s{0, 4}(?:is\b|[:：是])[*_:\s]{0, 8}(?:therefore|thus|clearly)?{_LETTER}",
+        r"(?:answer|choice|option|答案)[*_]{0,4}\s{0,4}(?:is\b|[:：是])[*_:\s]{0,8}(?:therefore|thus|clearly)?"
+        + _LETTER,
         re.I,
     ),
     re.compile(rf"{_LETTER}is (?:the |therefore |thus |clearly )*(?:correct|right|best|answer)"),
