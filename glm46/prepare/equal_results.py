@@ -56,9 +56,6 @@ _NUMBER = re.compile(
     rf"|(?P<mantissa>{_DECIMAL})(?:(?:[eE]|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^)\s*\{{?\s*(?P<tens>[+-]?\d{{1,3}})\s*\}}?)"
     rf"|(?P<one>{_DECIMAL})(?:\s*/\s*(?P<other>{_SIGNED}))?)(?![\d^!])"
 )  # fmt: skip
-_MAX_DIGITS = 4_000
-"""Python refuses to convert longer strings to integers; longer numbers are compared as text."""
-
 _CURRENCIES = "$€£¥"
 _UNITS = {
     short: name
@@ -86,6 +83,7 @@ _BOUNDS = (
 )
 _TOO_LARGE = re.compile(r"\^\s*\{?\s*-?\d{4,}|\d{4,}\s*!|!\s*!|\^\s*\{[^{}]*\^|\d\s*\^\s*\{?\s*\{?\d+\s*\}?\s*\^")
 _LONGEST = 1_000
+"""Longer results are compared as text."""
 
 
 class _Quantity(NamedTuple):
@@ -112,6 +110,8 @@ def same_answer(one: str, other: str, seconds: int = 3) -> bool:
     first, second = spelled(one), spelled(other)
     if not first or _tight(first) == _tight(second):
         return bool(first)
+    if max(len(first), len(second)) > _LONGEST:
+        return False
     found = _compared(first, second)
     if found is not None:
         return found
@@ -251,7 +251,7 @@ def _quantity(text: str) -> _Quantity | None:
     elif text[:2] in {f"-{sign}" for sign in _CURRENCIES}:
         text, unit = "-" + text[2:].strip(), text[1]
     match = _NUMBER.match(text)
-    value = None if match is None or match.end() > _MAX_DIGITS else _value(match)
+    value = None if match is None else _value(match)
     if value is None:
         return None
     rest = text[match.end() :].strip()
@@ -408,7 +408,7 @@ def _expression(text: str) -> str:
 def _verified(one: str, other: str, seconds: int) -> bool | None:
     """Whether math-verify finds results equal; None where it is absent or cannot read one."""
     verify = load_math_verify()
-    if verify is None or max(len(one), len(other)) > _LONGEST or _TOO_LARGE.search(f"{one} | {other}"):
+    if verify is None or _TOO_LARGE.search(f"{one} | {other}"):
         return None
     limit = _limit(seconds)
     first, second = (verify[0](f"\\boxed{{{_expression(text)}}}", parsing_timeout=limit) for text in (one, other))

@@ -5,7 +5,7 @@ import re
 from glm46.prepare.equal_results import has_words, number_of, same_answer
 
 _MARKS = re.compile(
-    r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#*\s]*(?:final\s+)?answer[*_]*$", re.I | re.M
+    r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#* ]{0,8}(?:final )?answer[*_]{0,4}$", re.I | re.M
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LEADS = re.compile(

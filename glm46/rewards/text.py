@@ -6,22 +6,26 @@ from typing import Any
 
 from glm46.rewards.answer import Answer
 
-_WRAPPED = r"(?:[\s*_`'\"“$({\[]|\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\{|(?:option|choice|answer)\b)*"
-_CLOSED = r"(?![\w'’])(?:[\s*_`'\"”$)}\]]|\\[)\]])*"
+_WRAPPED = r"(?:[\s*_`'\"“$({\[]|\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\{|(?:option|choice|answer)\b){0,12}"
+_CLOSED = r"(?![\w'’])(?:[\s*_`'\"”$)}\]]|\\[)\]]){0,12}"
+# Every repetition has a bound: these rewards are called in the process that trains.
 _LETTER = rf"{_WRAPPED}(?P<letter>[A-Z]){_CLOSED}"
 _BOX = re.compile(rf"\\boxed\s*\{{{_WRAPPED}(?P<letter>[A-Za-z])(?![A-Za-z])[).:]?(?P<rest>[^{{}}]*)")
 _STATED = (
     re.compile(
-        rf"(?:answer|choice|option|答案)[*_]*\s*(?:is\b|[:：是])[*_:\s]*(?:therefore|thus|clearly)?{_LETTER}", re.I
+        r"(?:answer|choice|option|答案)[*_]{0,4}\s{0,4}(?:is\b|[:：是])[*_:\s]{0,8}(?:therefore|thus|clearly)?"
+        + _LETTER,
+        re.I,
     ),
     re.compile(rf"{_LETTER}is (?:the |therefore |thus |clearly )*(?:correct|right|best|answer)"),
     re.compile(rf"(?:choose|pick|select|go with|option|choice)\s+{_LETTER}", re.I),
-    re.compile(rf"^(?:so|thus|therefore|hence)?,?\s*(?:it is|it's)?{_LETTER}[.!]?$", re.I | re.M),
+    re.compile(rf"^(?:so|thus|therefore|hence)?,? ?(?:it is|it's)?{_LETTER}[.!]?$", re.I | re.M),
     re.compile(r"(?P<letter>(?<![A-Za-z])\([A-Z]\)|^[A-Z](?=[).:]\s))", re.M),
 )
 """Where a letter stands, the surest form first; the last match of the first form that matches counts."""
 _SECOND = re.compile(
-    r"(?:\s|[,/&*])*(?:\b(?:or|and)\b|[,/&])\s*[*(]*(?:maybe |perhaps |possibly |option )*[*(]*[A-Z](?![A-Za-z'’])"
+    r"[\s,/&*]{0,4}(?:\b(?:or|and)\b|[,/&])\s{0,4}[*(]{0,3}(?:maybe |perhaps |possibly |option ){0,2}[*(]{0,3}"
+    r"[A-Z](?![A-Za-z'’])"
 )
 _GOES_ON = re.compile(r"\s+(?!(?:because|since|as|and|so|which|not|but|for|with|is|in|on)\b)[a-z]")
 _OPTIONS = re.compile(r"(?:^|[\s(\[*])([A-Z])(?:[).:\]]|\*\*)", re.M)

@@ -439,3 +439,11 @@ def test_a_call_inside_a_thought_is_a_draft():
     finally:
         environment.close()
     assert found == [Reply(None), Reply(None), Reply(None), Reply(f"{texts[3]}!")]
+
+
+@pytest.mark.parametrize("text", [" ", "*", "\n", "(", "answer is ", "(A", "```", "A or "])
+def test_rewards_of_the_process_that_trains_take_linear_time(text):
+    began = time.monotonic()
+    for reward, label in ((exact, "C"), (choice, "C"), (well_formed, None), (repetition, None)):
+        reward(answer(f"{text * 40_000}x", label), {})
+    assert time.monotonic() - began < 10
