@@ -99,7 +99,7 @@ WANTED = template_tokens(CHAT_TEMPLATE)
 
 def test_the_prompts_are_those_of_the_original_template():
     if not _ORIGINAL.is_file():
-        pytest.skip("there is no ../shared with the template of zai-org/GLM-4.5")
+        pytest.skip("the template of zai-org/GLM-4.5 is not at hand")
     assert template_tokens(_ORIGINAL.read_text(encoding="utf-8")) == WANTED
 
 

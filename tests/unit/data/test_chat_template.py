@@ -85,7 +85,7 @@ def chats(draw):
 @given(chat=chats(), no_reasoning=st.sampled_from(["nothink", "mask", "train"]))
 def test_documents_and_prompts_equal_apply_chat_template(judge, theirs, chat, no_reasoning):
     if judge not in JUDGES:
-        pytest.skip("TRL is not installed, it is part of the test extra; or there is no ../shared")
+        pytest.skip("TRL is not installed, it is part of the test extra; or the original is not at hand")
     messages, tools = chat
 
     def template(end, thinking, **options):
