@@ -1,6 +1,8 @@
 """A chat in the terminal: messages are typed, answers are shown while they are written."""
 
 import contextlib
+import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +20,9 @@ from glm46.reliability.stop import ENDING_SIGNALS, EXIT_SIGNAL, end_on_signals
 
 _HELP = """Ctrl-C stops an answer; Ctrl-D or /exit ends the chat; /new begins a new one; /help shows these lines.
 /think and /nothink switch thinking on and off; at the end of a message they are for its answer alone."""
+
+
+_COMMANDS = ("/exit", "/new", "/help", "/think", "/nothink")
 
 
 class _Ended(Exception):
@@ -76,6 +81,11 @@ class TerminalChat:
             print(_HELP, file=sys.stderr)
         elif line in ("/think", "/nothink"):
             self.thinks = line == "/think"
+        elif re.match(r"/\w+(?!\S)", line):
+            remedy = (
+                f"there are {', '.join(_COMMANDS)}, each alone; a message that begins with / needs a space before it"
+            )
+            print(f"error: {line.split()[0]}: not a command; {remedy}", file=sys.stderr)
         elif line.strip():
             # /nothink at the end of a message is a token of the format, so it stays.
             text, before = line.removesuffix(" /think"), list(self._messages)

@@ -19,16 +19,16 @@ class Prompts(Section):
     ``hf://datasets/owner/name/file``."""
 
     prompt_key: str = "prompt"
-    """Key of the prompt: a text, or a list of messages ``{role, content}`` that ends with the user's. Dots lead into
-    tables."""
+    """Key of the prompt: a text, or a list of messages as in chats of fine-tuning that ends with the user's or a
+    tool's. Dots lead into tables."""
 
     label_key: str = "label"
     """Key of what rewards compare answers with, such as "reward_model.ground_truth". Built-in rewards that compare need
     it in each line."""
 
     tools_key: str = "tools"
-    """Key of the descriptions of the tools that a prompt offers, a list of JSON objects. A row without it offers
-    none."""
+    """Key of the descriptions of the tools that a prompt offers, a list of JSON objects or its text. A row without it
+    offers none."""
 
     thinking: bool = False
     """Whether the model may think before it answers; else the prompt closes the thought."""

@@ -5,6 +5,7 @@ model was trained in, nothing fails and answers are bad: so both are compared be
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -29,6 +30,46 @@ CHAT_TEMPLATE = (
 {%- endif -%}
 {%- endfor -%}
 {%- endif -%}
+{%- endmacro -%}
+{%- macro argument(key, value) -%}
+{{ '<arg_key>' + key + '</arg_key>\n<arg_value>' + value + '</arg_value>\n' }}
+{%- endmacro -%}
+{%- macro decoded(json) -%}
+{%- set at = namespace(depth=0, quoted=false, escape='', high=0, key=none, part='') -%}
+{%- for c in json -%}
+{%- if at.escape -%}
+{%- set at.escape = at.escape + c -%}
+{%- if at.escape[1] != 'u' -%}
+{%- set kept = at.escape if at.depth > 1 and c != '/' else
+    {'b': '\b', 'f': '\f', 'n': '\n', 'r': '\r', 't': '\t'}.get(c, c) -%}
+{%- set at.part = at.part + kept -%}
+{%- set at.escape = '' -%}
+{%- elif at.escape | length == 6 -%}
+{%- set code = at.escape[2:] | int(base=16) -%}
+{%- if code >= 55296 and code < 56320 -%}{%- set at.high = code -%}
+{%- else -%}
+{%- set code = code if code < 56320 or code > 57343 else 65536 + (at.high - 55296) * 1024 + code - 56320 -%}
+{%- set at.part = at.part + (at.escape if at.depth > 1 and (code < 32 or code in [34, 92]) else '%c' % code) -%}
+{%- endif -%}
+{%- set at.escape = '' -%}
+{%- endif -%}
+{%- elif at.quoted and c == '\\' -%}{%- set at.escape = c -%}
+{%- elif c == '"' -%}
+{%- set at.quoted = not at.quoted -%}
+{%- if at.depth > 1 -%}{%- set at.part = at.part + c -%}{%- endif -%}
+{%- elif at.quoted -%}{%- set at.part = at.part + c -%}
+{%- elif at.depth == 1 and c == ':' -%}
+{%- set at.key = at.part -%}
+{%- set at.part = '' -%}
+{%- elif at.depth == 1 and c in ',}' -%}
+{%- if at.key is not none -%}{{ argument(at.key, at.part) }}{%- endif -%}
+{%- set at.key = none -%}
+{%- set at.part = '' -%}
+{%- elif c not in ' \n\r\t' -%}
+{%- set at.depth = at.depth + (1 if c in '{[' else -1 if c in '}]' else 0) -%}
+{%- if at.depth > 1 or c not in '{' -%}{%- set at.part = at.part + c + (' ' if c in ':,' else '') -%}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
 {%- endmacro -%}
 {%- set no_thinking = enable_thinking is defined and not enable_thinking -%}
 {%- set users = namespace(all=0, seen=0) -%}
@@ -64,10 +105,12 @@ CHAT_TEMPLATE = (
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function or call -%}
 {{ '\n<tool_call>' + function.name + '\n' }}
+{%- if function.arguments is string -%}{{ decoded(function.arguments) }}
+{%- else -%}
 {%- for key, value in (function.arguments or {}).items() -%}
-{%- set value = value if value is string else value | tojson(ensure_ascii=False) -%}
-{{ '<arg_key>' + key + '</arg_key>\n<arg_value>' + value + '</arg_value>\n' }}
+{{ argument(key, value if value is string else value | tojson(ensure_ascii=False)) }}
 {%- endfor -%}
+{%- endif -%}
 </tool_call>
 {%- endfor -%}
 {%- else -%}{{ raise_exception('no role of GLM: ' + message.role) }}
@@ -106,11 +149,20 @@ def raise_for_template(tokenizer: Tokenizer) -> None:
     if found is None:
         return
     file, template = found
+    messages = [
+        {
+            "role": message.role,
+            "content": message.content,
+            "reasoning_content": message.reasoning,
+            "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls],
+        }
+        for message in _PROBE
+    ]
     remedy = "use the tokenizer of a GLM-4.5 or 4.6 folder, or remove the template"
     for thinking in (True, False):
         want = tokenizer.decode(chat_prompt(tokenizer, _PROBE, tools=_TOOLS, thinking=thinking))
         try:
-            got = _rendered(template, {} if thinking else {"enable_thinking": False})
+            got = rendered(template, messages, _TOOLS, {} if thinking else {"enable_thinking": False})
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise UserError(f"{file}: chat template fails ({error}); {remedy}") from error
         if got != want:
@@ -143,19 +195,15 @@ def template_beside(file: Path) -> tuple[Path, str] | None:
     return None if template is None else (config, template)
 
 
-def _rendered(template: str, options: dict) -> str:
+def rendered(template: str, messages: Sequence[Mapping], tools: Sequence[Mapping], options: Mapping) -> str:
+    """The prompt that a template makes, in Jinja's sandbox with what transformers gives it.
+
+    Raises:
+        jinja2.TemplateError: the template fails; it may raise other errors.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = lambda value, ensure_ascii=False: json.dumps(value, ensure_ascii=ensure_ascii)
-    messages = [
-        {
-            "role": message.role,
-            "content": message.content,
-            "reasoning_content": message.reasoning,
-            "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls],
-        }
-        for message in _PROBE
-    ]
-    given = {"messages": messages, "tools": list(_TOOLS), "add_generation_prompt": True}
+    given = {"messages": messages, "tools": list(tools), "add_generation_prompt": True}
     return environment.from_string(template).render(**given, **options)

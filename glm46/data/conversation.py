@@ -306,6 +306,7 @@ def _calls(value: object) -> tuple[ToolCall, ...]:
         if not isinstance(name, str) or not name:
             raise BadConversation("tool call without a name")
         arguments = _decoded(function.get("arguments") or {}, "arguments are not JSON")
+        arguments = {} if arguments is None else arguments
         if not isinstance(arguments, Mapping):
             raise BadConversation("arguments are not an object", f"{name}: {type(arguments).__name__}")
         calls.append(ToolCall(name, arguments))
@@ -319,6 +320,7 @@ def parse_tools(value: object) -> tuple[Mapping, ...]:
         BadConversation: it is something else.
     """
     tools = _decoded(value or [], "tools are not JSON")
+    tools = [] if tools is None else tools  # the text "null"
     if not isinstance(tools, list) or any(not isinstance(tool, Mapping) for tool in tools):
         raise BadConversation("tools are not a list of objects", type(tools).__name__)
     return tuple(tools)

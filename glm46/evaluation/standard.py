@@ -140,7 +140,9 @@ def _try(task: "Task", form: PromptForm) -> None:
         one.resps += [empty] * one.repeats
     task.apply_filters()
     for kept in task.instances[0].filtered_resps:
-        task.process_results(task.instances[0].doc, [one.filtered_resps[kept] for one in task.instances])
+        found = task.process_results(task.instances[0].doc, [one.filtered_resps[kept] for one in task.instances])
+        for name in found.keys() & metrics:
+            metrics[name]([found[name]])
 
 
 def _manager_that_knows(names: Sequence[str], folders: Sequence[Path], keys: Keys) -> "TaskManager":

@@ -1,6 +1,7 @@
 """The tokenizer files and generation config of a Hugging Face folder."""
 
 import json
+from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.data.chat import missing_markers
@@ -12,12 +13,12 @@ _STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 """GLM has no end-of-turn token: the token of the next role ends a turn."""
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 _COPIED = (
-    TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", TEMPLATE_FILE,
-    "generation_config.json",
+    TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", TEMPLATE_FILE, GENERATION_CONFIG,
 )  # fmt: skip
-"""Files of a tokenizer folder that are copied unchanged."""
+"""Files of a tokenizer folder that are copied; generation_config.json with all stop ids."""
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
@@ -33,11 +34,9 @@ def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, 
         max_length: longest sequence of the model, in tokens.
 
     Raises:
-        UserError: see `tokenizer_files`.
+        UserError: see `tokenizer_files`; or a generation_config.json is damaged.
     """
-    ids = stop_ids(tokenizer)
-    generation = {"_from_model_config": True, "eos_token_id": ids, "pad_token_id": ids[0]}
-    files = {"generation_config.json": json.dumps(generation, indent=2).encode() + b"\n"}
+    files = {GENERATION_CONFIG: _generation_config(None, tokenizer)}
     file = tokenizer_file(tokenizer.path)
     if file.suffix != ".json":
         return files | tokenizer_files(tokenizer, max_length=max_length)
@@ -46,7 +45,27 @@ def files_beside_weights(tokenizer: Tokenizer, *, max_length: int) -> dict[str, 
     own = {path.name: path.read_bytes() for path in folder if path.is_file()}
     if TOKENIZER_CONFIG not in own:
         files |= _description(tokenizer, max_length)
+    if GENERATION_CONFIG in own:
+        own[GENERATION_CONFIG] = _generation_config(file.with_name(GENERATION_CONFIG), tokenizer)
     return files | own | {TOKENIZER_JSON: file.read_bytes()}
+
+
+def _generation_config(file: Path | None, tokenizer: Tokenizer) -> bytes:
+    """The file of the tokenizer's folder, if there is one, with all ids that end a text or a turn: a server stops at no
+    others. Raises UserError if it is damaged."""
+    ids = stop_ids(tokenizer)
+    config = {"_from_model_config": True, "eos_token_id": ids, "pad_token_id": ids[0]}
+    if file is not None:
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+            stated = config.get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file}: damaged ({type(error).__name__}: {error}); copy it anew, or remove it") from error
+        stated = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        if set(ids) <= set(stated):
+            return file.read_bytes()
+        config["eos_token_id"] = list(dict.fromkeys([*stated, *ids]))
+    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:

@@ -142,6 +142,16 @@ def talk(lines, turns, monkeypatch, **options):
     return prompts
 
 
+def test_an_unknown_command_is_one_line_and_not_sent(monkeypatch, capsys):
+    user = TOKENIZER.special["<|user|>"]
+    turns = [([*ids_of(MESSAGES[1]), user], "stop")] * 2
+    prompts = talk(["/retry", "/exit now", "/think hard", "/usr/bin/env is what?", " /etc too"], turns, monkeypatch)
+    assert [TOKENIZER.decode(prompt).count("/etc too") for prompt in prompts] == [0, 1]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert [line.split(":")[1] for line in errors] == [" /retry", " /exit", " /think"]
+    assert all("/new" in line and "/nothink" in line for line in errors)
+
+
 def test_a_conversation_has_the_prompts_of_the_format(monkeypatch, capsys):
     """Thoughts of earlier turns are left out, those of the turn with the calls stay, and results come from the user."""
     reasoned, called, last = MESSAGES[0], MESSAGES[2], MESSAGES[1]

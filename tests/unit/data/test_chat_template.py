@@ -11,17 +11,20 @@ from transformers import PreTrainedTokenizerFast
 
 from glm46.config.errors import UserError
 from glm46.data.chat import ChatOptions, chat_prompt, render
-from glm46.data.chat_template import CHAT_TEMPLATE, raise_for_template
+from glm46.data.chat_template import CHAT_TEMPLATE, raise_for_template, rendered
 from glm46.data.conversation import parse_conversation
 from glm46.data.tokenizer import load_tokenizer
 from glm46.huggingface.tokenizer_files import files_beside_weights
 
 TOKENIZER = load_tokenizer("builtin")
+_ORIGINAL = Path(__file__).resolve().parents[3].parent / "shared" / "cases" / "templates" / "glm45.jinja"
 _TRL = importlib.util.find_spec("trl")
 JUDGES = {"ours": CHAT_TEMPLATE}
 if _TRL is not None:
     # TRL's copy of the template of zai-org/GLM-4.5; TRL itself is not imported.
     JUDGES["trl"] = (Path(_TRL.origin).parent / "chat_templates" / "glm4moe.jinja").read_text(encoding="utf-8")
+if _ORIGINAL.is_file():
+    JUDGES["original"] = _ORIGINAL.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +80,12 @@ def chats(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("judge", ["ours", "trl"])
+@pytest.mark.parametrize("judge", ["ours", "trl", "original"])
 @settings(max_examples=50, deadline=None)
 @given(chat=chats(), no_reasoning=st.sampled_from(["nothink", "mask", "train"]))
 def test_documents_and_prompts_equal_apply_chat_template(judge, theirs, chat, no_reasoning):
     if judge not in JUDGES:
-        pytest.skip("TRL is not installed; it is part of the test extra")
+        pytest.skip("TRL is not installed, it is part of the test extra; or the original is not at hand")
     messages, tools = chat
 
     def template(end, thinking, **options):
@@ -117,6 +120,27 @@ def test_null_content_and_roles_of_our_template(theirs):
     for message in ({"role": "critic", "content": "x"}, {"role": "user", "content": [{"type": "image"}]}):
         with pytest.raises(Exception, match="critic|not text"):
             theirs.apply_chat_template([message], tokenize=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arguments=st.dictionaries(st.text(max_size=4), JSON, max_size=3),
+    form=st.sampled_from([{}, {"ensure_ascii": False}, {"separators": (",", ":")}, {"indent": 1}]),
+)
+def test_arguments_as_json_text_are_those_of_the_object(arguments, form):
+    def render(given):
+        call = {"type": "function", "function": {"name": "now", "arguments": given}}
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return rendered(CHAT_TEMPLATE, messages, (), {})
+
+    assert render(json.dumps(arguments, **form)) == render(arguments)
+    assert render("") == render({})
 
 
 def test_the_template_beside_a_tokenizer_is_compared(folder, tmp_path):

@@ -162,6 +162,27 @@ def test_folder_that_a_server_would_refuse_or_serve_badly(folders, tmp_path, cap
     assert message in error and str(folder) in error
 
 
+@pytest.mark.parametrize("stated", [5, [5], None, "one", "all"])
+def test_an_export_stops_at_all_ids_that_end_a_turn(folders, tmp_path, stated):
+    """The generation config of the tokenizer's folder has fewer, as many releases have."""
+    wanted = stop_ids(load_tokenizer("builtin"))
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(folders["bfloat16"], folder)
+    given = {"all": wanted[::-1], "one": wanted[0]}.get(str(stated), stated)
+    content = {"eos_token_id": given, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    files = files_beside_weights(load_tokenizer(str(folder)), max_length=512)
+    found = json.loads(files["generation_config.json"])
+    assert found["temperature"] == 0.6
+    assert (found == content) is (stated == "all")
+    assert set(found["eos_token_id"]) == {*wanted, *([5] if stated in (5, [5]) else [])}
+    (folder / "generation_config.json").write_bytes(files["generation_config.json"])
+    check_served_folder(folder)
+    (folder / "generation_config.json").write_text("[1")
+    with pytest.raises(UserError, match="generation_config.json: damaged"):
+        files_beside_weights(load_tokenizer(str(folder)), max_length=512)
+
+
 def test_a_folder_without_template_serves_completions_only(folders, tmp_path, capsys):
     folder = shutil.copytree(folders["bfloat16"], tmp_path / "copy")
     (folder / "chat_template.jinja").unlink()
