@@ -19,6 +19,7 @@ from glm46.commands.options import VerbParser, positive, verb_parser
 from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
+from glm46.huggingface.hub import fetch_options
 from glm46.observe.hardware import device_peak_flops
 from glm46.planner.flops import training_flops_per_token
 
@@ -34,6 +35,7 @@ def benchmark_command(argv: Sequence[str]) -> int:
         Exit code.
     """
     arguments = _parser().parse_args(argv or ["model"])
+    fetch_options(arguments, *({"model"} & vars(arguments).keys()))
     arguments.run(arguments)
     return 0
 
@@ -72,7 +74,9 @@ def _parser() -> VerbParser:
     generate = kinds.add_parser("generate", help="greedy decoding, or samples, on a CPU against transformers")
     weights = generate.add_mutually_exclusive_group()
     weights.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset, with random weights")
-    weights.add_argument("--model", type=Path, help="Hugging Face or step folder; prompts are text then")
+    weights.add_argument(
+        "--model", type=Path, help="Hugging Face folder, hf://… or step folder; prompts are text then"
+    )
     generate.add_argument("--batch", type=positive, default=1, help="prompts")
     generate.add_argument("--prompt-tokens", type=positive, default=32, help="tokens of each prompt")
     generate.add_argument("--new-tokens", type=_two_or_more, default=33, help="tokens to decode for each")
