@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from glm46.benchmark.rounds import CONTESTANTS, SECONDS
 from glm46.commands.options import VerbParser, positive, verb_parser
 from glm46.config.presets import PRESETS
+from glm46.huggingface.hub import fetch_options
 
 _FITTING = f"absent: as many as fit into {SECONDS:.0f} s, three to nine"
 
@@ -19,6 +20,7 @@ def benchmark_command(argv: Sequence[str]) -> int:
         Exit code.
     """
     arguments = _parser().parse_args(argv or ["model"])
+    fetch_options(arguments, *({"model"} & vars(arguments).keys()))
     resolve_name(f"glm46.commands.benchmark_runs:{arguments.run}")(arguments)
     return 0
 
@@ -57,7 +59,9 @@ def _parser() -> VerbParser:
     generate = kinds.add_parser("generate", help="greedy decoding, or samples, on a CPU against transformers")
     weights = generate.add_mutually_exclusive_group()
     weights.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset, with random weights")
-    weights.add_argument("--model", type=Path, help="Hugging Face or step folder; prompts are text then")
+    weights.add_argument(
+        "--model", type=Path, help="Hugging Face folder, hf://… or step folder; prompts are text then"
+    )
     generate.add_argument("--batch", type=positive, default=1, help="prompts")
     generate.add_argument("--prompt-tokens", type=positive, default=32, help="tokens of each prompt")
     generate.add_argument("--new-tokens", type=_two_or_more, default=33, help="tokens to decode for each")

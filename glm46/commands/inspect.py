@@ -14,6 +14,7 @@ from glm46.data.packing import TokenStream
 from glm46.data.pairs import BEGIN
 from glm46.data.shards import NOT_A_TARGET, open_shard
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.huggingface.hub import fetch_options
 
 
 def inspect_command(argv: Sequence[str]) -> int:
@@ -31,8 +32,9 @@ def inspect_command(argv: Sequence[str]) -> int:
         "--seq_len", type=positive, default=512, help="tokens per row; of chats, most tokens shown of a document"
     )
     parser.add_argument("--seed", type=int, default=0, help="another one shows other rows")
-    parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with")
+    parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with, as in their recipe")
     arguments = parser.parse_args(argv)
+    fetch_options(arguments, "tokenizer")
     for line in describe(arguments.folder):
         print(line)
     tokenizer = load_tokenizer(arguments.tokenizer)

@@ -8,6 +8,7 @@ import numpy as np
 from glm46.commands.options import count, verb_parser
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.huggingface.hub import fetch_options
 
 _COLUMNS = ("logprob", "old", "reference", "ratio", "advantage", "value", "weight")
 
@@ -27,6 +28,7 @@ def rl_command(argv: Sequence[str]) -> int:
     inspect.add_argument("--tokens", action="store_true", help="one line for each token, with its mask")
     inspect.add_argument("--tokenizer", default="builtin", help="model.tokenizer_path of the run")
     arguments = parser.parse_args(argv)
+    fetch_options(arguments, "tokenizer")
     tokenizer = load_tokenizer(arguments.tokenizer)
     for line in describe_rollout(
         arguments.folder, tokenizer, step=arguments.step, samples=arguments.samples, by_token=arguments.tokens

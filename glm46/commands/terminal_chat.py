@@ -1,7 +1,6 @@
 """A chat in the terminal: messages are typed, answers are shown while they are written."""
 
 import contextlib
-import json
 import re
 import signal
 import sys

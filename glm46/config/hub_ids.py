@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from glm46.config.overrides import dotted
-from glm46.config.section import HUB, OnHub, Section
+from glm46.config.section import OnHub, Section, is_hub_address
 
 
 class HubKey(NamedTuple):
@@ -26,5 +26,5 @@ def hub_keys(section: Section, prefix: tuple[str | int, ...] = ()) -> Iterator[H
             if isinstance(entry, Section):
                 yield from hub_keys(entry, (*place, index))
         marks = [mark for mark in field.metadata if isinstance(mark, OnHub)]
-        if marks and isinstance(value, str) and value.startswith(HUB):
+        if marks and isinstance(value, str) and is_hub_address(value):
             yield HubKey(dotted(place), marks[0], value)

@@ -78,17 +78,22 @@ CountOrAll = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 """A count of at least one; -1 stands for all."""
 
 
+def is_hub_address(stated: str) -> bool:
+    """Whether a text, or a `Path` with one slash of two, is an address of the Hugging Face hub, right or mistyped."""
+    return _HUB_ADDRESS.match(stated) is not None
+
+
+_HUB_ADDRESS = re.compile(r"(hf|huggingface):|(https?:/+)?(www\.)?(huggingface\.co|hf\.co)/", re.IGNORECASE)
+
+
 def _no_url(path: str) -> str:
-    if "://" in path:
+    if "://" in path or is_hub_address(path):
         raise ValueError("is a URL; give a path of this machine: mount the storage, or copy the data")
     return path
 
 
 LocalPath = Annotated[str, AfterValidator(_no_url)]
 """A file or folder. A URL is refused, because it would be read as the name of a local folder."""
-
-HUB = "hf:/"
-"""How an id of the Hugging Face hub begins, as text or as a `Path`, which has one slash of the two."""
 
 
 class HubId(NamedTuple):
@@ -129,7 +134,7 @@ _DATASET_ID = re.compile(
 
 def _on_hub(kind: Literal["model", "tokenizer", "dataset"]) -> AfterValidator:
     def check(path: str) -> str:
-        if not path.startswith(HUB):
+        if not is_hub_address(path):
             return _no_url(path)
         if OnHub(kind).parse(path) is None:
             raise ValueError(f"not an id of the hub; give {OnHub(kind).form}")

@@ -89,7 +89,7 @@ class Recipe(Section):
     answer_key: Annotated[str, Needs("verify", ("maths", "steps"))] = "answer"
     """Field or column that holds the known result, for verify = "maths", which needs one, and "steps"."""
 
-    decontaminate: tuple[str, ...] = ()
+    decontaminate: tuple[LocalPath, ...] = ()
     """Files of evaluation text, read like ``input``; documents that share a run of 13 tokens with them are skipped."""
 
     fim_rate: Annotated[float, _TEXT] = Field(0.0, ge=0.0, le=1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.hub_ids import hub_keys
-from glm46.config.section import HUB, OnHub, Section
+from glm46.config.section import OnHub, Section, is_hub_address
 from glm46.huggingface.config_json import CONFIG
 
 MODEL, TOKENIZER, DATASET = OnHub("model"), OnHub("tokenizer"), OnHub("dataset")
@@ -33,7 +33,7 @@ def fetch_options(arguments: argparse.Namespace, *names: str) -> dict[str, str]:
     folders = {}
     for name in names:
         stated = getattr(arguments, name)
-        if stated is not None and str(stated).startswith(HUB):
+        if stated is not None and is_hub_address(str(stated)):
             folder = local_path(stated, TOKENIZER if name == "tokenizer" else MODEL, f"--{name}")
             setattr(arguments, name, type(stated)(folder))
             folders[str(Path(stated))] = str(folder)
@@ -68,7 +68,7 @@ def fetched_keys(config: Section) -> dict[str, str]:
 
 def local_inputs(inputs: Sequence[str]) -> tuple[str, ...]:
     """Names of input files with local paths in place of ids of data sets; see `local_path`."""
-    return tuple(str(local_path(one, DATASET, "input =")) if one.startswith(HUB) else one for one in inputs)
+    return tuple(str(local_path(one, DATASET, "input =")) if is_hub_address(one) else one for one in inputs)
 
 
 def local_path(stated: Path | str, mark: OnHub, option: str) -> Path:

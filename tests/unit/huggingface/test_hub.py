@@ -280,3 +280,44 @@ def test_ids_in_the_wrong_place_are_refused(old, new, said, tmp_path):
     with pytest.raises(UserError) as error:
         load_config(tmp_path / "run.toml")
     assert all(part in error.value.faults[0] for part in said), error.value.faults
+
+
+MISTYPED = [
+    "hf:/x",
+    "hf:x/y",
+    "HF://owner",
+    "huggingface://a/b",
+    "https://huggingface.co/owner/name",
+    "hf.co/owner/name",
+]
+
+
+@pytest.mark.parametrize("address", MISTYPED)
+@pytest.mark.parametrize("key", ["model.tokenizer_path", "checkpoint.initial_load_path", "adapter.initial_load_path"])
+def test_a_mistyped_address_in_a_key_is_answered_with_the_right_form(key, address, capsys):
+    assert main(["train", "--config", "train_configs/lora_debug.toml", f"--{key}", address]) == 2
+    fault = f'{key} = "{address}": not an id of the hub; give hf://owner/name or hf://owner/name@revision'
+    assert [line for line in capsys.readouterr().err.splitlines() if key in line] == [f"error: command line: {fault}"]
+
+
+@pytest.mark.parametrize("address", MISTYPED)
+@pytest.mark.parametrize("command", [
+    ["generate", "--prompt", "a", "--model"], ["generate", "--prompt", "a", "--model", "x", "--tokenizer"],
+    ["evaluate", "--tasks", "position", "--data", "x", "--model"], ["serve-config", "--gpus", "1", "--model"],
+    ["convert", "from-hf", "--output", "out", "--model"], ["inspect", "folder", "--tokenizer"],
+    ["benchmark", "generate", "--model"],
+])  # fmt: skip
+def test_a_mistyped_address_in_an_option_is_answered_with_the_right_form(command, address, capsys):
+    assert main([*command, address]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {command[-1]} ") and "not an id of the hub; give hf://owner/name or" in line
+
+
+@pytest.mark.parametrize("key", ["input", "decontaminate", "output"])
+@pytest.mark.parametrize("address", MISTYPED)
+def test_a_mistyped_address_of_a_data_set_is_refused(key, address, tmp_path, capsys):
+    stated = {"input": str(tmp_path), "output": str(tmp_path / "out")} | {key: address}
+    assert main(["prepare", *(word for name, value in stated.items() for word in (f"--{name}", value))]) == 2
+    said = capsys.readouterr().err
+    remedy = "give hf://datasets/owner/name/file or" if key == "input" else "give a path of this machine"
+    assert key in said and remedy in said and said.count("error: ") == 1
