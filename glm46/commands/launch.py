@@ -53,6 +53,7 @@ from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.memory import largest_stage, stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import describe_requirement
+from glm46.reliability.run_lock import refuse_small_disk, refuse_unwritable
 from glm46.reliability.stop import EXIT_HANG, EXIT_STOPPED, started_ranks
 from glm46.reliability.verdict import hung_hosts, hung_ranks
 
@@ -267,6 +268,7 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int)
         config = _load(arguments, of_ranks, None)
     plan = resolve_plan(config, world_size)
     _refuse_state_folder(plan, nproc)
+    refuse_small_disk(plan, nproc)
     if nodes.rank == 0:
         _refuse_start(config, typed)
     return _Ready(plan, nodes, machine, nproc, typed, stated, of_ranks)
@@ -311,7 +313,6 @@ def _train(
 def _refuse_start(config: RunConfig, typed: Start) -> None:
     """Raise the faults of the run's folders that every rank would raise at its start. Weights that another shipped run
     makes are named with its command."""
-    from glm46.reliability.run_lock import refuse_unwritable
     from glm46.training.origin import refuse_origin
 
     try:

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from rich.cells import cell_len
 
 from glm46.commands.options import count, verb_parser
 from glm46.config.errors import UserError
+from glm46.config.loader import read_table
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.huggingface.hub import fetch_options
 
@@ -26,10 +28,10 @@ def rl_command(argv: Sequence[str]) -> int:
     inspect.add_argument("--step", type=int, help="first optimizer step of a rollout; absent: the newest rollout")
     inspect.add_argument("--samples", type=count, default=4, help="samples to show, from the first one on")
     inspect.add_argument("--tokens", action="store_true", help="one line for each token, with its mask")
-    inspect.add_argument("--tokenizer", default="builtin", help="model.tokenizer_path of the run")
+    inspect.add_argument("--tokenizer", help="where model.tokenizer_path of the run lies now; absent: there")
     arguments = parser.parse_args(argv)
     fetch_options(arguments, "tokenizer")
-    tokenizer = load_tokenizer(arguments.tokenizer)
+    tokenizer = _tokenizer_of(arguments.folder, arguments.tokenizer)
     for line in describe_rollout(
         arguments.folder, tokenizer, step=arguments.step, samples=arguments.samples, by_token=arguments.tokens
     ):
@@ -47,7 +49,7 @@ def describe_rollout(
         by_token: also yield a line for each token of prompt and completion.
 
     Raises:
-        UserError: the rollout does not exist, or is damaged.
+        UserError: the rollout does not exist, is damaged, or has another tokenizer.
     """
     from glm46.rl.rollouts import FOLDER, read_fields, read_rollout, rollout_steps
     from glm46.rollout.records import FINISHES
@@ -59,6 +61,11 @@ def describe_rollout(
         raise UserError(f"{journal}: no rollout{f' of step {step}' if steps else ''}; {there}")
     step = steps[-1] if step is None else step
     rollout = read_rollout(journal, step)
+    if rollout.about.get("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
+        raise UserError(
+            f"{journal}: drawn with the tokenizer {rollout.about['tokenizer'][:12]}…, and this one is "
+            f"{tokenizer.fingerprint[:12]}…; give the tokenizer of the run as --tokenizer"
+        )
     has_fields = (journal / f"step_{step:06d}.fields").is_file()
     fields = {name: values.numpy() for name, values in read_fields(journal, step).items()} if has_fields else {}
     kind = "labels as completions" if rollout.is_demonstration else "samples"
@@ -89,6 +96,18 @@ def describe_rollout(
             yield from _token_lines(tokenizer, np.concatenate([prompt, completion]), mask, columns)
 
 
+def _tokenizer_of(folder: Path, stated: str | None) -> Tokenizer:
+    file = folder / "config.toml"
+    if stated is None and not file.is_file():
+        raise UserError(f"{file}: missing, so the tokenizer of the run is not known; give it as --tokenizer")
+    try:
+        return load_tokenizer(stated or read_table(file)["model"]["tokenizer_path"])
+    except UserError as error:
+        raise UserError(
+            *(f"{fault}; give the tokenizer of the run as --tokenizer" for fault in error.faults)
+        ) from error
+
+
 def _marked(tokenizer: Tokenizer, completion: np.ndarray, is_drawn: np.ndarray) -> str:
     """The text of a completion, with [[ ]] around each turn of the policy."""
     turns = np.split(np.arange(len(completion)), np.flatnonzero(np.diff(is_drawn)) + 1)
@@ -112,9 +131,14 @@ def _token_lines(
 ) -> Iterator[str]:
     """A line for each token; those outside of the mask (prompt and environment) have no values, because nothing is
     computed for them."""
-    yield "    ".join(["    token ", "mask", *(f"{name:>9}" for name in columns)])
     start = len(tokens) - len(columns["logprob"])
+    texts = {token: repr(tokenizer.decode([token]))[1:-1] for token in {*tokens.tolist()}}
+    width = max(map(cell_len, ("token", *texts.values())))
+    widths = {
+        name: max(len(name), 9, *(len(f"{value:.4f}") for value in of[mask[start:]])) for name, of in columns.items()
+    }
+    yield "    ".join([f"    {'token':<{width}}", "mask", *(f"{name:>{widths[name]}}" for name in columns)])
     for number, token in enumerate(tokens.tolist()):
-        text = repr(tokenizer.decode([token]))[1:-1]
-        values = [f"{of[number - start]:9.4f}" for of in columns.values()] if mask[number] else []
-        yield "    ".join([f"    {text:<6}", f"{mask[number]:4d}", *values])
+        text = texts[token] + " " * (width - cell_len(texts[token]))
+        values = [f"{of[number - start]:{widths[name]}.4f}" for name, of in columns.items()] if mask[number] else []
+        yield "    ".join([f"    {text}", f"{mask[number]:4d}", *values])

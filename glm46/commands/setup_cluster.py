@@ -71,8 +71,11 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
             (output / name).chmod(0o644 if name == "hostfile" else 0o755)
     print(f"{arguments.nvme_path} is there on {counted(len(hosts), 'host')}, mode 700")
     print(f"written to {output}: {', '.join(files)}")
-    preflight, config = "python -m glm46 preflight", f"--config {arguments.config}"
-    by_srun, by_ssh = f"srun --ntasks-per-node=1 {preflight}", f"{preflight} --hostfile {output / 'hostfile'}"
+    preflight, config = "python -m glm46 preflight", f"--config {shlex.quote(str(arguments.config))}"
+    by_srun, by_ssh = (
+        f"srun --ntasks-per-node=1 {preflight}",
+        f"{preflight} --hostfile {shlex.quote(str(output / 'hostfile'))}",
+    )
     print(f"next: {by_srun if connection == 'srun' else by_ssh} {config}")
     return 0
 

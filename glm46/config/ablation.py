@@ -1,6 +1,7 @@
 """The section [ablation]: the same run with other keys, which ``python -m glm46 ablate`` compares."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -68,8 +69,9 @@ def require_one_run(ablation: Ablation | None, file: object, command: str) -> No
         UserError: there are variants or seeds.
     """
     if ablation is not None and (ablation.variants or ablation.seeds):
+        start = f"{command} ablate --config {shlex.quote(str(file))}"
         raise UserError(
             f"{file}: [ablation] with {len(ablation.variants)} variants, seeds {list(ablation.seeds) or 'of [debug]'}: "
-            f"these are several runs; compare them with {command} ablate --config {file}, or add --ablation.variants= "
+            f"these are several runs; compare them with {start}, or add --ablation.variants= "
             "--ablation.seeds= to train the rest of the file once"
         )

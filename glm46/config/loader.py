@@ -39,7 +39,7 @@ def load_config(
     Raises:
         UserError: with every fault of the file, the overrides and the rules across sections.
     """
-    table = _read(path)
+    table = read_table(path)
     written = copy.deepcopy(table)
     parsed, faults = parse_overrides(overrides)
     varied = [Override(key, value) for key, value in variant[1].items()]
@@ -83,7 +83,12 @@ def dump_config(config: RunConfig) -> str:
     return tomli_w.dumps(table)
 
 
-def _read(path: Path) -> dict:
+def read_table(path: Path) -> dict:
+    """The table of a TOML file, without any check of its keys.
+
+    Raises:
+        UserError: the file cannot be read, or is not TOML.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:

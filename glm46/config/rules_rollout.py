@@ -1,6 +1,6 @@
 """Rules about what a run with [rl] reads, draws and judges."""
 
-from glm46.config.faults import Fault, Faults, nearest, show
+from glm46.config.faults import Fault, Faults, counted, nearest, show
 from glm46.config.generation_degrees import degree_faults
 from glm46.config.model import ModelShape
 from glm46.config.rl_data import WITHOUT_LABELS
@@ -199,10 +199,14 @@ def keys_of_text_are_absent(config: RunConfig) -> Faults:
         if is_set:
             yield Fault((key, "rl"), f"{key}: has no effect with [rl], which reads prompts; remove {key}")
     if config.validation.enable != bool(config.rl.validation):
-        there, missing = ("validation.enable = true", "[[rl.validation]] tables")
+        fault = "validation.enable = true: rl.validation is empty; add [[rl.validation]] tables, or set it to false"
         if config.rl.validation:
-            there, missing = ("[[rl.validation]]", "validation.enable = true")
-        yield Fault(("validation.enable", "rl.validation"), f"{there}: [rl] needs {missing} with it; set both or none")
+            sets = counted(len(config.rl.validation), "set")
+            fault = (
+                f"validation.enable = false: {sets} of prompts in rl.validation would never be answered; set "
+                "validation.enable = true, or leave them out with --rl.validation="
+            )
+        yield Fault(("validation.enable", "rl.validation"), fault)
 
 
 def nothing_depends_on_packing(config: RunConfig) -> Faults:

@@ -165,11 +165,17 @@ def _draw_position(axes: "Axes", result: Result, window: int | None) -> None:
 def _draw_needle(axes: "Axes", result: Result) -> None:
     cells = _grid(result)
     depths = list(next(iter(cells.values())))
-    exact = [[row[depth]["exact"] for row in cells.values()] for depth in depths]
-    axes.imshow(exact, vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto")
-    for y, shares in enumerate(exact):
-        for x, share in enumerate(shares):
-            axes.text(x, y, f"{share:.2f}", ha="center", va="center")
+    # Where no answer is exact, how far the answers are from it still tells lengths and depths apart.
+    is_exact = any(cell["exact"] for cell in result["cells"])
+    figure, title = (
+        ("exact", "share of exact answers") if is_exact else ("answer_loss", "no exact answer; nats per token")
+    )
+    values = [[row[depth][figure] for row in cells.values()] for depth in depths]
+    bounds = {"vmin": 0.0, "vmax": 1.0, "cmap": "RdYlGn"} if is_exact else {"cmap": "cividis_r", "alpha": 0.6}
+    axes.imshow(values, aspect="auto", **bounds)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center")
     axes.set_xticks(range(len(cells)), [f"{length:,}" for length in cells])
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-    axes.set(xlabel="length in tokens", ylabel="depth", title="Needle: share of exact answers")
+    axes.set(xlabel="length in tokens", ylabel="depth", title=f"Needle: {title}")

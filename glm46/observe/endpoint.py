@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import os
+import shlex
 import socket
 import ssl
 import threading
@@ -170,7 +171,9 @@ def _credentials(path: Path) -> bytes:
             f"metrics.prometheus_password_file = {str(path)!r}: must be one line; write USER:PASSWORD into it"
         )
     if is_open:
-        raise UserError(f"metrics.prometheus_password_file = {str(path)!r}: others may read it; chmod 600 {path}")
+        raise UserError(
+            f"metrics.prometheus_password_file = {str(path)!r}: others may read it; chmod 600 {shlex.quote(str(path))}"
+        )
     return base64.b64encode(text.encode())
 
 

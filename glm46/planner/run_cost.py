@@ -128,12 +128,19 @@ class CheckpointSize:
 
 
 def checkpoint_size(plan: Plan) -> CheckpointSize:
-    """The size of each checkpoint of a run; under [adapter] of the adapters alone."""
-    optimizer, adapter = plan.config.optimizer, plan.config.adapter
-    rows = (named_rows(plan.shape) if adapter is None else adapter_rows(plan.shape, adapter)).values()
-    trained = [(row.numel(plan.shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
-    elements = sum(count for count, _ in trained)
-    states = sum(count * of_each for count, of_each in trained)
+    """The size of each checkpoint of a run, with the critic's; under [adapter] of the adapters alone."""
+    optimizer, adapter, rl = plan.config.optimizer, plan.config.adapter, plan.config.rl
+    networks = [(plan.shape, "lm")]
+    if rl is not None and rl.resolved().has_critic:
+        networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
+    weights, states = [], 0
+    for shape, head in networks:
+        rows = (named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)).values()
+        trained = [(row.numel(shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
+        weights.append(sum(count for count, _ in trained))
+        states += sum(count * of_each for count, of_each in trained)
     return CheckpointSize(
-        elements * WIDTHS[plan.config.training.dtype], states * WIDTHS[optimizer.state_dtype], elements * _HF_BYTES
+        sum(weights) * WIDTHS[plan.config.training.dtype],
+        states * WIDTHS[optimizer.state_dtype],
+        weights[0] * _HF_BYTES,
     )

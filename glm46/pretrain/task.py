@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class Pretraining:
         if self.plan.layout.non_dp_degree > 1:
             # Generation does not support ranks with parts of a sequence or of the layers.
             step = step_folder(config.checkpoint_folder, progress.step)
-            command = f"{module_command()} generate --checkpoint {step} --prompt '...'"
+            command = f"{module_command()} generate --checkpoint {shlex.quote(str(step))} --prompt '...'"
             return [f"To see text: {command}"] if config.checkpoint.enable else []
         return ["Continuation of the prompt (prompt, then generated text):", "", self._continuation(stop), ""]
 

@@ -1,5 +1,8 @@
-"""Locks of the folders of a run: a second run in one would cut the metrics of the first and remove its checkpoints."""
+"""Folders of a run: their locks, without which a second run would cut the metrics of the first and remove its
+checkpoints, and what they must hold."""
 
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -7,13 +10,18 @@ from pathlib import Path
 from types import MappingProxyType
 
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.files.lock import FileLock
+from glm46.planner.plan import Plan
+from glm46.planner.run_cost import checkpoint_size
 
 _FILE = "run.lock"
 _PATIENCE_SECONDS = 5.0
 """A killed run takes a moment to release its folder."""
 
 _DUMP_KEY, _EVENTS_KEY = "job.dump_folder", "metrics.save_tb_folder"
+_LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
+"""Folders that a save removes before it writes, see `checkpoint/publish.py`."""
 _NONE: Mapping[str, Path] = MappingProxyType({})
 
 
@@ -39,10 +47,54 @@ def writing(folder: Path, apart: Mapping[str, Path] = _NONE, key: str = _DUMP_KE
         ) from error
 
 
+def refuse_small_disk(plan: Plan, processes: int) -> None:
+    """Raise UserError if a disk of this node cannot hold one checkpoint beside what is there, apart from what the next
+    save removes before it writes: earlier checkpoints go after it.
+
+    Args:
+        processes: ranks of this node, whose shards checkpoint.node_local_folder takes.
+    """
+    config, size = plan.config.checkpoint, checkpoint_size(plan)
+    if not config.enable or (plan.config.rl is not None and plan.config.rl.mode in ("eval_only", "rollout_only")):
+        return
+    places = {"checkpoint.folder": (plan.config.checkpoint_folder, 1.0, "one checkpoint")}
+    if config.node_local_folder:
+        share, what = (
+            processes / plan.layout.world_size,
+            f"the shards of {counted(processes, 'rank')} of one checkpoint",
+        )
+        places["checkpoint.node_local_folder"] = Path(config.node_local_folder), share, what
+    faults = []
+    for key, (folder, share, what) in places.items():
+        needed, free = share * size.total, shutil.disk_usage(_existing(folder)).free
+        if needed > free and needed > free + sum(
+            _bytes_in(path) for path in folder.glob("step-*") if _LEFTOVER.fullmatch(path.name)
+        ):
+            of = f"(weights {_size(share * size.weights)}, optimizer states {_size(share * size.states)})"
+            faults.append(
+                f"{key} = {str(folder)!r}: {what} takes {_size(needed)} {of}, and {_size(free)} of its disk are free; "
+                f"it must fit beside those that are there; free space, set another {key}, or "
+                "set checkpoint.enable = false"
+            )
+    if faults:
+        raise UserError(*faults)
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
 def refuse_unwritable(folder: Path, key: str) -> None:
     """Raise UserError if nothing can be written where a folder is or would be made."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    with writing(folder, key=key), tempfile.TemporaryFile(dir=there) as file:
+    with writing(folder, key=key), tempfile.TemporaryFile(dir=_existing(folder)) as file:
         file.write(b"\0" * 4096)
 
 

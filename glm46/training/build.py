@@ -6,7 +6,7 @@ from pathlib import Path
 
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
-from glm46.distributed.environment import launched_rank, set_variables
+from glm46.distributed.environment import launched_local_world_size, launched_rank, launched_world_size, set_variables
 from glm46.distributed.mesh import Cluster, build_cluster
 from glm46.distributed.process import join, leave, use_deterministic_kernels
 from glm46.distributed.process_control import die_with_parent
@@ -14,7 +14,7 @@ from glm46.observe.heartbeat import Heartbeat
 from glm46.observe.start_times import VARIABLE as START_TIMES
 from glm46.observe.start_times import StartTimes
 from glm46.planner.plan import Plan, resolve_plan
-from glm46.reliability.run_lock import RunLocks, lock_run, writing
+from glm46.reliability.run_lock import RunLocks, lock_run, refuse_small_disk, writing
 from glm46.reliability.stop import StopRequest
 from glm46.reliability.verdict import HANG_FOLDER
 from glm46.reliability.watchdog import Watchdog
@@ -53,6 +53,7 @@ def run(
     dump_folder, locks, ends = Path(config.job.dump_folder), RunLocks(), ExitStack()
     if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
         refuse_origin(config)
+        refuse_small_disk(resolve_plan(config, launched_world_size() or 1), launched_local_world_size())
         locks = lock_run(dump_folder, config.folders_apart)
     if config.debug.deterministic:
         use_deterministic_kernels()

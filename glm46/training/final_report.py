@@ -1,5 +1,6 @@
 """Last message of a run: a sample of what the model does, and the paths of all outputs."""
 
+import shlex
 from pathlib import Path
 
 from glm46.checkpoint.integrity import step_folder
@@ -27,5 +28,5 @@ def final_report(task: Task, progress: Progress, stop: StopRequest, *, is_finish
         f"log          {folder / 'log.txt'}",
     ]
     if config.metrics.enable_tensorboard:
-        lines.append(f"TensorBoard  tensorboard --logdir {config.tensorboard_folder}")
+        lines.append(f"TensorBoard  {shlex.join(['tensorboard', '--logdir', str(config.tensorboard_folder)])}")
     return "\n".join(lines)

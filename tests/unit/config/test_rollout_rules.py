@@ -28,7 +28,11 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
             ["rl.rewards[0].options.seconds = 20", "rl.rewards[0].timeout_seconds = 10", "raise that"],
         ),
         (["--inference.prompt", "Hello"], ["inference.prompt", "remove"]),
-        (["--validation.enable", "false"], ["rl.validation", "validation.enable = true"]),
+        (
+            ["--validation.enable", "false"],
+            ["1 set of prompts in rl.validation", "validation.enable = true", "--rl.validation="],
+        ),
+        (["--rl.validation="], ["validation.enable = true", "rl.validation is empty", "set it to false"]),
         (["--moe.sequence_aux_loss_weight", "1e-4"], ["moe.sequence_aux_loss_weight", "0.0"]),
         (["--moe.capacity_factor", "1.5"], ["moe.capacity_factor = 1.5", "remove"]),
         (["--training.max_rollbacks", "2"], ["training.max_rollbacks = 2", "remove"]),

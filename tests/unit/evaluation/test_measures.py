@@ -17,6 +17,7 @@ from glm46.evaluation.against import Against, compare
 from glm46.evaluation.loss import Loss
 from glm46.evaluation.needle import Needle
 from glm46.evaluation.position import Position, bucket_edges
+from glm46.evaluation.report import draw
 from glm46.evaluation.results import Results, measure_rows
 from glm46.evaluation.rows import build_batch, equal_lengths, held_out
 from glm46.inference.generation import Continuation, Generation, decoder_for
@@ -306,3 +307,19 @@ def test_two_models_compared_equal_a_loop_over_dense_logits(manifests, tokenizer
     for name, value in expected.items():
         # FP32 logits and sums of losses of about 9.
         assert found[name] == found[f"{name}/test"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("exact", [0.0, 0.5])
+def test_a_picture_of_no_exact_answer_shows_how_far_the_answers_are_from_it(exact, monkeypatch, tmp_path):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn, real = [], figure.Figure
+    monkeypatch.setattr(figure, "Figure", lambda **options: drawn.append(real(**options)) or drawn[0])
+    cells = [
+        {"length": length, "depth": depth, "samples": 2, "exact": exact * depth, "answer_loss": 2.0 + depth + length}
+        for length in (1, 2) for depth in (0.0, 1.0)
+    ]  # fmt: skip
+    draw({"needle": {"cells": cells, "columns": {}}}, "a model", None, tmp_path / "evaluation.png")
+    (axes,) = drawn[0].axes
+    shown = {text.get_text() for text in axes.texts}
+    assert shown == ({"0.00", "0.50"} if exact else {"3.00", "4.00", "5.00"})
+    assert ("no exact answer" in axes.get_title()) == (exact == 0)

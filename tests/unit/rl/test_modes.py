@@ -4,15 +4,23 @@ import errno
 import json
 import re
 import time
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from rich.cells import cell_len
 
-from glm46.checkpoint.integrity import published_steps
+from glm46.checkpoint.integrity import published_steps, step_folder
 from glm46.checkpoint.manager import CheckpointManager
-from glm46.commands.rl import rl_command
+from glm46.checkpoint.metadata import read_metadata
+from glm46.commands.rl import _token_lines, rl_command
 from glm46.config.errors import UserError
+from glm46.planner.plan import resolve_plan
+from glm46.planner.run_cost import checkpoint_size
+from glm46.reliability.run_lock import refuse_small_disk
 from glm46.reliability.stop import EXIT_STOPPED, Diverged, StopRequest
 from glm46.rl import rollouts, supply
 from glm46.rl.journal import removable
@@ -185,14 +193,37 @@ def test_validation_alone_asks_the_newest_checkpoint_and_leaves_it(make_run, tmp
 
 
 @pytest.mark.slow
+def test_the_planned_size_of_a_checkpoint_is_that_on_the_disk_and_no_checkpoint_needs_no_disk(make_run):
+    """With the critic. A disk is refused by this size, which therefore is never more than a save writes."""
+    config = make_run("run", 1, {"algorithm": "ppo"})
+    assert train(config) == 0
+    planned = checkpoint_size(resolve_plan(config, 1)).total
+    kinds = read_metadata(step_folder(config.checkpoint_folder, 1))[0].state_dict_metadata
+    written = {name: prod(kind.size) * kind.properties.dtype.itemsize for name, kind in kinds.items()}
+    assert any(name.startswith("critic.") for name in written)
+    small = sum(size for name, size in written.items() if size <= 64 or name.startswith("rng."))  # routers' biases
+    assert sum(written.values()) - small <= planned <= sum(written.values())
+    for mode in ("rollout_only", "eval_only"):
+        huge = {"model": {"vocab_size": 2**40}}
+        refuse_small_disk(resolve_plan(make_run("none", 1, {"mode": mode}, **huge), 1), 1)
+    with pytest.raises(UserError, match=r"checkpoint\.folder = .*GiB"):
+        refuse_small_disk(resolve_plan(make_run("none", 1, **huge), 1), 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", [True, False])
 def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, capsys, normalize):
     config = make_run("run", 1, {"correction": {"normalize": normalize}})
     assert train(config) == 0
     capsys.readouterr()
-    shown = ["--samples", "3", "--tokens", "--tokenizer", config.model.tokenizer_path]
+    shown = ["--samples", "3", "--tokens"]
+    with pytest.raises(UserError, match=r"drawn with the tokenizer .*this one is .*--tokenizer"):
+        rl_command(["inspect", config.job.dump_folder, *shown, "--tokenizer", "builtin"])
     assert rl_command(["inspect", config.job.dump_folder, *shown]) == 0
     lines = capsys.readouterr().out.splitlines()
+    of_run = ["--tokenizer", config.model.tokenizer_path]
+    assert rl_command(["inspect", config.job.dump_folder, *shown, *of_run]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
     heads = [number for number, line in enumerate(lines) if line.startswith("── sample")]
     rollout = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
     assert len(heads) == 3 and "8 samples of prompts 0 to 1" in lines[0]
@@ -209,6 +240,21 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
         assert values == pytest.approx(rollout.arrays["logprobs"][slice(*rollout.bounds(sample))], abs=1e-4)
         old, ratio, _, weight = zip(*(map(float, line.split()[-4:]) for line in table), strict=True)
         assert old == pytest.approx(values, abs=1e-4) and set(ratio) == set(weight) == {1.0}, "they agree"
+
+
+def test_columns_of_tokens_stand_below_their_names_however_wide_text_and_numbers_are():
+    texts = ["a", "\n", " " * 30, "漢字", "e\u0301", "antidisestablishment"]
+    tokenizer = SimpleNamespace(decode=lambda ids: texts[ids[0]])
+    columns = {"logprob": np.array([-1.0, -123456.5, 0.0, -2.0]), "weight": np.array([1.0, 2.0, 1e9, 4.0])}
+    mask = np.array([False, False, True, True, True, True])
+    head, *lines = _token_lines(tokenizer, np.arange(6), mask, columns)
+    assert len({cell_len(line) for line in (head, *lines[2:])}) == 1
+    ends = [cell_len(head[: head.index(name) + len(name)]) for name in ("mask", "logprob", "weight")]
+    for line, is_drawn in zip(lines, mask, strict=True):
+        cells = [
+            next(at for at in range(len(line) + 1) if cell_len(line[:at]) >= end) for end in ends[: 1 + 2 * is_drawn]
+        ]
+        assert all(line[at - 1] != " " and line[at : at + 1] in ("", " ") for at in cells), line
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,16 +27,19 @@ from glm46.checkpoint.integrity import published_steps
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.step_tensors import StepTensors
 from glm46.commands.checkpoint import checkpoint_command
+from glm46.config.ablation import Ablation, require_one_run
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.distributed.ranks import CheckpointError
 from glm46.inference.generation import continue_tokens
 from glm46.observe import writes
+from glm46.observe.endpoint import _credentials
 from glm46.observe.heartbeat import read_heartbeat
 from glm46.observe.history import LineFile
+from glm46.planner.plan import resolve_plan
 from glm46.pretrain import next_token
 from glm46.pretrain.task import Pretraining, train
-from glm46.reliability.run_lock import lock_run
+from glm46.reliability.run_lock import lock_run, refuse_small_disk
 from glm46.reliability.stop import Diverged, StopRequest
 from glm46.training import build, loop
 from glm46.training.saving import SaveFailed, SavesFail
@@ -626,6 +631,33 @@ def test_what_is_wrong_before_the_start_leaves_nothing_behind(make_config, tmp_p
         train(make_config(job={"dump_folder": str(tmp_path / "taken/checkpoint/out")}))
 
 
+@pytest.mark.parametrize("place", ["checkpoint.folder", "checkpoint.node_local_folder"])
+def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_before_the_start(make_config, tmp_path, small_disk, place):
+    """556,392 weights, two states each, in FP32: 6.4 MiB. What an interrupted save has left is removed by the next."""
+    mount, resize = small_disk
+    resize("6m")
+    keys = {"folder": str(mount / "steps"), "enable": True}
+    if place == "checkpoint.node_local_folder":
+        keys = {"node_local_folder": str(mount / "steps"), "enable": True}
+    config = make_config(checkpoint=keys, training={"steps": 1})
+    with pytest.raises(UserError) as caught:
+        train(config)
+    (fault,) = caught.value.faults
+    assert all(
+        part in fault for part in (f"{place} = ", "6.4 MiB", "6.0 MiB", "free space", "checkpoint.enable = false")
+    )
+    assert not (tmp_path / "out").exists() and list(mount.iterdir()) == []
+    plan = resolve_plan(config, 1)
+    refuse_small_disk(resolve_plan(make_config(checkpoint=keys | {"enable": False}), 1), 1)
+    resize("10m")
+    (mount / "steps/step-000007.tmp").mkdir(parents=True)
+    (mount / "steps/step-000007.tmp/shard").write_bytes(bytes(4 << 20))
+    refuse_small_disk(plan, 1)
+    (mount / "steps/step-000007.tmp").rename(mount / "steps/step-000007")
+    with pytest.raises(UserError, match="must fit beside those"):
+        refuse_small_disk(plan, 1)
+
+
 @pytest.mark.slow
 def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_config, small_disk):
     mount, resize = small_disk
@@ -700,6 +732,22 @@ def test_a_run_whose_files_are_deleted_says_so_once_and_goes_on(make_config, tmp
     if deleted == "the folder":
         assert published_steps(config.checkpoint_folder) == [4, 6, 8]
     assert train(config) == 0
+
+
+def test_commands_to_copy_name_paths_with_blanks_as_one_word(make_config, tmp_path, capsys):
+    folder = tmp_path / "my runs" / "it's one"
+    assert train(make_config(job={"dump_folder": str(folder)}, training={"steps": 1},
+                             metrics={"enable_tensorboard": True})) == 0  # fmt: skip
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("TensorBoard")]
+    assert shlex.split(line) == ["TensorBoard", "tensorboard", "--logdir", str(folder / "tb")]
+    with pytest.raises(UserError) as caught:
+        require_one_run(Ablation(seeds=(1, 2)), folder / "a.toml", "glm46")
+    assert f"ablate --config {shlex.quote(str(folder / 'a.toml'))}, or" in caught.value.faults[0]
+    secret = folder / "user and password"
+    secret.write_text("user:password")
+    secret.chmod(0o644)
+    with pytest.raises(UserError, match=re.escape(f"chmod 600 {shlex.quote(str(secret))}")):
+        _credentials(secret)
 
 
 def test_a_second_run_in_a_folder_that_was_deleted_is_named(tmp_path):
