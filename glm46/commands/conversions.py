@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _to_hf(arguments: argparse.Namespace) -> int:
-    if not 0 < arguments.max_file_gb < inf:
-        raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be a number above 0")
     tensors = StepTensors(arguments.checkpoint)
     config_table, shape = tomli.loads(tensors.meta["config"]), tensors.shape
     table = config_table["model"]

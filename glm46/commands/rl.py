@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from glm46.commands.options import verb_parser
+from glm46.commands.options import positive, verb_parser, whole
 from glm46.config.errors import UserError
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -22,8 +22,8 @@ def rl_command(argv: Sequence[str]) -> int:
     kinds = parser.add_subparsers(title="what", metavar="inspect", required=True)
     inspect = kinds.add_parser("inspect", help="samples with tokens, rewards, advantages and ratios")
     inspect.add_argument("folder", type=Path, help="job.dump_folder of a run with [rl]")
-    inspect.add_argument("--step", type=int, help="first optimizer step of a rollout; absent: the newest rollout")
-    inspect.add_argument("--samples", type=int, default=4, help="samples to show, from the first one on")
+    inspect.add_argument("--step", type=whole(0), help="first optimizer step of a rollout; absent: the newest rollout")
+    inspect.add_argument("--samples", type=positive, default=4, help="samples to show, from the first one on")
     inspect.add_argument("--tokens", action="store_true", help="one line for each token, with its mask")
     inspect.add_argument("--tokenizer", default="builtin", help="model.tokenizer_path of the run")
     arguments = parser.parse_args(argv)
