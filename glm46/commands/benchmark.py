@@ -1,12 +1,11 @@
 """``python -m glm46 benchmark``: speed and memory of this machine, beside installed alternatives."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
 from glm46.benchmark.rounds import CONTESTANTS, SECONDS
-from glm46.commands.options import VerbParser, positive, verb_parser
+from glm46.commands.options import VerbParser, above_zero, positive, verb_parser, whole
 from glm46.config.presets import PRESETS
 from glm46.huggingface.hub import fetch_options
 
@@ -64,7 +63,9 @@ def _parser() -> VerbParser:
     )
     generate.add_argument("--batch", type=positive, default=1, help="prompts")
     generate.add_argument("--prompt-tokens", type=positive, default=32, help="tokens of each prompt")
-    generate.add_argument("--new-tokens", type=_two_or_more, default=33, help="tokens to decode for each")
+    generate.add_argument(
+        "--new-tokens", type=whole(2), default=33, help="tokens of each answer, the first with the prompt"
+    )
     generate.add_argument("--samples", type=positive, help="of each prompt, drawn as rollouts do; absent: greedy")
     generate.add_argument("--rounds", type=positive, help=f"timed runs of each contestant; {_FITTING}")
     generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
@@ -72,7 +73,7 @@ def _parser() -> VerbParser:
     generate.set_defaults(run="generate")
     checkpoint = kinds.add_parser("checkpoint", help="stall, save, verification and load")
     checkpoint.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure; absent: this folder")
-    checkpoint.add_argument("--gib", type=float, default=1.0, help="size of the state")
+    checkpoint.add_argument("--gib", type=above_zero, default=1.0, help="size of the state")
     checkpoint.add_argument("--rounds", type=positive, help=f"timed saves; {_FITTING}")
     checkpoint.set_defaults(run="checkpoint")
     rates = kinds.add_parser("rates", help="what kernels reach of the peaks, for plan --measured")
@@ -82,9 +83,3 @@ def _parser() -> VerbParser:
     rates.add_argument("--json", type=Path, metavar="FILE", help="write the efficiencies there")
     rates.set_defaults(run="rates")
     return parser
-
-
-def _two_or_more(text: str) -> int:
-    if positive(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected at least 2, the first comes with the prompt")
-    return int(text)

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,6 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _to_hf(arguments: argparse.Namespace) -> int:
-    if not 0 < arguments.max_file_gb < inf:
-        raise UserError(f"--max-file-gb {arguments.max_file_gb}: must be a number above 0")
     if require_kind(arguments.checkpoint, Kind.STEP, Kind.HUGGING_FACE) is Kind.HUGGING_FACE:
         if arguments.dtype is None:
             raise UserError(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.commands.options import VerbParser, verb_parser
+from glm46.commands.options import VerbParser, above_zero, verb_parser
 from glm46.huggingface.hub import fetch_options
 from glm46.huggingface.scheme_names import FP8_NAMES, SCHEME_NAMES
 
@@ -40,7 +40,7 @@ def _parser() -> VerbParser:
     export.add_argument("--dtype", choices=["bfloat16", "float32", *SCHEME_NAMES], help=f"{types}; default: bfloat16")
     duplicates = "repeat embedding and head in MTP layers, as GLM-4.5 and Air; default: not, as GLM-4.6"
     export.add_argument("--mtp-copies", action="store_true", help=duplicates)
-    export.add_argument("--max-file-gb", type=float, default=5.0, help="largest file, 10^9 bytes")
+    export.add_argument("--max-file-gb", type=above_zero, default=5.0, help="largest file, 10^9 bytes")
     export.set_defaults(kind="to_hf")
     load = kinds.add_parser("from-hf", help="a Hugging Face folder as a step folder")
     load.add_argument("--model", type=Path, required=True, help="Hugging Face folder, or hf://owner/name")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from glm46.commands.model_options import add_model_options
-from glm46.commands.options import VerbParser, count, positive, verb_parser
+from glm46.commands.options import VerbParser, positive, verb_parser, whole
 from glm46.config.errors import UserError
 from glm46.evaluation.task_names import TASKS, USUAL_TASKS
 
@@ -32,7 +32,7 @@ def evaluate_parser() -> VerbParser:
         help="of your own task files in lm-eval's format; again for more",
     )  # fmt: skip
     parser.add_argument(
-        "--fewshot", type=count, metavar="N", help="examples before a question of lm-eval; default: as the task says"
+        "--fewshot", type=whole(0), metavar="N", help="examples before a question of lm-eval; default: as the task says"
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="most documents of a task of lm-eval; default: all")
     parser.add_argument(

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from glm46.commands.options import count, positive, verb_parser
+from glm46.commands.options import positive, verb_parser, whole
 from glm46.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.data.mixing import permute
 from glm46.data.packing import TokenStream
@@ -26,7 +26,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser = verb_parser("inspect", description="Verify a folder of shards and show its text.")
     parser.add_argument("folder", type=Path, help="a folder that prepare has made")
     parser.add_argument(
-        "--rows", type=count, default=2, help="rows of text, documents of chats or pairs to show, picked at random"
+        "--rows", type=whole(0), default=2, help="rows of text, documents of chats or pairs to show, picked at random"
     )
     parser.add_argument(
         "--seq_len", type=positive, default=512, help="tokens per row; of chats, most tokens shown of a document"

@@ -22,7 +22,7 @@ from glm46.commands.launch_hosts import launch_hosts
 from glm46.commands.metrics import exporting
 from glm46.commands.node_client import ANSWER_SECONDS, CONNECTIONS, Driver
 from glm46.commands.nodes import VARIABLES, Nodes, detect_nodes, refuse_node
-from glm46.commands.options import positive, process_count
+from glm46.commands.options import positive, process_count, whole
 from glm46.commands.rendezvous import (
     refuse_ports,
     rendezvous_options,
@@ -81,7 +81,7 @@ def launch_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=whole(0),
         default=0,
         metavar="N",
         help="start all processes again, from the newest checkpoint, up to N times after one has failed or hangs; "
@@ -108,8 +108,6 @@ def launch_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--from-hostfile", action="store_true", help=argparse.SUPPRESS)  # of one host
     arguments, overrides = parse_with_overrides(parser, argv)
-    if arguments.max_restarts < 0:
-        raise UserError(f"command line: --max-restarts {arguments.max_restarts}: must be at least 0")
     for option, value in {"--nodes": arguments.nodes, "--connect": arguments.connect}.items():
         if arguments.hostfile is None and value not in (None, "ssh"):
             raise UserError(f"command line: {option} {value}: has no effect without --hostfile; add it")
@@ -324,6 +322,10 @@ def _refuse_start(config: RunConfig, typed: Start) -> None:
         raise UserError(*(fault + hint for fault in error.faults)) from error
     for key, folder in {"job.dump_folder": Path(config.job.dump_folder), **config.folders_apart}.items():
         refuse_unwritable(folder, key)
+    if config.rl is not None:
+        from glm46.commands.rl_start import refuse_rl
+
+        refuse_rl(config.rl.resolved())
 
 
 def _refuse_state_folder(plan: Plan, processes: int) -> None:

@@ -2,9 +2,11 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from glm46.config.errors import UserError
 
@@ -33,11 +35,19 @@ VERBS = {
 `glm46.commands.serve_config`, and so on."""
 
 
+MOST_PROCESSES = 2**20
+"""Of a run; plans of more would take minutes."""
+
+
 class VerbParser(argparse.ArgumentParser):
     """The parser of a verb or of one of its kinds: options cannot be abbreviated."""
 
     def __init__(self, **options):
         super().__init__(**{"allow_abbrev": False} | options)
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line; the usage of a verb fills a screen."""
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
 def verb_parser(verb: str, **options) -> VerbParser:
@@ -45,18 +55,23 @@ def verb_parser(verb: str, **options) -> VerbParser:
     return VerbParser(prog=f"python -m glm46 {verb}", **options)
 
 
-def count(text: str) -> int:
-    """Type of an option: an integer from 0 on."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 on")
-    return int(text)
+def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
+    """Type of an option: an integer in this range."""
+
+    def read(text: str) -> int:
+        number = int(text) if re.fullmatch("-?[0-9]{1,30}", text) else least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a number of at least {least}")
+        if number > most:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at most {most:,}")
+        return number
+
+    return read
 
 
-def positive(text: str) -> int:
-    """Type of an option: an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
-    return int(text)
+positive = whole(1)
+port = whole(1, 65535)
+_processes = whole(1, MOST_PROCESSES)
 
 
 def above_zero(text: str) -> float:
@@ -74,9 +89,10 @@ def process_count(text: str) -> int | None:
     """Type of the option ``--nproc``: a number of processes, or None for ``auto``."""
     if text == "auto":
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected auto, or a number of at least 1")
-    return int(text)
+    try:
+        return _processes(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(str(error).replace("expected a", "expected auto, or a")) from None
 
 
 def require_picture(verb: str, option: str, path: Path, suffixes: Sequence[str]) -> None:

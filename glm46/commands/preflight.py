@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from glm46.commands.config_options import parse_with_overrides
 from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts
-from glm46.commands.options import VERBS, process_count, require_writable, verb_parser
+from glm46.commands.options import VERBS, positive, process_count, require_writable, verb_parser
 from glm46.commands.preflight_hosts import reach, run_nodes
 from glm46.commands.preflight_ranks import run_rank
 from glm46.commands.rank_server import RankServer
@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prometheus", metavar="URL", help="check that this Prometheus watches, with rules and alerts")
     parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)  # in the ranks that this verb starts
-    parser.add_argument("--ranks-per-host", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks-per-host", type=positive, help=argparse.SUPPRESS)
     return parser
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from rich.cells import cell_len
 
-from glm46.commands.options import count, verb_parser
+from glm46.commands.options import positive, verb_parser, whole
 from glm46.config.errors import UserError
 from glm46.config.loader import read_table
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,8 +25,8 @@ def rl_command(argv: Sequence[str]) -> int:
     kinds = parser.add_subparsers(title="what", metavar="inspect", required=True)
     inspect = kinds.add_parser("inspect", help="samples with tokens, rewards, advantages and ratios")
     inspect.add_argument("folder", type=Path, help="job.dump_folder of a run with [rl]")
-    inspect.add_argument("--step", type=int, help="first optimizer step of a rollout; absent: the newest rollout")
-    inspect.add_argument("--samples", type=count, default=4, help="samples to show, from the first one on")
+    inspect.add_argument("--step", type=whole(0), help="first optimizer step of a rollout; absent: the newest rollout")
+    inspect.add_argument("--samples", type=positive, default=4, help="samples to show, from the first one on")
     inspect.add_argument("--tokens", action="store_true", help="one line for each token, with its mask")
     inspect.add_argument("--tokenizer", help="where model.tokenizer_path of the run lies now; absent: there")
     arguments = parser.parse_args(argv)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.commands.options import VerbParser, above_zero, positive, verb_parser
+from glm46.commands.options import VerbParser, above_zero, port, positive, verb_parser
 from glm46.planner.target_cluster import GPUS_PER_NODE
 
 
@@ -51,7 +51,7 @@ def _parser() -> VerbParser:
     parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
     parser.add_argument("--name", help="of the model in requests; default: that of the folder")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, for this machine only")
-    parser.add_argument("--port", type=positive, default=8000, help="default: 8000")
+    parser.add_argument("--port", type=port, default=8000, help="default: 8000")
     parser.add_argument(
         "--environment", type=Path, metavar="FOLDER", help="Python environment of the server; default: found by PATH"
     )

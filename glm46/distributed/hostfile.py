@@ -7,6 +7,7 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 
+_FAULTS_SHOWN = 3
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -34,9 +35,15 @@ def read_hostfile(path: Path) -> list[Host]:
         UserError: the file is absent or names no host, or lines have another form.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"--hostfile {path}: cannot be read: {error.strerror}; state a file of hosts") from error
+    try:
+        lines = content.decode().splitlines()
+    except UnicodeDecodeError:
+        lines = ["\0"]
+    if any("\0" in line for line in lines):
+        raise UserError(f"--hostfile {path}: is not a text file; state a file of hosts")
     hosts, faults = [], []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
@@ -46,6 +53,9 @@ def read_hostfile(path: Path) -> list[Host]:
             hosts.append(_parse(number, *words))
         except ValueError as error:
             faults.append(f"--hostfile {path}, line {number}: {error}; write NAME slots=N, or NAME alone")
+    if len(faults) > _FAULTS_SHOWN:
+        more = f"--hostfile {path}: {len(faults) - _FAULTS_SHOWN} more lines have other forms; state a file of hosts"
+        faults[_FAULTS_SHOWN:] = [more]
     if faults or not hosts:
         raise UserError(*faults or [f"--hostfile {path}: names no host; write one on each line, as NAME slots=N"])
     return hosts
@@ -57,13 +67,13 @@ def _parse(number: int, address: str, *options: str) -> Host:
         name = str(ipaddress.IPv6Address(name.strip("[]")))
     # A name that begins with a hyphen would be an option of ssh.
     elif not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not a host name")
+        raise ValueError(f"{name[:40]!r} is not a host name")
     if user and not _NAME.fullmatch(user):
-        raise ValueError(f"{user!r} is not a user name")
+        raise ValueError(f"{user[:40]!r} is not a user name")
     slots = None
     for option in options:
         found = re.fullmatch(r"slots=(\d+)", option)
         if found is None or int(found[1]) < 1:
-            raise ValueError(f"{option!r}: expected slots=N, with N of at least 1")
+            raise ValueError(f"{option[:40]!r}: expected slots=N, with N of at least 1")
         slots = int(found[1])
     return Host(number, name, user or None, slots)

@@ -128,7 +128,9 @@ class Scorer:
         except (EOFError, OSError):
             raise UserError(f"{self._key}: the process that imports its functions ended") from None
         if number is None:
-            raise UserError(f"{self._key}: a function cannot be loaded: {type(error).__name__}: {error}") from error
+            own = ", ".join(name for name in self.names if ":" in name)
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{self._key}: a function cannot be loaded: {reason}; correct {own}") from error
         return connection, process
 
     def _in_processes(self, tasks: Sequence[_Task], answers: Sequence[Answer]) -> dict[_Task, Any]:

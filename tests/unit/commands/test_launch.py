@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from glm46.cli import main
 from glm46.commands import launch
 from glm46.commands.config_options import config_parser, parse_with_overrides
 from glm46.commands.environment import unfit_packages
@@ -296,3 +297,22 @@ def test_a_closed_output_of_a_rank_is_the_end_of_the_run(monkeypatch, capsys):
     finally:
         signals.close()
     assert end.code == 141 and "closed the pipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stated", "words"), [
+    (["--rl.prompts.file=none.jsonl"], ('rl.prompts.file = "none.jsonl"', "No such file")),
+    (["--rl.filter=no_such_module:keep"], ("rl.filter", "no_such_module:keep")),
+    (["--rl.rewards=[{name='no_such_module:score'}]"], ("rl.rewards", "no_such_module:score")),
+    (["--rl.rewards=[{name='json:no_such_function'}]"], ("rl.rewards", "json:no_such_function")),
+    (["--rl.environment.function=no_such_module:turn"], ("rl.environment", "no_such_module:turn")),
+])  # fmt: skip
+def test_what_reinforcement_learning_reads_is_checked_before_ranks_start(stated, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    config = Path(__file__).parents[3] / "train_configs" / "rl_debug.toml"
+    stated = [*stated, f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable=false"]
+    monkeypatch.setattr("glm46.training.origin.refuse_origin", lambda config: None)  # the weights that it begins from
+    assert main(["launch", "--config", str(config), "--nproc", "1", *stated]) == 2
+    printed = capsys.readouterr().err
+    faults = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(faults) == 1 and all(word in faults[0] for word in words), printed
+    assert not (tmp_path / "run").exists()

@@ -58,3 +58,18 @@ def test_a_hostfile_without_hosts_is_refused(content, words, tmp_path):
         file.write_text(content)
     with pytest.raises(UserError, match=words):
         read_hostfile(file)
+
+
+@pytest.mark.parametrize(("content", "faults"), [
+    (b"\x7fELF\x02\x01\x01\0\0\n\0\n" * 50, 1),
+    (b"\xff\xfe\n" * 50, 1),
+    (b"no!\n" * 50, 4),
+    (b"x!" * 5000, 1),
+])  # fmt: skip
+def test_a_file_of_another_kind_has_few_and_short_faults(content, faults, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_hostfile(file)
+    assert len(caught.value.faults) == faults and all(len(fault) < 300 for fault in caught.value.faults)
+    assert "state a file of hosts" in caught.value.faults[-1] or faults == 1
