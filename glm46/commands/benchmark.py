@@ -58,9 +58,7 @@ def _parser() -> VerbParser:
     generate = kinds.add_parser("generate", help="greedy decoding, or samples, on a CPU against transformers")
     weights = generate.add_mutually_exclusive_group()
     weights.add_argument("--flavor", default="debug", choices=list(PRESETS), help="preset, with random weights")
-    weights.add_argument(
-        "--model", type=Path, help="Hugging Face folder, hf://… or step folder; prompts are text then"
-    )
+    weights.add_argument("--model", type=Path, help="Hugging Face folder, hf://… or step folder; prompts are text then")
     generate.add_argument("--batch", type=positive, default=1, help="prompts")
     generate.add_argument("--prompt-tokens", type=positive, default=32, help="tokens of each prompt")
     generate.add_argument(

@@ -49,7 +49,13 @@ def validate_table(table: dict) -> tuple[RunConfig, list[Fault]]:
 
 def translate(error: ValidationError, root: type[Section]) -> list[Fault]:
     """The faults that pydantic found in a table of the class `root`."""
-    return [_describe(item, root) for item in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    # pydantic counts only entries that passed: an array of one wrong entry is not empty too.
+    return [
+        _describe(item, root)
+        for item in found
+        if item["type"] != "too_short" or item["ctx"]["actual_length"] == len(item["input"])
+    ]
 
 
 def section_of(field: FieldInfo | None) -> type[Section] | None:
