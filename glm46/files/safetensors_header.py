@@ -99,6 +99,8 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
 def _wrong_size(path: Path) -> str | None:
     """The fault of a file whose header is whole and whose size is not what it says."""
     size = path.stat().st_size
+    if size < 8:
+        return f"truncated: {size} bytes"
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
