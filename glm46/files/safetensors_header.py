@@ -92,13 +92,17 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
     except FileNotFoundError:
         raise UserError(f"{path}: missing; {remedy}") from None
     except (OSError, SafetensorError) as error:
+        if (known := known_fault(path, error)) is not None:
+            raise UserError(f"{path}: {known}") from error
         wrong = _wrong_size(path) or f"not a safetensors file, or its header is corrupt ({error})"
-        raise UserError(f"{path}: {known_fault(path, error) or f'{wrong}; {remedy}'}") from error
+        raise UserError(f"{path}: {wrong}; {remedy}") from error
 
 
 def _wrong_size(path: Path) -> str | None:
     """The fault of a file whose header is whole and whose size is not what it says."""
     size = path.stat().st_size
+    if size < 8:
+        return f"truncated: {size} bytes"
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -106,7 +106,10 @@ class HFNames:
             return f"tensor {hf_name} is {list(hf_shape)} in the checkpoint, the model has {list(part.hf_shape)}"
         if dtype not in _WEIGHT_TYPES:
             names = " or ".join(_type_name(one) for one in _WEIGHT_TYPES)
-            return f"tensor {hf_name} is {_type_name(dtype)} in the checkpoint, it must be {names}; convert it to one"
+            quantised = ", or restore quantization_config in config.json" if dtype.itemsize == 1 else ""
+            return (
+                f"tensor {hf_name} is {_type_name(dtype)} in the checkpoint, it must be {names}; convert it{quantised}"
+            )
         return None
 
     def name_faults(self, hf_names: Iterable[str]) -> list[str]:
@@ -116,9 +119,11 @@ class HFNames:
         missing = [name for name, (_, part) in self.places.items() if name not in found and not part.is_repeat]
         unknown = sorted(name for name in found if name not in self.places)
         if missing:
-            faults.append(f"{len(missing)} tensors are missing: {listed(missing)}")
+            remedy = "copy or download the folder again, or take one of this shape"
+            faults.append(f"{len(missing)} tensors are missing: {listed(missing)}; {remedy}")
         if unknown:
-            faults.append(f"{len(unknown)} tensors are not part of this model: {listed(unknown)}")
+            remedy = "take a folder of this shape, or write one without them"
+            faults.append(f"{len(unknown)} tensors are not part of this model: {listed(unknown)}; {remedy}")
         return faults
 
 

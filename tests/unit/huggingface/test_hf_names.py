@@ -130,7 +130,9 @@ def test_missing_and_unknown_names_are_listed():
 
 def test_long_lists_are_counted_not_printed():
     (missing,) = TWO_MTP.name_faults(name for name in TWO_MTP.places if ".experts." not in name)
-    assert missing.count(",") == 9 and missing.endswith("and 62 more")  # 4 MoE layers * 6 experts * 3 matrices = 72
+    names, remedy = missing.split("; ")
+    assert names.count(",") == 9 and names.endswith("and 62 more")  # 4 MoE layers * 6 experts * 3 matrices = 72
+    assert "download the folder again" in remedy
 
 
 @pytest.mark.parametrize(

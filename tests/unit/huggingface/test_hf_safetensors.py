@@ -368,7 +368,7 @@ HEAD, EMBEDDING = "model.layers.3.shared_head.head.weight", "model.layers.3.embe
         (lambda f: _change_index(f, lambda m: m.pop("model.norm.weight")), "holds model.norm.weight"),
         (lambda f: _change_index(f, lambda m: m.update({"model.norm.weight": "../x"})), "outside its folder"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json: damaged"),
-        (lambda f: _change_file(f, lambda t: t.update(extra=torch.zeros(2))), "not part of this model: extra"),
+        (lambda f: _change_file(f, lambda t: t.update(extra=torch.zeros(2))), ": extra; take a folder of"),
         (lambda f: _change_file(f, lambda t: t.pop(sorted(t)[0])), "1 tensors are missing: "),
         (lambda f: _change_file(f, lambda t: t.update({n: t[n].to(torch.int8) for n in sorted(t)[:1]})), "is int8"),
         (lambda f: _change_file(f, lambda t: t.update({n: t[n][:-1] for n in sorted(t)[:1]})), "the model has"),

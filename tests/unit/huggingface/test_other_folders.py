@@ -134,7 +134,7 @@ CONTENT = {  # what stands in place of a file -> words
     "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), ": truncated: "),
     "cut in its header": (lambda file: file.write_bytes(file.read_bytes()[:40]), ": truncated: its header takes"),
     "longer": (lambda file: file.write_bytes(file.read_bytes() + b"x"), ": damaged: "),
-    "empty": (replaced(b""), "not a safetensors file"),
+    "empty": (replaced(b""), ": truncated: 0 bytes; copy or download it again"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), "cannot be read: Is a directory"),
 }
 
