@@ -70,6 +70,16 @@ class _Call(NamedTuple):
     """Bytes of one call."""
 
 
+def replicas_reduce_once(plan: Plan) -> bool:
+    """True if replicas sum gradients after the last micro-batch only: FSDP2 adds up micro-batches in the reduce type,
+    on the device, where BF16 would lose small gradients and `parameter_offload` wants no gradients. Under a pipeline
+    all gradients are reduced once."""
+    training = plan.config.training
+    return (
+        plan.layout.dp_replicate > 1 and training.mixed_precision_reduce == "float32" and not training.parameter_offload
+    )
+
+
 def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
     """What the first rank of each pipeline rank sends and receives in `train_step`.
 
@@ -231,6 +241,8 @@ class _Step:
             reduced = sum(size for row, size in held.items() if row.is_trained) * self._reduce
             reduces *= reduced > 0
             yield _Call(axis, "reduce_scatter", shards, "gradients", reduces, shards * reduced)
+            if replicas_reduce_once(self._plan):
+                reduces = min(reduces, 1)
             yield _Call("dp_replicate", "all_reduce", layout.dp_replicate, "gradients", reduces, reduced)
 
     def _norms(self, part: StagePart) -> Iterator[_Call]:

@@ -26,6 +26,7 @@ from glm46.parallelize.plan import parallelize
 from glm46.planner.function import NetworkFunction, gate_factor, is_gate
 from glm46.planner.plan import Plan
 from glm46.planner.schedule import schedule_value
+from glm46.planner.traffic import replicas_reduce_once
 from glm46.training.balance import ExpertBalance
 
 Batch = dict[str, Any]
@@ -189,7 +190,12 @@ class Network:
         with self.gathered_scales.given():
             if self.pipeline is not None:
                 return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
-            return [[self._forward_backward(batch, arguments, objective, fields) for batch in batches]]
+            outputs = []
+            for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+                if replicas_reduce_once(self.plan):
+                    self.models[0].set_requires_all_reduce(not left)
+                outputs.append(self._forward_backward(batch, arguments, objective, fields))
+            return [outputs]
 
     def _forward_backward(
         self,

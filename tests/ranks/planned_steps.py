@@ -73,6 +73,7 @@ class Case(NamedTuple):
     micro_batches: int = 1
     rows: int = 1
     dtype: str = "float32"
+    reduce: str = "float32"
     optimizer: dict[str, Any] = {}  # noqa: RUF012 - read only
     float8: dict[str, Any] = {}  # noqa: RUF012 - read only
     adapter: dict[str, Any] | None = None
@@ -101,6 +102,7 @@ class Case(NamedTuple):
             "activation_checkpoint": {"mode": self.checkpointing},
             "training": {
                 "seq_len": LENGTH, "local_batch_size": self.rows, "mixed_precision_param": self.dtype,
+                "mixed_precision_reduce": self.reduce,
                 "global_batch_size": self.rows * readers * self.micro_batches,
             },
             "optimizer": optimizer,
@@ -134,6 +136,7 @@ CASES = {
     "fsdp-never": Case(4, reshard="never", micro_batches=2),
     "one-rank-groups": Case(2, experts_over=2, checkpointing="full"),
     "hsdp": Case(4, replicate=2, micro_batches=3),
+    "hsdp-bf16": Case(4, replicate=2, micro_batches=3, dtype=BF16, reduce=BF16),
     "replicas": Case(4, replicate=4),
     "hsdp-ep-full": Case(8, replicate=2, experts_over=2, checkpointing="full", dtype=BF16),
     "ep": Case(4, experts_over=2),
@@ -301,7 +304,7 @@ class LiveMemory(TorchDispatchMode):
         self.activations = self.gradients = 0
         """The most of what is neither gathered weight nor gradient, after the forward of a stage; and the most of the
         gradients of whole weights."""
-        self._parameters = fsdp_parameters(models)
+        self._groups, self._parameters = fsdp_groups(models), fsdp_parameters(models)
         self._weights = [local_tensor(parameter) for model in models for parameter in model.parameters()]
         for model in models:
             model.register_forward_hook(lambda *_: self._look())
@@ -323,7 +326,9 @@ class LiveMemory(TorchDispatchMode):
         alive = {storage.data_ptr(): storage.nbytes() for ref in self._storages.values() if (storage := ref())}
         shards = (parameter.sharded_param.grad for parameter in self._parameters)
         gradients = (local_tensor(gradient) for gradient in shards if gradient is not None)
-        for tensor in (*self._weights, *self._gathered(), *self._gradients(), *gradients):
+        # Replicas keep the sum of the micro-batches here, in place of the gradients, until the last one.
+        partial = (sums for group in self._groups if (sums := group._partial_reduce_output) is not None)
+        for tensor in (*self._weights, *self._gathered(), *self._gradients(), *gradients, *partial):
             alive.pop(tensor.untyped_storage().data_ptr(), None)
         self.activations = max(self.activations, sum(alive.values()))
 
@@ -341,11 +346,16 @@ class LiveMemory(TorchDispatchMode):
                 yield gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
-def fsdp_parameters(models: list[nn.Module]) -> list[Any]:
-    """What FSDP2 has of each parameter. A module has one group of parameters in torch 2.11, a list of them later."""
+def fsdp_groups(models: list[nn.Module]) -> list[Any]:
+    """FSDP2's groups of parameters. A module has one in torch 2.11, a list of them later."""
     states = (m._get_fsdp_state() for model in models for m in model.modules() if isinstance(m, FSDPModule))
     groups = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states)
-    return [parameter for of_state in groups for group in of_state if group for parameter in group.fsdp_params]
+    return [group for of_state in groups for group in of_state if group]
+
+
+def fsdp_parameters(models: list[nn.Module]) -> list[Any]:
+    """What FSDP2 has of each parameter."""
+    return [parameter for group in fsdp_groups(models) for parameter in group.fsdp_params]
 
 
 def _sizes(tensors: Iterator[Tensor]) -> int:
