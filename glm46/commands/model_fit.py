@@ -8,7 +8,7 @@ from pathlib import Path
 from glm46.commands.ranks import degrees_of, processes
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
-from glm46.config.section import HUB
+from glm46.config.section import is_hub_address
 from glm46.distributed.environment import visible_gpus
 from glm46.huggingface.hub import config_folder
 from glm46.inference.stored_model import StoredModel, alignment_faults, stored_model
@@ -19,7 +19,7 @@ from glm46.planner.machine import detect_machine
 
 def is_on_hub(stated: Path | str | None) -> bool:
     """Whether an option names a repository of the hub."""
-    return stated is not None and str(stated).startswith(HUB)
+    return stated is not None and is_hub_address(str(stated))
 
 
 def find_model(folder: Path) -> StoredModel | None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from glm46.config.errors import UserError
-from glm46.config.section import HUB
+from glm46.config.section import is_hub_address
 from glm46.huggingface.hub import config_folder, fetch_options
 from glm46.planner.peaks import accelerator_of
 from glm46.planner.serving import ServingPlan
@@ -23,7 +23,7 @@ def serve_config(arguments: argparse.Namespace) -> int:
     wishes = Wishes(
         arguments.tensor_parallel_degree, arguments.context, arguments.speculative, arguments.kv_cache_dtype == "fp8"
     )
-    place = config_folder(arguments.model) if str(arguments.model).startswith(HUB) else arguments.model.absolute()
+    place = config_folder(arguments.model) if is_hub_address(str(arguments.model)) else arguments.model.absolute()
     if place is not None and (known := folder_of_config(place)) is not None:
         find_layout(known, machines, wishes)  # before the weights are downloaded, or the files looked at
     fetch_options(arguments, "model")
