@@ -26,9 +26,10 @@ set_group_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.
 """(timeout, group): of all later operations of a process group, on all its backends. Public since torch 2.14."""
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of a process group, which torch does not tell."""
-    return group._get_backend(torch.device("cpu")).options._timeout
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a process group, which torch does not tell; None of a group that sends nothing, torch's fake."""
+    options = group._get_backend(torch.device("cpu")).options
+    return None if options is None else options._timeout
 
 
 StridedShard = _StridedShard

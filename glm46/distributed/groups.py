@@ -10,11 +10,7 @@ from glm46 import compat
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of these ranks, with the timeout of the group of all ranks. Collective over all ranks."""
-    timeout = compat.group_timeout(dist.group.WORLD)
-    group = dist.new_group(list(ranks), timeout=timeout)
-    if dist.get_rank() in ranks:
-        compat.set_group_timeout(timeout, group)
-    return group
+    return dist.new_group(list(ranks), timeout=compat.group_timeout(dist.group.WORLD))
 
 
 def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
@@ -28,10 +24,9 @@ def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
     if len(parts) == 1:
         return dist.group.WORLD
     timeout, me = compat.group_timeout(dist.group.WORLD), dist.get_rank()
-    if dist.group.WORLD.bound_device_id is not None:
-        mine = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)
-    else:
+    if dist.group.WORLD.bound_device_id is None:
         groups = [dist.new_group(ranks, timeout=timeout) for ranks in parts.tolist()]
-        mine = groups[int((parts == me).any(1).nonzero())]
-    compat.set_group_timeout(timeout, mine)
+        return groups[int((parts == me).any(1).nonzero())]
+    mine = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)
+    compat.set_group_timeout(timeout, mine)  # torch 2.11 gives the timeout to NCCL's half of the group only
     return mine
