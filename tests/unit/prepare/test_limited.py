@@ -29,6 +29,8 @@ CLONE = "import ctypes\nprint(ctypes.CDLL(None).syscall({}, {}, 0, 0, 0, 0))"
         ("x = []\nwhile True: x.append('a' * 2**20)", "MemoryError"),
         ("while True: print('x' * 2**16)", "OSError"),
         ("import os\nos.environ['HOME']", "KeyError"),
+        ("import os\nos.open(f'/proc/{os.getppid()}/fd/0', os.O_RDONLY)", "PermissionError"),
+        ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "PermissionError"),
         ("open('big', 'wb').write(bytes(2**23))", "OSError"),
         ("import sys\nsys.exit('no')", "no"),
     ],

@@ -88,6 +88,10 @@ def test_a_right_program_passes(program, label):
     "    try: os.write(n, b'{\"error\": \"eval\", \"text\": \"1\", \"word\": \"\"}\\n')\n"
     "    except OSError: pass",
     "import sys\nsys._getframe(1).f_globals['_Peer'].encode = lambda self, value: 2\ndef f(x): return 9",
+    "import os, glob\nfor name in glob.glob('/proc/[0-9]*'):\n"
+    "    if name != f'/proc/{os.getpid()}' and b'tested_program.py' in open(f'{name}/cmdline', 'rb').read():\n"
+    "        for n in range(3, 30):\n            try: os.write(os.open(f'{name}/fd/{n}', os.O_WRONLY), b'passed')\n"
+    "            except OSError: pass",
     "print('passed')",
 ])  # fmt: skip
 def test_a_program_that_does_not_answer_right_has_not_passed(program):
