@@ -3,6 +3,7 @@ starts."""
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import tomli
 from glm46.commands.launch import describe_refusal
 from glm46.config.ablation import Ablation, Variant, flat_keys, folder_name
 from glm46.config.errors import UserError
-from glm46.config.faults import show
+from glm46.config.faults import counted, show
 from glm46.config.loader import dump_config, load_config
 from glm46.config.overrides import literal
 from glm46.config.run_config import RunConfig
@@ -104,7 +105,8 @@ def plan_ablation(
     """
     base = load_config(file, overrides)
     section = base.ablation or Ablation()
-    variants = _cross(section.variants, [_values(text) for text in varied])
+    choices = [_values(text) for text in varied]
+    variants = _cross(section.variants, choices)
     keys = {variant.name: flat_keys(variant.keys) for variant in variants}
     if len(variants) < 2:
         raise UserError(
@@ -122,7 +124,7 @@ def plan_ablation(
             faults += error.faults
     faults += _equal_configs(file, configs)
     if faults:
-        raise UserError(*dict.fromkeys(faults))
+        raise UserError(*_one_for_each(faults, [key for key, _ in choices]))
     folder = Path(base.job.dump_folder)
     seeds = section.seeds or (base.debug.seed,)
     runs = tuple(
@@ -157,6 +159,18 @@ def _cross(variants: Sequence[Variant], varied: Sequence[tuple[str, list[Any]]])
         name = folder_name(",".join([*([start.name] if start else []), *texts]))
         crossed.append(Variant(name=name, keys=(flat_keys(start.keys) if start else {}) | dict(choice)))
     return crossed
+
+
+def _one_for_each(faults: Sequence[str], varied: Sequence[str]) -> list[str]:
+    """The faults, but of each varied key only the first, with the number of the others."""
+    found: dict[str, list[str]] = {}
+    for fault in dict.fromkeys(faults):
+        stated = re.match(r"[\w.]*", fault.partition(": ")[2])[0]
+        key = next((key for key in varied if key == stated or key.startswith(f"{stated}.")), fault)
+        found.setdefault(key, []).append(fault)
+    return [
+        f"{first}; and so in {counted(len(more), 'more variant')}" if more else first for first, *more in found.values()
+    ]
 
 
 def _equal_names(file: Path, variants: Sequence[Variant]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from glm46.config.run_config import RunConfig
 from glm46.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
 from glm46.distributed.local_tensor import global_indices
 from glm46.distributed.ranks import CheckpointError
+from glm46.files.local_disk import space_fault
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
@@ -144,6 +145,8 @@ def _import(
     dtype = getattr(torch, arguments.dtype)
     kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
     total = sum(prod(size) * dtype.itemsize for size, dtype in kinds.values())
+    if fault := space_fault(arguments.output / "step-000000", total):
+        raise UserError(fault)
     with FolderReader(source, shape) as reader, bytes_progress("reading weights", total, _report) as report:
 
         def fill(name: str, tensor: Tensor) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from glm46.commands.model_fit import require_conversion
 from glm46.commands.options import VerbParser, above_zero, verb_parser
 from glm46.huggingface.hub import fetch_options
 from glm46.huggingface.scheme_names import FP8_NAMES, SCHEME_NAMES
@@ -18,6 +19,7 @@ def convert_command(argv: Sequence[str]) -> int:
         UserError: input is missing, damaged or does not fit; nothing incomplete is left behind.
     """
     arguments = _parser().parse_args(list(argv))
+    require_conversion(arguments)
     fetch_options(arguments, *(_ON_HUB & vars(arguments).keys()))
     from glm46.commands.conversions import convert
 

@@ -8,6 +8,8 @@ from glm46.commands.options import verb_parser
 from glm46.config.errors import UserError
 
 _PACKAGE = Path(glm46.__path__[0])
+_SHOWN = 3
+"""Files of a fault that are named; the others are counted."""
 
 
 def init_command(argv: Sequence[str]) -> int:
@@ -45,21 +47,22 @@ def write_configs(folder: Path) -> list[Path]:
         for file in sorted(shipped_configs().iterdir())
         if file.suffix in (".toml", ".json", ".jsonl", ".tiktoken")
     }
-    faults, missing = [], []
-    for path, text in texts.items():
-        try:
-            if path.read_text(encoding="utf-8") != text:
-                faults.append(f"{path}: differs from the shipped file and is kept; move it, or name another folder")
-        except FileNotFoundError:
-            missing.append(path)
-        except (OSError, UnicodeDecodeError) as error:
-            faults.append(f"{path}: cannot be compared with the shipped file: {error}; name another folder")
-    if faults:
-        raise UserError(*faults)
+    different, missing = [], []
     try:
+        for path, text in texts.items():
+            if not path.exists():
+                missing.append(path)
+            elif path.read_text(encoding="utf-8", errors="replace") != text:
+                different.append(path.name)
+        if different:
+            names = ", ".join(different[:_SHOWN]) + " ..." * (len(different) > _SHOWN)
+            kept = "differs from the shipped file and is kept"
+            if len(different) > 1:
+                kept = f"{len(different)} files differ from the shipped ones and are kept"
+            raise UserError(f"{folder}/{names}: {kept}; move what differs, or name another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for path in missing:
             path.write_text(texts[path], encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}; name another folder") from error
+        raise UserError(f"{folder}: cannot be read or written: {error.strerror}; name another folder") from error
     return missing

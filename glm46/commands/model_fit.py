@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from glm46.commands.ranks import degrees_of, processes
@@ -10,11 +11,21 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.section import is_hub_address
 from glm46.distributed.environment import visible_gpus
+from glm46.files.local_disk import space_fault
 from glm46.huggingface.hub import config_folder
 from glm46.inference.stored_model import StoredModel, alignment_faults, stored_model
 from glm46.planner.inference_memory import inference_bytes, memory_faults
 from glm46.planner.layout import generation_layout
 from glm46.planner.machine import detect_machine
+from glm46.planner.memory import FP32, WIDTHS
+from glm46.planner.parameters import named_rows
+
+_SOURCES = {"to_hf": "checkpoint", "from_hf": "model", "from_dcp": "config", "merge": "base"}
+"""Option that describes the model, by the kind of the conversion."""
+_LEAST_WIDTHS = {**WIDTHS, "int4": 0.5}
+"""Bytes of a weight; of the other types, and where the base has it, one of FP8."""
+_COPIES = 2
+"""Of one tensor at a time: the next one is read while it is written, or it is in both types."""
 
 
 def is_on_hub(stated: Path | str | None) -> bool:
@@ -64,3 +75,42 @@ def require_fit(
         less = ", --dtype bfloat16" * (dtype == "float32") + ", or fewer and shorter rows" * (rows > 0)
         remedy = f"split it over more GPUs with --nproc and the degrees{less}; or take another machine"
         raise UserError(*(f"{folder}: this machine cannot run it in {dtype}: {fault}; {remedy}" for fault in faults))
+
+
+def require_conversion(arguments: argparse.Namespace) -> None:
+    """Compare what a conversion holds and writes at least with the memory and the disk. Prediction layers, which the
+    files may lack, are not counted. Where the model cannot be described, the conversion says why.
+
+    Args:
+        arguments: of ``convert``, its models not fetched yet.
+
+    Raises:
+        UserError: the memory or the disk is too little.
+    """
+    if (option := _SOURCES.get(arguments.kind)) is None:
+        return
+    folder = getattr(arguments, option)
+    try:
+        model = find_model(folder)
+    except UserError:
+        return
+    if model is None:
+        return
+    shape = model.shape.model_copy(update={"num_nextn_predict_layers": 0})
+    dtype, is_import = arguments.dtype or "bfloat16", arguments.kind.startswith("from")
+    rows, width = named_rows(shape).values(), _LEAST_WIDTHS.get(dtype, 1)
+    # Experts are stacked in a step folder, and apart in a Hugging Face folder.
+    largest = max(row.numel(shape) if is_import else prod(row.hf_shape(shape)) for row in rows)
+    faults = []
+    if arguments.kind != "merge":  # it reads some rows at a time
+        held = _COPIES * largest * WIDTHS.get(dtype, FP32)
+        machine = replace(detect_machine(visible_gpus()), gpus=())
+        faults = [
+            f"{folder}: this machine cannot convert it: {fault}; take another machine, or correct its description"
+            for fault in memory_faults(machine, held)
+        ]
+    least = 1 if arguments.kind == "merge" and arguments.dtype is None else width
+    if not faults and (fault := space_fault(arguments.output, least * sum(row.numel(shape) for row in rows))):
+        faults = [fault]
+    if faults:
+        raise UserError(*faults)

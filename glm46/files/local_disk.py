@@ -1,6 +1,7 @@
-"""Folders for files that a program uses as memory."""
+"""Folders for files that a program uses as memory, and the space of disks."""
 
 import os
+import shutil
 from pathlib import Path
 
 _NETWORK = {
@@ -8,6 +9,15 @@ _NETWORK = {
     "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "panfs", "smb3", "smbfs", "wekafs",
 }  # fmt: skip
 """Types of file systems whose files other machines hold, as /proc/self/mounts names them."""
+
+
+def space_fault(folder: Path, nbytes: float) -> str | None:
+    """Why a new folder of this size does not fit the disk that it would be on; None if it does."""
+    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if nbytes <= free:
+        return None
+    return f"{folder}: takes {nbytes:,.0f} bytes, but {there} has {free:,} free; choose another disk"
 
 
 def local_disk_fault(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:

@@ -20,6 +20,7 @@ from glm46.checkpoint.stored_values import StoredTensor
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import Closer, create_durably, sync_folder
+from glm46.files.local_disk import space_fault
 from glm46.files.tensor_file import Record, TensorFile, is_finite
 from glm46.huggingface.boxes import Interval, intervals_of, overlaps
 from glm46.huggingface.import_weights import INDEX, NOT_FINITE, FolderTensor, ReportBytes
@@ -122,11 +123,8 @@ def write_tensors(
 def _target_faults(folder: Path, nbytes: int) -> list[str]:
     if folder.exists():
         return [f"{folder}: exists already; choose a new folder"]
-    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    free = shutil.disk_usage(there).free
-    if free < nbytes:
-        return [f"{folder}: the export takes {nbytes:,} bytes, but {there} has {free:,} free; choose another disk"]
-    return []
+    fault = space_fault(folder, nbytes)
+    return [] if fault is None else [fault]
 
 
 def _names_to_write(entries: Mapping[str, HFEntry], tensors: Mapping[str, Source], ranks: Ranks) -> list[str]:

@@ -25,8 +25,13 @@ def test_init_writes_missing_files_and_keeps_existing_ones(tmp_path, capsys):
     assert main(["init", str(folder)]) == 2
     assert "debug.toml: differs from the shipped file" in capsys.readouterr().err
     assert (folder / "debug.toml").read_text() == "mine" and not (folder / "schema.json").exists()
+    for path in folder.iterdir():
+        path.write_text("mine")
     (tmp_path / "file").touch()
-    assert main(["init", str(tmp_path / "file")]) == 2
+    for place, said in ((folder, f"{len(SHIPPED) - 1} files differ"), (tmp_path / "file", "file: cannot be")):
+        assert main(["init", str(place)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line, line
 
 
 def test_a_wheel_holds_configs_and_schema(tmp_path):

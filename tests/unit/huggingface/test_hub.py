@@ -178,6 +178,7 @@ HF = "hf://owner/name"
         (["generate", "--prompt", "a", "--model", "b", "--tokenizer", "builtin", "--adapter", HF], "--adapter"),
         (["generate", "--prompt", "a", "--model", "b", "--tokenizer", HF], "--tokenizer"),
         (["evaluate", "--data", "a", "--model", HF], "--model"),
+        (["evaluate", "--data", "a", "--model", "b", "--tokenizer", "builtin", "--against", HF], "--against"),
         (["serve-config", "--gpus", "8", "--model", HF], "--model"),
         (["convert", "from-hf", "--output", "a", "--model", HF], "--model"),
         (["convert", "merge", "--adapter", "b", "--output", "a", "--base", HF], "--base"),
@@ -186,6 +187,10 @@ HF = "hf://owner/name"
 )
 def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path, capsys):
     asked = []
+    if option == "--against":  # beside a model in a folder, whose rows are looked at before anything is fetched
+        (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps({'text': f'line {i} ' * 9})}\n" for i in range(9)))
+        inputs = ["--input", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "a"), "--processes", "1"]
+        assert main(["prepare", *inputs]) == 0
     fetch = lambda stated, files, option: asked.append((str(stated), option)) or tmp_path / "in_the_cache"  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
     monkeypatch.chdir(tmp_path)
