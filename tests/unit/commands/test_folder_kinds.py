@@ -131,7 +131,7 @@ def test_a_hugging_face_folder_is_quantised_as_its_step_folder_is(dtype, folders
         assert main(["convert", "to-hf", "--checkpoint", str(tmp_path / "run/step-000001"), "--output", str(hf)]) == 0
     assert main(["convert", "from-hf", "--model", str(hf), "--output", str(tmp_path / "native")]) == 0
     native = tmp_path / "native/step-000000"
-    assert StepTensors(native).shape == shape
+    assert StepTensors(native).function.shape == shape
     for source, name in ((native, "through"), (hf, "straight")):
         assert main(["convert", "to-hf", "--checkpoint", str(source), "--output", str(tmp_path / name), *wide]) == 0
     through, straight = (sorted((tmp_path / name).iterdir()) for name in ("through", "straight"))
