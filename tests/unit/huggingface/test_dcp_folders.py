@@ -103,7 +103,7 @@ def test_from_dcp_makes_a_step_folder_with_the_same_weights(tmp_path, capsys):
     command = ["convert", "from-dcp", "--checkpoint", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours")]
     assert main([*command, "--config", str(config)]) == 0, capsys.readouterr().err
     step = StepTensors(tmp_path / "ours/step-000000")
-    assert step.shape == SHAPE and set(step) == set(saved)
+    assert step.function.shape == SHAPE and set(step) == set(saved)
     assert all(torch.equal(step[name], saved[name]) for name in saved)
     assert main(["checkpoint", "verify", str(tmp_path / "ours")]) == 0
 

@@ -307,7 +307,7 @@ def test_a_mistyped_address_in_a_key_is_answered_with_the_right_form(key, addres
 
 @pytest.mark.parametrize("address", MISTYPED)
 @pytest.mark.parametrize("command", [
-    ["generate", "--prompt", "a", "--model"], ["generate", "--prompt", "a", "--model", "x", "--tokenizer"],
+    ["generate", "--prompt", "a", "--model"], ["rl", "inspect", "folder", "--tokenizer"],
     ["evaluate", "--tasks", "position", "--data", "x", "--model"], ["serve-config", "--gpus", "1", "--model"],
     ["convert", "from-hf", "--output", "out", "--model"], ["inspect", "folder", "--tokenizer"],
     ["benchmark", "generate", "--model"],

@@ -4,6 +4,7 @@ import json
 import platform
 import shutil
 import time
+from importlib import metadata
 
 import pytest
 
@@ -140,5 +141,6 @@ def test_a_program_without_a_version_is_identified_by_its_bytes(tmp_path, monkey
         program.chmod(0o755)
         versions.append(verifier_version("go"))
     assert versions[0] == versions[2] != versions[1] and versions[0].startswith("gofmt ")
-    assert verifier_version("json") is verifier_version("maths") is verifier_version("none") is None
+    assert verifier_version("json") is verifier_version("none") is None
+    assert verifier_version("maths") == f"math-verify {metadata.version('math-verify')}"
     assert verifier_version("python") == f"Python {platform.python_version()}"

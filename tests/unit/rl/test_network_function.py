@@ -30,7 +30,7 @@ from glm46.inference.scoring import score
 from glm46.model.cross_entropy import token_logprobs
 from glm46.model.router import RoutingOptions
 from glm46.model.transformer import Transformer, router_names
-from glm46.planner.function import function_of_meta, gate_factor, next_temperature
+from glm46.planner.function import function_of_meta, gate_factor, is_gate, next_temperature
 from glm46.planner.schedule import schedule_value
 from glm46.pretrain.task import Pretraining, train
 from glm46.rl.served_weights import served_tensors
@@ -225,7 +225,9 @@ def consumers(make_config, tmp_path):
             if base is None or adapter is not None:
                 spread(network)
             found.start = by_validation(network)
-            found.gate = network.weights()["layers.1.mlp.router.weight"].full_tensor().clone()
+            found.gates = {
+                name: tensor.full_tensor().clone() for name, tensor in network.weights().items() if is_gate(name)
+            }
             assert loop.train(task, services, progress) == 0
             temperature = schedule_value(config.moe.router_temperature, (clock or 0) + 32)
             found.plain = by_a_plain_model(network, temperature)
@@ -328,7 +330,7 @@ def test_a_phase_goes_on_with_the_function_of_the_one_before(consumers, moe, clo
     assert (clocks["tokens"], clocks["curriculum_tokens"]) == (64, clock + 64)
     assert "begins at lr_scheduler.start_tokens" in Checkpoint.model_fields["initial_load_model_only"].description
     assert stored.function.router_temperature == pytest.approx(2.6)
-    assert torch.equal(after.gate, stored["layers.1.mlp.router.weight"] * factor)
+    assert torch.equal(after.gates["layers.1.mlp.router.weight"], stored["layers.1.mlp.router.weight"] * factor)
     if factor != 1.0:
         assert (after.start - before.plain).abs().max() < 1e-4
         assert f"times {factor:g}: at" in (after.step.parents[1] / "log.txt").read_text()
