@@ -1,5 +1,6 @@
 """Checks before the first process starts, messages about the end of the processes, and restarts."""
 
+import json
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ from glm46.commands.torchrun import End, LauncherSignals, describe_exit, run_ran
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
+from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.observe.start_times import StartTimes
 from glm46.planner.machine import Gpu, Machine
@@ -147,6 +149,34 @@ def test_a_folder_in_which_another_run_trains_is_refused_without_taking_it(key, 
         finally:
             other.kill()
     _refuse_start(config, typed)
+
+
+def test_initial_weights_of_another_shape_are_refused_as_by_ranks(make_config, tmp_path):
+    """A step folder, by its meta. What it has beyond the run is left to the ranks."""
+    step, typed = tmp_path / "checkpoint/step-000003", Start(tmp_path / "run.toml", ())
+    step.mkdir(parents=True)
+    shape = resolve_shape(make_config().model)
+    (step / "meta.json").write_text(json.dumps({"config": dump_config(make_config())}))
+
+    def start(checkpoint: dict | None = None, **model: int) -> None:
+        table = make_config().model.model_dump(exclude_none=True) | model
+        _refuse_start(
+            make_config(model=table, checkpoint={"initial_load_path": str(step), **(checkpoint or {})}), typed
+        )
+
+    wider = {"hidden_size": 2 * shape.hidden_size}
+    with pytest.raises(UserError) as refusal:
+        start(**wider)
+    (fault,) = refusal.value.faults
+    saved = (
+        f"model.hidden_size = {wider['hidden_size']}: {step} was saved with {shape.hidden_size}; restore it, or exclude"
+    )
+    assert fault.startswith(saved), fault
+    with pytest.raises(UserError, match="model.num_hidden_layers = .* was saved with"):
+        start(num_hidden_layers=shape.num_hidden_layers + 1)
+    start()
+    start({"initial_load_exclude": ["model.*"]}, **wider)
+    start(num_hidden_layers=shape.num_hidden_layers - 1)
 
 
 def test_weights_that_another_config_makes_are_named_with_its_command(make_config, tmp_path):
