@@ -53,7 +53,7 @@ from glm46.planner.machine import Machine, detect_machine
 from glm46.planner.memory import largest_stage, stage_memory
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.requirement import describe_requirement
-from glm46.reliability.run_lock import refuse_small_disk, refuse_unwritable
+from glm46.reliability.run_lock import refuse_locked, refuse_small_disk, refuse_unwritable
 from glm46.reliability.stop import EXIT_HANG, EXIT_STOPPED, started_ranks
 from glm46.reliability.verdict import hung_hosts, hung_ranks
 
@@ -322,6 +322,7 @@ def _refuse_start(config: RunConfig, typed: Start) -> None:
         raise UserError(*(fault + hint for fault in error.faults)) from error
     for key, folder in {"job.dump_folder": Path(config.job.dump_folder), **config.folders_apart}.items():
         refuse_unwritable(folder, key)
+    refuse_locked(Path(config.job.dump_folder), config.folders_apart)
     if config.rl is not None:
         from glm46.commands.rl_start import refuse_rl
 

@@ -8,10 +8,13 @@ threads of one process.
 import fcntl
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
 _POLL_SECONDS = 0.1
+_FLOCK = "hhqqi"
+"""struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid. Source: fcntl(2)."""
 
 
 class FileLock:
@@ -49,6 +52,24 @@ class FileLock:
             if end is not None and time.monotonic() >= end:
                 return False
             time.sleep(_POLL_SECONDS)
+
+    def is_held_elsewhere(self, timeout_seconds: float) -> bool:
+        """Whether another process holds the lock during this time. Takes and writes nothing.
+
+        Raises:
+            OSError: the file cannot be read, or its file system does not support locks.
+        """
+        end = time.monotonic() + timeout_seconds
+        while self.path.exists():
+            with self.path.open("rb") as file:
+                asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                kind = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
+            if kind == fcntl.F_UNLCK:
+                return False
+            if time.monotonic() >= end:
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
 
     def retake(self) -> bool:
         """Take the lock again if its file was deleted; returns whether this process holds it.

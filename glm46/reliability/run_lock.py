@@ -128,21 +128,38 @@ def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
     with ExitStack() as locks:
         taken = []
         for key, place in {_DUMP_KEY: folder, **apart}.items():
-            # Beside the folder of event files: a new run renames the folder itself.
-            file = place.with_name(f"{place.name}.{_FILE}") if key == _EVENTS_KEY else place / _FILE
-            lock = FileLock(file)
+            lock = _lock_of(key, place)
             with writing(place, key=key):
-                file.parent.mkdir(parents=True, exist_ok=True)
+                lock.path.parent.mkdir(parents=True, exist_ok=True)
                 is_held = lock.acquire(_PATIENCE_SECONDS)
             if not is_held:
-                raise UserError(
-                    f"{key} = {str(place)!r}: {lock.holder()} is training in this folder; "
-                    "wait for it, stop it, or set another folder"
-                )
+                raise UserError(_held(key, place, lock))
             locks.callback(lock.release)
             taken.append(lock)
         locks.pop_all()
     return RunLocks(taken)
+
+
+def refuse_locked(folder: Path, apart: Mapping[str, Path] = _NONE) -> None:
+    """Raise the UserError of `lock_run` if another process holds a lock of these folders. Takes and writes nothing."""
+    for key, place in {_DUMP_KEY: folder, **apart}.items():
+        lock = _lock_of(key, place)
+        with writing(place, key=key):
+            is_held = lock.is_held_elsewhere(_PATIENCE_SECONDS)
+        if is_held:
+            raise UserError(_held(key, place, lock))
+
+
+def _lock_of(key: str, place: Path) -> FileLock:
+    # Beside the folder of event files: a new run renames the folder itself.
+    return FileLock(place.with_name(f"{place.name}.{_FILE}") if key == _EVENTS_KEY else place / _FILE)
+
+
+def _held(key: str, place: Path, lock: FileLock) -> str:
+    return (
+        f"{key} = {str(place)!r}: {lock.holder()} is training in this folder; "
+        "wait for it, stop it, or set another folder"
+    )
 
 
 def outer_run(folder: Path, dump_folder: Path) -> Path | None:

@@ -13,11 +13,13 @@ from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
-from glm46.planner.parameters import adapter_rows
+from glm46.planner.parameters import adapter_rows, named_rows
 from glm46.reliability.run_lock import outer_run
 
 CONTINUE_REMEDY = "restore it, or take what matches, with new clocks, through checkpoint.initial_load_path instead"
 """For a difference from the checkpoint of `checkpoint.load_path`."""
+INITIAL_REMEDY = "restore it, or exclude what does not match with checkpoint.initial_load_exclude"
+"""For a difference from the step folder of `checkpoint.initial_load_path`."""
 
 _SHAPE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "first_k_dense_replace", "intermediate_size",
@@ -147,6 +149,13 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "
             f"{keys}_in_hf = true for a Hugging Face one"
         )
+    saved = saved_run(path)
+    if keys == "checkpoint.initial_load" and not is_part and saved is not None and saved.adapter is None:
+        theirs, shape = resolve_shape(saved.model), resolve_shape(config.model)
+        found = {name: row.shape(theirs) for name, row in named_rows(theirs).items()}
+        if any(found.get(name) != row.shape(shape) for name, row in named_rows(shape).items()):
+            changed = differences(SHAPE_KEYS[:-1], config, path.resolve())  # another dtype is converted
+            raise UserError(*(f"{line}; {INITIAL_REMEDY}" for line in changed))
 
 
 def saved_run(folder: Path) -> RunConfig | None:

@@ -24,7 +24,7 @@ from glm46.planner.function import function_of_meta
 from glm46.reliability.stop import Diverged
 from glm46.training.frozen_weights import base_fault, load_frozen
 from glm46.training.hf_weights import load_adapters
-from glm46.training.origin import CONTINUE_REMEDY, TENSOR_KEYS, differences
+from glm46.training.origin import CONTINUE_REMEDY, INITIAL_REMEDY, TENSOR_KEYS, differences
 from glm46.training.state import Progress
 from glm46.training.task import Task
 
@@ -165,7 +165,7 @@ def _explained(faults: Sequence[str], task: Task, folder: Path) -> list[str]:
     if _is_at(config.checkpoint.load_path, folder):
         remedy = CONTINUE_REMEDY
     elif _is_at(config.checkpoint.initial_load_path, folder):
-        remedy = "restore it, or exclude what does not match with checkpoint.initial_load_exclude"
+        remedy = INITIAL_REMEDY
     else:
         remedy = "restore it, or set another job.dump_folder, with checkpoint.initial_load_path to load what matches"
     more = [f"and {len(faults) - _FAULTS_SHOWN} more tensors"] if len(faults) > _FAULTS_SHOWN else []

@@ -1,5 +1,6 @@
 """Checks before the first process starts, messages about the end of the processes, and restarts."""
 
+import json
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ from glm46.commands.torchrun import End, LauncherSignals, describe_exit, run_ran
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
+from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.observe.start_times import StartTimes
 from glm46.planner.machine import Gpu, Machine
@@ -122,6 +124,59 @@ def test_launcher_refuses_what_a_rank_would_refuse_at_its_start(make_config, tmp
         assert not Path(config.job.dump_folder).exists()
     _refuse_start(make_config(), typed)
     assert not Path(make_config().job.dump_folder).exists()
+
+
+@pytest.mark.parametrize("key", ["job.dump_folder", "checkpoint.folder", "metrics.save_tb_folder"])
+def test_a_folder_in_which_another_run_trains_is_refused_without_taking_it(key, make_config, monkeypatch, tmp_path):
+    monkeypatch.setattr("glm46.reliability.run_lock._PATIENCE_SECONDS", 0.2)
+    section, name = key.split(".")
+    more = {"enable_tensorboard": True} if section == "metrics" else {}
+    config = make_config(**{section: {name: str(tmp_path / "apart"), **more}})
+    typed = Start(tmp_path / "run.toml", ())
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom glm46.reliability.run_lock import lock_run\n"
+        f"held = lock_run(Path(sys.argv[1]), {{{key!r}: Path(sys.argv[2])}})\nprint('locked', flush=True)\n"
+        "time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "theirs"), str(tmp_path / "apart")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "locked\n"
+            before = sorted(tmp_path.rglob("*"))
+            with pytest.raises(UserError, match=f"{key} = .*process {other.pid} .*is training in this folder"):
+                _refuse_start(config, typed)
+            assert sorted(tmp_path.rglob("*")) == before
+        finally:
+            other.kill()
+    _refuse_start(config, typed)
+
+
+def test_initial_weights_of_another_shape_are_refused_as_by_ranks(make_config, tmp_path):
+    """A step folder, by its meta. What it has beyond the run is left to the ranks."""
+    step, typed = tmp_path / "checkpoint/step-000003", Start(tmp_path / "run.toml", ())
+    step.mkdir(parents=True)
+    shape = resolve_shape(make_config().model)
+    (step / "meta.json").write_text(json.dumps({"config": dump_config(make_config())}))
+
+    def start(checkpoint: dict | None = None, **model: int) -> None:
+        table = make_config().model.model_dump(exclude_none=True) | model
+        _refuse_start(
+            make_config(model=table, checkpoint={"initial_load_path": str(step), **(checkpoint or {})}), typed
+        )
+
+    wider = {"hidden_size": 2 * shape.hidden_size}
+    with pytest.raises(UserError) as refusal:
+        start(**wider)
+    (fault,) = refusal.value.faults
+    saved = (
+        f"model.hidden_size = {wider['hidden_size']}: {step} was saved with {shape.hidden_size}; restore it, or exclude"
+    )
+    assert fault.startswith(saved), fault
+    with pytest.raises(UserError, match="model.num_hidden_layers = .* was saved with"):
+        start(num_hidden_layers=shape.num_hidden_layers + 1)
+    start()
+    start({"initial_load_exclude": ["model.*"]}, **wider)
+    start(num_hidden_layers=shape.num_hidden_layers - 1)
 
 
 def test_weights_that_another_config_makes_are_named_with_its_command(make_config, tmp_path):
@@ -316,3 +371,22 @@ def test_what_reinforcement_learning_reads_is_checked_before_ranks_start(stated,
     faults = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(faults) == 1 and all(word in faults[0] for word in words), printed
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_prompts_of_the_hub_are_fetched_before_they_are_checked(is_there, tmp_path, monkeypatch, capsys):
+    prompts = Path(__file__).parents[3] / "train_configs" / "debug_short_answers.jsonl"
+    place, asked, started = prompts if is_there else tmp_path / "none.jsonl", [], []
+    fetch = lambda stated, mark, option: asked.append((option, str(stated))) or place  # noqa: E731
+    monkeypatch.setattr("glm46.huggingface.hub.local_path", fetch)
+    run = lambda _, command, *rest: started.append(command) or launch.End(2, is_final=True)  # noqa: E731
+    monkeypatch.setattr(launch, "run_ranks", run)
+    monkeypatch.setattr("glm46.training.origin.refuse_origin", lambda config: None)
+    monkeypatch.setattr(launch, "_prepare", lambda plan: None)
+    address = "hf://datasets/owner/name/prompts.jsonl"
+    stated = [f"--rl.prompts.file={address}", f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable=false"]
+    config = prompts.with_name("rl_debug.toml")
+    assert main(["launch", "--config", str(config), "--nproc", "1", *stated]) == 2
+    assert asked == [("rl.prompts.file =", address)]
+    assert [f"--rl.prompts.file={place}" in command for command in started] == [True] * is_there
+    assert ("No such file" in capsys.readouterr().err) is not is_there
