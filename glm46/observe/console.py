@@ -94,9 +94,7 @@ class ConsoleView:
     def train(self, row: Mapping[str, float | None]) -> None:
         """Show a training row."""
         self._speed = {name: row[name] for name in SPEEDS if name in row}
-        # A terminal breaks the line between words; messages may hold commands, which a break would spoil.
-        text, is_whole = train_line(row, self._total_tokens), not self._console.is_terminal
-        self._console.print(text, markup=False, soft_wrap=is_whole)
+        self.line(train_line(row, self._total_tokens))
         self.step(row)
 
     def step(self, row: Mapping[str, float | None]) -> None:
