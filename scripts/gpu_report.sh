@@ -8,7 +8,7 @@
 #   scripts/gpu_report.sh --dry-run        the same on a CPU with a tiny model, in under a minute
 set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
-for python in "${VIRTUAL_ENV:-}/bin/python" python3 python; do
+for python in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python python3; do
     if command -v "$python" >/dev/null 2>&1; then exec "$python" "$root/scripts/gpu_report.py" "$@"; fi
 done
 echo "error: no Python on PATH; activate an environment that has torch" >&2
