@@ -17,7 +17,7 @@ from glm46.model.router import Routing, RoutingOptions, fp32_linear
 from glm46.model.transformer import Transformer
 from glm46.parallelize import activation_checkpoint
 from glm46.parallelize import compile as layer_compile
-from glm46.planner.activations import attention_backward_bytes
+from glm46.planner.activations import attention_backward_bytes, kernel_runs
 from tests.unit.model.test_attention import around_a_ring, dense, random_packing
 
 pytestmark = [
@@ -83,7 +83,7 @@ def test_the_backward_of_attention_allocates_what_is_planned(documents):
     before = torch.cuda.memory_allocated()
     torch.autograd.grad(out, inputs, torch.ones_like(out))
     peak = torch.cuda.max_memory_allocated() - before
-    planned = attention_backward_bytes(shape, 2, queries=tokens, keys=tokens, runs=documents)
+    planned = attention_backward_bytes(shape, 2, queries=tokens, keys=tokens, runs=kernel_runs(documents))
     assert peak == pytest.approx(planned, rel=0.01)
 
 
