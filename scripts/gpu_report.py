@@ -47,7 +47,7 @@ name = "docs"
 path = "{text}"
 max_epochs = 1000
 [data.sources.recipe]
-input = ["{root}/docs"]
+input = ["{root}/docs/**/*.md"]
 held_out = 0.0
 [training]
 {training}
