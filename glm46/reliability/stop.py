@@ -171,13 +171,10 @@ def wait_if_ending() -> None:
 
 def started_ranks(launcher: int | None = None) -> list[int]:
     """Process ids of the ranks of a launcher, by default of this one: living children of its server that lead a process
-    group."""
+    group. The server itself is in the launcher's group; a worker that prepares data leads one, and is no server."""
     me, table = launcher or os.getpid(), _processes()
-    return [
-        process
-        for process, (parent, group) in table.items()
-        if group == process and me in (parent, table.get(parent, (0, 0))[0])
-    ]
+    servers = {process for process, (parent, group) in table.items() if parent == me and group != process}
+    return [process for process, (parent, group) in table.items() if group == process and parent in servers]
 
 
 def _descendants(process: int) -> list[int]:

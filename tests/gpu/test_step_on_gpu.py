@@ -37,5 +37,6 @@ def test_the_host_waits_once_per_step(process):
                 train_step(job, batches, totals, 0, 1.0)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits = [f"{found.filename}:{found.lineno}" for found in caught if "called a synchronizing" in str(found.message)]
+        messages = [found for found in caught if "called a synchronizing" in str(found.message)]
+        waits = [f"{found.filename}:{found.lineno}" for found in messages]
         assert len(waits) == (1 if step else 0), waits
