@@ -103,10 +103,6 @@ class Metrics(Section):
     )
     """PEM file of the key of this certificate."""
 
-    prometheus_password_file: Annotated[LocalPath | None, Needs("prometheus_port")] = None
-    """File with one line ``USER:PASSWORD``, readable by its owner alone, which a scrape has to send. Absent: no
-    password."""
-
     prometheus_sd_folder: Annotated[LocalPath, Needs("prometheus_port")] = "outputs/monitoring/targets"
     """Folder of a file for each run that exports metrics, by which Prometheus finds it (``file_sd_configs``); it is
     the one that scripts/setup_monitoring.sh reads."""

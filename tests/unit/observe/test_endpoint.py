@@ -1,13 +1,11 @@
-"""The endpoint over real sockets: ports, passwords, TLS, silent clients, and the file by which Prometheus finds it."""
+"""The endpoint over real sockets: ports, TLS, silent clients, and the file by which Prometheus finds it."""
 
-import base64
 import json
 import shutil
 import socket
 import ssl
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 
 import pytest
@@ -45,11 +43,9 @@ def serve(tmp_path):
         endpoint.close(has_failed=False)
 
 
-def get(port, password=None, context=None):
-    request = urllib.request.Request(f"http{'s' if context else ''}://127.0.0.1:{port}/metrics")
-    if password:
-        request.add_header("Authorization", "Basic " + base64.b64encode(password.encode()).decode())
-    with urllib.request.urlopen(request, timeout=5, context=context) as response:
+def get(port, context=None):
+    address = f"http{'s' if context else ''}://127.0.0.1:{port}/metrics"
+    with urllib.request.urlopen(address, timeout=5, context=context) as response:
         return response.read().decode()
 
 
@@ -89,18 +85,6 @@ def test_a_client_that_says_nothing_holds_up_no_scrape(serve):
         assert "training_restarts_total" in get(endpoint.port)
 
 
-def test_a_scrape_needs_the_password(serve, tmp_path):
-    file = tmp_path / "password"
-    file.write_text("prometheus:secret\n")
-    file.chmod(0o600)
-    endpoint, _ = serve(prometheus_password_file=str(file))
-    assert "training_restarts_total" in get(endpoint.port, "prometheus:secret")
-    for wrong in (None, "prometheus:other", "prometheus:"):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            get(endpoint.port, wrong)
-        assert refused.value.code == 401
-
-
 def test_tls_with_a_silent_client(serve, tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed, which makes the certificate")
@@ -123,17 +107,11 @@ def test_tls_with_a_silent_client(serve, tmp_path):
     "keys, words",
     [
         ({"prometheus_address": "192.0.2.1"}, ("prometheus_address", "192.0.2.1", "address of this machine")),
+        ({"prometheus_tls_certificate": "absent", "prometheus_tls_key": "absent"}, ("certificate", "absent", "PEM")),
         ({"prometheus_address": "no.such.host.invalid"}, ("prometheus_address", "invalid", "address of this machine")),
-        ({"prometheus_password_file": "absent"}, ("prometheus_password_file", "absent", "USER:PASSWORD")),
-        ({"prometheus_password_file": "open"}, ("prometheus_password_file", "others may read", "chmod 600")),
-        ({"prometheus_password_file": "empty"}, ("prometheus_password_file", "one line", "USER:PASSWORD")),
     ],
 )
-def test_mistakes_are_refused_with_key_value_and_remedy(serve, tmp_path, monkeypatch, keys, words):
-    monkeypatch.chdir(tmp_path)
-    for name, text, mode in (("open", "a:b", 0o644), ("empty", "a:\n", 0o600)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(mode)
+def test_mistakes_are_refused_with_key_value_and_remedy(serve, keys, words):
     with pytest.raises(UserError) as fault:
         serve(**keys)
     assert all(word in str(fault.value) for word in words), fault.value
