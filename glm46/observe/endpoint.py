@@ -104,12 +104,11 @@ def _start(config: Metrics, registry: CollectorRegistry, report: Callable[[str],
             if error.errno == errno.EADDRINUSE and port:
                 report(f"metrics.prometheus_port = {port} is taken on {address}; another port is used")
                 continue
+            key, value, remedy = "prometheus_address", address, "state an address of this machine"
             if error.errno is None:  # prometheus_client's own error, about the certificate or its key
-                raise UserError(
-                    f"metrics.prometheus_tls_certificate = {certificate!r}: {error}; give a certificate and its key in PEM"
-                ) from error
-            key, value = ("prometheus_port", port) if error.errno == errno.EACCES else ("prometheus_address", address)
-            remedy = "take one from 1024 on" if key == "prometheus_port" else "state an address of this machine"
+                key, value, remedy = "prometheus_tls_certificate", certificate, "state it and its key in PEM"
+            elif error.errno == errno.EACCES:
+                key, value, remedy = "prometheus_port", port, "take one from 1024 on"
             raise UserError(f"metrics.{key} = {value!r}: {error.strerror or error}; {remedy}") from error
         return server
     raise AssertionError("port 0 is never taken")
