@@ -63,9 +63,10 @@ def ablate_command(argv: Sequence[str]) -> int:
     machine = detect_machine(visible_gpus())
     plan = plan_ablation(arguments.config, overrides, arguments.vary, arguments.nproc, machine)
     command = f"{module_command()} {shlex.join(['ablate', *argv])}"
-    locks, signals = lock_run(plan.folder), LauncherSignals()
+    launchers: list[int] = []
+    locks, signals = lock_run(plan.folder), LauncherSignals(lambda: launchers)
     try:
-        code = _train_all(plan, signals)
+        code = _train_all(plan, signals, launchers)
         if signals.number is None:
             for run in plan.runs:
                 if run.seed == plan.runs[0].seed:
@@ -78,8 +79,8 @@ def ablate_command(argv: Sequence[str]) -> int:
     return code
 
 
-def _train_all(plan: AblationPlan, signals: LauncherSignals) -> int:
-    """Train what is not finished; returns the exit code."""
+def _train_all(plan: AblationPlan, signals: LauncherSignals, launchers: list[int]) -> int:
+    """Train what is not finished; returns the exit code. ``launchers`` holds the process id of the one that runs."""
     waiting = [run for run in plan.runs if run.result().get("status") != "finished"]
     budgets = [resolve_plan(run.config, run.processes).budget_tokens - run.trained_tokens() for run in waiting]
     done = len(plan.runs) - len(waiting)
@@ -91,7 +92,7 @@ def _train_all(plan: AblationPlan, signals: LauncherSignals) -> int:
     with tokens_progress("ablation", sum(budgets), partial(print, file=sys.stderr, flush=True)) as advance:
         for number, run in enumerate(waiting, done + 1):
             print(f"{number} of {len(plan.runs)}  {run.title}: {run.folder / _CONSOLE}", flush=True)
-            code = _train(run, signals, advance)
+            code = _train(run, signals, launchers, advance)
             result = run.result()
             print(
                 f"  {result['status']} after {duration(result['seconds'])}  {result['error'] or ''}".rstrip(),
@@ -104,7 +105,7 @@ def _train_all(plan: AblationPlan, signals: LauncherSignals) -> int:
     return _EXIT_FAILED if has_failed else 0
 
 
-def _train(run: AblationRun, signals: LauncherSignals, advance: Callable[[int], None]) -> int:
+def _train(run: AblationRun, signals: LauncherSignals, launchers: list[int], advance: Callable[[int], None]) -> int:
     """Train one run through the launcher, in a process of its own, and keep how it ended; returns its exit code."""
     console, began = run.folder / _CONSOLE, time.monotonic()
     with writing(run.folder):
@@ -120,11 +121,13 @@ def _train(run: AblationRun, signals: LauncherSignals, advance: Callable[[int], 
         [sys.executable, "-m", "glm46", *words], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         start_new_session=True,
     ) as process:  # fmt: skip
+        launchers[:] = [process.pid]
         try:
             _watch(run, process, advance)
         except BaseException:  # the reader of the output has closed the pipe, for example: the run saves and ends
             process.terminate()
             raise
+        launchers.clear()
     code, error, status = process.returncode, None, "finished"
     if code != 0 and (signals.number is not None or code == EXIT_STOPPED):
         status = "stopped"
