@@ -166,9 +166,9 @@ def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys):
     assert main(["benchmark", *options]) == 0
     described = capsys.readouterr().out.splitlines()[0].partition("'")[2].rstrip("'")
     measured = Efficiencies.read(file)
-    assert measured.source.startswith("CPU, debug, 64 tokens") and 0 < measured.launch_seconds < 1e-2
-    # A product cannot be much faster than the peak; shares above one come from caches and turbo clocks.
-    assert all(0 < getattr(measured, name) < 2 for name in ("products", "experts", "attention"))
+    assert measured.source.startswith("CPU, debug, 64 tokens") and measured.launch_seconds > 0
+    # Without an upper bound: another program may hold the core while the peak is measured, and not afterwards.
+    assert all(getattr(measured, name) > 0 for name in ("products", "experts", "attention"))
     debug = str(Path(__file__).parents[3] / "train_configs/debug.toml")
     assert main(["plan", "--config", debug, "--gpu", described, "--measured", str(file)]) == 0
     assert f"efficiencies: {measured.source}" in capsys.readouterr().out
