@@ -310,6 +310,15 @@ def norms_in_fp32(tensors: list[Tensor]) -> list[Tensor]:
     return torch._foreach_norm(tensors, 2, dtype=torch.float32)
 
 
+def multiply_in_place(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a scalar on the CPU, in one kernel on a GPU for each dtype. Devices may differ."""
+    alike: dict[tuple, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for same in alike.values():  # a mixed list is multiplied one by one
+        torch._foreach_mul_(same, factor)
+
+
 class _Waited(threading.local):
     """Time in seconds that a thread has waited for other ranks."""
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from glm46 import compat
-from glm46.model.dispatch import LocalDispatcher, pad_groups
+from glm46.model.dispatch import LocalDispatcher, pad_groups, sort_assignments
 from glm46.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.model.moe import MoE
 from glm46.model.router import Routing, RoutingOptions
@@ -44,6 +44,18 @@ def test_grouped_matmul_and_both_gradients_equal_a_loop(sizes, dtype, tolerance,
     assert stored.grad.is_contiguous()
     empty = [e for e, size in enumerate(sizes) if size == 0]
     assert (stored.grad[empty] == 0).all()
+
+
+@pytest.mark.parametrize("experts, dtype", [(9, torch.int16), (2**15, torch.int16), (2**15 + 1, torch.int64)])
+def test_keys_of_two_bytes_sort_as_those_of_eight(experts, dtype, monkeypatch):
+    """Few different experts, the first and the last among them: an unstable order would show."""
+    expert_N = torch.tensor([0, experts - 1, experts // 2])[torch.randint(3, (500,))]
+    seen, sort = [], torch.Tensor.argsort
+    monkeypatch.setattr(torch.Tensor, "argsort", lambda keys, **named: seen.append(keys.dtype) or sort(keys, **named))
+    order_N, place_N, sizes_E = sort_assignments(expert_N, experts)
+    assert seen == [dtype]
+    assert torch.equal(order_N, sort(expert_N, stable=True)) and torch.equal(place_N[order_N], torch.arange(500))
+    assert torch.equal(sizes_E, expert_N.bincount(minlength=experts))
 
 
 def test_expanded_gradient_is_accepted():
