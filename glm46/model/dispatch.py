@@ -119,7 +119,7 @@ def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tenso
     """Pad each group of rows to a multiple of ``multiple``, without asking the device for sizes.
 
     Padding repeats the last row of its group, so that no largest element of a group changes by it. Empty groups stay
-    empty: the GPU kernels of torch 2.11 and newer take them, for FP8's gradients of weights too.
+    empty, which GPU kernels take as long as there is a row in all.
 
     Args:
         rows: number of rows, all of them in a group.
