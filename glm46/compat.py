@@ -1,6 +1,7 @@
 """All uses of private torch APIs, and of APIs that differ between torch 2.11 and 2.15."""
 
 import contextlib
+import functools
 import inspect
 import logging
 import threading
@@ -44,10 +45,39 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         x: [N, I] rows sorted by group, or [I, N] columns sorted by group.
         weight: [E, I, O], or [N, O] when `x` is [I, N].
         offsets: int32 [E], running sum of the group sizes.
+
+    Returns:
+        [N, O], or [E, I, O] with zeros for each empty group.
     """
+    if x.numel() == 0:  # kernels of GPUs refuse the strides of no rows
+        return x.new_zeros(*(x.shape[:1] if weight.ndim == 3 else (len(offsets), len(x))), weight.shape[-1])
+    product = _grouped_mm(x, weight, offsets)
+    if weight.ndim == 2 and gradients_of_empty_groups_are_undefined(x.device):
+        product.masked_fill_(empty_groups(offsets), 0.0)
+    return product
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if hasattr(F, "grouped_mm"):
         return F.grouped_mm(x, weight, offs=offsets)
     return torch._grouped_mm(x, weight, offs=offsets)
+
+
+def empty_groups(offsets: Tensor) -> Tensor:
+    """True for each group without rows, bool [E, 1, 1]; ``offsets`` [E] is the running sum of the sizes."""
+    return (offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1)
+
+
+@functools.cache
+def gradients_of_empty_groups_are_undefined(device: torch.device) -> bool:
+    """True where the grouped product [I, N] x [N, O] writes nothing for an empty group: CUTLASS before its pull request
+    2746, on compute capability 10.x (pytorch issue 172439). Multiplies once and reads the result."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10:
+        return False
+    rows = torch.ones(128, 128, dtype=torch.bfloat16, device=device)
+    torch.full((3, 128, 128), torch.nan, dtype=rows.dtype, device=device)  # freed; the result gets this memory
+    offsets = torch.tensor([0, 128, 128], dtype=torch.int32, device=device)
+    return bool(_grouped_mm(rows.t(), rows, offsets)[[0, 2]].any())
 
 
 def float8_grouped_mm(recipe: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -278,6 +308,15 @@ def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
 def norms_in_fp32(tensors: list[Tensor]) -> list[Tensor]:
     """Euclidean norm of each tensor, in few kernels on a GPU. `get_total_norm` rounds to the type of the tensors."""
     return torch._foreach_norm(tensors, 2, dtype=torch.float32)
+
+
+def multiply_in_place(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a scalar on the CPU, in one kernel on a GPU for each dtype. Devices may differ."""
+    alike: dict[tuple, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for same in alike.values():  # a mixed list is multiplied one by one
+        torch._foreach_mul_(same, factor)
 
 
 class _Waited(threading.local):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from glm46.compat import norms_in_fp32
+from glm46.compat import multiply_in_place, norms_in_fp32
 from glm46.distributed.local_tensor import local_tensor
 
 
@@ -51,6 +51,4 @@ def global_grad_norm(
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient by `factor`, a scalar on the CPU, wherever the gradients are."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_tensor(parameter.grad).mul_(factor)
+    multiply_in_place([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)

@@ -107,7 +107,9 @@ def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor
         int64: the assignment at each place of the sorted order [N], the place of each assignment [N], and the number of
         assignments per expert [E].
     """
-    order_N = expert_N.argsort(stable=True)
+    # A GPU sorts by radix, in a pass for each byte of a key.
+    keys_N = expert_N.to(torch.int16) if num_experts <= torch.iinfo(torch.int16).max + 1 else expert_N
+    order_N = keys_N.argsort(stable=True)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
     sizes_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
     return order_N, place_N, sizes_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
@@ -117,7 +119,7 @@ def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tenso
     """Pad each group of rows to a multiple of ``multiple``, without asking the device for sizes.
 
     Padding repeats the last row of its group, so that no largest element of a group changes by it. Empty groups stay
-    empty: the GPU kernels of torch 2.11 and newer take them, for FP8's gradients of weights too.
+    empty, which GPU kernels take as long as there is a row in all.
 
     Args:
         rows: number of rows, all of them in a group.

@@ -129,9 +129,27 @@ def experts_product(float8: Float8) -> GroupedProduct:
     multiply = compat.float8_grouped_mm(recipe)
 
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+        if len(x_NI) == 0:  # the kernels refuse the strides of no rows, in backward
+            return grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
+        if compat.gradients_of_empty_groups_are_undefined(x_NI.device):
+            weight_EOI = _NoGradientOfEmptyGroups.apply(weight_EOI, offsets)
         return multiply(x_NI, weight_EOI.transpose(1, 2), offsets)
 
     return product
+
+
+class _NoGradientOfEmptyGroups(torch.autograd.Function):
+    """The weight itself; backward writes zeros to the gradients of experts without rows."""
+
+    @staticmethod
+    def forward(ctx, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return weight_EOI.view_as(weight_EOI)
+
+    @staticmethod
+    def backward(ctx, grad_EOI: Tensor):
+        (offsets,) = ctx.saved_tensors
+        return grad_EOI.masked_fill(compat.empty_groups(offsets), 0.0), None
 
 
 class _EmulatedGroupedProduct(torch.autograd.Function):

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glm46.model.dispatch import LocalDispatcher, pad_groups
+from glm46 import compat
+from glm46.model.dispatch import LocalDispatcher, pad_groups, sort_assignments
 from glm46.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.model.moe import MoE
 from glm46.model.router import Routing, RoutingOptions
@@ -45,6 +46,18 @@ def test_grouped_matmul_and_both_gradients_equal_a_loop(sizes, dtype, tolerance,
     assert (stored.grad[empty] == 0).all()
 
 
+@pytest.mark.parametrize("experts, dtype", [(9, torch.int16), (2**15, torch.int16), (2**15 + 1, torch.int64)])
+def test_keys_of_two_bytes_sort_as_those_of_eight(experts, dtype, monkeypatch):
+    """Few different experts, the first and the last among them: an unstable order would show."""
+    expert_N = torch.tensor([0, experts - 1, experts // 2])[torch.randint(3, (500,))]
+    seen, sort = [], torch.Tensor.argsort
+    monkeypatch.setattr(torch.Tensor, "argsort", lambda keys, **named: seen.append(keys.dtype) or sort(keys, **named))
+    order_N, place_N, sizes_E = sort_assignments(expert_N, experts)
+    assert seen == [dtype]
+    assert torch.equal(order_N, sort(expert_N, stable=True)) and torch.equal(place_N[order_N], torch.arange(500))
+    assert torch.equal(sizes_E, expert_N.bincount(minlength=experts))
+
+
 def test_expanded_gradient_is_accepted():
     x, weight = torch.randn(9, 8, requires_grad=True), torch.randn(2, 8, 4, requires_grad=True)
     grouped_mm(x, weight, offsets_of([4, 5])).sum().backward()
@@ -54,6 +67,79 @@ def test_expanded_gradient_is_accepted():
 def test_outer_of_an_empty_group_is_zero():
     got = grouped_outer(torch.randn(3, 8), torch.randn(3, 8), offsets_of([0, 3, 0]))
     assert (got[[0, 2]] == 0).all() and (got[1] != 0).any()
+
+
+def refuse_as_on_a_gpu(matrix):
+    """The rule of torch's grouped CUDA kernels for an operand: one of the last two dimensions is contiguous, the step
+    of the other is as long as it at least, and a multiple of 16 bytes."""
+    *_, rows, columns = matrix.shape
+    *_, to_row, to_column = matrix.stride()
+    for step, one, length in ((to_column, to_row, rows), (to_row, to_column, columns)):
+        if one == 1 and step >= max(1, length):
+            if step * matrix.itemsize % 16:
+                raise RuntimeError(f"strides should be multiple of 16 bytes, got {matrix.stride()}")
+            return
+    raise RuntimeError(f"Invalid strides/sizes, got {matrix.stride()} for strides and {matrix.shape} for sizes")
+
+
+def test_the_rule_of_a_gpu_refuses_the_transposed_columns_of_no_rows():
+    """As an H100 did: an FP8 operand with sizes [512, 0] and strides [0, 1]."""
+    with pytest.raises(RuntimeError, match="Invalid strides/sizes"):
+        refuse_as_on_a_gpu(torch.empty_strided((512, 0), (0, 1)))
+    refuse_as_on_a_gpu(torch.empty(3, 16, 8).transpose(1, 2))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_no_rows_reach_no_grouped_kernel_and_give_weights_zero_gradients(is_compiled, monkeypatch):
+    """Other rows do, with the layouts that a GPU takes."""
+    seen = []
+
+    def kernel(x, weight, offsets, of_torch=compat._grouped_mm):
+        for operand in (x, weight):
+            refuse_as_on_a_gpu(operand)
+        assert x.numel() and weight.numel()
+        seen.append(tuple(x.shape))
+        return of_torch(x, weight, offsets)
+
+    monkeypatch.setattr(compat, "_grouped_mm", kernel)
+    product = torch.compile(grouped_mm, backend="aot_eager", dynamic=True) if is_compiled else grouped_mm
+    for sizes in ([16, 0, 7], [0, 0, 0], [0, 9, 0]):
+        x = torch.randn(sum(sizes), 16, requires_grad=True)
+        stored = torch.randn(3, 8, 16, requires_grad=True)
+        seen.clear()
+        y = product(x, stored.transpose(1, 2), offsets_of(sizes))
+        y.backward(torch.randn(sum(sizes), 8))
+        assert y.shape == (sum(sizes), 8) and x.grad.shape == x.shape and stored.grad.shape == stored.shape
+        assert len(seen) == (3 if sum(sizes) else 0)
+        for group, size in enumerate(sizes):
+            assert stored.grad[group].any() == bool(size)
+
+
+def test_gradients_of_empty_experts_are_masked_where_the_self_test_of_a_blackwell_gpu_finds_them(monkeypatch):
+    """A stand-in leaves the memory of an empty group as it was."""
+
+    def kernel(x, weight, offsets, of_torch=compat._grouped_mm):
+        product = of_torch(x, weight, offsets)
+        return product.masked_fill(compat.empty_groups(offsets), torch.nan) if weight.ndim == 2 else product
+
+    monkeypatch.setattr(compat, "_grouped_mm", kernel)
+    x, y, offsets = torch.randn(3, 8), torch.randn(3, 8), offsets_of([0, 3, 0])
+    assert grouped_outer(x, y, offsets)[[0, 2]].isnan().all()
+    undefined = compat.gradients_of_empty_groups_are_undefined.__wrapped__
+    assert not undefined(torch.device("cpu"))
+
+    class OnACPU(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, operator, types, args=(), kwargs=None):
+            return operator(*args, **{name: v for name, v in (kwargs or {}).items() if name != "device"})
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with OnACPU():
+        assert undefined(torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        assert not undefined(torch.device("cuda"))
+    monkeypatch.setattr(compat, "gradients_of_empty_groups_are_undefined", lambda device: True)
+    masked = grouped_outer(x, y, offsets)
+    assert not masked[[0, 2]].any() and masked[1].any()
 
 
 @pytest.mark.parametrize("name", ["glm46::grouped_mm", "glm46::grouped_outer"])

@@ -19,6 +19,7 @@ from triton.runtime import interpreter
 from glm46 import compat
 from glm46.config.float8 import Float8
 from glm46.parallelize.float8 import E4M3, experts_product
+from tests.unit.model.test_experts import refuse_as_on_a_gpu
 from tests.unit.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
 
 _convert_float = interpreter._convert_float
@@ -35,6 +36,8 @@ def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, o
     meta = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             for x in (a, b, scale_a, scale_b, offs)]  # fmt: skip
     like = torch.ops.aten._scaled_grouped_mm(*meta, **options)
+    for operand in (a, b):
+        refuse_as_on_a_gpu(operand)
     out = torch.full(like.shape, torch.nan, dtype=like.dtype)
     assert all(width % 16 == 0 for x in (a, b) for width in x.shape[-2:]) and not (offs % 16).any()
     a, b, scale_a, scale_b = (x.double() for x in (a, b, scale_a, scale_b))
@@ -76,6 +79,10 @@ def main() -> None:
         wanted = recipe_in_fp64("rowwise", *(t.double() for t in (x[part], weight[expert], grad[part])))
         found = y.detach()[part], inputs[0].grad[part], of_weight
         rows.append([distance(got, want) for got, want in zip(found, wanted, strict=True)])
+    nothing = torch.empty(0, 64, dtype=torch.bfloat16, requires_grad=True)
+    inputs[1].grad = None
+    product(nothing, inputs[1], torch.zeros_like(OFFSETS)).backward(torch.empty(0, 32, dtype=torch.bfloat16))
+    assert nothing.grad.shape == nothing.shape and not inputs[1].grad.any()
     print(json.dumps(rows))
 
 

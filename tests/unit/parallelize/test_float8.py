@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm46 import compat
 from glm46.config.float8 import Float8
 from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
 from glm46.config.model import Model
 from glm46.config.presets import PRESETS, resolve_shape
-from glm46.model.experts import Experts
+from glm46.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.model.layers import Linear
 from glm46.model.moe import MoE
 from glm46.model.router import RoutingOptions
@@ -191,6 +192,39 @@ def test_gpu_kernels_of_the_experts_take_these_arguments():
         parameters = inspect.signature(product).parameters
         assert list(parameters)[:3] == ["A", "B_t", "offs"]
         assert {"out_dtype", "pad_token_groups_for_grouped_mm"} <= set(parameters)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_no_rows_reach_no_fp8_kernel_and_empty_experts_get_no_gradient(is_compiled, monkeypatch):
+    """The kernels raise in backward of no rows, and on some GPUs of compute capability 10.x leave the gradients of
+    empty experts undefined; the stand-in does both."""
+
+    class Kernels(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, offsets):
+            ctx.save_for_backward(x, weight, offsets)
+            return grouped_mm(x, weight, offsets)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight, offsets = ctx.saved_tensors
+            assert len(x) > 0, "Invalid strides/sizes"
+            of_weight = grouped_outer(x, grad.contiguous(), offsets)
+            return grouped_mm(grad.contiguous(), weight.transpose(1, 2), offsets), torch.where(
+                compat.empty_groups(offsets), torch.nan, of_weight
+            ), None  # fmt: skip
+
+    monkeypatch.setattr(compat, "float8_grouped_mm", lambda recipe: Kernels.apply)
+    monkeypatch.setattr(compat, "gradients_of_empty_groups_are_undefined", lambda device: True)
+    product = experts_product(Float8(recipe_name="rowwise", experts_recipe_name="rowwise"))
+    if is_compiled:
+        product = torch.compile(product, backend="aot_eager", dynamic=True)
+    for sizes in ([16, 0, 32], [0, 0, 0], [0, 16, 0]):
+        x = torch.randn(sum(sizes), 32, requires_grad=True)
+        weight = torch.randn(3, 16, 32, requires_grad=True)
+        product(x, weight, torch.tensor(sizes).cumsum(0).to(torch.int32)).backward(torch.randn(sum(sizes), 16))
+        assert x.grad.shape == x.shape and weight.grad.isfinite().all()
+        assert [bool(of_expert.any()) for of_expert in weight.grad] == [size > 0 for size in sizes]
 
 
 @pytest.mark.slow
