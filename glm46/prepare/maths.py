@@ -8,6 +8,17 @@ _MARKS = re.compile(
     r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#* ]{0,8}(?:final )?answer[*_]{0,4}$", re.I | re.M
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_NOT = re.compile(r"(?:\b(?:not|never|neither|nor)\b|n't\b)(?: equal(?: to)?| be| choose)?[\s$*:(\[\\]*$", re.IGNORECASE)
+_IS_NOT = re.compile(r"[\s$*.)\]\\]{0,8}(?:is|was) (?:wrong|incorrect|not\b)", re.IGNORECASE)
+_JOINED = re.compile(
+    r"[\s$)\]\\]*(?:[,;]|[,;]?\s*(?:\\text\{\s*)?(?:or|and)\b(?:\s*\})?(?: maybe| perhaps| possibly| also)?)"
+    r"[\s$(\[\\]*(?:[A-Za-z]\w*\s*=\s*)?", re.IGNORECASE
+)
+_TAKES_BACK = re.compile(
+    r"\W{0,6}(?:but |hmm|oh\b)?\W{0,6}(?:wait|actually|no\b[,.!]|hold on|scratch that|oops|sorry|correction|on second thought"
+    r"|let me (?:re|double|correct|fix|check again)|i made an? (?:mistake|error)|i (?:was|am) (?:wrong|mistaken)"
+    r"|(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|false|not (?:right|correct|true)))\b", re.IGNORECASE
+)
 _LEADS = re.compile(
     r"(?:[\s:*=_]|(?:therefore|thus|simply|just|indeed|exactly|equal to|equals|given by|is"
     r"|the (?:number|value|integer))\b,?)+",
@@ -81,12 +92,12 @@ def final_answer(text: str) -> str | None:
     r"""Return where a solution states its result: the inside of the last ``\boxed{...}``, else the rest of the line
     after the last ``####`` (in GSM8K) or "answer is"; None without any of them, or if a box behind them is not closed,
     because the text was cut."""
-    return _boxed(text) or _marked(text)
+    return last_box(text)[0] or _marked(text)
 
 
 def stated_result(text: str) -> str | None:
     """Return what `final_answer` finds, of a sentence the result alone."""
-    if (boxed := _boxed(text)) is not None:
+    if boxed := last_box(text)[0]:
         return boxed
     marked = _marked(text)
     return None if marked is None else _of_sentence(marked)
@@ -119,10 +130,31 @@ def _of_sentence(stated: str) -> str:
     return stated[: end.start()].strip() if end else stated.strip()
 
 
-def _boxed(text: str) -> str | None:
-    boxes = list(_BOX.finditer(text))
-    inside = _braced(text, boxes[-1].end() - 1) if boxes else None
-    return None if inside is None else inside.strip()
+def last_box(text: str) -> tuple[str | None, str]:
+    r"""Return the inside of the last ``\boxed{...}`` and the text behind it. Boxes that "or", "and" or a comma joins are
+    one; the inside is empty if the text denies the box or is cut in it, and None without any box."""
+    found, after = None, ""
+    for box in reversed(list(_BOX.finditer(text))):
+        inside = _braced(text, box.end() - 1)
+        if inside is None:
+            return found or "", after
+        end = box.end() + len(inside) + 1
+        if found is None:
+            after = text[end:]
+            if _NOT.search(text[max(box.start() - 60, 0) : box.start()]) or _IS_NOT.match(after):
+                return "", after
+            found = inside.strip()
+        elif _JOINED.fullmatch(text[end:start]) if start - end < 60 else None:
+            found = f"{inside.strip()} or {found}"
+        else:
+            break
+        start = box.start()
+    return found, after
+
+
+def takes_back(sentence: str) -> bool:
+    """Whether a sentence takes back what was said before it, as "Wait, it is 6." does."""
+    return _TAKES_BACK.match(sentence) is not None
 
 
 def _marked(text: str) -> str | None:
