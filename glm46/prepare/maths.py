@@ -8,6 +8,7 @@ _MARKS = re.compile(
     r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#* ]{0,8}(?:final )?answer[*_]{0,4}$", re.I | re.M
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _NOT = re.compile(r"(?:\b(?:not|never|neither|nor)\b|n't\b)(?: equal(?: to)?| be| choose)?[\s$*:(\[\\]*$", re.IGNORECASE)
 _IS_NOT = re.compile(r"[\s$*.)\]\\]{0,8}(?:is|was) (?:wrong|incorrect|not\b)", re.IGNORECASE)
 _JOINED = re.compile(
@@ -17,6 +18,7 @@ _JOINED = re.compile(
 _TAKES_BACK = re.compile(
     r"\W{0,6}(?:but |hmm|oh\b)?\W{0,6}(?:wait|actually|no\b[,.!]|hold on|scratch that|oops|sorry|correction|on second thought"
     r"|let me (?:re|double|correct|fix|check again)|i made an? (?:mistake|error)|i (?:was|am) (?:wrong|mistaken)"
+    r"|(?:or(?! equivalently)|maybe|perhaps|possibly)\b|(?:it|this) (?:could|might|may)"
     r"|(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|false|not (?:right|correct|true)))\b", re.IGNORECASE
 )
 _LEADS = re.compile(
@@ -29,10 +31,17 @@ _CLAUSE = re.compile(
     r"|\s(?:because|since|which|so|as|where|when|by|after|but|not|than|that)\b"
     r"|\s(?:and|or)\s+(?=[a-z]{2})"
 )
+_UNSURE = re.compile(
+    r"\W*(?:(?:and|but|though|although)\b)?\W*(?:or|maybe|perhaps|possibly|no|wait|actually|sorry|rather|i mean|also|either"
+    r"|(?:(?:it|this|that) )?(?:could|might|may))\b(?! than)", re.IGNORECASE
+)
+"""Behind a result: another one is as good."""
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\s*$]+|\n")
 _DENIED = re.compile(r"not\b.*?\b(?:it is|it's|but|rather|is)\s+(.+)", re.IGNORECASE)
 _CONCLUSION = re.compile(
     r".*(?:\b(?:is|are|equals?|makes?|gives?|gets?|has|have|leaves?|totals?)\b|=)(?: a total of)?(.+)", re.IGNORECASE
 )
+_VALUE = re.compile(r"\s*([A-Za-z])\s*=[^=]+")
 _DOUBTS = re.compile(
     r"\b(?:or|either|maybe|perhaps|might|may|could|not|possibly|one of|between)\b|\?|=.*\band\b.*=", re.IGNORECASE
 )
@@ -92,15 +101,22 @@ def final_answer(text: str) -> str | None:
     r"""Return where a solution states its result: the inside of the last ``\boxed{...}``, else the rest of the line
     after the last ``####`` (in GSM8K) or "answer is"; None without any of them, or if a box behind them is not closed,
     because the text was cut."""
-    return last_box(text)[0] or _marked(text)
+    return last_box(text)[0] or _marked(text)[0]
 
 
 def stated_result(text: str) -> str | None:
     """Return what `final_answer` finds, of a sentence the result alone."""
-    if boxed := last_box(text)[0]:
-        return boxed
-    marked = _marked(text)
-    return None if marked is None else _of_sentence(marked)
+    boxed, after = last_box(text)
+    marked, place = (boxed, None) if boxed else _marked(text)
+    if marked is None:
+        return None
+    first, *later = _SENTENCE_END.split(after if boxed else text[place:].lstrip(" *_:$()[]\\\n"))
+    later = [first, *later] if boxed else later
+    for number, sentence in enumerate(later):
+        if takes_back(sentence):
+            corrected = " ".join(later[number:])
+            return stated_result(corrected) or concluded_result(corrected) or ""
+    return boxed or _of_sentence(marked)
 
 
 def concluded_result(text: str) -> str | None:
@@ -110,6 +126,10 @@ def concluded_result(text: str) -> str | None:
         return None
     text = text.strip()
     last = re.split(r"[.。!?]\s+|\n", text.rstrip("."))[-1].strip()
+    for whole in (text.rstrip("."), last):
+        values = [_VALUE.fullmatch(part) for part in re.split(r"[,;\n]|\band\b", whole.replace("$", ""))]
+        if all(values) and len({value[1] for value in values}) > 1:
+            return ", ".join(value[0].strip() for value in values)
     if _DOUBTS.search(last):
         return None
     found = _of_sentence(match[1]) if (match := _CONCLUSION.fullmatch(last)) else ""
@@ -127,7 +147,7 @@ def _of_sentence(stated: str) -> str:
         stated = stated.replace("$", "")
     stated = re.sub(r"\\[()\[\]]|\*\*|`", "", stated)
     end = _CLAUSE.search(stated)
-    return stated[: end.start()].strip() if end else stated.strip()
+    return stated[: end.start()].strip() if end and not _UNSURE.match(stated, end.start()) else stated.strip()
 
 
 def last_box(text: str) -> tuple[str | None, str]:
@@ -157,19 +177,21 @@ def takes_back(sentence: str) -> bool:
     return _TAKES_BACK.match(sentence) is not None
 
 
-def _marked(text: str) -> str | None:
+def _marked(text: str) -> tuple[str | None, int]:
+    """What stands behind the last mark in its line, or the next one that is not empty, and where the mark ends."""
     *_, mark = [None, *_MARKS.finditer(text)]
     *_, box = [None, *_BOX.finditer(text)]
     if mark is None or (box is not None and box.start() > mark.start()):
-        return None
-    return next((line.strip() for line in text[mark.end() :].splitlines() if line.strip(" *_:$()[]\\")), None)
+        return None, 0
+    lines = (line.strip() for line in text[mark.end() :].splitlines())
+    return next((line for line in lines if line.strip(" *_:$()[]\\")), None), mark.end()
 
 
 def _braced(text: str, start: int) -> str | None:
     """Return the text between the brace at ``start`` and the matching one; None if there is no match."""
     depth = 0
-    for part in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+    for part in _BRACES.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(part[0], 0)
         if depth == 0:
-            return text[start + 1 : start + part.start()]
+            return text[start + 1 : part.start()]
     return None

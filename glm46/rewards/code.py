@@ -9,8 +9,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from glm46.rewards.answer import Answer, usable_seconds
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?![\w-])", re.IGNORECASE)
+_TESTS_OF_PROCESS, _SECONDS_OF_PROCESS = 1_000, 60
 _OF_CPU_LIMIT = (-signal.SIGXCPU, -signal.SIGKILL)
 
 
@@ -74,12 +75,89 @@ def code(answer: Answer, options: Mapping[str, Any]) -> float:
 
 
 def check_code_label(label: Any) -> None:
-    """Check that each test of a label can fail.
+    """Check that each test of a label can fail, and that no program passes all of them without an answer.
 
     Raises:
         ValueError: it has none, or one that a program without any answer passes.
     """
-    for case in _cases(label):
+    (fault,) = code_label_faults([label])
+    if fault:
+        raise ValueError(fault)
+
+
+def code_label_faults(labels: Sequence[Any]) -> list[str]:
+    """Return for each label what `check_code_label` finds wrong, or an empty text.
+
+    Tests that could pass for a program that does nothing are run against such programs, all in few processes. A test
+    that takes too long there has no fault.
+    """
+    faults, doubtful = [], {}
+    for number, label in enumerate(labels):
+        try:
+            cases = _cases(label)
+            _check_form(cases)
+            faults.append("")
+            if all(case.expected is None for case in cases) and not any(_compares(case.test) for case in cases):
+                doubtful[number] = [case.test for case in cases]
+        except ValueError as error:
+            faults.append(str(error))
+    tests = list(dict.fromkeys(test for some in doubtful.values() for test in some))
+    passed = dict(zip(tests, _passed_by_meaningless(tests), strict=True))
+    for number, some in doubtful.items():
+        for test in some:
+            if {"a true object", "a false object", "None"} <= passed[test]:
+                faults[number] = f"test {test:.60}: passes whatever the program gives; let it compare a result"
+        if not faults[number] and (programs := set.intersection(*(passed[test] for test in some))):
+            faults[number] = (
+                f"test {some[0]:.60}: a program whose functions give {sorted(programs)[0]} passes all tests; add a test "
+                "with another result"
+            )
+    return faults
+
+
+def _compares(test: str) -> bool:
+    """Whether a statement asserts that a call of the program gives a value that says something, so that a program that
+    does nothing fails."""
+    names = tested_program.asked_names(test)
+    for node in ast.parse(test).body:
+        match node:
+            case ast.Assert(test=ast.Compare(left=ast.Call(func=ast.Name(id=name)), ops=[ast.Eq()], comparators=[value])):
+                with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                    found = ast.literal_eval(value)
+                    if name in names and found is not None and not isinstance(found, bool):
+                        return True
+    return False
+
+
+def _passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
+    """For each test the programs of `tested_program.MEANINGLESS` that pass it; none where there was no time."""
+    found = []
+    for start in range(0, len(tests), _TESTS_OF_PROCESS):
+        some, script = tests[start : start + _TESTS_OF_PROCESS], str(Path(tested_program.__file__).absolute())
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out:
+            stdin.write(json.dumps(some).encode())
+            stdin.seek(0)
+            arguments, quiet = [script, "meaningless", str(out.fileno())], subprocess.DEVNULL
+            with (
+                limited_process(
+                    arguments, folder, _SECONDS_OF_PROCESS, 1, stdin=stdin, stdout=quiet, stderr=quiet,
+                    pass_fds=[out.fileno()],
+                ) as process,
+                suppress(subprocess.TimeoutExpired),
+            ):
+                process.wait(_SECONDS_OF_PROCESS)
+            out.seek(0)
+            lines = out.read().split(b"\n")[:-1][: len(some)]
+        found += [set(json.loads(line)) for line in lines] + [set()] * (len(some) - len(lines))
+    return found
+
+
+def _check_form(cases: Sequence[_Case]) -> None:
+    """
+    Raises:
+        ValueError: a test that needs no run to see that it cannot fail.
+    """
+    for case in cases:
         if case.expected is not None:
             if not case.expected.split():
                 raise ValueError(
@@ -176,6 +254,10 @@ def _calls(name: str, inputs: list, outputs: list) -> list[_Case]:
         raise ValueError(f"inputs of {name}: are not lists of arguments; write each as a list")
     # Some data sets have each result in a list of one.
     is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in outputs)
+    plain = [one[0] if is_wrapped else one for one in outputs]
+    if any(all(one is same for one in plain) for same in (None, True, False)):
+        raise ValueError(f"outputs of {name}: all are {json.dumps(plain[0])}, which a function without a body gives, or "
+                         "one that does not look at its arguments; add a case with another result")
     return [
         _Case(
             f"import json\nfound = json.loads(json.dumps({name}(*{given!r})))\n"

@@ -1,5 +1,6 @@
 """Rewards that compare and count text, in linear time: exact, choice, format, repetition."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -95,8 +96,8 @@ def check_exact_label(label: Any) -> None:
     Raises:
         ValueError: none can.
     """
-    if not isinstance(label, str | int | float):
-        raise ValueError("is not a text or a number; write it as one of these, or as a list of them")
+    if not is_text_or_number(label):
+        raise ValueError("is not a text or a finite number; write it as one of these, or as a list of them")
     if not str(label).strip():
         raise ValueError("is empty, as an answer that was not given; write what the answer is to be")
 
@@ -119,7 +120,7 @@ def check_choice_label(label: Any) -> None:
     Raises:
         ValueError: it is none.
     """
-    if not re.fullmatch(r"[A-Z]", _letter(label)):
+    if not isinstance(label, str) or not re.fullmatch(r"[A-Z]", _letter(label)):
         raise ValueError('is no letter from A to Z; write one such as "C", or take the reward exact')
 
 
@@ -137,6 +138,13 @@ def repetition(answer: Answer, options: Mapping[str, Any]) -> float:
     words, n = answer.text.split(), options.get("n", 4)
     runs = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
     return len(set(runs)) / len(runs) - 1.0 if runs else 0.0
+
+
+def is_text_or_number(label: Any) -> bool:
+    """Whether a label is a text or a finite number: True is no 1, and nothing equals NaN."""
+    return isinstance(label, str) or (
+        isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)
+    )
 
 
 def labels(answer: Answer) -> list[Any]:
