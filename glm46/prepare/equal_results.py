@@ -81,7 +81,7 @@ _UNITS = {
 _SCALES = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
     **{name: Fraction(1, number) for number, name in enumerate(
-        "half third fourth fifth sixth seventh eighth ninth tenth".split(), start=2
+        ["half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"], start=2
     )},
     "hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000), "millionth": Fraction(1, 10**6),
 }  # fmt: skip
@@ -92,7 +92,22 @@ _FUNCTIONS = frozenset(
     + ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sqrt", "frac", "binom", "pi", "theta", "alpha", "beta")
 )
 _JOINS = frozenset(
-    ("or", "and", "if", "where", "when", "for", "with", "over", "times", "plus", "minus", "choose", "factorial", "below")
+    (
+        "or",
+        "and",
+        "if",
+        "where",
+        "when",
+        "for",
+        "with",
+        "over",
+        "times",
+        "plus",
+        "minus",
+        "choose",
+        "factorial",
+        "below",
+    )
     + ("above", "most", "least", "less", "raised", "divided", "multiplied", "maybe", "perhaps", "not", "to", "modulo")
 )
 """Words behind a number that are no unit."""
@@ -107,7 +122,9 @@ _BOUNDS = (
     re.compile(r"(?P<left>[^<>]+?)\s*(?P<op><|>|\\le|\\ge)\s*(?P<x>[a-zA-Z])"),
     re.compile(r"(?P<left>[^<>]+?)\s*(?P<first><|\\le)\s*(?P<x>[a-zA-Z])\s*(?P<second><|\\le)\s*(?P<right>[^<>]+)"),
 )
-_IGNORED = re.compile(r"'|\^\s*\{?\s*(?:T|\*|\\top|\\prime)|\.\.|…|\\[lc]?dots|\d\s*_\s*\{?\s*(\w+)|\\[pb]?mod|\d(?:st|nd|rd|th)\b")
+_IGNORED = re.compile(
+    r"'|\^\s*\{?\s*(?:T|\*|\\top|\\prime)|\.\.|…|\\[lc]?dots|\d\s*_\s*\{?\s*(\w+)|\\[pb]?mod|\d(?:st|nd|rd|th)\b"
+)
 """Primes, bases, dots and the like, which math-verify ignores: both results have them, or they differ."""
 _TOO_LARGE = re.compile(r"\^\s*\{?\s*-?\d{4,}|\d{4,}\s*!|!\s*!|\^\s*\{[^{}]*\^|\d\s*\^\s*\{?\s*\{?\d+\s*\}?\s*\^")
 _LONGEST = 1_000
@@ -388,7 +405,11 @@ def _several(text: str) -> _Several | None:
         return _Several("∪", [rf"(-\infty, {bound})", rf"({bound}, \infty)"])
     pieces = [part.strip() for part in re.split(r"\\cup(?![a-z])|(?<![A-Za-z])or(?![A-Za-z])", plain)]
     is_union = r"\cup" in plain or any(map(_interval, pieces))
-    if is_union and len(pieces) > 1 and all(_interval(one) or re.fullmatch(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]", one) for one in pieces):
+    if (
+        is_union
+        and len(pieces) > 1
+        and all(_interval(one) or re.fullmatch(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]", one) for one in pieces)
+    ):
         return _Several("∪", pieces)
     if interval := _interval(plain):
         return interval

@@ -8,18 +8,23 @@ _MARKS = re.compile(
     r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#* ]{0,8}(?:final )?answer[*_]{0,4}$", re.I | re.M
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_LONGEST_JOINT = 60
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_NOT = re.compile(r"(?:\b(?:not|never|neither|nor)\b|n't\b)(?: equal(?: to)?| be| choose)?[\s$*:(\[\\]*$", re.IGNORECASE)
+_NOT = re.compile(
+    r"(?:\b(?:not|never|neither|nor)\b|n't\b)(?: equal(?: to)?| be| choose)?[\s$*:(\[\\]*$", re.IGNORECASE
+)
 _IS_NOT = re.compile(r"[\s$*.)\]\\]{0,8}(?:is|was) (?:wrong|incorrect|not\b)", re.IGNORECASE)
 _JOINED = re.compile(
     r"[\s$)\]\\]*(?:[,;]|[,;]?\s*(?:\\text\{\s*)?(?:or|and)\b(?:\s*\})?(?: maybe| perhaps| possibly| also)?)"
-    r"[\s$(\[\\]*(?:[A-Za-z]\w*\s*=\s*)?", re.IGNORECASE
+    r"[\s$(\[\\]*(?:[A-Za-z]\w*\s*=\s*)?",
+    re.IGNORECASE,
 )
 _TAKES_BACK = re.compile(
-    r"\W{0,6}(?:but |hmm|oh\b)?\W{0,6}(?:wait|actually|no\b[,.!]|hold on|scratch that|oops|sorry|correction|on second thought"
-    r"|let me (?:re|double|correct|fix|check again)|i made an? (?:mistake|error)|i (?:was|am) (?:wrong|mistaken)"
-    r"|(?:or(?! equivalently)|maybe|perhaps|possibly)\b|(?:it|this) (?:could|might|may)"
-    r"|(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|false|not (?:right|correct|true)))\b", re.IGNORECASE
+    r"\W{0,6}(?:but |hmm|oh\b)?\W{0,6}(?:wait|actually|no\b[,.!]|hold on|scratch that|oops|sorry|correction"
+    r"|on second thought|let me (?:re|double|correct|fix|check again)|i made an? (?:mistake|error)"
+    r"|i (?:was|am) (?:wrong|mistaken)|(?:or(?! equivalently)|maybe|perhaps|possibly)\b|(?:it|this) (?:could|might|may)"
+    r"|(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|false|not (?:right|correct|true)))\b",
+    re.IGNORECASE,
 )
 _LEADS = re.compile(
     r"(?:[\s:*=_]|(?:therefore|thus|simply|just|indeed|exactly|equal to|equals|given by|is"
@@ -32,8 +37,9 @@ _CLAUSE = re.compile(
     r"|\s(?:and|or)\s+(?=[a-z]{2})"
 )
 _UNSURE = re.compile(
-    r"\W*(?:(?:and|but|though|although)\b)?\W*(?:or|maybe|perhaps|possibly|no|wait|actually|sorry|rather|i mean|also|either"
-    r"|(?:(?:it|this|that) )?(?:could|might|may))\b(?! than)", re.IGNORECASE
+    r"\W*(?:(?:and|but|though|although)\b)?\W*(?:or|maybe|perhaps|possibly|no|wait|actually|sorry|rather|i mean|also"
+    r"|either|(?:(?:it|this|that) )?(?:could|might|may))\b(?! than)",
+    re.IGNORECASE,
 )
 """Behind a result: another one is as good."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\s*$]+|\n")
@@ -151,25 +157,23 @@ def _of_sentence(stated: str) -> str:
 
 
 def last_box(text: str) -> tuple[str | None, str]:
-    r"""Return the inside of the last ``\boxed{...}`` and the text behind it. Boxes that "or", "and" or a comma joins are
+    r"""Return the inside of the last ``\boxed{...}`` and the text behind it. Boxes joined by "or", "and" or a comma are
     one; the inside is empty if the text denies the box or is cut in it, and None without any box."""
-    found, after = None, ""
+    found, after, following = [], "", 0
     for box in reversed(list(_BOX.finditer(text))):
         inside = _braced(text, box.end() - 1)
         if inside is None:
-            return found or "", after
+            break
         end = box.end() + len(inside) + 1
-        if found is None:
+        if not found:
             after = text[end:]
             if _NOT.search(text[max(box.start() - 60, 0) : box.start()]) or _IS_NOT.match(after):
-                return "", after
-            found = inside.strip()
-        elif _JOINED.fullmatch(text[end:start]) if start - end < 60 else None:
-            found = f"{inside.strip()} or {found}"
-        else:
+                break
+        elif following - end > _LONGEST_JOINT or not _JOINED.fullmatch(text[end:following]):
             break
-        start = box.start()
-    return found, after
+        found.append(inside.strip())
+        following = box.start()
+    return (" or ".join(reversed(found)) if _BOX.search(text) else None), after
 
 
 def takes_back(sentence: str) -> bool:

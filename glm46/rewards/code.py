@@ -31,6 +31,8 @@ class _Case(NamedTuple):
     given: str = ""
     expected: str | None = None
     """None: ``test`` decides."""
+    is_call: bool = False
+    """A test that compares the result of a call with a value."""
 
 
 def code(answer: Answer, options: Mapping[str, Any]) -> float:
@@ -91,14 +93,17 @@ def code_label_faults(labels: Sequence[Any]) -> list[str]:
     Tests that could pass for a program that does nothing are run against such programs, all in few processes. A test
     that takes too long there has no fault.
     """
-    faults, doubtful = [], {}
+    faults, doubtful, alone = [], {}, set()
     for number, label in enumerate(labels):
         try:
             cases = _cases(label)
             _check_form(cases)
             faults.append("")
-            if all(case.expected is None for case in cases) and not any(_compares(case.test) for case in cases):
-                doubtful[number] = [case.test for case in cases]
+            doubtful[number] = [
+                case.test for case in cases if case.expected is None and not (case.is_call or _compares(case.test))
+            ]
+            if len(doubtful[number]) == len(cases):
+                alone.add(number)
         except ValueError as error:
             faults.append(str(error))
     tests = list(dict.fromkeys(test for some in doubtful.values() for test in some))
@@ -107,10 +112,12 @@ def code_label_faults(labels: Sequence[Any]) -> list[str]:
         for test in some:
             if {"a true object", "a false object", "None"} <= passed[test]:
                 faults[number] = f"test {test:.60}: passes whatever the program gives; let it compare a result"
-        if not faults[number] and (programs := set.intersection(*(passed[test] for test in some))):
+        programs = set.intersection(*(passed[test] for test in some)) if number in alone else set()
+        programs -= {"1", "0", *("just True",) * ("1" in programs), *("just False",) * ("0" in programs)}
+        if not faults[number] and programs:
             faults[number] = (
-                f"test {some[0]:.60}: a program whose functions give {sorted(programs)[0]} passes all tests; add a test "
-                "with another result"
+                f"test {some[0]:.60}: a program whose functions give {sorted(programs)[0]} passes all tests; "
+                "add a test with another result"
             )
     return faults
 
@@ -121,7 +128,9 @@ def _compares(test: str) -> bool:
     names = tested_program.asked_names(test)
     for node in ast.parse(test).body:
         match node:
-            case ast.Assert(test=ast.Compare(left=ast.Call(func=ast.Name(id=name)), ops=[ast.Eq()], comparators=[value])):
+            case ast.Assert(
+                test=ast.Compare(left=ast.Call(func=ast.Name(id=name)), ops=[ast.Eq()], comparators=[value])
+            ):
                 with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                     found = ast.literal_eval(value)
                     if name in names and found is not None and not isinstance(found, bool):
@@ -134,13 +143,23 @@ def _passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
     found = []
     for start in range(0, len(tests), _TESTS_OF_PROCESS):
         some, script = tests[start : start + _TESTS_OF_PROCESS], str(Path(tested_program.__file__).absolute())
-        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryFile() as stdin,
+            tempfile.TemporaryFile() as out,
+        ):
             stdin.write(json.dumps(some).encode())
             stdin.seek(0)
             arguments, quiet = [script, "meaningless", str(out.fileno())], subprocess.DEVNULL
             with (
                 limited_process(
-                    arguments, folder, _SECONDS_OF_PROCESS, 1, stdin=stdin, stdout=quiet, stderr=quiet,
+                    arguments,
+                    folder,
+                    _SECONDS_OF_PROCESS,
+                    1,
+                    stdin=stdin,
+                    stdout=quiet,
+                    stderr=quiet,
                     pass_fds=[out.fileno()],
                 ) as process,
                 suppress(subprocess.TimeoutExpired),
@@ -256,12 +275,15 @@ def _calls(name: str, inputs: list, outputs: list) -> list[_Case]:
     is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in outputs)
     plain = [one[0] if is_wrapped else one for one in outputs]
     if any(all(one is same for one in plain) for same in (None, True, False)):
-        raise ValueError(f"outputs of {name}: all are {json.dumps(plain[0])}, which a function without a body gives, or "
-                         "one that does not look at its arguments; add a case with another result")
+        raise ValueError(
+            f"outputs of {name}: all are {json.dumps(plain[0])}, which a function without a body gives, or "
+            "one that does not look at its arguments; add a case with another result"
+        )
     return [
         _Case(
             f"import json\nfound = json.loads(json.dumps({name}(*{given!r})))\n"
-            f"assert found in {[wanted, *(wanted if is_wrapped else ())]!r}"
+            f"assert found in {[wanted, *(wanted if is_wrapped else ())]!r}",
+            is_call=True,
         )
         for given, wanted in zip(inputs, outputs, strict=True)
     ]

@@ -317,8 +317,10 @@ def _returning(value):
 MEANINGLESS = {
     "a true object": _Meaningless(True), "a false object": _returning(_Meaningless(False)), "None": _returning(None),
     "an error": _raise, "True": _returning(_Only(True)), "False": _returning(_Only(False)),
+    "just True": _returning(True), "just False": _returning(False), "1": _returning(1), "0": _returning(0),
 }  # fmt: skip
-"""What stands for each name of a program that does nothing, by what its functions give."""
+"""What stands for each name of a program that does nothing, by what its functions give. Python takes True for 1, which
+may be a result that says something."""
 _SECONDS_OF_TEST = 0.5
 
 
@@ -331,12 +333,15 @@ def _run_meaningless(verdicts: int) -> None:
 
     signal.signal(signal.SIGALRM, late)
     for test in json.load(sys.stdin):
-        passed = []
+        passed, compiled, names, modules = [], compile(test, "test", "exec"), asked_names(test), {}
+        with ExitStack() as stack:
+            stack.push(lambda *_: True)  # a module that is not here
+            modules = _modules_of(test)
         for name, stand_in in MEANINGLESS.items():
             with ExitStack() as stack:
                 stack.push(lambda *_: True)  # a test that fails, in whatever way
                 signal.setitimer(signal.ITIMER_REAL, _SECONDS_OF_TEST)
-                exec(compile(test, "test", "exec"), _modules_of(test) | dict.fromkeys(asked_names(test), stand_in))
+                exec(compiled, modules | dict.fromkeys(names, stand_in))
                 passed.append(name)
             signal.setitimer(signal.ITIMER_REAL, 0)
         os.write(verdicts, json.dumps(passed).encode() + b"\n")

@@ -27,8 +27,9 @@ _SURELY = (
     r"|only|also|both)[\s,]{1,3}){0,3}"
 )
 _THE_ANSWER = (
-    r"(?:correct|right|(?:the|my|our) (?:only |single |final |most ){0,2}(?:correct |right |best |appropriate |likely )?"
-    r"(?:answer|choice|option|one)|(?:the )?best (?:answer|choice|option))\b"
+    r"(?:correct|right|(?:the|my|our) (?:only |single |final |most ){0,2}"
+    r"(?:correct |right |best |appropriate |likely )?(?:answer|choice|option|one)"
+    r"|(?:the )?best (?:answer|choice|option))\b"
 )
 _DECISIONS = [re.compile(form, re.IGNORECASE) for form in (
     r"(?:(?P<before>\b\w{1,20})\s)?\b(?:answer|choice|option|selection|statement|pick)(?: choice| option| letter)?"
@@ -43,8 +44,9 @@ _DECISIONS = [re.compile(form, re.IGNORECASE) for form in (
     rf"|(?-i:(?<!\b[A-Z] )(?<!\b[A-Z]\) ))and)\s){_NAMED}|\b(?:option|choice|answer)\s){_LETTER}"
     rf"\s(?:is|must be|has to be)\s{_SURELY}{_THE_ANSWER}",
     r"(?:^|[,:—–] ?|(?=\b(?:so|leaving|leaves|which is)\b))(?:(?:so|thus|therefore|hence|then|and|but|yes|no|wait"
-    r"|actually|sorry|rather|∴|by elimination|which|leaving|leaves|(?:it|that|this)(?:'s|(?= is\b| must\b| leaves\b))|is"
-    rf"|must be)\b[\s,:—]{{0,3}}){{0,6}}{_SURELY}{_NAMED}{_LETTER}(?= it is[\s.!]{{0,4}}$|[\s.!:]{{0,4}}$|, as\b|, because\b)",
+    r"|actually|sorry|rather|∴|by elimination|which|leaving|leaves|(?:it|that|this)(?:'s|(?= is\b| must\b| leaves\b))"
+    rf"|is|must be)\b[\s,:—]{{0,3}}){{0,6}}{_SURELY}{_NAMED}{_LETTER}"
+    r"(?= it is[\s.!]{0,4}$|[\s.!:]{0,4}$|, as\b|, because\b)",
 )]  # fmt: skip
 """How a sentence decides for a letter: "the answer is C", "I choose C", "C is correct", "so C"."""
 _OF_ANSWER = re.compile(
@@ -53,19 +55,23 @@ _OF_ANSWER = re.compile(
 )  # fmt: skip
 """Words before "answer" that leave it the answer: a wrong or common answer is another's."""
 _CLAUSE = re.compile(r"[,;:—]|\b(?:so|thus|hence|therefore|but|because|since)\b", re.IGNORECASE)
-_SUPPOSED = re.compile(r"\b(?:if|unless|whether|suppose|would|might|may|could|temp\w+|mistake\w*|at first|often)\b", re.I)
+_SUPPOSED = re.compile(
+    r"\b(?:if|unless|whether|suppose|would|might|may|could|temp\w+|mistake\w*|at first|often)\b", re.I
+)
 _HEDGED = re.compile(r"\b(?:either|maybe|perhaps|possibly)\b", re.IGNORECASE)
 _NEGATED = re.compile(r"\b(?:not|never|neither|nor|nobody|cannot|wrong|incorrect|false|doubt|unlikely)\b|n't\b", re.I)
 _REFUSED = [re.compile(form, re.IGNORECASE) for form in (
-    r"(?:\b(?:not|never|neither|nor|rules? out|ruled out|ruling out|eliminat(?:e|es|ing)|exclud(?:e|es|ing)|reject|avoid)"
-    rf"|n't)\s(?:be |choose |pick )?{_NAMED}{_LETTER}",
+    r"(?:\b(?:not|never|neither|nor|rules? out|ruled out|ruling out|eliminat(?:e|es|ing)|exclud(?:e|es|ing)"
+    rf"|reject|avoid)|n't)\s(?:be |choose |pick )?{_NAMED}{_LETTER}",
     rf"{_LETTER}:?\s(?:(?:is|was|are|can|could|must|has|does|do|been|be|clearly|definitely|also|therefore|simply)"
     r"(?:\s|(?=n't))){0,4}(?:cannot|not|never|n't|no\b|wrong|incorrect|false|out|impossible|eliminated|excluded|ruled|fails)\b",
 )]  # fmt: skip
-_EXPLAINED = re.compile(r"[,;]?\s(?:because|since|(?<!well )as(?! well)|not|rather|instead|while|whereas|unlike)\b", re.IGNORECASE)
+_EXPLAINED = re.compile(
+    r"[,;]?\s(?:because|since|(?<!well )as(?! well)|not|rather|instead|while|whereas|unlike)\b", re.IGNORECASE
+)
 _TURNS = re.compile(
-    r"\b(?:but|however|though|although|yet)\b.{0,60}?(?:\b(?:wrong|incorrect|false|cannot|also|could|might|it is not)\b|n't)"
-    r"|^\W{0,4}(?:or|and/or|(?:only )?(?:if|unless))\b|\bor (?:maybe|perhaps|possibly)\b", re.IGNORECASE,
+    r"\b(?:but|however|though|although|yet)\b.{0,60}?(?:\b(?:wrong|incorrect|false|cannot|also|could|might|it is not)\b"
+    r"|n't)|^\W{0,4}(?:or|and/or|(?:only )?(?:if|unless))\b|\bor (?:maybe|perhaps|possibly)\b", re.IGNORECASE,
 )  # fmt: skip
 _GOES_ON = re.compile(
     r"\s+(?!(?:because|since|as|and|or|so|which|not|but|for|with|is|in|on|by|from|due|given|based|when|if|then|that|while"
@@ -178,7 +184,12 @@ def _plain(text: str) -> str:
 
 def _decided(text: str, prompt: str, known: set[str], decision: str | None = None) -> str | None:
     """The last decision of a text; None if it is for several letters, taken back or not made."""
-    lines, has_decided, refused, alone = [line.strip() for line in text.splitlines() if line.strip()], False, set(), set()
+    lines, has_decided, refused, alone = (
+        [line.strip() for line in text.splitlines() if line.strip()],
+        False,
+        set(),
+        set(),
+    )
     for line in lines:
         option = _OPTION.match(line)
         is_option = option is not None and not _JUDGED.match(option["rest"])
@@ -206,7 +217,13 @@ def _said(sentence: str, known: set[str]) -> tuple[set[str], set[str]]:
             lead = clause + sentence[match.start() : start]
             before = match.groupdict().get("before")
             is_word = not match["closed"] and _GOES_ON.match(sentence, match.end("letter"))
-            if letter not in known or is_word or _SUPPOSED.search(clause) or before and not _OF_ANSWER.fullmatch(before):
+            if (
+                letter not in known
+                or is_word
+                or _SUPPOSED.search(clause)
+                or before
+                and not _OF_ANSWER.fullmatch(before)
+            ):
                 continue
             if _NEGATED.search(clause):
                 denied.add(letter)
