@@ -112,8 +112,10 @@ _JOINS = frozenset(
 )
 """Words behind a number that are no unit."""
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\b")
-_VARIABLE = re.compile(r"(\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\([a-z]\))?)\s*(=|\\in(?![a-z])|\\approx(?![a-z]))\s*(.+)")
-_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq)(?![a-z])")
+_VARIABLE = re.compile(
+    r"(\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\([a-z]\))?|\([a-z](?:,\s*[a-z])+\))\s*(=|\\in(?![a-z])|\\approx(?![a-z]))\s*(.+)"
+)
+_RELATION = re.compile(r"[=<>]|\\(?:to|rightarrow|le|ge|ne|neq)(?![a-z])")
 _CONDITION = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|:|\|)(.*)\\\}")
 _MATRIX = re.compile(r"\\begin\{pmatrix\}((?:(?!\\begin).)*)\\end\{pmatrix\}")
 _HOLE = re.compile(r"[a-z]\s*\\neq?(?![a-z])([^,=<>]+)|\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^,]*)\\\}")
@@ -219,6 +221,7 @@ def _tight(text: str) -> str:
 def _compared(one: str, other: str) -> bool | None:
     """Whether two spelled results are equal; None: math-verify is to say."""
     (x, one), (y, other) = _without_variable(one), _without_variable(other)
+    x, y = x or _bounded(one), y or _bounded(other)
     if x and y and x != y:
         return False
     if one == other:
@@ -279,7 +282,10 @@ def _without_variable(text: str) -> tuple[str, str]:
     if (match := _VARIABLE.fullmatch(text)) and "=" not in match[3]:
         return (match[1] if match[2] != r"\approx" else "", match[3].strip())
     left, sign, right = text.rpartition("=")
-    # An equation of numbers states its right side.
+    # A right equation of numbers states its right side.
+    sides = _quantity(left.strip()), _quantity(right.strip())
+    if all(sides) and sides[0].value != sides[1].value:
+        return "", text
     return ("", right.strip() if sign and not re.search(r"[A-Za-z<>]", re.sub(r"\\[a-z]+", "", left)) else text)
 
 
@@ -437,6 +443,11 @@ def _interval(text: str) -> _Several | None:
     if (part["op"] in ("<", r"\le")) == ("right" in part):
         return _Several("(" + (")" if is_open else "]"), [r"-\infty", bound])
     return _Several(("(" if is_open else "[") + ")", [bound, r"\infty"])
+
+
+def _bounded(text: str) -> str:
+    """The variable of an inequality; empty for anything else."""
+    return next((match["x"] for form in _BOUNDS if (match := form.fullmatch(text))), "")
 
 
 def _is_enclosed(text: str) -> bool:

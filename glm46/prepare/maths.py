@@ -20,10 +20,11 @@ _JOINED = re.compile(
     re.IGNORECASE,
 )
 _TAKES_BACK = re.compile(
-    r"\W{0,6}(?:but |hmm|oh\b)?\W{0,6}(?:wait|actually|no\b[,.!]|hold on|scratch that|oops|sorry|correction"
-    r"|on second thought|let me (?:re|double|correct|fix|check again)|i made an? (?:mistake|error)"
-    r"|i (?:was|am) (?:wrong|mistaken)|(?:or(?! equivalently)|maybe|perhaps|possibly)\b|(?:it|this) (?:could|might|may)"
-    r"|(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|false|not (?:right|correct|true)))\b",
+    r"\W{0,6}(?:but |hmm|oh\b)?\W{0,6}(?:wait|actually|no[,.!]|hold on|scratch that|oops|sorry|correction"
+    r"|on second thought|let me (?:re-?\w{1,20}|double|correct|fix|check again)|i made an? (?:mistake|error)"
+    r"|i (?:was|am) (?:wrong|mistaken)|or(?! equivalently| in )|maybe|perhaps|possibly"
+    r"|(?:it|this) (?:could|might|may) (?:also )?be(?= [-\d$\\])"
+    r"|(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|false|not (?:right|correct|true)))(?!\w)",
     re.IGNORECASE,
 )
 _LEADS = re.compile(
@@ -37,8 +38,8 @@ _CLAUSE = re.compile(
     r"|\s(?:and|or)\s+(?=[a-z]{2})"
 )
 _UNSURE = re.compile(
-    r"\W*(?:(?:and|but|though|although)\b)?\W*(?:or|maybe|perhaps|possibly|no|wait|actually|sorry|rather|i mean|also"
-    r"|either|(?:(?:it|this|that) )?(?:could|might|may))\b(?! than)",
+    r"\W*(?:(?:and|but|though|although)\b)?\W*(?:or|maybe|perhaps|possibly|no(?! (?:matter|more|less|other|doubt|need))"
+    r"|wait|actually|sorry|rather|i mean|also|either|(?:(?:it|this|that) )?(?:could|might|may))\b(?! than)",
     re.IGNORECASE,
 )
 """Behind a result: another one is as good."""

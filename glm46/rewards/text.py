@@ -11,8 +11,9 @@ from glm46.rewards.answer import Answer
 # Every repetition has a bound: these rewards are called in the process that trains.
 _PLAIN = [(re.compile(pattern, re.MULTILINE), plain) for pattern, plain in (
     (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox|bf|rm)\s{0,4}\{([^{}]{0,400})\}", r"\1"), ("’", "'"),
+    (r"<answer>", "\nAnswer: "), (r"</answer>", "\n"), (r"(?<![A-Za-z])'([A-Z])'", r"\1"),
     (r"\\(?:[,;: ]|q?quad\b)", " "),
-    (r"\\[()\[\]!]|[*`$\"“”~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|^[ \t>#]{0,12}(?:[-–•+]\s{1,4})?", ""),
+    (r"\\[()\[\]!]|[*`$\"“”~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|^[ \t>#✅✔☑👉➡️→]{0,12}(?:[-–•+]\s{1,4})?", ""),
     (r"((?i:\banswer(?: is)?|\bis))\s{0,2}:?\s{0,2}\n\s{0,4}", r"\1: "), (r":\s{0,2}:", ":"),
 )]  # fmt: skip
 """Markup, delimiters and ends of lines that say nothing about the choice."""
@@ -46,7 +47,7 @@ _DECISIONS = [re.compile(form, re.IGNORECASE) for form in (
     r"(?:^|[,:—–] ?|(?=\b(?:so|leaving|leaves|which is)\b))(?:(?:so|thus|therefore|hence|then|and|but|yes|no|wait"
     r"|actually|sorry|rather|∴|by elimination|which|leaving|leaves|(?:it|that|this)(?:'s|(?= is\b| must\b| leaves\b))"
     rf"|is|must be)\b[\s,:—]{{0,3}}){{0,6}}{_SURELY}{_NAMED}{_LETTER}"
-    r"(?= it is[\s.!]{0,4}$|[\s.!:]{0,4}$|, as\b|, because\b)",
+    r"(?= it is[\s.!]{0,4}$|[\s.!:]{0,4}$|, (?:as|because|not|rather)\b)",
 )]  # fmt: skip
 """How a sentence decides for a letter: "the answer is C", "I choose C", "C is correct", "so C"."""
 _OF_ANSWER = re.compile(
@@ -55,6 +56,7 @@ _OF_ANSWER = re.compile(
 )  # fmt: skip
 """Words before "answer" that leave it the answer: a wrong or common answer is another's."""
 _CLAUSE = re.compile(r"[,;:—]|\b(?:so|thus|hence|therefore|but|because|since)\b", re.IGNORECASE)
+_EARLIER = re.compile(r"\b(?:at first|initially|originally)\b", re.IGNORECASE)
 _SUPPOSED = re.compile(
     r"\b(?:if|unless|whether|suppose|would|might|may|could|temp\w+|mistake\w*|at first|often)\b", re.I
 )
@@ -78,12 +80,14 @@ _GOES_ON = re.compile(
     r"|where|at|here|only|rather|instead|according|has|was|are|must|to|though|although|it|also|both|maybe|perhaps"
     r"|possibly|plus)\b)[a-z]"
 )
+_LISTED = re.compile(r"(?<![A-Za-z])[A-Z]\)?$")
 _SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|;\s")
 _LONGEST_SENTENCE = 600
 _ALONE = re.compile(rf"{_LETTER}[.:]?")
 _OPTIONS = re.compile(r"(?:^|[\s(\[*])([A-Z])(?:[).:\]]|\*\*)", re.MULTILINE)
 _OPTION = re.compile(
-    rf"(?:(?:option|choice)\s)?{_LETTER}(?:[.:)]|(?<=[)\]]))\s{{0,4}}(?P<rest>.{{1,400}})", re.DOTALL | re.IGNORECASE
+    rf"(?:(?:option|choice)\s)?{_LETTER}(?:[.:]\s|(?<=[)\]])|\s[-–—]\s)\s{{0,4}}(?![,;/&]|or\b|and\b)(?P<rest>.{{1,400}})",
+    re.DOTALL | re.IGNORECASE,
 )
 _JUDGED = re.compile(
     r"\s*(?:(?:is|was|are|can|could|may|might|must|does|has|fails?|seems?|looks?|would)\b|(?:no|false|wrong|incorrect|out)\b"
@@ -197,7 +201,7 @@ def _decided(text: str, prompt: str, known: set[str], decision: str | None = Non
             said, denied = _said(sentence[-_LONGEST_SENTENCE:], known)
             refused |= denied
             if match := _ALONE.fullmatch(sentence):
-                alone.add(match["letter"])
+                alone |= {match["letter"], *(option["letter"] if is_option else "")}
                 said |= alone  # several such lines are a list
             if said:
                 has_decided, decision = True, said.pop() if len(said) == 1 else None
@@ -217,19 +221,14 @@ def _said(sentence: str, known: set[str]) -> tuple[set[str], set[str]]:
             lead = clause + sentence[match.start() : start]
             before = match.groupdict().get("before")
             is_word = not match["closed"] and _GOES_ON.match(sentence, match.end("letter"))
-            if (
-                letter not in known
-                or is_word
-                or _SUPPOSED.search(clause)
-                or before
-                and not _OF_ANSWER.fullmatch(before)
-            ):
+            is_supposed = _SUPPOSED.search(clause) or _EARLIER.search(lead + sentence[end : end + 20])
+            if letter not in known or is_word or is_supposed or (before and not _OF_ANSWER.fullmatch(before)):
                 continue
             if _NEGATED.search(clause):
                 denied.add(letter)
                 continue
             rest = sentence[end : end + 300]
-            listed = re.search(r"(?<![A-Za-z])[A-Z]\)?$", sentence[: match.start()])
+            listed = start - match.start() < 4 and _LISTED.search(sentence[: match.start()])
             others = _letters(f"{listed[0] if listed else ''} {_EXPLAINED.split(rest)[0]}", known) - denied
             is_clear = not (_TURNS.search(rest) or _HEDGED.search(lead) or re.search(r"\b(?:also|both)\b", match[0]))
             said |= {letter} | others | (set() if is_clear else {""})
