@@ -39,7 +39,7 @@ _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
     (r"\{,\}", ","), (r"\\!", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])", " "),
     (r"\\begin\{(?:bmatrix|smallmatrix)\}|[(\[]\s*\\begin\{(?:array\}\{[^{}]*|matrix)\}", r"\\begin{pmatrix}"),
     (r"\\end\{(?:bmatrix|smallmatrix)\}|\\end\{(?:array|matrix)\}\s*[)\]]", r"\\end{pmatrix}"),
-    (r"\\\\(?!.*\\end\{)", " "), (r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating),
+    (r"\\\\(?!.*\\end\{)", " "), (r"(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?", _repeating),
     (r"^(?:negative|minus)\s+(?=[\d\\.])", "-"),
     (r"\\([$%#&])", r"\1"), (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (rf"\\frac{_ARGUMENT}{_ARGUMENT}", r"\\frac{\1\2}{\3\4}"),
@@ -85,6 +85,7 @@ _SCALES = {
     )},
     "hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000), "millionth": Fraction(1, 10**6),
 }  # fmt: skip
+_LARGEST_BASE = 10**30
 _POWERS = {"squared": 2, "cubed": 3}
 _UNIT = re.compile(rf"({_TEXT}?)\s*([A-Za-z°%](?:[A-Za-z°%./\s{_TEXT}-]|\^\{{?-?\d\}}?)*)")
 _FUNCTIONS = frozenset(
@@ -202,7 +203,7 @@ def spelled(result: str) -> str:
         text = re.sub(r"(?<!\.)\.$|[。,;]$", "", text.strip())
         if (match := _WRAPPERS.fullmatch(text)) is not None:
             text = next(group for group in match.groups() if group is not None)
-    for pattern, spelling in _SPELLINGS:
+    for pattern, spelling in _SPELLINGS if len(text) <= 10 * _LONGEST else ():
         text = pattern.sub(spelling, text)
     return text.strip()
 
@@ -313,8 +314,8 @@ def _quantity(text: str) -> _Quantity | None:
     while word := re.match(rf"{_TEXT}?\s*([a-z]+?)(s?)\b(?!\^)\s*", rest):
         if word[1] in _SCALES or word[1] == "halve":
             value *= _SCALES.get(word[1], Fraction(1, 2))
-        elif word[0].strip(f"{_TEXT} ") in _POWERS:
-            value **= _POWERS[word[0].strip(f"{_TEXT} ")]
+        elif (power := word[0].strip(f"{_TEXT} ")) in _POWERS and value.numerator < _LARGEST_BASE:
+            value **= _POWERS[power]
         else:
             break
         rest = (_TEXT if rest[0] == _TEXT and word.end() < len(rest) else "") + rest[word.end() :]

@@ -117,7 +117,8 @@ def stated_result(text: str) -> str | None:
     marked, place = (boxed, None) if boxed else _marked(text)
     if marked is None:
         return None
-    first, *later = _SENTENCE_END.split(after if boxed else text[place:].lstrip(" *_:$()[]\\\n"))
+    behind = re.sub(r"[ \t]+", " ", after if boxed else text[place:].lstrip(" *_:$()[]\\\n"))
+    first, *later = _SENTENCE_END.split(behind)
     later = [first, *later] if boxed else later
     for number, sentence in enumerate(later):
         if takes_back(sentence):
@@ -147,6 +148,7 @@ def concluded_result(text: str) -> str | None:
 
 def _of_sentence(stated: str) -> str:
     """What a sentence states behind "the answer is"."""
+    stated = " ".join(stated.split())
     if match := _DENIED.match(stated):
         return _of_sentence(match[1])
     stated = stated[_LEADS.match(stated).end() :] if _LEADS.match(stated) else stated
