@@ -10,17 +10,17 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm46.prepare.limited import limited_process, run_limited
 from glm46.rewards import tested_program
 from glm46.rewards.answer import Answer, usable_seconds
+from glm46.rewards.label_tests import compares, passed_by_meaningless
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?![\w-])", re.IGNORECASE)
-_TESTS_OF_PROCESS, _SECONDS_OF_PROCESS = 1_000, 60
 _OF_CPU_LIMIT = (-signal.SIGXCPU, -signal.SIGKILL)
 
 
@@ -100,14 +100,14 @@ def code_label_faults(labels: Sequence[Any]) -> list[str]:
             _check_form(cases)
             faults.append("")
             doubtful[number] = [
-                case.test for case in cases if case.expected is None and not (case.is_call or _compares(case.test))
+                case.test for case in cases if case.expected is None and not (case.is_call or compares(case.test))
             ]
             if len(doubtful[number]) == len(cases):
                 alone.add(number)
         except ValueError as error:
             faults.append(str(error))
     tests = list(dict.fromkeys(test for some in doubtful.values() for test in some))
-    passed = dict(zip(tests, _passed_by_meaningless(tests), strict=True))
+    passed = dict(zip(tests, passed_by_meaningless(tests), strict=True))
     for number, some in doubtful.items():
         for test in some:
             if {"a true object", "a false object", "None"} <= passed[test]:
@@ -120,55 +120,6 @@ def code_label_faults(labels: Sequence[Any]) -> list[str]:
                 "add a test with another result"
             )
     return faults
-
-
-def _compares(test: str) -> bool:
-    """Whether a statement asserts that a call of the program gives a value that says something, so that a program that
-    does nothing fails."""
-    names = tested_program.asked_names(test)
-    for node in ast.parse(test).body:
-        match node:
-            case ast.Assert(
-                test=ast.Compare(left=ast.Call(func=ast.Name(id=name)), ops=[ast.Eq()], comparators=[value])
-            ):
-                with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    found = ast.literal_eval(value)
-                    if name in names and found is not None and not isinstance(found, bool):
-                        return True
-    return False
-
-
-def _passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
-    """For each test the programs of `tested_program.MEANINGLESS` that pass it; none where there was no time."""
-    found = []
-    for start in range(0, len(tests), _TESTS_OF_PROCESS):
-        some, script = tests[start : start + _TESTS_OF_PROCESS], str(Path(tested_program.__file__).absolute())
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            tempfile.TemporaryFile() as stdin,
-            tempfile.TemporaryFile() as out,
-        ):
-            stdin.write(json.dumps(some).encode())
-            stdin.seek(0)
-            arguments, quiet = [script, "meaningless", str(out.fileno())], subprocess.DEVNULL
-            with (
-                limited_process(
-                    arguments,
-                    folder,
-                    _SECONDS_OF_PROCESS,
-                    1,
-                    stdin=stdin,
-                    stdout=quiet,
-                    stderr=quiet,
-                    pass_fds=[out.fileno()],
-                ) as process,
-                suppress(subprocess.TimeoutExpired),
-            ):
-                process.wait(_SECONDS_OF_PROCESS)
-            out.seek(0)
-            lines = out.read().split(b"\n")[:-1][: len(some)]
-        found += [set(json.loads(line)) for line in lines] + [set()] * (len(some) - len(lines))
-    return found
 
 
 def _check_form(cases: Sequence[_Case]) -> None:

@@ -12,7 +12,6 @@ import importlib
 import json
 import operator
 import os
-import signal
 import sys
 import types
 from collections import deque
@@ -256,7 +255,9 @@ def _run_test(reading: int, writing: int, verdict: int) -> None:
     test = sys.stdin.read()
     peer = _Peer(reading, writing, {**_OPERATIONS, "get": get})
     peer.ask("bool", True)  # the program has come to its end
-    scope = _modules_of(test)
+    scope = {"__name__": "__main__"}
+    for name in module_names(test):
+        scope[name] = importlib.import_module({"np": "numpy"}.get(name, name))
     for name in asked_names(test):
         try:
             scope[name] = peer.ask("name", name)
@@ -266,88 +267,11 @@ def _run_test(reading: int, writing: int, verdict: int) -> None:
     os.write(verdict, b"passed")
 
 
-def _modules_of(test: str) -> dict:
-    """The globals of a test before the names of the program."""
-    scope = {"__name__": "__main__"}
-    for node in ast.walk(ast.parse(test)):
-        if isinstance(node, ast.Name) and _is_module(node.id):
-            scope[node.id] = importlib.import_module({"np": "numpy"}.get(node.id, node.id))
-    return scope
-
-
-class _Meaningless:
-    """A result without a meaning. It is equal to nothing else, has each attribute, and calls give another one."""
-
-    def __init__(self, is_true: bool):
-        self._is_true = is_true
-
-    def __bool__(self) -> bool:
-        return self._is_true
-
-    def __getattr__(self, name: str):
-        return lambda *given, **named: _Meaningless(self._is_true)
-
-    def __call__(self, *given, **named):
-        return _Meaningless(self._is_true)
-
-    def __iter__(self):
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    __getitem__ = __add__ = __sub__ = __mul__ = __call__
-
-
-class _Only(_Meaningless):
-    """Equal to one truth value, and unlike it to no number."""
-
-    def __eq__(self, other) -> bool:
-        return other is self._is_true
-
-
-def _raise(*_given, **_named):
-    raise RuntimeError
-
-
-def _returning(value):
-    return lambda *_given, **_named: value
-
-
-MEANINGLESS = {
-    "a true object": _Meaningless(True), "a false object": _returning(_Meaningless(False)), "None": _returning(None),
-    "an error": _raise, "True": _returning(_Only(True)), "False": _returning(_Only(False)),
-    "just True": _returning(True), "just False": _returning(False), "1": _returning(1), "0": _returning(0),
-}  # fmt: skip
-"""What stands for each name of a program that does nothing, by what its functions give. Python takes True for 1, which
-may be a result that says something."""
-_SECONDS_OF_TEST = 0.5
-
-
-def _run_meaningless(verdicts: int) -> None:
-    """Run the tests that are standard input, as a list in JSON, against programs that do nothing. Writes for each the
-    names of those that pass."""
-
-    def late(*_):
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, late)
-    for test in json.load(sys.stdin):
-        passed, compiled, names, modules = [], compile(test, "test", "exec"), asked_names(test), {}
-        with ExitStack() as stack:
-            stack.push(lambda *_: True)  # a module that is not here
-            modules = _modules_of(test)
-        for name, stand_in in MEANINGLESS.items():
-            with ExitStack() as stack:
-                stack.push(lambda *_: True)  # a test that fails, in whatever way
-                signal.setitimer(signal.ITIMER_REAL, _SECONDS_OF_TEST)
-                exec(compiled, modules | dict.fromkeys(names, stand_in))
-                passed.append(name)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        os.write(verdicts, json.dumps(passed).encode() + b"\n")
+def module_names(test: str) -> set[str]:
+    """Modules that a test names without an import."""
+    return {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name) and _is_module(node.id)}
 
 
 if __name__ == "__main__":
     side, *descriptors = sys.argv[1:]
-    sides = {"test": _run_test, "program": _run_program, "meaningless": _run_meaningless}
-    sides[side](*map(int, descriptors))
+    (_run_test if side == "test" else _run_program)(*map(int, descriptors))
