@@ -26,9 +26,21 @@ _CHARACTERS = str.maketrans({
 })  # fmt: skip
 _ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
 _COMMAND = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|bf|rm)\s*"
+
+
+def _repeating(match: re.Match) -> str:
+    """A repeating decimal as a fraction."""
+    before = f"0{match[1]}{match[2]}"
+    return rf"\frac{{{int(before + match[3]) - int(before)}}}{{{10 ** len(match[2]) * (10 ** len(match[3]) - 1)}}}"
+
+
 _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\(?:displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
-    (r"\{,\}", ","), (r"\\!", ""), (r"\\[,;: ]|~|\\q?quad(?![a-z])|\\\\", " "),
+    (r"\{,\}", ","), (r"\\!", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])", " "),
+    (r"\\begin\{(?:bmatrix|smallmatrix)\}|[(\[]\s*\\begin\{(?:array\}\{[^{}]*|matrix)\}", r"\\begin{pmatrix}"),
+    (r"\\end\{(?:bmatrix|smallmatrix)\}|\\end\{(?:array|matrix)\}\s*[)\]]", r"\\end{pmatrix}"),
+    (r"\\\\(?!.*\\end\{)", " "), (r"(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?", _repeating),
+    (r"^(?:negative|minus)\s+(?=[\d\\.])", "-"),
     (r"\\([$%#&])", r"\1"), (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (rf"\\frac{_ARGUMENT}{_ARGUMENT}", r"\\frac{\1\2}{\3\4}"),
     (rf"√{_ARGUMENT}|√\(([^()]*)\)", r"\\sqrt{\1\2\3}"), (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
@@ -66,21 +78,57 @@ _UNITS = {
     }.items()
     for short in words.split()
 }  # fmt: skip
+_SCALES = {
+    "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    **{name: Fraction(1, number) for number, name in enumerate(
+        ["half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"], start=2
+    )},
+    "hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000), "millionth": Fraction(1, 10**6),
+}  # fmt: skip
+_LARGEST_BASE = 10**30
+_POWERS = {"squared": 2, "cubed": 3}
 _UNIT = re.compile(rf"({_TEXT}?)\s*([A-Za-z°%](?:[A-Za-z°%./\s{_TEXT}-]|\^\{{?-?\d\}}?)*)")
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "max", "min", "mod", "gcd", "lcm", "det", "dim")
     + ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sqrt", "frac", "binom", "pi", "theta", "alpha", "beta")
 )
-_JOINS = frozenset(("or", "and", "if", "where", "when", "for", "with"))
+_JOINS = frozenset(
+    (
+        "or",
+        "and",
+        "if",
+        "where",
+        "when",
+        "for",
+        "with",
+        "over",
+        "times",
+        "plus",
+        "minus",
+        "choose",
+        "factorial",
+        "below",
+    )
+    + ("above", "most", "least", "less", "raised", "divided", "multiplied", "maybe", "perhaps", "not", "to", "modulo")
+)
+"""Words behind a number that are no unit."""
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\b")
-_VARIABLE = re.compile(r"(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([a-z]\))?)\s*(=|\\in(?![a-z])|\\approx(?![a-z]))\s*(.+)")
-_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq)(?![a-z])")
+_VARIABLE = re.compile(
+    r"(\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\([a-z]\))?|\([a-z](?:,\s*[a-z])+\))\s*(=|\\in(?![a-z])|\\approx(?![a-z]))\s*(.+)"
+)
+_RELATION = re.compile(r"[=<>]|\\(?:to|rightarrow|le|ge|ne|neq)(?![a-z])")
 _CONDITION = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|:|\|)(.*)\\\}")
+_MATRIX = re.compile(r"\\begin\{pmatrix\}((?:(?!\\begin).)*)\\end\{pmatrix\}")
+_HOLE = re.compile(r"[a-z]\s*\\neq?(?![a-z])([^,=<>]+)|\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^,]*)\\\}")
 _BOUNDS = (
     re.compile(r"(?P<x>[a-zA-Z])\s*(?P<op><|>|\\le|\\ge)\s*(?P<right>[^<>]+)"),
     re.compile(r"(?P<left>[^<>]+?)\s*(?P<op><|>|\\le|\\ge)\s*(?P<x>[a-zA-Z])"),
     re.compile(r"(?P<left>[^<>]+?)\s*(?P<first><|\\le)\s*(?P<x>[a-zA-Z])\s*(?P<second><|\\le)\s*(?P<right>[^<>]+)"),
 )
+_IGNORED = re.compile(
+    r"'|\^\s*\{?\s*(?:T|\*|\\top|\\prime)|\.\.|…|\\[lc]?dots|\d\s*_\s*\{?\s*(\w+)|\\[pb]?mod|\d(?:st|nd|rd|th)\b"
+)
+"""Primes, bases, dots and the like, which math-verify ignores: both results have them, or they differ."""
 _TOO_LARGE = re.compile(r"\^\s*\{?\s*-?\d{4,}|\d{4,}\s*!|!\s*!|\^\s*\{[^{}]*\^|\d\s*\^\s*\{?\s*\{?\d+\s*\}?\s*\^")
 _LONGEST = 1_000
 """Longer results are compared as text."""
@@ -118,6 +166,8 @@ def same_answer(one: str, other: str, seconds: int = 3) -> bool:
     (first, unit), (second, other_unit) = _without_unit(first), _without_unit(second)
     if (unit and other_unit and unit != other_unit) or has_words(f"{first} {second}"):
         return False
+    if _IGNORED.findall(first) != _IGNORED.findall(second):
+        return False
     # A statement about something is no result, though math-verify takes its right side.
     if bool(_RELATION.search(_without_variable(first)[1])) != bool(_RELATION.search(_without_variable(second)[1])):
         return False
@@ -150,10 +200,10 @@ def spelled(result: str) -> str:
     text, before = result.translate(_CHARACTERS), None
     while text != before:
         before = text
-        text = re.sub(r"[.。,;]+$", "", text.strip())
+        text = re.sub(r"(?<!\.)\.$|[。,;]$", "", text.strip())
         if (match := _WRAPPERS.fullmatch(text)) is not None:
             text = next(group for group in match.groups() if group is not None)
-    for pattern, spelling in _SPELLINGS:
+    for pattern, spelling in _SPELLINGS if len(text) <= 10 * _LONGEST else ():
         text = pattern.sub(spelling, text)
     return text.strip()
 
@@ -172,6 +222,7 @@ def _tight(text: str) -> str:
 def _compared(one: str, other: str) -> bool | None:
     """Whether two spelled results are equal; None: math-verify is to say."""
     (x, one), (y, other) = _without_variable(one), _without_variable(other)
+    x, y = x or _bounded(one), y or _bounded(other)
     if x and y and x != y:
         return False
     if one == other:
@@ -189,7 +240,7 @@ def _compared(one: str, other: str) -> bool | None:
         (part,), rest = filter(None, several), other if several[0] else one
         if _words(rest) is None and _quantity(rest) is None:
             return None
-        return part.brackets == "{}" and len(part.parts) == 1 and _compared_part(part.parts[0], rest)
+        return part.brackets in ("", "{}") and all(_compared_part(one, rest) for one in part.parts)
     if any(words) and (first or second):
         return False
     return None
@@ -208,7 +259,7 @@ def _same_quantity(one: _Quantity, other: _Quantity) -> bool:
 
 def _same_several(one: _Several, other: _Several) -> bool | None:
     kinds = {one.brackets, other.brackets}
-    if kinds == {"", "{}"} or kinds == {"{}"} or kinds == {""}:
+    if kinds <= {"", "{}"} or kinds == {"∪"}:
         pairs = [[_compared_part(a, b) for b in other.parts] for a in one.parts]
         if all(any(row) for row in pairs) and all(any(column) for column in zip(*pairs, strict=True)):
             return True
@@ -232,14 +283,19 @@ def _without_variable(text: str) -> tuple[str, str]:
     if (match := _VARIABLE.fullmatch(text)) and "=" not in match[3]:
         return (match[1] if match[2] != r"\approx" else "", match[3].strip())
     left, sign, right = text.rpartition("=")
-    # An equation of numbers states its right side.
-    return ("", right.strip() if sign and not re.search(r"[A-Za-z<>]", left.replace(r"\cdot", "")) else text)
+    # A right equation of numbers states its right side.
+    sides = _quantity(left.strip()), _quantity(right.strip())
+    if all(sides) and sides[0].value != sides[1].value:
+        return "", text
+    return ("", right.strip() if sign and not re.search(r"[A-Za-z<>]", re.sub(r"\\[a-z]+", "", left)) else text)
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    """An expression, and the unit in a command for text behind it; empty without one."""
-    match = re.fullmatch(rf"([^{_TEXT}]+?)\s*{_TEXT}\s*([^{_TEXT}]+)", text)
-    return (match[1], _unit(match[2])) if match and _UNIT.fullmatch(match[2]) else (text, "")
+    """An expression, and the unit behind it, in a command for text or known; empty without one."""
+    if match := re.fullmatch(rf"([^{_TEXT}]+?)\s*{_TEXT}\s*([^{_TEXT}]+)", text):
+        return (match[1], _unit(match[2])) if _UNIT.fullmatch(match[2]) else (text, "")
+    match = re.fullmatch(r"(.*[\d)}])\s+([A-Za-z]+)((?:\^\{?\d\}?)?)", text)
+    return (match[1], _unit(match[2] + match[3])) if match and match[2] in _UNITS else (text, "")
 
 
 def _quantity(text: str) -> _Quantity | None:
@@ -255,6 +311,14 @@ def _quantity(text: str) -> _Quantity | None:
     if value is None:
         return None
     rest = text[match.end() :].strip()
+    while word := re.match(rf"{_TEXT}?\s*([a-z]+?)(s?)\b(?!\^)\s*", rest):
+        if word[1] in _SCALES or word[1] == "halve":
+            value *= _SCALES.get(word[1], Fraction(1, 2))
+        elif (power := word[0].strip(f"{_TEXT} ")) in _POWERS and value.numerator < _LARGEST_BASE:
+            value **= _POWERS[power]
+        else:
+            break
+        rest = (_TEXT if rest[0] == _TEXT and word.end() < len(rest) else "") + rest[word.end() :]
     if not rest:
         return _Quantity(value, unit)
     if rest in _CURRENCIES and not unit:
@@ -265,9 +329,9 @@ def _quantity(text: str) -> _Quantity | None:
     named = of[2].replace(_TEXT, " ")
     names = re.findall(r"[A-Za-z]+", named)
     # A letter behind a number is a factor, and so are letters without a space.
-    is_apart = of[1] or text[match.end()].isspace()
+    is_apart = bool(of[1]) or text[match.end()].isspace()
     known = all(name.casefold().rstrip("s") in _UNITS or name.casefold() in _UNITS for name in names)
-    is_unit = of[1] or (len(named) > 1 or named in "°%") and (is_apart or known)
+    is_unit = of[1] or (len(named) > 1 or named in "°%" or is_apart and known) and (is_apart or known)
     if not is_unit or {*_FUNCTIONS, *_JOINS}.intersection(name.casefold() for name in names):
         return None
     return _Quantity(value, " ".join(filter(None, (unit, _unit(named)))))
@@ -280,6 +344,8 @@ def _unit(named: str) -> str:
         base, power, exponent = word.partition("^")
         singular = base[:-1] if len(base) > 3 and base.endswith("s") and not base.endswith("ss") else base
         names.append(_UNITS.get(base, _UNITS.get(singular, singular)) + power + exponent)
+    if len(names) == 2 and names[1] in _POWERS:
+        return f"{names[0]}^{_POWERS[names[1]]}"
     if len(names) == 2 and names[0] in ("square", "sq", "cubic"):
         return f"{names[1]}^{3 if names[0] == 'cubic' else 2}"
     return " ".join(names)
@@ -338,6 +404,20 @@ def _several(text: str) -> _Several | None:
         plain = match[1].strip()
     if match := _SET.fullmatch(plain):
         return _Several("{}", _split(match[1]))
+    if match := _MATRIX.fullmatch(plain):
+        rows = [row.split("&") for row in match[1].split(r"\\") if row.strip()]
+        return _Several(f"matrix {[len(row) for row in rows]}", [cell.strip() for row in rows for cell in row])
+    if match := _HOLE.fullmatch(plain):
+        bound = (match[1] or match[2]).strip()
+        return _Several("∪", [rf"(-\infty, {bound})", rf"({bound}, \infty)"])
+    pieces = [part.strip() for part in re.split(r"\\cup(?![a-z])|(?<![A-Za-z])or(?![A-Za-z])", plain)]
+    is_union = r"\cup" in plain or any(map(_interval, pieces))
+    if (
+        is_union
+        and len(pieces) > 1
+        and all(_interval(one) or re.fullmatch(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]", one) for one in pieces)
+    ):
+        return _Several("∪", pieces)
     if interval := _interval(plain):
         return interval
     if plain[:1] in ("(", "[") and plain[-1:] in (")", "]") and _is_enclosed(plain):
@@ -364,6 +444,11 @@ def _interval(text: str) -> _Several | None:
     if (part["op"] in ("<", r"\le")) == ("right" in part):
         return _Several("(" + (")" if is_open else "]"), [r"-\infty", bound])
     return _Several(("(" if is_open else "[") + ")", [bound, r"\infty"])
+
+
+def _bounded(text: str) -> str:
+    """The variable of an inequality; empty for anything else."""
+    return next((match["x"] for form in _BOUNDS if (match := form.fullmatch(text))), "")
 
 
 def _is_enclosed(text: str) -> bool:
@@ -411,10 +496,21 @@ def _verified(one: str, other: str, seconds: int) -> bool | None:
     if verify is None or _TOO_LARGE.search(f"{one} | {other}"):
         return None
     limit = _limit(seconds)
-    first, second = (verify[0](f"\\boxed{{{_expression(text)}}}", parsing_timeout=limit) for text in (one, other))
+    first, second = (
+        [_with_imaginary(part) for part in verify[0](f"\\boxed{{{_expression(text)}}}", parsing_timeout=limit)]
+        for text in (one, other)
+    )
     if not first or not second:
         return None
     return bool(verify[1](second, first, timeout_seconds=limit))
+
+
+def _with_imaginary(part):
+    """What math-verify has read, with the imaginary unit for a letter i that is free in it."""
+    from sympy import Expr, I
+
+    letters = {one: I for one in part.free_symbols if one.name == "i"} if isinstance(part, Expr) else {}
+    return part.subs(letters) if letters else part
 
 
 def math_verify_version() -> str | None:

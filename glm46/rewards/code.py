@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from glm46.prepare.limited import limited_process, run_limited
 from glm46.rewards import tested_program
 from glm46.rewards.answer import Answer, usable_seconds
+from glm46.rewards.label_tests import compares, passed_by_meaningless
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?![\w-])", re.IGNORECASE)
@@ -30,6 +31,8 @@ class _Case(NamedTuple):
     given: str = ""
     expected: str | None = None
     """None: ``test`` decides."""
+    is_call: bool = False
+    """A test that compares the result of a call with a value."""
 
 
 def code(answer: Answer, options: Mapping[str, Any]) -> float:
@@ -74,12 +77,57 @@ def code(answer: Answer, options: Mapping[str, Any]) -> float:
 
 
 def check_code_label(label: Any) -> None:
-    """Check that each test of a label can fail.
+    """Check that each test of a label can fail, and that no program passes all of them without an answer.
 
     Raises:
         ValueError: it has none, or one that a program without any answer passes.
     """
-    for case in _cases(label):
+    (fault,) = code_label_faults([label])
+    if fault:
+        raise ValueError(fault)
+
+
+def code_label_faults(labels: Sequence[Any]) -> list[str]:
+    """Return for each label what `check_code_label` finds wrong, or an empty text.
+
+    Tests that could pass for a program that does nothing are run against such programs, all in few processes. A test
+    that takes too long there has no fault.
+    """
+    faults, doubtful, alone = [], {}, set()
+    for number, label in enumerate(labels):
+        try:
+            cases = _cases(label)
+            _check_form(cases)
+            faults.append("")
+            doubtful[number] = [
+                case.test for case in cases if case.expected is None and not (case.is_call or compares(case.test))
+            ]
+            if len(doubtful[number]) == len(cases):
+                alone.add(number)
+        except ValueError as error:
+            faults.append(str(error))
+    tests = list(dict.fromkeys(test for some in doubtful.values() for test in some))
+    passed = dict(zip(tests, passed_by_meaningless(tests), strict=True))
+    for number, some in doubtful.items():
+        for test in some:
+            if {"a true object", "a false object", "None"} <= passed[test]:
+                faults[number] = f"test {test:.60}: passes whatever the program gives; let it compare a result"
+        programs = set.intersection(*(passed[test] for test in some)) if number in alone else set()
+        programs -= {"1", "0", *("just True",) * ("1" in programs), *("just False",) * ("0" in programs)}
+        if not faults[number] and programs:
+            faults[number] = (
+                f"test {some[0]:.60}: a program whose functions give {sorted(programs)[0]} passes all tests; "
+                "add a test with another result"
+            )
+    return faults
+
+
+def _check_form(cases: Sequence[_Case]) -> None:
+    """
+    Raises:
+        ValueError: a test that needs no run to see that it cannot fail.
+    """
+    for case in cases:
         if case.expected is not None:
             if not case.expected.split():
                 raise ValueError(
@@ -176,10 +224,17 @@ def _calls(name: str, inputs: list, outputs: list) -> list[_Case]:
         raise ValueError(f"inputs of {name}: are not lists of arguments; write each as a list")
     # Some data sets have each result in a list of one.
     is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in outputs)
+    plain = [one[0] if is_wrapped else one for one in outputs]
+    if any(all(one is same for one in plain) for same in (None, True, False)):
+        raise ValueError(
+            f"outputs of {name}: all are {json.dumps(plain[0])}, which a function without a body gives, or "
+            "one that does not look at its arguments; add a case with another result"
+        )
     return [
         _Case(
             f"import json\nfound = json.loads(json.dumps({name}(*{given!r})))\n"
-            f"assert found in {[wanted, *(wanted if is_wrapped else ())]!r}"
+            f"assert found in {[wanted, *(wanted if is_wrapped else ())]!r}",
+            is_call=True,
         )
         for given, wanted in zip(inputs, outputs, strict=True)
     ]

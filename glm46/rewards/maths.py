@@ -6,7 +6,7 @@ from typing import Any
 from glm46.prepare.equal_results import result_fault, same_answer
 from glm46.prepare.maths import concluded_result, stated_result
 from glm46.rewards.answer import Answer, usable_seconds
-from glm46.rewards.text import labels
+from glm46.rewards.text import is_text_or_number, labels
 
 _CALLS_FOR_EACH = 3
 """Of math-verify for each label: two parses and a comparison."""
@@ -32,7 +32,7 @@ def check_maths_label(label: Any) -> None:
     Raises:
         ValueError: none can.
     """
-    if not isinstance(label, str | int | float) or isinstance(label, bool):
-        raise ValueError("is not a text or a number; write the result as one of these")
+    if not is_text_or_number(label):
+        raise ValueError("is not a text or a finite number; write the result as one of these")
     if fault := result_fault(stated_result(str(label)) or str(label)):
         raise ValueError(f"{fault}; correct it, leave the row out, or take the reward exact")

@@ -15,7 +15,7 @@ from glm46.config.errors import UserError
 from glm46.prepare.equal_results import load_math_verify
 from glm46.prepare.workers import end_worker, start_worker
 from glm46.rewards.answer import Answer, Reward, RewardRule
-from glm46.rewards.code import check_code_label, code
+from glm46.rewards.code import code, code_label_faults
 from glm46.rewards.maths import check_maths_label, maths
 from glm46.rewards.remote import remote
 from glm46.rewards.text import check_choice_label, check_exact_label, choice, exact, repetition, well_formed
@@ -23,11 +23,24 @@ from glm46.rewards.text import check_choice_label, check_exact_label, choice, ex
 _HERE: dict[str, Reward] = {"exact": exact, "choice": choice, "format": well_formed, "repetition": repetition}
 """Rewards that cannot hang."""
 _IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
-READ_LABELS: dict[str, Callable[[Any], None]] = {
-    "exact": check_exact_label, "choice": check_choice_label, "math": check_maths_label, "code": check_code_label,
+
+
+def _faults(check: Callable[[Any], None], labels: Sequence[Any]) -> list[str]:
+    found = []
+    for label in labels:
+        try:
+            check(label)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+READ_LABELS: dict[str, Callable[[Sequence[Any]], list[str]]] = {
+    "exact": partial(_faults, check_exact_label), "choice": partial(_faults, check_choice_label),
+    "math": partial(_faults, check_maths_label), "code": code_label_faults,
 }  # fmt: skip
-"""Built-in rewards that are nothing without a label, each with what refuses, by a ValueError, one that it cannot
-judge."""
+"""Built-in rewards that are nothing without a label, each with what finds why it cannot judge one; empty if it can."""
 
 _START_SECONDS = 120.0
 """For a process to import what a reward of the user's imports."""

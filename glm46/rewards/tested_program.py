@@ -252,12 +252,12 @@ def _run_test(reading: int, writing: int, verdict: int) -> None:
             raise AttributeError(name)
         return getattr(one, name)
 
-    test, scope = sys.stdin.read(), {"__name__": "__main__"}
+    test = sys.stdin.read()
     peer = _Peer(reading, writing, {**_OPERATIONS, "get": get})
     peer.ask("bool", True)  # the program has come to its end
-    for node in ast.walk(ast.parse(test)):
-        if isinstance(node, ast.Name) and _is_module(node.id):
-            scope[node.id] = importlib.import_module({"np": "numpy"}.get(node.id, node.id))
+    scope = {"__name__": "__main__"}
+    for name in module_names(test):
+        scope[name] = importlib.import_module({"np": "numpy"}.get(name, name))
     for name in asked_names(test):
         try:
             scope[name] = peer.ask("name", name)
@@ -265,6 +265,11 @@ def _run_test(reading: int, writing: int, verdict: int) -> None:
             continue  # the test meets a NameError, if it comes to this name
     exec(compile(test, "test", "exec"), scope)
     os.write(verdict, b"passed")
+
+
+def module_names(test: str) -> set[str]:
+    """Modules that a test names without an import."""
+    return {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name) and _is_module(node.id)}
 
 
 if __name__ == "__main__":

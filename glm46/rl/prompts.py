@@ -111,19 +111,19 @@ def _check_labels(prompts: Sequence[Prompt], rewards: Sequence[str]) -> None:
     Raises:
         UserError: with file and line, the first labels that a reward cannot judge.
     """
-    faults, known = [], {}
+    faults = []
     for name in READ_LABELS.keys() & set(rewards):
-        wrong = []
-        for prompt in prompts:
-            # A list has several labels, of which one suffices; of code it is several tests.
-            some = (
-                prompt.label if isinstance(prompt.label, list) and prompt.label and name != "code" else [prompt.label]
-            )
-            key = (name, repr(prompt.label))
-            if key not in known:
-                known[key] = next(filter(None, (_label_fault(name, label) for label in some)), "")
-            if known[key]:
-                wrong.append((prompt.place, repr(prompt.label), known[key]))
+        # A list has several labels, of which one suffices; of code it is several tests.
+        some = {
+            repr(prompt.label): prompt.label if name != "code" and prompt.label and isinstance(prompt.label, list)
+            else [prompt.label] for prompt in prompts
+        }  # fmt: skip
+        single = {repr(label): label for labels in some.values() for label in labels}
+        known = dict(zip(single, READ_LABELS[name](list(single.values())), strict=True))
+        wrong = [
+            (prompt.place, repr(prompt.label), fault) for prompt in prompts
+            if (fault := next(filter(None, (known[repr(label)] for label in some[repr(prompt.label)])), ""))
+        ]  # fmt: skip
         faults += [
             f"{place}: rl.rewards: {name} cannot judge the label {label:.80}: {fault} ({len(wrong):,} of "
             f"{len(prompts):,} prompts have such labels under rl.prompts.label_key)"
@@ -131,14 +131,6 @@ def _check_labels(prompts: Sequence[Prompt], rewards: Sequence[str]) -> None:
         ]
     if faults:
         raise UserError(*faults)
-
-
-def _label_fault(name: str, label: Any) -> str | None:
-    try:
-        READ_LABELS[name](label)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _first(label: Any) -> Any:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from glm46.rewards.answer import Answer
-from glm46.rewards.code import check_code_label, code
+from glm46.rewards.code import check_code_label, code, code_label_faults
 
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 RIGHT = "def f(x):\n    return x + 1"
@@ -154,3 +154,61 @@ def test_the_last_program_of_an_answer_is_judged(text, expected):
 def test_a_label_that_cannot_be_judged_is_refused(label, said):
     with pytest.raises(ValueError, match=said):
         check_code_label(label)
+
+
+@pytest.mark.parametrize("label", [
+    ["f(1)\nassert True"], ["assert f"], ["assert (f(1)==2,'m')"], ["assert f(1) or True"],
+    ["if False:\n    assert f(1)==2"], ["try:\n    assert f(1)==2\nexcept:\n    pass"],
+    ["try:\n    assert f(1)==2\nexcept Exception:\n    pass"],
+    ["try:\n    assert f(1)==2\nexcept AssertionError:\n    pass"],
+    {"fn_name": "f", "inputs": [[1]], "outputs": [None]},
+    {"fn_name": "f", "inputs": [[1], [2]], "outputs": [None, None]}, ["for x in []:\n    assert f(x)==2"],
+    ["for x in ():\n    assert f(x)==2"], ["while False:\n    assert f(1)==2"], ["assert True or f(1)==2"],
+    ["assert f(1) == 2 or True"], ["assert not False, f(1)"], ["assert callable(f)"], ["assert f is not None"],
+    ["assert f(1) is None"], ["assert f(1)"], ["assert f(1) == True"], ["assert f(1) is True"],
+    ["assert f(1) == False"], ["assert not f(1)"], ["def t():\n    assert f(1)==2"],
+    ["class T:\n    def test(self):\n        assert f(1)==2"], ["lambda: f(1)\nassert True"],
+    ["assert lambda: f(1)==2"], ["assert [f(1)==2]"], ["assert f(1) != 5"], ["assert f(1) is not None"],
+    ["import contextlib\nwith contextlib.suppress(Exception):\n    assert f(1)==2"], ["assert f(1)==2", "assert f"],
+    ["assert f(1)==2", "assert True or f"], ["def test_f():\n    assert f(1) == 2\n"],
+    ["assert all(f(x)==2 for x in [])"], ["assert all(x > 0 for x in f(3))"], ["assert 'f(1)' or f"],
+    ["def check(c):\n    assert c(1)==2\ncheck"], ["assert isinstance(f, object)"], ["assert f(1) == f(1) or f"],
+    ["assert hasattr(f, '__call__')"], ["assert str(f(1))"], {"inputs": ["1"], "outputs": [""]},
+    {"fn_name": "f", "inputs": ["1"], "outputs": ["null"]}, {"fn_name": "f", "inputs": [[1]], "outputs": [True]},
+    ["return_value = f(1)\nassert 1 == 1"], ["try:\n    f(1)\n    assert False\nexcept Exception:\n    pass"],
+    ["if 0:\n    assert f(1) == 3\nelse:\n    f(1)"], ["assert f(1) == f(1)"], ["x = f(1)\nassert x == x"],
+    ["assert type(f(1))"],
+])  # fmt: skip
+def test_a_label_that_a_program_without_an_answer_passes_is_refused(label):
+    with pytest.raises(ValueError, match="passes|each program|all are|output is empty|needs an assert"):
+        check_code_label(label)
+
+
+@pytest.mark.parametrize("label", [
+    ["assert f(1) == 2"], ["assert f(1) == 1"], ["assert f(0) == 1"], ["assert f(0) == 0"],
+    ["assert is_prime(7) == True", "assert is_prime(8) == False"], ["assert is_prime(7)", "assert not is_prime(8)"],
+    ["assert f(1) is None and g(1) == 2"], ["def check(c):\n    assert c(1)==2\ncheck(f)"],
+    ["def test_f():\n    assert f(1) == 2\ntest_f()"], ["for x in [1,2]:\n    assert f(x)==x+1"],
+    ["import math\nassert math.isclose(f(1), 2.5)"], ["assert abs(f(1)-2) < 1e-6"],
+    ["try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass"], ["assert f('a') == 'b'"],
+    ["assert sorted(f([2,1])) == [1,2]"], ["assert set(f(1)) == {1}"], ["assert len(f(3)) == 3"],
+    ["assert f([]) == []"], ["assert f('') == ''"], ["assert 2 in f(1)"], ["assert 2 == f(1)"],
+    ["s = Stack()\ns.push(1)\nassert s.pop() == 1"], ["assert Vec(1)+Vec(2) == Vec(3)"], ["assert f(1) > 0"],
+    ["assert isinstance(f(1), int)"], ["a=[3,1]\nassert f(a) is None\nassert a == [1,3]"],
+    ["a=[3,1]\nf(a)\nassert a == [1,3]"], ["assert f(1) == (1, 2)"], ["assert f(1) == 1.0"],
+    ["assert str(f(1)) == '2'"], ["assert (f(1) == 2)"], ["assert f(1) == 2, 'message'"],
+    {"fn_name": "f", "inputs": [[1], [2]], "outputs": [True, False]},
+    {"fn_name": "f", "inputs": [[1]], "outputs": [0]}, ["candidate = f\nassert candidate(1) == 2"],
+    ["assert sum([1,2]) == 3"], ["assert f(1)[0] == 2"], ["assert f(1)['a'] == 2"], ["x = f(1)\nassert x == 2"],
+    ["if f(1) != 2:\n    raise ValueError\nassert f(2) == 3"], ["assert np.allclose(f(1), [1,2])"],
+    ["class Solution2: pass\nassert Solution().add(1,2) == 3"],
+])  # fmt: skip
+def test_a_label_that_only_an_answer_passes_is_taken(label):
+    check_code_label(label)
+
+
+def test_many_labels_share_a_process_and_one_that_hangs_has_no_fault():
+    labels = [["while True:\n    f(1)\nassert f(1)"], *([f"assert f or {n}"] for n in range(1200)), ["assert f(1)"]]
+    found = code_label_faults(labels)
+    assert not found[0] and all("passes whatever" in fault for fault in found[1:-1])
+    assert "give True passes all tests" in found[-1]
