@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from glm46.commands.options import positive, verb_parser, whole
+from glm46.commands.options import integer, positive, verb_parser, whole
 from glm46.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.data.mixing import permute
 from glm46.data.packing import TokenStream
@@ -31,7 +31,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--seq_len", type=positive, default=512, help="tokens per row; of chats, most tokens shown of a document"
     )
-    parser.add_argument("--seed", type=int, default=0, help="another one shows other rows")
+    parser.add_argument("--seed", type=integer, default=0, help="another one shows other rows")
     parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with, as in their recipe")
     arguments = parser.parse_args(argv)
     fetch_options(arguments, "tokenizer")

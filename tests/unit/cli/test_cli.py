@@ -209,14 +209,26 @@ def test_verb_without_a_config_takes_no_overrides(capsys):
         assert f"glm46 {verb}: error: unrecognized arguments: --training.steps=3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [
-    ["inspect", "folder", "--rows", "-1"], ["inspect", "folder", "--seq_len", "0"],
-    ["rl", "inspect", "x", "--samples", "-2"],
+@pytest.mark.parametrize("arguments, reason", [
+    (["inspect", "folder", "--rows", "-1"], "'-1': expected a whole number of at least 0"),
+    (["inspect", "folder", "--seq_len", "0"], "'0': expected a whole number of at least 1"),
+    (["rl", "inspect", "x", "--samples", "-2"], "'-2': expected a whole number of at least 1"),
+    (["inspect", "folder", "--seed", "1.5"], "'1.5': expected a whole number, in digits"),
+    (["evaluate", "--seed", "x"], "'x': expected a whole number, in digits"),
+    (["generate", "--top-k", "1e3"], "'1e3': expected a whole number, in digits"),
+    (["generate", "--max-new-tokens", "ten"], "'ten': expected a whole number, in digits"),
+    (["setup-cluster", "--master-port", "70000"], "'70000': expected a whole number of at most 65,535"),
+    (["launch", "--max-restarts", "1_0"], "'1_0': expected a whole number, in digits"),
+    (["plan", "--gpus", "1e14"], "'1e14': expected auto, or a whole number, in digits"),
+    (["plan", "--gpus", "1" * 50], "expected auto, or a whole number of at most 1,048,576"),
+    (["plan", "--gpus", "-" + "1" * 50], "expected auto, or a whole number of at least 1"),
+    (["plan", "--price", "inf"], "'inf': expected a finite number greater than 0"),
+    (["plan", "--network", "-1"], "'-1': expected a finite number greater than 0"),
 ])  # fmt: skip
-def test_an_option_out_of_its_range_is_refused(arguments, capsys):
+def test_an_option_out_of_its_range_is_refused(arguments, reason, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    assert end.value.code == 2 and "expected a number" in capsys.readouterr().err
+    assert end.value.code == 2 and reason in capsys.readouterr().err
 
 
 def test_a_mistyped_option_is_not_taken_for_a_key(capsys):
