@@ -96,8 +96,12 @@ def _parser() -> VerbParser:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the most likely token")
     parser.add_argument("--top-k", type=integer, help="sample among this many most likely tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample among the most likely tokens up to this probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="leave out tokens below this part of the highest probability")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample among the most likely tokens up to this probability"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="leave out tokens below this part of the highest probability"
+    )
     parser.add_argument("--seed", type=integer, default=0)
     parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
     return parser

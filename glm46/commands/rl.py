@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from glm46.commands.options import positive, verb_parser, whole
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.loader import read_table
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.huggingface.hub import fetch_options
@@ -71,7 +72,8 @@ def describe_rollout(
     kind = "labels as completions" if rollout.is_demonstration else "samples"
     yield (
         f"rollout of step {step}: {len(rollout):,} {kind} of prompts {rollout.first_prompt:,} to "
-        f"{rollout.next_prompt - 1:,}, {rollout.tokens:,} tokens; {len(steps)} rollouts in {journal}"
+        f"{rollout.next_prompt - 1:,}, {counted(rollout.tokens, 'token')}; "
+        f"{counted(len(steps), 'rollout')} in {journal}"
     )
     yield "  ".join(f"{name} {value:.4g}" for name, value in rollout.figures.items())
     for sample in range(min(samples, len(rollout))):
