@@ -186,7 +186,7 @@ def test_a_number_of_a_plan_is_one(option, capsys):
 
 
 @pytest.mark.parametrize("text, rule", [
-    ("0", "of at least 1"), ("-1", "of at least 1"), ("two", ", in digits"), ("1.5", ", in digits")
+    ("0", " of at least 1"), ("-1", " of at least 1"), ("two", ", in digits"), ("1.5", ", in digits")
 ])  # fmt: skip
 def test_number_of_processes_is_a_positive_number(text, rule, capsys):
     with pytest.raises(SystemExit) as end:

@@ -23,6 +23,7 @@ from glm46.planner.target_cluster import TargetCluster
 
 DEBUG = Path(__file__).parents[3] / "train_configs" / "debug.toml"
 GIB = 2**30
+SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86_400}
 
 
 def small_gpu(memory_gib: float) -> Accelerator:
@@ -132,7 +133,8 @@ def test_the_command_prints_whole_numbers(columns, capsys, monkeypatch, tmp_path
         assert [int(cells[place]) for place in (0, 1, 3, 4, 5)] == [
             layout[axis] for axis in ("tp", "pp", "cp", "ep", "dp_shard")
         ]
-        assert cells[6] == each["recomputation"] and float(cells[7]) == pytest.approx(each["days"], rel=0.01)
+        assert cells[6] == each["recomputation"]
+        assert float(cells[7]) == pytest.approx(each["days"] * 86_400 / SECONDS[table[0].split()[7]], rel=0.01)
         assert cells[8] == f"{each['mfu']:.1%}" and each["dollars"] == pytest.approx(each["days"] * 24 * 4 * 2)
         assert float(cells[9]) == pytest.approx(each["memory"] / GIB, rel=0.01)
     assert f"  {' '.join(found['candidates'][0]['options'])}" in lines
