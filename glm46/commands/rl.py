@@ -22,7 +22,7 @@ def rl_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: the folder has no rollouts, or they are damaged.
     """
-    parser = verb_parser("rl", description="Show what reinforcement learning has drawn.")
+    parser = verb_parser("rl", description="Show samples of reinforcement learning.")
     kinds = parser.add_subparsers(title="what", metavar="inspect", required=True)
     inspect = kinds.add_parser("inspect", help="samples with tokens, rewards, advantages and ratios")
     inspect.add_argument("folder", type=Path, help="job.dump_folder of a run with [rl]")
@@ -100,6 +100,8 @@ def describe_rollout(
 
 def _tokenizer_of(folder: Path, stated: str | None) -> Tokenizer:
     file = folder / "config.toml"
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the job.dump_folder of a run with [rl]")
     if stated is None and not file.is_file():
         raise UserError(f"{file}: missing, so the tokenizer of the run is not known; give it as --tokenizer")
     try:

@@ -48,7 +48,7 @@ READ = {  # edit of the tensors, words of the one warning
     "rotary": (add(**{LAYER + "rotary_emb__inv_freq": 0}), "rotary_emb.inv_freq"),
     "rotary of the model": (add(model__rotary_emb__inv_freq=0), "model.rotary_emb.inv_freq"),
     "scales of the cache": (add(**{LAYER + "k_scale": 0, LAYER + "v_scale": 0}), "not read: 2 tensors"),
-    "scales of a projection": (add(**{LAYER + "k_proj__k_scale": 0, LAYER + "attn__q_scale": 0}), "not read: 2 tensors"),
+    "scales of a projection": (add(**{LAYER + "k_proj__k_scale": 0, LAYER + "attn__q_scale": 0}), "not read: 2 "),
     "scales of activations": (add(**{LAYER + "q_proj__input_scale": 0}), "q_proj.input_scale"),
     "extra states": (
         lambda t: t.update({"model.layers.1.self_attn.q_proj._extra_state": torch.ones(2)}),
