@@ -56,8 +56,8 @@ class Rollout(Section):
     stage."""
 
     max_num_seqs: int | None = Field(None, ge=1)
-    """Samples that are generated at once: by a rank or the ranks that share a model, or by a server. Absent: 64, or 1024
-    by a server, which queues those that it has no room for. In a rank each has keys and values of training.seq_len tokens
+    """Samples at once: by a rank or the ranks that share a model, or by a server. Absent: 64, or 1024 by
+    a server, which queues those that it has no room for. In a rank each has keys and values of training.seq_len tokens
     in memory; more of them generate faster as long as a step of decoding is not bound by arithmetic."""
 
     speculative: Annotated[bool, _LOCAL] = False
@@ -70,9 +70,9 @@ class Rollout(Section):
 
     max_staleness: Annotated[int, _SERVED] = Field(0, ge=0)
     """Rollouts that the weights which generate a sample may be older than those that it first trains. 0: the servers
-    wait while the policy trains, and it waits while they generate. 1: they generate the next rollout while this one
-    trains. More: so many rollouts are on their way at once, and long samples go on through updates, each token by the weights of its
-    time. Local rollouts have none: the ranks that generate are those that train."""
+    wait while the policy trains, and it waits while they generate. 1: they generate the next one while this
+    one trains. More: so many rollouts are on their way at once, and long samples go on through updates, each token by
+    the weights of its time. Local rollouts have none: the ranks that generate are those that train."""
 
     urls: Annotated[tuple[Annotated[str, AfterValidator(_server)], ...], AfterValidator(_different), _SERVED] = ()
     """Addresses of the servers, such as ``"http://127.0.0.1:8000"``."""
