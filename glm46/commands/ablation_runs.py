@@ -110,7 +110,8 @@ def plan_ablation(
     keys = {variant.name: flat_keys(variant.keys) for variant in variants}
     if len(variants) < 2:
         raise UserError(
-            f"{file}: [ablation] and --vary give {len(variants)} variants: two are needed for a comparison; add "
+            f"{file}: [ablation] and --vary give {counted(len(variants), 'variant')}: two are needed for a comparison; "
+            "add "
             "--vary section.key=VALUE,VALUE, or [[ablation.variants]] with name and keys"
         )
     faults = [*_equal_names(file, variants), *_keys_without_effect(file, keys)]
@@ -169,7 +170,8 @@ def _one_for_each(faults: Sequence[str], varied: Sequence[str]) -> list[str]:
         key = next((key for key in varied if key == stated or key.startswith(f"{stated}.")), fault)
         found.setdefault(key, []).append(fault)
     return [
-        f"{first}; and so in {counted(len(more), 'more variant')}" if more else first for first, *more in found.values()
+        f"{first} (and so in {counted(len(more), 'more variant')})" if more else first
+        for first, *more in found.values()
     ]
 
 
@@ -248,7 +250,8 @@ def _changes(run: AblationRun) -> Iterator[str]:
     before = run.result().get("processes", run.processes)
     if before != run.processes:
         yield (
-            f"command line: --nproc {run.processes}: {run.folder} was started with {before} processes, so speeds would "
+            f"command line: --nproc {run.processes}: {run.folder} was started with {counted(before, 'process')}, "
+            f"so speeds would "
             f"not compare; give --nproc {before}, remove {run.folder}, or set another job.dump_folder"
         )
     known = run.folder / CONFIG_FILE

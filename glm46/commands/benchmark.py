@@ -64,7 +64,7 @@ def _parser() -> VerbParser:
     generate.add_argument(
         "--new-tokens", type=whole(2), default=33, help="tokens of each answer, the first with the prompt"
     )
-    generate.add_argument("--samples", type=positive, help="of each prompt, drawn as rollouts do; absent: greedy")
+    generate.add_argument("--samples", type=positive, help="of each prompt, sampled as rollouts do; absent: greedy")
     generate.add_argument("--rounds", type=positive, help=f"timed runs of each contestant; {_FITTING}")
     generate.add_argument("--speculative", action="store_true", help="also with drafts, and how many are accepted")
     generate.add_argument("--threads", type=positive, help="threads of torch; absent: its own choice")

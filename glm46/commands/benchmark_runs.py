@@ -19,6 +19,7 @@ from glm46.commands.environment import describe_version
 from glm46.commands.options import require_writable
 from glm46.config.adapter import Adapter
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.presets import PRESETS
 from glm46.observe.hardware import device_peak_flops
 from glm46.planner.flops import training_flops_per_token
@@ -81,7 +82,8 @@ def finetune(arguments: argparse.Namespace) -> None:
         experts=arguments.experts, vocabulary=arguments.vocabulary,
     )  # fmt: skip
     _print(
-        f"step (forward, backward, AdamW) of {work.flavor}, {work.layers} layers of {work.experts} experts, "
+        f"step (forward, backward, AdamW) of {work.flavor}, "
+        f"{counted(work.layers, 'layer')} of {counted(work.experts, 'expert')}, "
         f"{work.vocabulary} tokens in the vocabulary, without MTP, {work.batch} x {work.seq_len} tokens, "
         f"rank {arguments.rank}, of experts {arguments.expert_rank}, "
         f"{str(dtype).removeprefix('torch.')}\n{_environment(work)}"
@@ -155,7 +157,8 @@ def _report(work: Workload, contestants: list[Contestant]) -> str:
     peers = [contestant for contestant in contestants if contestant.name.startswith(_PEERS)]
     base = min(peers, key=lambda peer: statistics.median(peer.seconds)) if peers else contestants[0]
     lines = [
-        f"training step (forward, backward) of {work.flavor}, {work.shape().num_hidden_layers} layers, without MTP, "
+        f"training step (forward, backward) of {work.flavor}, {counted(work.shape().num_hidden_layers, 'layer')}, "
+        f"without MTP, "
         f"{work.batch} x {work.seq_len} tokens, {str(work.dtype).removeprefix('torch.')}",
         _environment(work),
         f"{flops / 1e9:,.1f} GFLOP per step; peak "

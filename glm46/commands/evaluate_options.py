@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from glm46.commands.model_options import add_model_options
-from glm46.commands.options import VerbParser, positive, verb_parser, whole
+from glm46.commands.options import VerbParser, integer, positive, verb_parser, whole
 from glm46.config.errors import UserError
 from glm46.evaluation.task_names import TASKS, USUAL_TASKS
 
@@ -72,7 +72,7 @@ def evaluate_parser() -> VerbParser:
         "--against", type=Path, metavar="FOLDER",
         help="compare with this Hugging Face or step folder on the rows of loss: agreement, KL divergence, calibration",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="another one takes other documents and needles")
+    parser.add_argument("--seed", type=integer, default=0, help="another one takes other documents and needles")
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER",
         help=f"write {RESULTS} and {PICTURE}; a call with the same folder computes only what is missing",

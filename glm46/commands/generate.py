@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from glm46.commands.model_options import add_model_options
-from glm46.commands.options import VerbParser, verb_parser
+from glm46.commands.options import VerbParser, integer, verb_parser
 from glm46.commands.ranks import processes, start_ranks
 from glm46.config.errors import UserError
 from glm46.data.conversation import BadConversation, parse_tools
@@ -87,18 +87,22 @@ def _parser() -> VerbParser:
     parser.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of functions it may call, with --chat")
     parser.add_argument(
         "--max-new-tokens",
-        type=int,
+        type=integer,
         metavar="N",
         help=f"default: {_NEW_TOKENS}, in a chat {_NEW_TOKENS_OF_AN_ANSWER} of each answer",
     )
     parser.add_argument(
         "--stop-token", action="append", default=[], metavar="TEXT", help="end at this token too; again for more"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    parser.add_argument("--top-k", type=int, help="draw among this many likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest tokens up to this chance")
-    parser.add_argument("--min-p", type=float, default=0.0, help="leave out tokens below this part of the best chance")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the most likely token")
+    parser.add_argument("--top-k", type=integer, help="sample among this many most likely tokens")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample among the most likely tokens up to this probability"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="leave out tokens below this part of the highest probability"
+    )
+    parser.add_argument("--seed", type=integer, default=0)
     parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
     return parser
 
@@ -118,7 +122,7 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         faults.append(f"--min-p {arguments.min_p}: must be between 0 and 1")
     filters = arguments.top_k is not None or arguments.top_p < 1.0 or arguments.min_p > 0.0
     if arguments.temperature == 0.0 and filters:
-        faults.append("--top-k, --top-p and --min-p choose what is drawn from; set a --temperature above 0")
+        faults.append("--top-k, --top-p and --min-p choose what is sampled from; set a --temperature above 0")
     if not _LOWEST_SEED <= arguments.seed <= _HIGHEST_SEED:
         faults.append(f"--seed {arguments.seed}: must be between {_LOWEST_SEED} and {_HIGHEST_SEED}")
     texts = {"--system": [arguments.system or ""], "--prompt": arguments.prompt, "--stop-token": arguments.stop_token}

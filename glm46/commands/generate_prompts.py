@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from glm46.commands.model_fit import find_model, is_on_hub, require_fit
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.data.chat import chat_prompt
 from glm46.data.chat_template import raise_for_template
@@ -59,7 +60,8 @@ def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, posi
     longest = max(len(prompt) for prompt in prompts)
     if longest + max_new_tokens > positions:
         raise UserError(
-            f"--max-new-tokens {max_new_tokens} after a prompt of {longest} tokens: the model has {positions} "
+            f"--max-new-tokens {max_new_tokens} after a prompt of {counted(longest, 'token')}: the model has "
+            f"{positions} "
             "positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
         )
 

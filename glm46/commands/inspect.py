@@ -7,7 +7,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from glm46.commands.options import positive, verb_parser, whole
+from glm46.commands.options import integer, positive, verb_parser, whole
+from glm46.config.faults import counted
 from glm46.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.data.mixing import permute
 from glm46.data.packing import TokenStream
@@ -31,7 +32,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--seq_len", type=positive, default=512, help="tokens per row; of chats, most tokens shown of a document"
     )
-    parser.add_argument("--seed", type=int, default=0, help="another one shows other rows")
+    parser.add_argument("--seed", type=integer, default=0, help="another one shows other rows")
     parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with, as in their recipe")
     arguments = parser.parse_args(argv)
     fetch_options(arguments, "tokenizer")
@@ -66,8 +67,10 @@ def describe(folder: Path) -> Iterator[str]:
             yield f"{name}: empty"
             continue
         yield (
-            f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes:,} bytes of text "
-            f"({split.text_bytes / max(1, split.tokens - split.documents):.2f} per token), {len(split.shards)} shards"
+            f"{name}: {counted(split.tokens, 'token')}, {counted(split.documents, 'document')}, "
+            f"{counted(split.text_bytes, 'byte')} of text "
+            f"({split.text_bytes / max(1, split.tokens - split.documents):.2f} per token), "
+            f"{counted(len(split.shards), 'shard')}"
         )
         if split.targets is not None:
             yield f"  {describe_targets(split)}"
@@ -118,13 +121,13 @@ def show_chats(
         stream.read(int(starts[number]), tokens)
         is_target = tokens < NOT_A_TARGET
         what = "pair" if manifest.is_paired else "document"
-        yield Text(f"── {what} {number} of {count}: {len(tokens)} tokens, {is_target.sum()} targets", "dim")
+        yield Text(f"── {what} {number} of {count}: {_targets(is_target)}", "dim")
         ids = tokens & ~NOT_A_TARGET
         begins = np.flatnonzero(ids == tokenizer.special[BEGIN])[1:] if manifest.is_paired else []
         halves = zip(("chosen", "rejected"), np.split(np.arange(len(tokens)), begins), strict=False)
         for name, half in halves:
             if manifest.is_paired:
-                yield Text(f"─ {name}: {len(half)} tokens, {is_target[half].sum()} targets", "dim")
+                yield Text(f"─ {name}: {_targets(is_target[half])}", "dim")
             yield _shown(ids[half], is_target[half], tokenizer, seq_len, brackets)
 
 
@@ -138,3 +141,7 @@ def _shown(ids: np.ndarray, is_target: np.ndarray, tokenizer: Tokenizer, most: i
     if len(ids) > most:
         shown.append(f"\n… {len(ids) - most} more tokens", "dim")
     return shown
+
+
+def _targets(is_target: np.ndarray) -> str:
+    return f"{counted(len(is_target), 'token')}, {counted(int(is_target.sum()), 'target')}"

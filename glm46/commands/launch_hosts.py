@@ -48,7 +48,8 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: 
     count = arguments.nodes or len(hosts)
     if count > len(hosts):
         raise UserError(
-            f"command line: --nodes {count}: {arguments.hostfile} has {len(hosts)} hosts; add hosts, or state at most "
+            f"command line: --nodes {count}: {arguments.hostfile} has {counted(len(hosts), 'host')}; "
+            f"add hosts, or state at most "
             "that number"
         )
     nproc = hosts[0].slots or arguments.nproc
@@ -89,7 +90,7 @@ class _Starts:
         """Start all nodes for the n-th time, counted from 0, and wait for their end."""
         while True:
             if len(self._places.training) < self._count and not self._use_fewer_replicas():
-                cause = f"{len(self._places.training)} hosts are left of {self._count}"
+                cause = f"hosts left: {len(self._places.training)} of {self._count}"
                 print(f"error: {cause}, and no spare; {_ADVICE}", file=sys.stderr)
                 return End(self._code, cause, is_final=True)
             unfit, why = self._connect(number)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from glm46.commands.ranks import degrees_of
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.distributed.collective_errors import run_on_all_ranks
 from glm46.distributed.environment import launched_world_size
@@ -69,7 +70,7 @@ def _device(name: str) -> torch.device:
         raise UserError(f"--device {name}: glm46 runs on cpu and cuda; use one of them")
     gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise UserError(f"--device {name}: torch finds {gpus} GPUs on this machine; use cpu")
+        raise UserError(f"--device {name}: torch finds {counted(gpus, 'GPU')} on this machine; use cpu")
     return device
 
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -59,30 +60,31 @@ def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     """Type of an option: an integer in this range."""
 
     def read(text: str) -> int:
-        number = int(text) if re.fullmatch("-?[0-9]{1,30}", text) else least - 1
+        shown = repr(text if len(text) <= 40 else f"{text[:40]}…")
+        if not re.fullmatch("-?[0-9]+", text):
+            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number, in digits")
+        number = int(text[:40])  # of more digits, too, on the same side of both bounds
         if number < least:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a number of at least {least}")
+            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number of at least {least:,}")
         if number > most:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at most {most:,}")
+            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number of at most {most:,}")
         return number
 
     return read
 
 
 positive = whole(1)
+integer = whole(-(2**63), 2**63 - 1)
 port = whole(1, 65535)
 _processes = whole(1, MOST_PROCESSES)
 
 
 def above_zero(text: str) -> float:
-    """Type of an option: a number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number greater than 0")
-    return value
+    """Type of an option: a finite number greater than 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a finite number greater than 0")
 
 
 def process_count(text: str) -> int | None:

@@ -119,7 +119,7 @@ def _efficiencies(file: Path | None) -> Efficiencies:
     try:
         return Efficiencies() if file is None else Efficiencies.read(file)
     except ValueError as error:
-        raise UserError(f"command line: --measured {error}") from error
+        raise UserError(f"command line: --measured {error}; name a file of `benchmark rates --json`") from error
 
 
 def _order(parallelism: Parallelism, micro_batches: int) -> Order:

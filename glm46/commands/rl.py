@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from glm46.commands.options import positive, verb_parser, whole
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.loader import read_table
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.huggingface.hub import fetch_options
@@ -21,7 +22,7 @@ def rl_command(argv: Sequence[str]) -> int:
     Raises:
         UserError: the folder has no rollouts, or they are damaged.
     """
-    parser = verb_parser("rl", description="Show what reinforcement learning has drawn.")
+    parser = verb_parser("rl", description="Show samples of reinforcement learning.")
     kinds = parser.add_subparsers(title="what", metavar="inspect", required=True)
     inspect = kinds.add_parser("inspect", help="samples with tokens, rewards, advantages and ratios")
     inspect.add_argument("folder", type=Path, help="job.dump_folder of a run with [rl]")
@@ -71,7 +72,8 @@ def describe_rollout(
     kind = "labels as completions" if rollout.is_demonstration else "samples"
     yield (
         f"rollout of step {step}: {len(rollout):,} {kind} of prompts {rollout.first_prompt:,} to "
-        f"{rollout.next_prompt - 1:,}, {rollout.tokens:,} tokens; {len(steps)} rollouts in {journal}"
+        f"{rollout.next_prompt - 1:,}, {counted(rollout.tokens, 'token')}; "
+        f"{counted(len(steps), 'rollout')} in {journal}"
     )
     yield "  ".join(f"{name} {value:.4g}" for name, value in rollout.figures.items())
     for sample in range(min(samples, len(rollout))):
@@ -98,6 +100,8 @@ def describe_rollout(
 
 def _tokenizer_of(folder: Path, stated: str | None) -> Tokenizer:
     file = folder / "config.toml"
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the job.dump_folder of a run with [rl]")
     if stated is None and not file.is_file():
         raise UserError(f"{file}: missing, so the tokenizer of the run is not known; give it as --tokenizer")
     try:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 
 from glm46.config.run_config import RunConfig
 from glm46.planner.plan import Plan
-from glm46.planner.run_cost import RunCost
+from glm46.planner.run_cost import SECONDS_PER_DAY, RunCost
 from glm46.planner.search import Candidate, Search, Variant, options_of, search_layouts, smallest_cluster, what_if
 from glm46.planner.step_time import OrderOf
 from glm46.planner.target_cluster import TargetCluster
-from glm46.planner.units import aligned, amount, binary_size
+from glm46.planner.units import aligned, amount, binary_size, time_unit
 
 _GIB = 2**30
 _SHOWN = 10
@@ -116,7 +116,8 @@ def _summary(found: Search) -> str:
 
 
 def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
-    rows = [("tp", "pp", "schedule", "cp", "ep", "shard", "recompute", "days", "MFU", "GiB", "bubble", "waits for")]
+    unit, name = time_unit(candidates[0].cost.days * SECONDS_PER_DAY)
+    rows = [("tp", "pp", "schedule", "cp", "ep", "shard", "recompute", name, "MFU", "GiB", "bubble", "waits for")]
     for each in candidates:
         layout, config = each.plan.layout, each.plan.config
         schedule = config.parallelism.pipeline_parallel_schedule if layout.pp > 1 else "-"
@@ -125,7 +126,7 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
         longest = max(waits, key=waits.__getitem__, default="")
         rows.append((
             str(layout.tp), str(layout.pp), schedule, *map(str, (layout.cp, layout.ep, layout.dp_shard)),
-            config.activation_checkpoint.mode, amount(each.cost.days), f"{each.cost.mfu:.1%}",
+            config.activation_checkpoint.mode, amount(each.cost.days * SECONDS_PER_DAY / unit), f"{each.cost.mfu:.1%}",
             amount(each.memory / _GIB), f"{step.parts.get('pipeline bubble', 0.0) / step.seconds:.0%}",
             f"{_SHORT.get(longest, longest)} {waits[longest] / step.seconds:.0%}" if longest else "-",
         ))  # fmt: skip

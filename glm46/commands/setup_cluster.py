@@ -22,7 +22,7 @@ from glm46.commands.cluster_files import cluster_files
 from glm46.commands.environment import describe_version
 from glm46.commands.node_client import CONNECTIONS
 from glm46.commands.nodes import LAST_PORT, VARIABLES, pbs_hosts, refuse_hosts
-from glm46.commands.options import VERBS, positive, verb_parser
+from glm46.commands.options import VERBS, integer, positive, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import load_config
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         action=_Once,
         help="name or IPv4 address of the first host, for launch.sh; a job takes its own first node",
     )
-    parser.add_argument("--master-port", type=int, default=29500, action=_Once, help="on which ranks meet; 29500")
+    parser.add_argument("--master-port", type=integer, default=29500, action=_Once, help="on which ranks meet; 29500")
     parser.add_argument(
         "--nvme-path", type=Path, required=True, action=_Once, help="folder on a local disk of each node"
     )
@@ -146,7 +146,8 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
     refuse_hosts(hosts, arguments.gpus_per_node, {}, file)
     if len(hosts) < arguments.nodes:
         faults.append(
-            f"--nodes {arguments.nodes}: {file} has {len(hosts)} hosts; add hosts, or state at most that number"
+            f"--nodes {arguments.nodes}: {file} has {counted(len(hosts), 'host')}; "
+            f"add hosts, or state at most that number"
         )
     names = [host.name for host in hosts]
     place = names.index(master) if master in names else _place_of_address(master, names)

@@ -64,7 +64,7 @@ class DataStage(Section):
             own["sliding_window"] = None if self.sliding_window == -1 else self.sliding_window
         if self.rope_scaling is not None:
             own["rope_scaling"] = None if self.rope_scaling.factor == 1.0 else self.rope_scaling
-        return model.model_copy(update=own)
+        return model.model_copy(update=own) if own else model
 
 
 class Data(Section):

@@ -107,7 +107,7 @@ def _similar_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent}"
     near = nearest(path.name, (file.name for file in path.parent.glob("*.toml")), 0.7)
-    return f"; did you mean {path.parent / near}?" if near else ""
+    return f"; did you mean {path.parent / near}?" if near else "; name the TOML file of a run"
 
 
 def _is_inside(key: str, outer: str) -> bool:

@@ -1,5 +1,7 @@
 """The published shapes and smaller ones of ours. Values: config.json of the releases, see docs/model.md."""
 
+from functools import lru_cache
+
 from glm46.config.model import ModelShape
 
 _GLM_45 = dict(
@@ -50,6 +52,7 @@ PRESETS: dict[str, ModelShape] = {
 }  # fmt: skip
 
 
+@lru_cache(maxsize=64)  # one object for equal tables: a search of layouts compares shapes millions of times
 def resolve_shape(model) -> ModelShape:
     """The shape of a [model] table: its preset, changed by the keys that the table sets.
 

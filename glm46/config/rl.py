@@ -139,14 +139,14 @@ class RL(Section):
 
     mode: Literal["whole", "eval_only", "rollout_only", "train_only"] = "whole"
     """eval_only: answer the prompts of [[rl.validation]] by the newest checkpoint of job.dump_folder, or by the weights
-    of checkpoint.initial_load_path, and end. rollout_only: draw the rollouts of all steps from these weights into the
-    journal, and train nothing. train_only: train on the rollouts in ``rollouts_folder`` and draw none."""
+    of checkpoint.initial_load_path, and end. rollout_only: write the rollouts of all steps, by these weights, into the
+    journal, and train nothing. train_only: train on the rollouts in ``rollouts_folder`` and generate none."""
 
     rollouts_folder: Annotated[LocalPath | None, Needs("mode", ("train_only",))] = None
-    """The folder rollouts/ of the run that has drawn them."""
+    """The folder rollouts/ of the run that has generated them."""
 
     prompts_per_rollout: int = Field(ge=1)
-    """Prompts drawn at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
+    """Prompts taken at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
     training.global_batch_size samples."""
 
     group_size: int = Field(8, ge=1)
@@ -191,7 +191,7 @@ class RL(Section):
     """Factor of the entropy that the loss rewards."""
 
     dynamic_sampling: bool | None = None
-    """Use only groups whose rewards differ, and draw more prompts in place of the others. Absent: that of the
+    """Use only groups whose rewards differ, and take more prompts in place of the others. Absent: that of the
     preset."""
 
     overlong_share: float | None = Field(None, ge=0.0, le=1.0)
@@ -204,11 +204,11 @@ class RL(Section):
     is also left out if the call fails, or takes more than 10 seconds."""
 
     max_rounds: int = Field(8, ge=1)
-    """With dynamic_sampling or a filter: rounds of drawing prompts in place of groups that are left out. A rollout that
+    """With dynamic_sampling or a filter: rounds of taking prompts in place of groups that are left out. A rollout that
     is not full then goes on with fewer samples."""
 
     warm_up_rollouts: int = Field(0, ge=0)
-    """Rollouts at the start whose completions are not drawn: they are the labels of the prompts, with the advantage 1,
+    """Rollouts at the start whose completions are the labels of the prompts, with the advantage 1, and not generated,
     which is fine-tuning on them. For a model that would get no reward."""
 
     prompts: Prompts | None = None
@@ -234,7 +234,7 @@ class RL(Section):
 
     @property
     def replaces_groups(self) -> bool:
-        """Whether a resolved section leaves groups out and draws others."""
+        """Whether a resolved section leaves groups out and takes others."""
         return bool(self.dynamic_sampling or self.filter)
 
     @property

@@ -19,7 +19,7 @@ def every_stage_has_a_layer(config: RunConfig, shape: ModelShape, world_size: in
         yield Fault(
             ("parallelism.pipeline_parallel_degree", "model.num_hidden_layers"),
             f"parallelism.pipeline_parallel_degree = {layout.pipeline_parallel_degree}{each}: there are only "
-            f"model.num_hidden_layers = {shape.num_hidden_layers} layers; lower it",
+            f"model.num_hidden_layers = {counted(shape.num_hidden_layers, 'layer')}; lower it",
         )
 
 

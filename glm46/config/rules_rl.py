@@ -126,7 +126,7 @@ def correction_has_an_effect(config: RunConfig) -> Faults:
         yield Fault(
             ("rollout.max_staleness", "rl.environment"),
             f"rollout.max_staleness = {config.rollout.max_staleness}: conversations with [rl.environment] are not "
-            "drawn ahead of training; set it to 0",
+            "generated ahead of training; set it to 0",
         )
     idle = [name for name in ("mode", "low", "high", "normalize") if name in _stated(stated)]
     idle = idle if of.level == "none" else []

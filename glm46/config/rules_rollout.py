@@ -1,4 +1,4 @@
-"""Rules about what a run with [rl] reads, draws and judges."""
+"""Rules about what a run with [rl] reads, generates and judges."""
 
 from glm46.config.faults import Fault, Faults, counted, nearest, show
 from glm46.config.generation_degrees import degree_faults
@@ -92,7 +92,7 @@ def adapters_can_be_sent(config: RunConfig) -> Faults:
 
 
 def the_model_can_draw(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
-    """The ranks that draw with one model split it evenly, and drafts have layers."""
+    """The ranks that generate with one model split it evenly, and drafts have layers."""
     if config.rollout is None:
         return
     if config.rollout.speculative and not shape.num_nextn_predict_layers:
@@ -124,7 +124,7 @@ def mode_has_what_it_does(config: RunConfig) -> Faults:
     if config.rl.mode in ("rollout_only", "train_only") and config.rl.warm_up_rollouts:
         yield Fault(
             ("rl.mode", "rl.warm_up_rollouts"),
-            f"{mode}: rl.warm_up_rollouts = {config.rl.warm_up_rollouts} are labels, which are not drawn; set it to 0, "
+            f"{mode}: rl.warm_up_rollouts = {config.rl.warm_up_rollouts} are labels, not samples; set it to 0, "
             "and start from a model that has learned them",
         )
 
@@ -228,12 +228,12 @@ def nothing_depends_on_packing(config: RunConfig) -> Faults:
 
 
 def steps_are_not_rolled_back(config: RunConfig) -> Faults:
-    """Rollbacks skip samples of text; prompts are drawn again by the same weights."""
+    """Rollbacks skip samples of text; samples are generated again by the same weights."""
     if config.rl is not None and config.training.max_rollbacks:
         yield Fault(
             ("training.max_rollbacks", "rl"),
             f"training.max_rollbacks = {config.training.max_rollbacks}: has no effect with [rl]: the same weights "
-            "would draw the same samples again; remove it",
+            "would generate the same samples again; remove it",
         )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from glm46.config.data import Source
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.rules_data import chat_faults, pair_faults
 from glm46.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest
 from glm46.data.pack_plans import plan_of
@@ -107,7 +108,7 @@ def describe_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[str]:
     for source in plan_sources(plan, manifests):
         split = manifests[source.name].splits["train"]
         line = (
-            f"source       {source.name}: {split.tokens:,} tokens in {split.documents:,} documents; "
+            f"source       {source.name}: {counted(split.tokens, 'token')} in {counted(split.documents, 'document')}; "
             f"{source.tokens:,.0f} planned, {source.epochs:.3g} epochs"
         )
         if split.targets is not None and source.epochs:

@@ -251,7 +251,9 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         faults.append(f"rope_scaling.rope_type = {rope_type!r}: glm46 computes 'linear' and 'yarn'; take one of them")
     elif more and (rope_type in ("linear", "yarn") or "mrope_section" in more):
         stated = ", ".join(f"rope_scaling.{key} = {value!r}" for key, value in more.items())
-        faults.append(f"{stated}: glm46 computes {rope_type} positions without; take a model that has none of these")
+        faults.append(
+            f"{stated}: glm46 computes {rope_type} positions without these keys; take a model that does not have them"
+        )
     elif rope_type not in (None, "default"):
         scaling["rope_type"] = rope_type
         if rope_type == "yarn":  # the default of transformers

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from glm46.checkpoint.folder_kind import Kind, kind_of, require_kind
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.distributed.collective_errors import catch_user_error
 from glm46.distributed.local_tensor import global_indices, local_tensor
@@ -225,9 +226,9 @@ def _without_extras(
     extra = sorted(name for name in set(found) - set(names.places) - of_layers if _is_extra(name))
     notes = []
     if len(skipped) > more:
-        notes.append(f"holds {len(skipped)} prediction layers that are not counted in its config.json: not read")
+        notes.append(f"holds {counted(len(skipped), 'prediction layer')} beyond those of its config.json: not read")
     if extra:
-        notes.append(f"{len(extra)} tensors are not read, as this model computes without them: {listed(extra)}")
+        notes.append(f"not read: {counted(len(extra), 'tensor')}, as this model computes without them: {listed(extra)}")
     return {name: place for name, place in found.items() if name not in of_layers and name not in extra}, notes
 
 

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from glm46.config.faults import counted
 from glm46.data.tokenizer import Tokenizer
 from glm46.inference.generation import Continuation, Generation
 
@@ -63,7 +64,10 @@ class Display:
         rate = f", {self._rate:.1f} tokens/s after the prompt" if self._rate else ""
         drafted, accepted = (sum(getattr(one, name) for one in self._all) for name in ("drafted", "accepted"))
         drafts = f", {accepted} of {drafted} drafts accepted" if drafted else ""
-        print(f"{self._tokens} tokens, first after {self._first - self._start:.2f} s{rate}{drafts}", file=sys.stderr)
+        print(
+            f"{counted(self._tokens, 'token')}, first after {self._first - self._start:.2f} s{rate}{drafts}",
+            file=sys.stderr,
+        )
 
     def _rounds(self) -> Iterator[None]:
         """Run round by round, and keep the text of each row, without its stop id."""
@@ -117,7 +121,7 @@ class Display:
         count = len(self._rows)
         left = f", at most {self._left:.0f} s left" if math.isfinite(self._left) else ""
         return (
-            f"{self._tokens} tokens of at most {count * self._most}, {self._rate:.1f} tokens/s{left}, "
+            f"{counted(self._tokens, 'token')} of at most {count * self._most}, {self._rate:.1f} tokens/s{left}, "
             f"{sum(one.finish is not None for one in self._all)} of {count} prompts done"
         )
 

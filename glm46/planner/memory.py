@@ -5,10 +5,13 @@ spread evenly over experts. Uneven routing needs more.
 """
 
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
+from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import STATE_BLOCK, STATE_LEAST_ENTRIES
 from glm46.config.run_config import RunConfig
@@ -28,17 +31,19 @@ from glm46.planner.activations import (
     output_gradient_bytes,
     travelling_key_bytes,
 )
+from glm46.planner.layout import Layout
 from glm46.planner.other_networks import drawing, other_networks, other_passes
 from glm46.planner.parameters import Parameter, part_rows
 from glm46.planner.plan import Plan, resolve_plan
 from glm46.planner.rank_parts import (
-    FsdpUnit,
+    HeldRows,
     StagePart,
+    alike,
     fsdp_units,
-    held_elements,
-    held_shape,
+    held_rows,
     in_flight,
     local_shape,
+    mesh_of_stage,
     parts_of_ranks,
 )
 
@@ -179,12 +184,34 @@ def _offloaded(memory: MemoryPlan, held: float, whole: float, rounding: float) -
     return replace(memory, weights=0.0, gradients=max(copies, whole), host=host)
 
 
-def _by_layer(units: list[FsdpUnit], size: Callable[[FsdpUnit], float]) -> Counter[str]:
-    """The sizes of the units of each layer, by the prefix of their names; "" is the root."""
-    counts = Counter({"": 0})
-    for unit in units:
-        counts[unit.prefix] += size(unit)
-    return counts
+class _LayerSizes(NamedTuple):
+    """Sizes of what FSDP2 gathers, of each layer by the prefix of its names; "" is the root."""
+
+    computed: Counter[str]
+    """Elements in the compute type."""
+    stored: Counter[str]
+    """Bytes of those that are gathered as they are stored."""
+    trained: Counter[str]
+    """Elements that have a gradient."""
+
+
+@lru_cache(maxsize=4096)  # a search of layouts asks again for each kind of recomputation
+def _layer_sizes(parts: tuple[StagePart, ...], shape: ModelShape, layout: Layout) -> _LayerSizes:
+    sizes, of_units = _LayerSizes(Counter(), Counter(), Counter()), {}
+    for unit in (unit for part in parts for unit in fsdp_units(part, shape, layout)):
+        if id(unit.rows) not in of_units:
+            whole = [(row, prod(local_shape(row, shape, layout))) for row in unit.rows]
+            of_units[id(unit.rows)] = (
+                unit.rows,
+                (
+                    sum(size for row, size in whole if row.stored_bytes is None),
+                    sum(size * row.stored_bytes for row, size in whole if row.stored_bytes is not None),
+                    sum(size for row, size in whole if row.is_trained),
+                ),
+            )
+        for counts, size in zip(sizes, of_units[id(unit.rows)][1], strict=True):
+            counts[unit.prefix] += size
+    return sizes
 
 
 class _Step:
@@ -203,21 +230,20 @@ class _Step:
 
     def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
         """Of a rank with these stages, all offloaded weights and gradients on the device."""
-        rows = [row for part in parts for row in part.rows(self._shape)]
-        trained = [row for row in rows if row.is_trained]
-        held = sum(held_elements(row, self._shape, self._layout) for row in trained)
+        rows = held_rows(parts, self._shape, self._layout)
+        held = self._trained(parts)
         frozen = sum(
-            held_elements(row, self._shape, self._layout) * (row.stored_bytes or self._width)
-            for row in rows
-            if row.is_frozen
+            each.count * prod(each.sizes) * (each.row.stored_bytes or self._width)
+            for each in rows
+            if each.row.is_frozen
         )
-        buffers = sum(row.numel(self._shape) for row in rows if row.optimizer is None)
-        units = [unit for part in parts for unit in fsdp_units(part, self._shape, self._layout)]
-        states = [self._state_bytes(row) for row in trained]
-        on_device, offload = sum(states), self._config.optimizer.state_offload
+        buffers = sum(each.count * prod(each.sizes) for each in rows if each.row.optimizer is None)
+        states = [(self._state_bytes(each), each.count) for each in rows if each.row.is_trained]
+        on_device = all_states = sum(size * count for size, count in states)
+        offload = self._config.optimizer.state_offload
         if offload != "none":
             # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
-            on_device = min(sum(states), OFFLOAD_SLOTS * max([OFFLOAD_ITEM_BYTES, *states]))
+            on_device = min(all_states, OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *(size for size, _ in states)))
         # The reference of a preference without adapters: the same shards once more, as they are computed with.
         has_reference = self._config.preference is not None and self._config.adapter is None
         reference = held * self._width + buffers * FP32 if has_reference else 0.0
@@ -234,38 +260,45 @@ class _Step:
             weights=held * self._master + frozen + buffers * FP32 + reference,
             gradients=max(self.gradients_of(parts)),
             optimizer=on_device,
-            gathered=self._gathered(units, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)
-            + self._converted(rows)
-            + sum(2 * FP32 * row.numel(self._shape) for row in trained if row.group == "magnitude"),
+            gathered=self._gathered(parts, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)
+            + self._converted(each.row for each in rows)
+            + sum(2 * FP32 * n * row.numel(self._shape) for row, n, _ in rows if row.group == "magnitude"),
             activations=activations + self._buffers(parts),
             gathered_keys=self._gathered_keys(parts, counts),
             loss=sum(self._loss(counts[part.index]) for part in parts if part.has_head),
             process=0.0,
-            host={"none": 0.0, "cpu": sum(states), "nvme": on_device}[offload],
-            disk=sum(states) if offload == "nvme" else 0.0,
+            host={"none": 0.0, "cpu": all_states, "nvme": on_device}[offload],
+            disk=all_states if offload == "nvme" else 0.0,
         )
 
     def gradients_of(self, parts: list[StagePart]) -> tuple[float, float]:
         """Bytes of the gradients of this rank's shards; and under a pipeline of whole weights, in the reduce type."""
-        shape, layout = self._shape, self._layout
-        held = sum(held_elements(row, shape, layout) for part in parts for row in part.rows(shape) if row.is_trained)
-        units = [unit for part in parts for unit in fsdp_units(part, shape, layout)] if layout.pp > 1 else []
-        whole = sum(unit.whole(shape, layout, trained=True) for unit in units)
-        return held * self._master, whole * self._reduce
+        whole = self._layer_sizes(parts).trained.total() if self._layout.pp > 1 else 0
+        return self._trained(parts) * self._master, whole * self._reduce
+
+    def _trained(self, parts: list[StagePart]) -> int:
+        """Elements of this rank's shards that have a gradient."""
+        rows = held_rows(parts, self._shape, self._layout)
+        return sum(each.count * prod(each.sizes) for each in rows if each.row.is_trained)
+
+    def _layer_sizes(self, parts: list[StagePart]) -> _LayerSizes:
+        return _layer_sizes(alike(parts), self._shape, mesh_of_stage(self._layout))
 
     def pinned_rounding(self, parts: list[StagePart]) -> float:
         """What torch's pinned allocator adds to offloaded weights and gradients of this rank: it rounds the shard of
         each parameter up to a power of two."""
         rounding = 0
-        for row in (row for part in parts for row in part.rows(self._shape) if row.optimizer is not None):
+        for row, count, sizes in held_rows(parts, self._shape, self._layout):
+            if row.optimizer is None:
+                continue
             width = self._master if row.is_trained else row.stored_bytes or self._width
-            size = held_elements(row, self._shape, self._layout) * width
-            rounding += (1 + row.is_trained) * ((1 << max(size - 1, 0).bit_length()) - size)
+            size = prod(sizes) * width
+            rounding += count * (1 + row.is_trained) * ((1 << max(size - 1, 0).bit_length()) - size)
         return rounding
 
-    def _state_bytes(self, row: Parameter) -> int:
+    def _state_bytes(self, of_rank: HeldRows) -> int:
         """One momentum under Muon, two moments under AdamW; codes of 8 bits have an FP32 scale per block of columns."""
-        optimizer, sizes = self._config.optimizer, held_shape(row, self._shape, self._layout)
+        optimizer, row, sizes = self._config.optimizer, of_rank.row, of_rank.sizes
         states = row.states(optimizer)
         if optimizer.state_dtype != "8bit":
             return states * prod(sizes) * WIDTHS[optimizer.state_dtype]
@@ -273,29 +306,28 @@ class _Step:
             return states * prod(sizes) * FP32
         return states * prod(sizes[:-1]) * (sizes[-1] + -(-sizes[-1] // STATE_BLOCK) * FP32)
 
-    def _converted(self, rows: list[Parameter]) -> float:
+    def _converted(self, rows: Iterable[Parameter]) -> float:
         """The frozen weight in FP8 that a layer computes with, in the compute type."""
         in_fp8 = (prod(local_shape(row, self._shape, self._layout)) for row in rows if row.stored_bytes == 1)
         return max(in_fp8, default=0) * self._width
 
-    def _gathered(self, units: list[FsdpUnit], loss_buffers: float) -> float:
+    def _gathered(self, parts: list[StagePart], loss_buffers: float) -> float:
         """Gathered weights, copies of them on a single rank too; and what only one part of the step needs: the gradient
         of a layer in the compute and the reduce type, or before it the logits."""
         width = self._width if self._config.training.mixed_precision_param != "float32" else self._master
-        layers, trained = (
-            _by_layer(units, lambda unit: unit.gathered_bytes(self._shape, self._layout, width)),
-            _by_layer(units, lambda unit: unit.whole(self._shape, self._layout, trained=True)),
-        )
-        root, is_piped = layers.pop(""), self._layout.pp > 1
+        sizes = self._layer_sizes(parts)
+        layers = {prefix: size * width + sizes.stored[prefix] for prefix, size in sizes.computed.items()}
+        trained = sizes.trained.values() or [0]
+        root, is_piped = layers.pop("", 0), self._layout.pp > 1
         largest, policy = max(layers.values(), default=0), self._config.parallelism.fsdp_reshard_after_forward
         keeps_all = policy == "never" or (policy == "default" and is_piped)
         # Otherwise the current layer and the prefetched one.
         weights = sum(layers.values()) if keeps_all else min(2 * largest, sum(layers.values()))
-        gradient = max(trained.values()) * (width + self._reduce)
+        gradient = max(trained) * (width + self._reduce)
         if is_piped:
             # Backward in halves leaves the gradients of a micro-batch until the next one.
             splits = PIPELINE_SCHEDULES[self._config.parallelism.pipeline_parallel_schedule].splits_backward
-            gradient = (sum if splits else max)(trained.values()) * self._width
+            gradient = (sum if splits else max)(trained) * self._width
         return weights + root + max(gradient, loss_buffers)
 
     def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:

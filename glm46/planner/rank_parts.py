@@ -3,10 +3,13 @@
 A rank here is the first one of its stage: under uneven shards FSDP2, like torch's chunks, gives the first ranks most.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import Parallelism
@@ -52,11 +55,11 @@ class StagePart:
         return names + [f"mtp.{index}." for index in range(len(self.blocks) - layers)]
 
     def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
-        """The parameters and buffers of each block, and its adapters."""
+        """The parameters and buffers of each block, and its adapters; one list for all equal blocks."""
         layers = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}
-        rows = {block: self._of_run(layers[block](shape), shape) for block in set(self.blocks)}
-        own = self.adapters or ((),) * len(self.blocks)
-        return [[*rows[block], *adapters] for block, adapters in zip(self.blocks, own, strict=True)]
+        kinds = list(zip(self.blocks, self.adapters or ((),) * len(self.blocks), strict=True))
+        rows = {kind: [*self._of_run(layers[kind[0]](shape), shape), *kind[1]] for kind in dict.fromkeys(kinds)}
+        return [rows[kind] for kind in kinds]
 
     def root_rows(self, shape: ModelShape) -> list[Parameter]:
         """Those outside of blocks: of the embedding, and of norm and head."""
@@ -109,22 +112,49 @@ class FsdpUnit:
     prefix: str
     """What the names of its parameters begin with; empty for the root."""
 
-    def whole(self, shape: ModelShape, layout: Layout, *, trained: bool = False) -> int:
-        """Elements that the first rank computes with; of what is trained alone."""
-        return sum(prod(local_shape(row, shape, layout)) for row in self.rows if row.is_trained or not trained)
 
-    def gathered_bytes(self, shape: ModelShape, layout: Layout, width: float) -> float:
-        """Bytes that the first rank gathers, of elements of this width and of those in FP8."""
-        return sum(prod(local_shape(row, shape, layout)) * (row.stored_bytes or width) for row in self.rows)
+class HeldRows(NamedTuple):
+    """Equal parameters or buffers of a pipeline rank."""
+
+    row: Parameter
+    count: int
+    sizes: tuple[int, ...]
+    """`held_shape` of each."""
+
+
+def held_rows(parts: Sequence[StagePart], shape: ModelShape, layout: Layout) -> tuple[HeldRows, ...]:
+    """The parameters and buffers of a pipeline rank, equal ones together."""
+    return _held_rows(alike(parts), shape, mesh_of_stage(layout))
+
+
+@lru_cache(maxsize=4096)
+def _held_rows(parts: Sequence[StagePart], shape: ModelShape, layout: Layout) -> tuple[HeldRows, ...]:
+    counts = Counter(row for part in parts for row in part.rows(shape))
+    return tuple(HeldRows(row, count, held_shape(row, shape, layout)) for row, count in counts.items())
+
+
+def alike(parts: Sequence[StagePart]) -> tuple[StagePart, ...]:
+    """Stages as if they were the first ones: equal for all pipeline ranks with as many layers of each kind."""
+    firsts = accumulate((len(part.blocks) for part in parts), initial=0)
+    return tuple(replace(part, index=0, first_layer=first) for part, first in zip(parts, firsts, strict=False))
+
+
+def mesh_of_stage(layout: Layout) -> Layout:
+    """The degrees that decide what a rank holds of its stage: equal for all layouts that hold the same."""
+    return Layout(1, 1, layout.dense_shards, 1, layout.tp, layout.ep)
 
 
 def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpUnit]:
-    """The units of a stage that `parallelize/fsdp.py` makes, in the order of forward, the root last."""
-    units = []
+    """The units of a stage that `parallelize/fsdp.py` makes, in the order of forward, the root last. Those of equal
+    blocks have one tuple of rows."""
+    units, of_kinds = [], {}
     for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
-        rows = _sharded(block, layout, part)
-        experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
-        units.append(FsdpUnit(tuple(row for row in rows if row not in experts), False, False, prefix))
+        if id(block) not in of_kinds:
+            rows = _sharded(block, layout, part)
+            experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
+            of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
+        others, experts = of_kinds[id(block)]
+        units.append(FsdpUnit(others, False, False, prefix))
         if experts:
             units.append(FsdpUnit(experts, False, True, prefix))
     root = _sharded(part.root_rows(shape), layout, part)

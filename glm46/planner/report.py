@@ -15,7 +15,7 @@ from glm46.planner.requirement import Verdict, judge, memory_lines
 from glm46.planner.run_cost import SECONDS_PER_DAY, RunCost, checkpoint_size, run_cost
 from glm46.planner.step_time import OrderOf
 from glm46.planner.target_cluster import TargetCluster
-from glm46.planner.units import amount, decimal_size, duration, flops_text
+from glm46.planner.units import amount, decimal_size, duration, flops_text, run_time
 
 _PLENTY = 2**60
 """Cores and bytes of host memory of a cluster that is not here: not compared."""
@@ -162,7 +162,7 @@ def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
 
 def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[str, list[str]]:
     """Time and cost of the run, and where the time of a step goes in the stage of text that takes longest."""
-    longest = cost.longest
+    longest, seconds = cost.longest, cost.days * SECONDS_PER_DAY
     index, step = cost.stages.index(longest), longest.largest
     source = cluster.efficiencies.source
     low, high = UNCERTAINTY["assumed" if source == "assumed" else "measured"]
@@ -180,13 +180,13 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
     )
     return {
         title + of_stage: [
-            *(_line(name, duration(seconds), f"{seconds / step.seconds:5.1%}") for name, seconds in shown),
+            *(_line(name, duration(share), f"{share / step.seconds:5.1%}") for name, share in shown),
             _line("step", duration(step.seconds), f"MFU {step.mfu:.1%}, {step.tokens_per_second:,.0f} tokens/s"),
             *limits(plan, index, step, cluster),
         ],
         "whole run": [
             _line("steps", f"{cost.steps:,}"),
-            _line("days", amount(cost.days), f"({amount(low * cost.days)} to {amount(high * cost.days)})"),
+            _line("time", run_time(seconds), f"({run_time(low * seconds)} to {run_time(high * seconds)})"),
             _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours)),
             *money,
             _line("tokens per second", f"{cost.tokens_per_second:,.0f}", f"MFU {cost.mfu:.1%}"),
@@ -203,10 +203,8 @@ def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
         f"({found.best_ratio:.1%}; a save holds steps up for {STALL_SECONDS:g} s, a restart for {RESTART_SECONDS:g} s)"
     )
     return [
-        _line("hours between failures", amount(found.failure_seconds / 3600), "(at the rate of Llama 3's 16,384 H100)"),
-        _line(
-            "effective time", f"{found.ratio:.1%}", f"(a checkpoint every {amount(found.interval_seconds / 60)} min)"
-        ),
+        _line("time between failures", run_time(found.failure_seconds), "(at the rate of Llama 3's 16,384 H100)"),
+        _line("effective time", f"{found.ratio:.1%}", f"(a checkpoint every {run_time(found.interval_seconds)})"),
         _line("best checkpoint.interval", f"{found.best_steps:,}", best),
     ]
 

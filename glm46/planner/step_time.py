@@ -9,6 +9,7 @@ expert runs beside the first exchange of tokens; all other collectives cost thei
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from glm46.config.parallelism import Parallelism
 from glm46.planner.activations import Frozen
@@ -18,7 +19,7 @@ from glm46.planner.memory import rank_memory
 from glm46.planner.muon_cost import muon_cost
 from glm46.planner.other_networks import other_networks, other_passes
 from glm46.planner.plan import Plan
-from glm46.planner.rank_parts import StagePart, held_elements, parts_of_ranks
+from glm46.planner.rank_parts import StagePart, held_rows, parts_of_ranks
 from glm46.planner.stages import bubble
 from glm46.planner.target_cluster import TargetCluster, groups
 from glm46.planner.timeline import Order, Timeline, simulate
@@ -236,12 +237,13 @@ def _rank(
         forward[stage.index], backward[stage.index] = _Cost(), _Cost()
         for name, frozen, has_backward in _kernel_parts(stage, 1 + plan.shape.num_nextn_predict_layers):
             if (name, frozen) not in costs:
-                costs[name, frozen] = part_work(name, batch, mode, frozen)
-            work = costs[name, frozen]
-            forward[stage.index].update(roofline.kernels(work.forward))
+                work = part_work(name, batch, mode, frozen)
+                costs[name, frozen] = tuple(map(roofline.kernels, (work.forward, work.backward, work.recomputed)))
+            of_forward, of_backward, recomputed = costs[name, frozen]
+            forward[stage.index].update(of_forward)
             if has_backward:
-                backward[stage.index].update(roofline.kernels(work.backward))
-                again = roofline.kernels(work.recomputed).seconds
+                backward[stage.index].update(of_backward)
+                again = recomputed.seconds
                 backward[stage.index].update({"recomputation": again} if again else {})
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
     of_muon = [each for each in traffic if each.what == MUON]
@@ -310,8 +312,9 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
 def _updated(plan: Plan, stages: list[StagePart]) -> dict[str, float]:
     """Elements that one rank of a pipeline rank updates, by optimizer."""
     elements = {"muon": 0.0, "adamw": 0.0}
-    for row in (row for stage in stages for row in stage.rows(plan.shape) if row.is_trained):
-        elements[row.choose_optimizer(plan.config.optimizer)] += held_elements(row, plan.shape, plan.layout)
+    for row, count, sizes in held_rows(stages, plan.shape, plan.layout):
+        if row.is_trained:
+            elements[row.choose_optimizer(plan.config.optimizer)] += count * prod(sizes)
     return elements
 
 

@@ -24,6 +24,7 @@ from glm46.planner.rank_parts import (
     StagePart,
     fsdp_units,
     held_elements,
+    held_rows,
     local_shape,
     parts_of_ranks,
     sharded_dim,
@@ -219,10 +220,13 @@ class _Step:
         policy, is_piped = self._plan.config.parallelism.fsdp_reshard_after_forward, self._layout.pp > 1
         # The first block with a backward prefetches the one before it, as all blocks do.
         forward_only = part.prefixes[: max(part.backward_from - 1, 0)] if self._has_backward else part.prefixes
+        sizes: dict[int, dict[Parameter, int]] = {}  # equal blocks have one tuple of rows
         for unit in fsdp_units(part, self._shape, layout):
             axis = "efsdp" if unit.has_own_mesh else "shard"
             shards = layout.expert_shards if unit.has_own_mesh else layout.dense_shards
-            held = {row: held_elements(row, self._shape, layout) for row in unit.rows}
+            if id(unit.rows) not in sizes:
+                sizes[id(unit.rows)] = {row: held_elements(row, self._shape, layout) for row in unit.rows}
+            held = sizes[id(unit.rows)]
             in_fp8 = self._gathered_in_fp8(unit)
             frees = not unit.is_root and (policy == "always" or (policy == "default" and not is_piped))
             gathers, reduces = (2 * count if frees and unit.prefix not in forward_only else count), count
@@ -273,6 +277,8 @@ class _Step:
 
     def _gathered_in_fp8(self, unit: FsdpUnit) -> list[Parameter]:
         """The rows of a unit whose weights FSDP2 gathers in FP8, with one scale for all shards."""
+        if not self._in_fp8:
+            return []
         is_prediction = unit.prefix.startswith("mtp.")
         inner = {row: "block." if is_prediction and row.part != "mtp" else "" for row in unit.rows}
         return [row for row in unit.rows if f"{unit.prefix}{inner[row]}{row.name}" in self._in_fp8]
@@ -281,10 +287,10 @@ class _Step:
         """Gradients of parameters that tensor-parallel ranks hold whole are parts of a sum."""
         is_piped = self._layout.pp > 1
         calls = 1 if is_piped else self._micro_batches
-        for row in part.rows(self._shape):
+        for row, count, _ in held_rows([part], self._shape, self._layout):
             if row.tensor_dim is None and not row.is_expert and row.is_trained:
                 size = row.numel(self._shape) * self._reduce  # before torch 2.15 the compute type, but in a pipeline
-                yield _Call("tp", "all_reduce", self._layout.tp, "gradients of whole parameters", calls, size)
+                yield _Call("tp", "all_reduce", self._layout.tp, "gradients of whole parameters", calls * count, size)
 
     def _around_block(self, block: Block, runs: _Runs, is_first: bool) -> Iterator[_Call]:
         """Attention, and a dense network or the shared experts: gather before, reduce-scatter after."""
@@ -376,7 +382,7 @@ class _Step:
         layout = self._layout
         # Squares are summed once for each set of axes that shard a parameter.
         of_experts = (("efsdp", "ep") if layout.ep > 1 else ("efsdp",)) if layout.experts_have_own_mesh else ("shard",)
-        trained = [row for part in parts for row in part.rows(self._shape) if row.is_trained]
+        trained = [each.row for each in held_rows(parts, self._shape, layout) if each.row.is_trained]
         of_others = {True: ("shard",), False: ("shard", "tp") if layout.tp > 1 else ("shard",)}
         sharded_over = dict.fromkeys(
             of_experts if row.is_expert else of_others[row.tensor_dim is None] for row in trained

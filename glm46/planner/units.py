@@ -36,6 +36,18 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:,.2f} µs"
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Seconds and name of the largest unit that a time has at least one of, for whole runs."""
+    units = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"))
+    return next((unit for unit in units if seconds >= unit[0]), (1.0, "s"))
+
+
+def run_time(seconds: float) -> str:
+    """Time of a run: ``59.16 days``, ``3.50 h``, ``12.00 min``, ``0.628 s``."""
+    unit, name = time_unit(seconds)
+    return f"{amount(seconds / unit)} {name}"
+
+
 def flops_text(flops: float) -> str:
     """Floating-point operations of a token: ``197.124 GFLOP``, ``29.011 MFLOP``."""
     unit, name = (1e9, "GFLOP") if flops >= 1e9 or flops == 0 else (1e6, "MFLOP") if flops >= 1e6 else (1e3, "kFLOP")

@@ -4,6 +4,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 
+from glm46.config.faults import counted
 from glm46.preflight.results import FAIL, PASS, SKIP, WARN, Result, Subject, limited, run_program
 
 _SECONDS = 30.0
@@ -56,7 +57,7 @@ def judge_gpus(xml: str, processes: int) -> Iterator[Result]:
             value = ", ".join(f"GPU {number}: {value}" for number, value in bad)
             yield Result(check, verdict, value, limit, remedy)
         elif devices:
-            yield Result(check, PASS, f"{len(devices)} GPUs", limit)
+            yield Result(check, PASS, counted(len(devices), "GPU"), limit)
 
 
 def _number(text: str | None) -> int | None:

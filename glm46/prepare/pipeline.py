@@ -165,12 +165,12 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     if not count:
         why = "; ".join(tally.skipped()) or "all are empty"
         raise UserError(
-            f"{recipe.name}: no documents remain of {len(files)} files; {why}; "
+            f"{recipe.name}: no documents remain of {counted(len(files), 'file')}; {why}; "
             f'correct the files, or change format = "{recipe.format}" or the keys of the recipe that filter documents'
         )
     if not splits["train"].documents:
         raise UserError(
-            f"{recipe.name}: held_out = {recipe.held_out} holds out all {count} documents; "
+            f"{recipe.name}: held_out = {recipe.held_out} holds out {counted(count, 'document')}, which is all; "
             f"{held_out_remedy(count, recipe.held_out)}; or set held_out = 0, and validation.enable = false in its runs"
         )
     counts = {reason: number for table in (tally.bad, tally.filtered) for reason, (number, _) in table.items()}
@@ -238,7 +238,8 @@ def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:
     # Unreadable files of embedded sources are not an error: the user did not choose them.
     if not all(pattern.startswith(BUILTIN) for pattern in recipe.input):
         raise UserError(
-            f"{recipe.name}: {number} documents cannot be read, max_bad = {recipe.max_bad}; fix them, or raise max_bad",
+            f"{recipe.name}: {counted(number, 'document')} cannot be read, max_bad = {recipe.max_bad}; "
+            f"fix them, or raise max_bad",
             *(f"{reason}: {count}, such as {named(places)}" for reason, (count, places) in bad.items()),
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.distributed.collective_errors import on_first_rank
 from glm46.rewards.scorer import Score
 from glm46.rl.advantages import differing_groups
@@ -119,7 +120,8 @@ def draw_rollout(
         asking.tell(
             "dynamic_sampling",
             f"rl.max_rounds = {config.max_rounds}: only {kept} of {config.prompts_per_rollout} groups are worth a step "
-            f"(rl.dynamic_sampling, rl.filter); the rollout of step {step} goes on with {len(samples)} samples",
+            f"(rl.dynamic_sampling, rl.filter); the rollout of step {step} "
+            f"goes on with {counted(len(samples), 'sample')}",
         )
     names = tuple(reward.name for reward in config.rewards)
     arrays, columns = to_arrays(samples, names), _columns(figures, parts, names, tally)

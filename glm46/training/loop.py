@@ -218,7 +218,7 @@ def _end(task: Task, services: Services, progress: Progress) -> int:
     is_finished = progress.tokens >= task.plan.budget_tokens
     stop.has_ended = not is_finished
     if config.checkpoint.last_save_in_hf and is_finished:
-        services.report.message(f"Hugging Face folder: {task.export(progress)}")
+        services.report.message(f"Hugging Face {task.export(progress)}")
     services.report.message(final_report(task, progress, stop, is_finished=is_finished))
     if is_finished:
         return 0

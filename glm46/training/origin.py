@@ -149,12 +149,16 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "
             f"{keys}_in_hf = true for a Hugging Face one"
         )
-    saved = saved_run(path)
-    if keys == "checkpoint.initial_load" and not is_part and saved is not None and saved.adapter is None:
+    saved, is_reference = saved_run(path), keys == "rl.reference.load"
+    if (is_reference or not is_part) and saved is not None and saved.adapter is None:
         theirs, shape = resolve_shape(saved.model), resolve_shape(config.model)
+        if is_reference:  # its prediction layers are not read
+            shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
         found = {name: row.shape(theirs) for name, row in named_rows(theirs).items()}
         if any(found.get(name) != row.shape(shape) for name, row in named_rows(shape).items()):
             changed = differences(SHAPE_KEYS[:-1], config, path.resolve())  # another dtype is converted
+            if is_reference:
+                raise UserError(*(f"{key}: {line}; give weights of the model that is trained" for line in changed))
             raise UserError(*(f"{line}; {INITIAL_REMEDY}" for line in changed))
 
 

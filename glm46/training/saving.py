@@ -7,6 +7,7 @@ from glm46.checkpoint.integrity import complete_steps
 from glm46.checkpoint.manager import CheckpointManager
 from glm46.checkpoint.save import SaveOutcome
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.distributed.collective_errors import on_first_rank
 from glm46.distributed.ranks import CheckpointError
 from glm46.observe.heartbeat import Heartbeat
@@ -80,7 +81,7 @@ class Saver:
             return
         if progress.skipped_in_a_row:
             self._report.message(
-                f"step {progress.step}: not saved, {progress.skipped_in_a_row} steps in a row were skipped"
+                f"step {progress.step}: not saved, skipped {counted(progress.skipped_in_a_row, 'step')} in a row"
             )
         else:
             try:

@@ -185,12 +185,14 @@ def test_a_number_of_a_plan_is_one(option, capsys):
     assert end.value.code == 2 and option.partition("=")[2] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-def test_number_of_processes_is_a_positive_number(text, capsys):
+@pytest.mark.parametrize("text, rule", [
+    ("0", " of at least 1"), ("-1", " of at least 1"), ("two", ", in digits"), ("1.5", ", in digits")
+])  # fmt: skip
+def test_number_of_processes_is_a_positive_number(text, rule, capsys):
     with pytest.raises(SystemExit) as end:
         main(["launch", "--config", DEBUG, f"--nproc={text}"])
     assert end.value.code == 2
-    assert "expected auto, or a number of at least 1" in capsys.readouterr().err
+    assert f"expected auto, or a whole number{rule}" in capsys.readouterr().err
 
 
 def test_verbs_with_their_own_options_are_called(capsys, tmp_path):
@@ -209,14 +211,26 @@ def test_verb_without_a_config_takes_no_overrides(capsys):
         assert f"glm46 {verb}: error: unrecognized arguments: --training.steps=3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [
-    ["inspect", "folder", "--rows", "-1"], ["inspect", "folder", "--seq_len", "0"],
-    ["rl", "inspect", "x", "--samples", "-2"],
+@pytest.mark.parametrize("arguments, reason", [
+    (["inspect", "folder", "--rows", "-1"], "'-1': expected a whole number of at least 0"),
+    (["inspect", "folder", "--seq_len", "0"], "'0': expected a whole number of at least 1"),
+    (["rl", "inspect", "x", "--samples", "-2"], "'-2': expected a whole number of at least 1"),
+    (["inspect", "folder", "--seed", "1.5"], "'1.5': expected a whole number, in digits"),
+    (["evaluate", "--seed", "x"], "'x': expected a whole number, in digits"),
+    (["generate", "--top-k", "1e3"], "'1e3': expected a whole number, in digits"),
+    (["generate", "--max-new-tokens", "ten"], "'ten': expected a whole number, in digits"),
+    (["setup-cluster", "--master-port", "x"], "'x': expected a whole number, in digits"),
+    (["launch", "--max-restarts", "1_0"], "'1_0': expected a whole number, in digits"),
+    (["plan", "--gpus", "1e14"], "'1e14': expected auto, or a whole number, in digits"),
+    (["plan", "--gpus", "1" * 50], "expected auto, or a whole number of at most 1,048,576"),
+    (["plan", "--gpus", "-" + "1" * 50], "expected auto, or a whole number of at least 1"),
+    (["plan", "--price", "inf"], "'inf': expected a finite number greater than 0"),
+    (["plan", "--network", "-1"], "'-1': expected a finite number greater than 0"),
 ])  # fmt: skip
-def test_an_option_out_of_its_range_is_refused(arguments, capsys):
+def test_an_option_out_of_its_range_is_refused(arguments, reason, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    assert end.value.code == 2 and "expected a number" in capsys.readouterr().err
+    assert end.value.code == 2 and reason in capsys.readouterr().err
 
 
 def test_a_mistyped_option_is_not_taken_for_a_key(capsys):

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +29,12 @@ from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.config.presets import resolve_shape
+from glm46.config.rl import Reference
 from glm46.config.run_config import RunConfig
 from glm46.observe.start_times import StartTimes
 from glm46.planner.machine import Gpu, Machine
 from glm46.planner.plan import resolve_plan
+from glm46.training.origin import refuse_origin
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -177,6 +180,33 @@ def test_initial_weights_of_another_shape_are_refused_as_by_ranks(make_config, t
     start()
     start({"initial_load_exclude": ["model.*"]}, **wider)
     start(num_hidden_layers=shape.num_hidden_layers - 1)
+
+
+@pytest.mark.parametrize(("stated", "is_refused"), [
+    ((), False), (("--model.hidden_size=128",), True), (("--model.num_nextn_predict_layers=0",), False),
+    (("--model.hidden_size=128", '--checkpoint.initial_load_exclude=["model.*"]'), True),
+])  # fmt: skip
+def test_a_reference_of_another_shape_is_refused_before_ranks_start(stated, is_refused, tmp_path):
+    """Nothing of it can be excluded; its prediction layers are not read."""
+    recipe = Path(__file__).parents[3] / "train_configs" / "rl_debug.toml"
+    step = tmp_path / "checkpoint" / "step-000003"
+    step.mkdir(parents=True)
+    (step / "meta.json").write_text(json.dumps({"config": dump_config(load_config(recipe))}))
+    config = load_config(recipe, stated)
+    teacher = Reference(load_path=str(step), load_in_hf=False)
+    rl = config.rl.model_copy(update={"reference": teacher})
+    start = config.checkpoint.model_copy(update={"initial_load_path": None})
+    config = config.model_copy(
+        update={
+            "rl": rl,
+            "checkpoint": start,
+            "job": config.job.model_copy(update={"dump_folder": str(tmp_path / "r")}),
+        }
+    )
+    with (
+        pytest.raises(UserError, match="was saved with.*of the model that is trained") if is_refused else nullcontext()
+    ):
+        refuse_origin(config)
 
 
 def test_weights_that_another_config_makes_are_named_with_its_command(make_config, tmp_path):

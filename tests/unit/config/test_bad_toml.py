@@ -1,6 +1,7 @@
 """Every kind of mistake in a TOML file, and the message it earns: where it was written, key, value, rule, remedy."""
 
 import itertools
+import re
 import time
 from pathlib import Path
 
@@ -622,6 +623,26 @@ def test_mistake_earns_its_message(name, tmp_path):
         else:  # key and value in front, then the rest of what the message must hold: the rule and the remedy
             key_and_value, *others = message
             assert fault.startswith(f"run.toml: {key_and_value}") and all(part in fault for part in others), fault
+
+
+_REMEDY = re.compile(r"(?:set|take|use|add) ([a-z_0-9]+(?:\.[a-z_0-9]+)+) = (\"[^\"]*\"|\[[^\]]*\]|[\w.+-]+)")
+"""A remedy that states a key with its value."""
+_OWN_VALUE = re.compile(r"run.toml: ([\w.]+) = .*; take ([\d_.]+|\"[^\"]*\")(?: or .*)?$")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_stated_remedy_is_one(name, tmp_path):
+    """The value that a message states ends its fault and brings no other one."""
+    text = SOUND.replace(*BAD[name][0])
+    faults = faults_of(text, tmp_path)
+    for fault in faults:
+        for key, value in (*_REMEDY.findall(fault), *_OWN_VALUE.findall(fault)):
+            try:
+                load_config(tmp_path / "run.toml", (f"--{key}={value}",))
+            except UserError as error:
+                left = [each.partition(": ")[2] for each in error.faults]
+                others = [each.partition(": ")[2] for each in faults if each is not fault]
+                assert set(left) <= set(others), (fault, key, value, left)
 
 
 def test_all_faults_come_at_once(tmp_path):

@@ -151,7 +151,10 @@ def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, ["rope_scaling.mscale"]),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
-            ["rope_scaling.mscale = 1.0, rope_scaling.mscale_all_dim = 1.0: glm46 computes yarn positions without"],
+            [
+                "rope_scaling.mscale = 1.0, rope_scaling.mscale_all_dim = 1.0: "
+                "glm46 computes yarn positions without these keys"
+            ],
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.7}}, ["attention_factor = 0.7"]),
         ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0}}, ["'llama3'", "'linear' and 'yarn'"]),

@@ -47,8 +47,8 @@ READ = {  # edit of the tensors, words of the one warning
     "all in FP64": (to(torch.float64), None),
     "rotary": (add(**{LAYER + "rotary_emb__inv_freq": 0}), "rotary_emb.inv_freq"),
     "rotary of the model": (add(model__rotary_emb__inv_freq=0), "model.rotary_emb.inv_freq"),
-    "scales of the cache": (add(**{LAYER + "k_scale": 0, LAYER + "v_scale": 0}), "2 tensors are not read"),
-    "scales of a projection": (add(**{LAYER + "k_proj__k_scale": 0, LAYER + "attn__q_scale": 0}), "2 tensors are not"),
+    "scales of the cache": (add(**{LAYER + "k_scale": 0, LAYER + "v_scale": 0}), "not read: 2 tensors"),
+    "scales of a projection": (add(**{LAYER + "k_proj__k_scale": 0, LAYER + "attn__q_scale": 0}), "not read: 2 "),
     "scales of activations": (add(**{LAYER + "q_proj__input_scale": 0}), "q_proj.input_scale"),
     "extra states": (
         lambda t: t.update({"model.layers.1.self_attn.q_proj._extra_state": torch.ones(2)}),
@@ -87,7 +87,7 @@ def test_prediction_layers_that_the_config_does_not_count_are_skipped_with_a_lin
     assert shape.num_nextn_predict_layers == 0
     loaded(tmp_path / "in", shape)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "1 prediction layers that are not counted in its config.json" in line
+    assert "holds 1 prediction layer beyond those of its config.json" in line
 
 
 def test_layers_that_the_config_does_not_count_are_not_taken_for_prediction_layers(tmp_path):

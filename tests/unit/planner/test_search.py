@@ -1,6 +1,7 @@
 """The search of layouts: what it returns fits, obeys the rules, is ranked, and can be typed as it says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from glm46.cli import main
 from glm46.commands import search_layouts as search_command
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
+from glm46.config.parallelism import ActivationCheckpoint
 from glm46.config.run_config import RunConfig
 from glm46.parallelize.pipeline_order import pipeline_order
 from glm46.planner.memory import largest_stage, stage_memory
+from glm46.planner.parameters import Parameter
 from glm46.planner.peaks import Accelerator, accelerator_of
 from glm46.planner.plan import resolve_plan
 from glm46.planner.run_cost import run_cost
@@ -20,6 +23,7 @@ from glm46.planner.target_cluster import TargetCluster
 
 DEBUG = Path(__file__).parents[3] / "train_configs" / "debug.toml"
 GIB = 2**30
+SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86_400}
 
 
 def small_gpu(memory_gib: float) -> Accelerator:
@@ -129,7 +133,8 @@ def test_the_command_prints_whole_numbers(columns, capsys, monkeypatch, tmp_path
         assert [int(cells[place]) for place in (0, 1, 3, 4, 5)] == [
             layout[axis] for axis in ("tp", "pp", "cp", "ep", "dp_shard")
         ]
-        assert cells[6] == each["recomputation"] and float(cells[7]) == pytest.approx(each["days"], rel=0.01)
+        assert cells[6] == each["recomputation"]
+        assert float(cells[7]) == pytest.approx(each["days"] * 86_400 / SECONDS[table[0].split()[7]], rel=0.01)
         assert cells[8] == f"{each['mfu']:.1%}" and each["dollars"] == pytest.approx(each["days"] * 24 * 4 * 2)
         assert float(cells[9]) == pytest.approx(each["memory"] / GIB, rel=0.01)
     assert f"  {' '.join(found['candidates'][0]['options'])}" in lines
@@ -159,3 +164,25 @@ def test_the_schedule_of_the_config_is_tried(schedule):
     found = search_layouts(config, TargetCluster(small_gpu(40), 2), pipeline_order)
     names = {each.plan.config.parallelism.pipeline_parallel_schedule for each in found.best if each.plan.layout.pp > 1}
     assert schedule in names
+
+
+def test_a_search_asks_for_each_size_once(monkeypatch):
+    """Sizes of parameters are counted once for equal layers: a deep model takes no more of them than a flat one."""
+    counts, sizes_of = [], Parameter.shape
+    monkeypatch.setattr(Parameter, "shape", lambda row, shape: counts.append(1) or sizes_of(row, shape))
+    asked = []
+    for layers in (8, 64):
+        counts.clear()
+        config = run(
+            model={"flavor": "debug", "num_hidden_layers": layers, "vocab_size": 8192 + 64 * layers},
+            parallelism={"tensor_parallel_degree": 1},
+            optimizer={"name": "AdamW"},  # Muon plans each matrix
+        )
+        plan = resolve_plan(config, 8)
+        for mode in ("none", "selective", "full"):
+            changed = config.model_copy(update={"activation_checkpoint": ActivationCheckpoint(mode=mode)})
+            memory = largest_stage(stage_memory(replace(plan, config=changed)))
+        run_cost(plan, TargetCluster(small_gpu(80), 8), pipeline_order)
+        asked.append(len(counts))
+        assert memory.total > 0
+    assert asked[1] <= 1.1 * asked[0]

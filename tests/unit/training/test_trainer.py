@@ -522,7 +522,7 @@ def test_a_row_of_skipped_steps_publishes_no_checkpoint(make_config, monkeypatch
     assert train(config) == 0
     assert saved_steps(config) == [2, 6, 7]
     log = (Path(config.job.dump_folder) / "log.txt").read_text()
-    assert "step 4: not saved, 2 steps in a row were skipped" in log
+    assert "step 4: not saved, skipped 2 steps in a row" in log
     # The last state is kept for whoever goes on, and marked.
     folder = Path(config.job.dump_folder) / "checkpoint"
     assert [one.is_good for one in summarise(folder, read_contents=False)] == [True, True, False]
