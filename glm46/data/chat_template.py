@@ -88,7 +88,11 @@ CHAT_TEMPLATE = (
 {%- if no_thinking and not text(message.content).endswith('/nothink') -%}/nothink{%- endif -%}
 {%- elif message.role == 'tool' -%}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}<|observation|>{%- endif -%}
-{{ '\n<tool_response>\n' + text(message.content) + '\n</tool_response>' }}
+{%- set given = message.content -%}
+{%- set is_list = given is iterable and given is not string and given is not mapping and given -%}
+{%- for one in (given if is_list and given[0].type is not defined else [given]) -%}
+{{ '\n<tool_response>\n' + text(one.output if one.output is defined else one) + '\n</tool_response>' }}
+{%- endfor -%}
 {%- elif message.role == 'assistant' -%}
 {%- set content = text(message.content) -%}
 {%- set thought = message.reasoning_content -%}

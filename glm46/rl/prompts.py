@@ -179,13 +179,13 @@ def _prompt(row: Any, keys: Prompts, tokenizer: Tokenizer, *, needs_label: bool)
     if not isinstance(found, str | list) or not found:
         raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key) is neither a text nor a list of messages")
     try:
-        messages = parse_prompt(found)
-    except BadConversation as error:
-        raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
-    try:
         tools = parse_tools(_at(row, keys.tools_key))
     except BadConversation as error:
         raise ValueError(f"'{keys.tools_key}' (rl.prompts.tools_key): {error}") from error
+    try:
+        messages = parse_prompt(found, tools)
+    except BadConversation as error:
+        raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
     tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking)
     return Prompt(tokens, messages[-1].content, label)
 
