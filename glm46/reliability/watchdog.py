@@ -153,10 +153,8 @@ class Watchdog:
             except OSError as error:
                 # The report says what was deleted above; an empty file is no loss.
                 if not (isinstance(error, FileNotFoundError) and (self._folder.exists() or self._above.is_another())):
-                    print(
-                        f"{self._stacks_path}: {error.strerror}: the folder was changed while the run used it",
-                        file=sys.stderr,
-                    )
+                    changed = "the folder was changed while the run used it"
+                    print(f"{self._stacks_path}: {error.strerror}: {changed}", file=sys.stderr)
             self._above.close()
             with contextlib.suppress(OSError):  # not empty, or removed by another rank
                 self._folder.rmdir()
