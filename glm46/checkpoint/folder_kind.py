@@ -118,7 +118,7 @@ _TAKERS = {
 
 
 def _base_of(path: Path) -> str:
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
         base = json.loads((path / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
         return f", of the base {base}" if base else ""
     return ""

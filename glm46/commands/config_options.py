@@ -1,11 +1,17 @@
 """The options of verbs that read a config: the file, and overrides of its keys."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from glm46.commands.options import VERBS, VerbParser, verb_parser
+from glm46.config.hub_ids import hub_keys
+from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
+
+_IN_CACHE = re.compile(r"--[^=]+=.*/(?:models|datasets)--[^/]+/snapshots/")
+"""An override with a place in the cache of the hub, as `fetched_overrides` makes them."""
 
 
 def config_parser(verb: str) -> VerbParser:
@@ -78,6 +84,23 @@ def fetched_overrides(config: RunConfig) -> list[str]:
     from glm46.huggingface.hub import fetched_keys
 
     return [f"--{key}={place}" for key, place in fetched_keys(config).items()]
+
+
+def load_fetched(path: Path, overrides: Sequence[str], *, world_size: int | None) -> RunConfig:
+    """A config with local folders and files in place of its ids of the hub, which `RunConfig.ids` keeps. What the
+    launcher of several ranks has fetched, its overrides put into the places of the cache."""
+    stated = config = load_config(path, overrides, world_size=world_size)
+    fetched, of_launcher = fetched_overrides(config), [word for word in overrides if _IN_CACHE.match(word)]
+    if fetched:
+        config = load_config(path, [*overrides, *fetched], world_size=world_size)
+    elif of_launcher:
+        stated = load_config(path, [word for word in overrides if word not in of_launcher], world_size=world_size)
+    places = dict(word[2:].split("=", 1) for word in (*of_launcher, *fetched))
+    # A folder of another repository was stated in place of the id.
+    return config.with_ids({
+        found.key: found.value for found in hub_keys(stated)
+        if fetched or f"--{found.repository.replace('/', '--')}/" in places.get(found.key, "")
+    })  # fmt: skip
 
 
 def task_module(config: RunConfig) -> str:

@@ -28,6 +28,7 @@ from glm46.files.local_disk import space_fault
 from glm46.files.progress import bytes_progress
 from glm46.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.huggingface.export_weights import ExportOptions, export_weights
+from glm46.huggingface.hub import local_tokenizer
 from glm46.huggingface.import_weights import FolderReader, find_tensors, stored_shape
 from glm46.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.huggingface.names import HFNames, raise_if
@@ -72,6 +73,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
     tokenizer = config["model"].get("tokenizer_path", "builtin")
+    tokenizer = tokenizer if arguments.tokenizer else local_tokenizer(tokenizer)
     code = _export(arguments, tensors, shape, raw, tokenizer, tensors.meta.get(TOKENIZER_KEY), temperature)
     for line in capacity_lines(moe_of_meta(tensors.meta), "what reads this folder"):
         _report(line)

@@ -11,7 +11,7 @@ from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import read_table
 from glm46.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.huggingface.hub import fetch_options
+from glm46.huggingface.hub import fetch_options, local_tokenizer
 
 _COLUMNS = ("logprob", "old", "reference", "ratio", "advantage", "value", "weight")
 
@@ -105,7 +105,7 @@ def _tokenizer_of(folder: Path, stated: str | None) -> Tokenizer:
     if stated is None and not file.is_file():
         raise UserError(f"{file}: missing, so the tokenizer of the run is not known; give it as --tokenizer")
     try:
-        return load_tokenizer(stated or read_table(file)["model"]["tokenizer_path"])
+        return load_tokenizer(stated or local_tokenizer(read_table(file)["model"]["tokenizer_path"]))
     except UserError as error:
         raise UserError(
             *(f"{fault}; give the tokenizer of the run as --tokenizer" for fault in error.faults)

@@ -4,12 +4,11 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from glm46.commands.config_options import config_parser, fetched_overrides, parse_with_overrides, task_module
+from glm46.commands.config_options import config_parser, load_fetched, parse_with_overrides, task_module
 from glm46.commands.metrics import exporting
 from glm46.config.ablation import require_one_run
 from glm46.config.command_line import Start, module_command
 from glm46.config.errors import UserError
-from glm46.config.loader import load_config
 from glm46.distributed.environment import launched_rank, launched_world_size, ranks_of_another_launcher
 from glm46.planner.plan import resolve_plan
 from glm46.reliability.stop import StopRequest
@@ -32,10 +31,8 @@ def train_command(argv: Sequence[str]) -> int:
             f"unset {' '.join(others)} to train in one process"
         )
     stop = StopRequest()
-    config = load_config(arguments.config, overrides, world_size=launched_world_size() or 1)
+    config = load_fetched(arguments.config, overrides, world_size=launched_world_size() or 1)
     require_one_run(config.ablation, arguments.config, module_command())
-    if fetched := fetched_overrides(config):
-        config = load_config(arguments.config, [*overrides, *fetched], world_size=launched_world_size() or 1)
     # Torch takes seconds to import: only after the config has passed.
     train = import_module(task_module(config)).train
     is_exporter = launched_rank() == 0 and not arguments.exported

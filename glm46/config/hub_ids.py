@@ -15,6 +15,11 @@ class HubKey(NamedTuple):
     mark: OnHub
     value: str
 
+    @property
+    def repository(self) -> str:
+        """Owner and name."""
+        return self.mark.parse(self.value).repository
+
 
 def hub_keys(section: Section, prefix: tuple[str | int, ...] = ()) -> Iterator[HubKey]:
     """The keys of a section and its tables that take ids and have one."""

@@ -1,10 +1,11 @@
 """The whole configuration of a run: one TOML table per field. Defines the sections [job] and [inference]."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
 from glm46.config.ablation import Ablation
 from glm46.config.adapter import Adapter
@@ -15,6 +16,7 @@ from glm46.config.float8 import Float8
 from glm46.config.model import Model
 from glm46.config.moe import MTP, MoE
 from glm46.config.optimizer import LRScheduler, Optimizer
+from glm46.config.overrides import key_parts
 from glm46.config.parallelism import ActivationCheckpoint, Comm, Compile, FaultTolerance, Parallelism
 from glm46.config.profiling import Profiling
 from glm46.config.rl import RL
@@ -78,6 +80,7 @@ class RunConfig(Section):
     rollout: Rollout | None = None
     adapter: Adapter | None = None
     ablation: Ablation | None = None
+    _ids: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def preference(self) -> Preference | None:
@@ -87,6 +90,29 @@ class RunConfig(Section):
     def is_reference_in_policy(self) -> bool:
         """Whether the reference of [rl], if it needs one, is the policy without its adapters."""
         return self.adapter is not None and (self.rl is None or self.rl.reference is None)
+
+    @property
+    def ids(self) -> Mapping[str, str]:
+        """Ids of the hub, by the dotted keys that hold the local folders or files of them."""
+        return self._ids
+
+    def with_ids(self, ids: Mapping[str, str]) -> "RunConfig":
+        """A copy that knows of which ids its folders are. Dumps of it have the ids, which each machine can fetch."""
+        copy = self.model_copy()
+        copy._ids = dict(ids)
+        return copy
+
+    @model_serializer(mode="wrap")
+    def _dump_ids(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        table = dump(self)
+        for key, stated in self._ids.items():
+            *outer, name = key_parts(key)
+            place = table
+            for part in outer:
+                place = place.get(part, {}) if isinstance(place, dict) else place[part]
+            if name in place:
+                place[name] = stated
+        return table
 
     @property
     def keeps_its_start(self) -> bool:

@@ -15,6 +15,7 @@ from glm46.config.errors import UserError
 from glm46.data.chat import TOOLS_HEAD, TOOLS_TAIL, chat_prompt, raise_for_markers
 from glm46.data.conversation import Message, ToolCall
 from glm46.data.tokenizer import Tokenizer, tokenizer_file
+from glm46.files.file_content import read_json_object
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 
@@ -87,7 +88,11 @@ CHAT_TEMPLATE = (
 {%- if no_thinking and not text(message.content).endswith('/nothink') -%}/nothink{%- endif -%}
 {%- elif message.role == 'tool' -%}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}<|observation|>{%- endif -%}
-{{ '\n<tool_response>\n' + text(message.content) + '\n</tool_response>' }}
+{%- set given = message.content -%}
+{%- set is_list = given is iterable and given is not string and given is not mapping and given -%}
+{%- for one in (given if is_list and given[0].type is not defined else [given]) -%}
+{{ '\n<tool_response>\n' + text(one.output if one.output is defined else one) + '\n</tool_response>' }}
+{%- endfor -%}
 {%- elif message.role == 'assistant' -%}
 {%- set content = text(message.content) -%}
 {%- set thought = message.reasoning_content -%}
@@ -186,12 +191,11 @@ def template_beside(file: Path) -> tuple[Path, str] | None:
         return beside, beside.read_text(encoding="utf-8")
     if not config.is_file():
         return None
-    try:
-        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{config}: damaged ({type(error).__name__}: {error}); copy it anew") from error
+    template = read_json_object(config, "copy it anew").get("chat_template")
+    if isinstance(template, list) and all(isinstance(one, dict) for one in template):  # several, with names
+        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+    if not isinstance(template, str | None):
+        raise UserError(f"{config}: damaged (chat_template = {str(template):.40} is no text); copy it anew")
     return None if template is None else (config, template)
 
 

@@ -118,23 +118,27 @@ def parse_conversation(record: object, format: str) -> Conversation:
     return Conversation(tuple(messages[:end]), tools, len(messages) - end)
 
 
-def parse_prompt(value: object) -> tuple[Message, ...]:
+def parse_prompt(value: object, tools: Sequence[Mapping] = ()) -> tuple[Message, ...]:
     """Read what an assistant is asked to answer: a text of the user, or a list of messages as in ``messages``.
 
+    Args:
+        tools: as `parse_tools` gives them.
+
     Raises:
-        BadConversation: it is neither, or the last message is neither the user's nor a tool's.
+        BadConversation: it is neither, or no answer may follow: `parse_conversation` refuses the same with one.
     """
     messages = _joined([{"role": "user", "content": value}] if isinstance(value, str) else _list(value))
-    if messages[-1].role not in ("user", "tool"):
-        raise BadConversation("the last message is neither the user's nor a tool's", messages[-1].role)
-    _raise_for_order(messages)
+    if messages[-1].role == "assistant":
+        raise BadConversation("the last message is neither the user's nor a tool's", "assistant")
+    _raise_for_order([*messages, Message("assistant")])
+    _raise_for_bare_calls(messages, tools)
     return tuple(messages)
 
 
 def _joined(rows: Sequence[object]) -> list[Message]:
     """The messages of rows. LLaMA-Factory and ms-swift write each call as a message of its own: it joins the turn."""
     messages: list[Message] = []
-    for index, row in enumerate(rows):
+    for index, row in ((number, result) for number, given in enumerate(rows) for result in _results(given)):
         message = _message(row, index)
         if message.role == "call" and messages and messages[-1].role == "assistant":
             turn = messages.pop()
@@ -145,6 +149,17 @@ def _joined(rows: Sequence[object]) -> list[Message]:
             message = replace(message, role="assistant")
         messages.append(message)
     return messages
+
+
+def _results(row: object) -> list:
+    """A row; of a tool message with a list of results, as GLM's template takes them, a row for each result. A list of
+    parts with a type is one text."""
+    name = row.get("role") if isinstance(row, Mapping) else None
+    content = row.get("content") if isinstance(name, str) and ROLES.get(name) == "tool" else None
+    if not isinstance(content, list) or not content:
+        return [row]
+    results = [one["output"] if isinstance(one, Mapping) and "output" in one else one for one in content]
+    return [{**row, "content": one} for one in results] if all(isinstance(one, str) for one in results) else [row]
 
 
 def split_thinking(content: str) -> tuple[str, str]:

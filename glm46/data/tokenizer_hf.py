@@ -6,11 +6,11 @@ listed pair. This holds for tokenizers converted from tiktoken (GLM, Qwen) and f
 ids of the special tokens are.
 """
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from glm46.config.errors import UserError
+from glm46.files.file_content import read_json_object
 
 # GLM-4, 4.5 and 4.6 (and Llama 3). Source: tokenization_chatglm.py of GLM-4-9B.
 GLM_PATTERN = (
@@ -47,8 +47,8 @@ def read_tokenizer_json(file: Path) -> TokenizerJson:
     Raises:
         UserError: the file is damaged, or tiktoken would not give the same ids for every text.
     """
+    content = read_json_object(file, "copy it anew")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
         return _read(content)
     except _NotRepresentable as error:
         raise UserError(f"{file}: cannot be used exactly: {error}") from error

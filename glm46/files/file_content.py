@@ -1,6 +1,10 @@
 """What a file is that a reader of weights or JSON cannot read: the reason and the remedy in place of "damaged"."""
 
+import json
 from pathlib import Path
+from typing import Any
+
+from glm46.config.errors import UserError
 
 _HEADS: tuple[tuple[tuple[bytes, ...], str], ...] = (
     (
@@ -23,6 +27,27 @@ _HEADS: tuple[tuple[tuple[bytes, ...], str], ...] = (
     ((b"pk\x03\x04",), "is a zip archive, as torch.save writes; convert it to safetensors"),
     ((b"\x80\x02", b"\x80\x04", b"\x80\x05"), "is a pickle, which can run any code; convert it to safetensors"),
 )
+
+
+def read_json_object(file: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object that a file of another program holds.
+
+    Args:
+        remedy: what to do if it is missing or damaged.
+
+    Raises:
+        UserError: with one line, that the file cannot be read, is not JSON, or holds another value.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; {remedy}") from None
+    except (ValueError, RecursionError, OSError) as error:
+        fault = known_fault(file, error) or f"damaged ({type(error).__name__}: {error}); {remedy}"
+        raise UserError(f"{file}: {fault}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: damaged (holds {json.dumps(content):.40}, not a JSON object); {remedy}")
+    return content
 
 
 def known_fault(path: Path, error: Exception | None = None, allowed: bytes | tuple[bytes, ...] = ()) -> str | None:

@@ -3,13 +3,13 @@
 Readers of PEFT folders do not know the file and leave it alone.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.distributed.ranks import Ranks
 from glm46.files.durable import hash_file
+from glm46.files.file_content import read_json_object
 from glm46.huggingface.names import listed
 
 BASE_FILES = "base_files.json"
@@ -50,10 +50,7 @@ def read_base_files(adapter: Path) -> dict[str, str]:
     file = adapter / BASE_FILES
     if not file.is_file():
         return {}
-    try:
-        return {name: hash for name, hash in json.loads(file.read_text(encoding="utf-8")).items()}
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{file}: damaged ({error}); export the adapter again") from error
+    return read_json_object(file, "export the adapter again")
 
 
 def refuse_other_base(saved: Mapping[str, str], found: Mapping[str, str], base: Path, adapter: Path) -> None:

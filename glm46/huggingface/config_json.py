@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape, RopeScaling
-from glm46.files.file_content import known_fault
+from glm46.files.file_content import read_json_object
 
 CONFIG = "config.json"
 
@@ -53,16 +53,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
         require_kind(folder, Kind.HUGGING_FACE)
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file; download it too: it has the shape of the model") from None
-    except (ValueError, OSError) as error:
-        fault = known_fault(file, error) or f"cannot be read as JSON ({error}); download it again"
-        raise UserError(f"{file}: {fault}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{file}: holds {type(raw).__name__}, not a JSON object")
-    return raw
+    return read_json_object(file, "download it: it has the shape of the model")
 
 
 def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
@@ -117,6 +108,19 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         raise UserError(*(f"{file}: {key} = {row['input']!r}: {row['msg']}" for key, row in rows)) from error
 
 
+def stated_ids(config: Mapping[str, Any], file: Path | str) -> list[int]:
+    """The ids of ``eos_token_id`` in a file, which is one id or a list of them.
+
+    Raises:
+        UserError: it is something else.
+    """
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(one) is not int for one in ids):
+        raise UserError(f"{file}: eos_token_id = {value!r}: must be an id or a list of ids; correct it or copy it anew")
+    return ids
+
+
 def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list[int], dtype: str) -> dict[str, Any]:
     """The ``config.json`` of a model.
 
@@ -144,7 +148,8 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
         for name in ModelShape.model_fields:
             if name not in _OURS_ONLY and getattr(known, name) != getattr(shape, name):
                 _put(config, name, shape)
-        if _is_of_another_tokenizer(raw.get("eos_token_id"), eos_ids):
+        stated = stated_ids(raw, CONFIG)
+        if stated and eos_ids and set(eos_ids).isdisjoint(stated):  # of another tokenizer; a file may list only some
             config |= _stops(eos_ids)
     config.pop("quantization_config", None)  # describes the imported weights, not the exported ones
     # Keep the file's spelling; a new file gets the one that all versions of transformers read.
@@ -163,12 +168,6 @@ def _new(shape: ModelShape, eos_ids: list[int]) -> dict[str, Any]:
 
 def _stops(eos_ids: list[int]) -> dict[str, Any]:
     return {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
-
-
-def _is_of_another_tokenizer(known: int | list[int] | None, eos_ids: list[int]) -> bool:
-    """Whether the ids of a file end no text of the tokenizer with these ids. A file may list only some, or more."""
-    known = known if isinstance(known, list) else [known]
-    return known != [None] and bool(eos_ids) and set(eos_ids).isdisjoint(known)
 
 
 def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:

@@ -102,9 +102,16 @@ def local_path(stated: Path | str, mark: OnHub, option: str) -> Path:
     return place
 
 
+def local_tokenizer(path: str) -> str:
+    """The tokenizer path of a checkpoint, of which an id is fetched."""
+    return str(local_path(path, TOKENIZER, "model.tokenizer_path =")) if is_hub_address(path) else path
+
+
 def repository_of(folder: str) -> tuple[str, str | None]:
-    """The name of a repository and its commit, if this is its folder in huggingface_hub's cache; else the folder and
-    None. What is published names a base so: the cache is of one user on one machine."""
+    """The name of a repository and its revision, if this is an id, or its folder in huggingface_hub's cache; else the
+    folder and None. What is published names a base so: the cache is of one user on one machine."""
+    if is_hub_address(folder) and (stated := MODEL.parse(folder)):
+        return stated.repository, stated.revision
     found = _IN_CACHE.fullmatch(folder)
     return (f"{found['owner']}/{found['name']}", found["commit"]) if found else (folder, None)
 

@@ -5,7 +5,6 @@ A rank reads only the bytes that it keeps. Nothing is converted on disk, and a t
 that holds it whole. All tensors of the folder are checked by name, shape and type before a weight is read.
 """
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +25,7 @@ from glm46.config.model import ModelShape
 from glm46.distributed.collective_errors import catch_user_error
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
-from glm46.files.file_content import known_fault
+from glm46.files.file_content import read_json_object
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, read_records
 from glm46.huggingface.boxes import Overlap, intervals_of, overlaps
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
@@ -129,13 +128,11 @@ def _is_extra(name: str) -> bool:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        plain = all(isinstance(file, str) and Path(file).name == file for file in listed.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        damaged = f"damaged ({type(error).__name__}: {error}); copy it again, or remove it: the files alone are read"
-        raise UserError(f"{index}: {known_fault(index, error) or damaged}") from error
-    if not plain:
+    remedy = "copy it again, or remove it: the files alone are read"
+    listed = read_json_object(index, remedy).get("weight_map")
+    if not isinstance(listed, dict):
+        raise UserError(f"{index}: damaged (weight_map = {listed!r:.40}); {remedy}")
+    if not all(isinstance(file, str) and Path(file).name == file for file in listed.values()):
         raise UserError(f"{index}: names files outside its folder")
     return listed
 

@@ -1,6 +1,5 @@
 """``adapter_config.json`` of a PEFT folder: what is adapted is in the file of tensors, here are rank and scale."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
@@ -9,7 +8,7 @@ from typing import Any
 
 from glm46.checkpoint.folder_kind import Kind, require_kind
 from glm46.config.errors import UserError
-from glm46.files.file_content import known_fault
+from glm46.files.file_content import read_json_object
 
 CONFIG = "adapter_config.json"
 
@@ -43,8 +42,8 @@ class PeftConfig:
         file = folder / CONFIG
         if not file.is_file():
             require_kind(folder, Kind.PEFT)
+        raw = read_json_object(file, "save the adapter again")
         try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
             faults = [
                 f"{file}: {key} = {raw[key]!r} is not supported; expected {' or '.join(map(repr, plain)) or 'none'}"
                 for key, plain in _PLAIN.items()
@@ -55,13 +54,12 @@ class PeftConfig:
                 float(raw["lora_alpha"]),
                 bool(raw.get("use_rslora")),
                 bool(raw.get("use_dora")),
-                dict(raw.get("rank_pattern") or {}),
-                dict(raw.get("alpha_pattern") or {}),
+                {key: int(rank) for key, rank in dict(raw.get("rank_pattern") or {}).items()},
+                {key: float(alpha) for key, alpha in dict(raw.get("alpha_pattern") or {}).items()},
             )
             [re.compile(key) for key in (*config.rank_pattern, *config.alpha_pattern)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
-            fault = known_fault(file, error) or f"damaged ({type(error).__name__}: {error}); save the adapter again"
-            raise UserError(f"{file}: {fault}") from error
+        except (ValueError, KeyError, TypeError, OverflowError, re.error) as error:
+            raise UserError(f"{file}: damaged ({type(error).__name__}: {error}); save the adapter again") from error
         ranks = [config.rank, *config.rank_pattern.values()]
         alphas = [config.alpha, *config.alpha_pattern.values()]
         if any(rank < 1 for rank in ranks) or not all(isfinite(alpha) for alpha in alphas):

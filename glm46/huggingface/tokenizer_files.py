@@ -8,6 +8,8 @@ from glm46.data.chat import missing_markers
 from glm46.data.chat_template import CHAT_TEMPLATE, TEMPLATE_FILE
 from glm46.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_file
 from glm46.data.tokenizer_hf import byte_characters, parts_below
+from glm46.files.file_content import read_json_object
+from glm46.huggingface.config_json import stated_ids
 
 _STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 """GLM has no end-of-turn token: the token of the next role ends a turn."""
@@ -56,12 +58,8 @@ def _generation_config(file: Path | None, tokenizer: Tokenizer) -> bytes:
     ids = stop_ids(tokenizer)
     config = {"_from_model_config": True, "eos_token_id": ids, "pad_token_id": ids[0]}
     if file is not None:
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-            stated = config.get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file}: damaged ({type(error).__name__}: {error}); copy it anew, or remove it") from error
-        stated = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        config = read_json_object(file, "copy it anew, or remove it")
+        stated = stated_ids(config, file)
         if set(ids) <= set(stated):
             return file.read_bytes()
         config["eos_token_id"] = list(dict.fromkeys([*stated, *ids]))

@@ -15,6 +15,7 @@ from glm46.config.model import ModelShape
 from glm46.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
 from glm46.distributed.local_tensor import global_indices, local_tensor
 from glm46.distributed.ranks import Ranks
+from glm46.huggingface.hub import local_tokenizer
 from glm46.huggingface.import_weights import FolderReader, stored_shape
 from glm46.huggingface.names import raise_if
 from glm46.inference.model_mesh import ModelMesh
@@ -69,6 +70,7 @@ def load_on_mesh(
         return mesh.part_of_model(held, dtype).to_empty(device=device), mesh
 
     model, mesh, known, fingerprint = load(folder, empty)
+    known = known if tokenizer else local_tokenizer(known)
     found = tokenizer_of_checkpoint(known, stated=tokenizer, fingerprint=fingerprint, vocab_size=model.shape.vocab_size)
     return Loaded(model, found, mesh)
 

@@ -14,6 +14,7 @@ from glm46.config.model import ModelShape
 from glm46.config.rules_model import unaligned_experts
 from glm46.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
 from glm46.huggingface.config_json import CONFIG, read_config, shape_of
+from glm46.huggingface.hub import local_tokenizer
 from glm46.planner.function import function_of_meta
 
 
@@ -29,7 +30,10 @@ class StoredModel(NamedTuple):
     def tokenizer(self, stated: str | None) -> Tokenizer:
         """The tokenizer of the model, or the one that the user states; see `tokenizer_of_checkpoint`."""
         return tokenizer_of_checkpoint(
-            self.tokenizer_path, stated=stated, fingerprint=self.fingerprint, vocab_size=self.shape.vocab_size
+            self.tokenizer_path if stated else local_tokenizer(self.tokenizer_path),
+            stated=stated,
+            fingerprint=self.fingerprint,
+            vocab_size=self.shape.vocab_size,
         )
 
 

@@ -123,6 +123,12 @@ class Heartbeat:
         """No further step follows."""
         self._enter("stop")
 
+    def folder_is_new(self) -> None:
+        """The folder was deleted or renamed, and made again: the next beats are written to the new one."""
+        if self._file is not None:
+            self._writes.make(lambda: self._open_again(self._file, os.O_CREAT))
+            self._write()
+
     def close(self) -> None:
         """Close the file, which stays. Idempotent."""
         if self._file is not None:
@@ -152,6 +158,9 @@ class Heartbeat:
             create = os.O_CREAT
         except OSError:
             pass  # a descriptor stays broken when its disk returns
+        self._open_again(file, create)
+
+    def _open_again(self, file: int, create: int) -> None:
         with contextlib.suppress(OSError):
             again = os.open(self._path, os.O_WRONLY | create, 0o644)
             os.dup2(again, file, inheritable=False)

@@ -23,6 +23,43 @@ def is_deleted(descriptor: int) -> bool:
     return os.fstat(descriptor).st_nlink == 0
 
 
+class WatchedFolder:
+    """A folder of which it is known when it was deleted, or renamed within its parent. The descriptor stays open."""
+
+    def __init__(self, path: Path):
+        self._path, self._parent = path, path.parent.stat()
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def is_away(self) -> bool:
+        """Whether it was deleted or renamed. A missing name alone may mean a disk that is not mounted.
+
+        Raises:
+            OSError: the disk does not say.
+        """
+        if is_deleted(self._descriptor):
+            return True
+        try:
+            return not self._path.exists() and os.path.samestat(self._path.parent.stat(), self._parent)
+        except FileNotFoundError:  # with its parent
+            return False
+
+    def is_another(self) -> bool:
+        """Whether the path now leads to another folder than the watched one."""
+        return self._path.exists() and not os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+
+    def make_again(self) -> None:
+        """Make the folder, and watch this one."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        again = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        os.dup2(again, self._descriptor, inheritable=False)
+        os.close(again)
+        self._parent = self._path.parent.stat()
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+
 class LineFile:
     """File that appends complete lines, unbuffered. A line that a full disk takes only in part is truncated again.
 
@@ -36,12 +73,16 @@ class LineFile:
 
     def __init__(self, path: Path):
         self._path, self._file = path, path.open("ab", buffering=0)
-        self._folder = path.parent.stat()
+        self.folder_is_new()
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
 
     @property
     def closed(self) -> bool:
         return self._file.closed
+
+    def folder_is_new(self) -> None:
+        """The folder that is there now is that of the file: a file that it lacks is created by the next write."""
+        self._folder = self._path.parent.stat()
 
     def write(self, lines: str) -> bool:
         """Append text that consists of complete lines.
@@ -54,7 +95,7 @@ class LineFile:
         is_away = not is_doubtful and self._is_away()
         if is_away:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._folder = self._path.parent.stat()
+            self.folder_is_new()
         if is_doubtful or is_away:
             again = os.open(self._path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if is_away else 0), 0o644)
             os.dup2(again, self._file.fileno(), inheritable=False)
@@ -104,6 +145,10 @@ class History:
         elif path.exists():
             _cut(path, resumed_step)
         self._file = LineFile(path)
+
+    def folder_is_new(self) -> None:
+        """See `LineFile.folder_is_new`."""
+        self._file.folder_is_new()
 
     def write(self, row: Mapping[str, object]) -> bool:
         """Append a row; see `LineFile.write`. Other processes can read it immediately."""

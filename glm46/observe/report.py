@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from glm46.observe.console import ConsoleView, train_line, validation_line
-from glm46.observe.history import ROWS_FILE, History, LineFile, is_deleted, keep_aside
+from glm46.observe.history import ROWS_FILE, History, LineFile, WatchedFolder, is_deleted, keep_aside
 from glm46.observe.metrics import find_metric, plain_row
 from glm46.observe.tracker import Tracker
 from glm46.observe.writes import Writes
@@ -44,7 +44,8 @@ class Report:
                 None for a new run: files of an earlier run are renamed.
             console: None for standard output.
             tracker: takes the rows too, and is closed with the report.
-            on_deleted: called once `dump_folder` or a file of it was deleted and made again; returns more to say of it.
+            on_deleted: called once `dump_folder` or a file of it was deleted or renamed, and made again; returns more
+                to say of it.
         """
         self._is_main = is_main
         self._total_tokens = total_tokens
@@ -58,7 +59,7 @@ class Report:
         self._log = LineFile(dump_folder / "log.txt")
         self._console = console or ConsoleView(total_tokens)
         self._tracker, self._on_deleted = tracker, on_deleted
-        self._watched, self._expected = os.open(dump_folder, os.O_RDONLY | os.O_DIRECTORY), set[Path]()
+        self._watched, self._expected = WatchedFolder(dump_folder), set[Path]()
         self._tensorboard = _TensorBoard(tensorboard_folder, resumed_step) if tensorboard_folder else None
 
     def train(self, row: Mapping[str, int | float]) -> None:
@@ -116,7 +117,7 @@ class Report:
                 self._console.line(f"{self._folder}: storage does not answer, so the last rows are not written there")
             if self._tracker is not None:
                 self._tracker.close()
-            os.close(self._watched)
+            self._watched.close()
             for file in (self._history, self._tensorboard, self._log) if has_written else ():
                 with suppress(OSError):  # `_keep` has reported it
                     if file is not None:
@@ -151,7 +152,7 @@ class Report:
 
     def _try_to_write(self, path: Path, write: Callable[[], bool | None]) -> None:
         try:
-            if is_deleted(self._watched):
+            if self._watched.is_away():
                 self._make_again()
             is_new = write()
         except OSError as error:
@@ -169,15 +170,15 @@ class Report:
             self._expected.discard(path)
 
     def _make_again(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        again = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        os.dup2(again, self._watched, inheritable=False)
-        os.close(again)
-        of_tensorboard = {self._tensorboard.folder} if self._tensorboard is not None else set()
-        self._expected |= {self._folder / ROWS_FILE, self._folder / "log.txt"} | of_tensorboard
+        self._watched.make_again()
+        self._history.folder_is_new()
+        self._log.folder_is_new()
+        if self._tensorboard is not None and self._tensorboard.folder.is_relative_to(self._folder):
+            self._tensorboard.forget()
+        self._expected |= {self._folder / ROWS_FILE, self._folder / "log.txt"}
         self._console.line(
-            f"{self._folder}: was deleted during the run; it is made again, and training goes on: rows, messages and "
-            f"checkpoints begin at the next one{self._on_deleted()}"
+            f"{self._folder}: was deleted or renamed during the run; it is made again, and training goes on: rows, "
+            f"messages and checkpoints begin at the next one{self._on_deleted()}"
         )
 
 
@@ -222,9 +223,17 @@ class _TensorBoard:
                 return False
             if not is_there or any(path.glob("events.*")):
                 return False
+        self._forget(kind)
+        return True
+
+    def forget(self) -> None:
+        """Begin again in new folders: those that are written were deleted or renamed."""
+        for kind in [*self._writers]:
+            self._forget(kind)
+
+    def _forget(self, kind: Kind) -> None:
         os.close(self._descriptors.pop(kind))
         self._writers.pop(kind).close()
-        return True
 
     def write(self, kind: Kind, row: Mapping[str, int | float | None], unix_seconds: float) -> bool:
         """Returns whether the event file was created again."""

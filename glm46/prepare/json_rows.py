@@ -10,7 +10,8 @@ _READ_CHARACTERS = 1 << 20
 MAX_ROW_CHARACTERS = 1 << 26
 """Longest row of an array or over several lines, which bounds the memory for a file that is not JSON."""
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE = re.compile(r"[ \t\r\n\x1e]*")
+"""White space of JSON, and the character that RFC 7464 puts before each row."""
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -58,9 +59,17 @@ class JsonText:
                 self._start, self._at = self._at, end
                 return value
 
-    def ended_on_its_line(self) -> bool:
-        """Whether the last value has no line end inside."""
-        return self._text.find("\n", self._start, self._at) < 0
+    def fills_its_line(self) -> bool:
+        """Whether the last value has no line end inside, and no other row follows on its line."""
+        if "\n" in self._text[self._start : self._at]:
+            return False
+        while True:
+            end = _SPACE.match(self._text, self._at).end()
+            space, self._at = self._text[self._at : end], end
+            if "\n" in space:
+                return True
+            if end < len(self._text) or not self._fill():
+                return self._text[self._at : self._at + 1] not in ("{", "[")
 
     def rows(self) -> Iterator[Any]:
         """All values; those of arrays instead of the arrays.

@@ -4,16 +4,18 @@ Formats: rows of JSON, one per line, in an array or over several lines; Parquet;
 compressed.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
-from json import dumps, loads
+from json import loads
 from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.data.parquet_rows import parquet_rows
 from glm46.prepare.archives import HEAD_BYTES, format_of, is_compressed, opened, refuse_other_format, suffix_in
+from glm46.prepare.json_faults import refuse_object_of_rows, refuse_other_encoding, refuse_rows
 from glm46.prepare.json_rows import JsonText
 from glm46.prepare.rows import EMPTY, BadDocument, Document, Fields, read_row
 
@@ -48,9 +50,11 @@ def parts_of(files: Sequence[Path], fields: Fields) -> list[InputPart]:
     """
     parts, texts, size = [], [], 0
     for file in files:
-        file_size = file.stat().st_size
-        kind = _kind(file, fields)
+        with _readable(file):
+            file_size, kind = file.stat().st_size, _kind(file, fields)
         if kind == "text" and fields.format != "text":
+            with opened(file) as stream:
+                refuse_other_format(file, stream.read(HEAD_BYTES), "rows")
             raise UserError(
                 f"{file}: does not hold rows with '{fields.text}'; format = '{fields.format}' reads .jsonl, .json and "
                 ".parquet files; correct input or format"
@@ -79,12 +83,45 @@ def read_part(part: InputPart, fields: Fields) -> Iterator[Document | BadDocumen
     if part.kind == "text":
         for file in part.files:
             yield _text(Path(file), fields)
-    elif part.kind == "lines":
-        yield from _lines(part, fields)
-    elif part.kind == "values":
-        yield from _values(Path(part.files[0]), fields)
-    else:
-        yield from _rows(part.files[0], fields)
+        return
+    columns = _columns(part.files[0], fields) if part.kind == "parquet" else None
+    for place, row in _rows(part, columns):
+        yield row if isinstance(row, BadDocument) else read_row(row, place, fields)
+
+
+def file_rows(file: Path, key: str) -> Iterator[tuple[str, object]]:
+    """The rows of a file with their places, whatever its ending; a `BadDocument` is one that cannot be read.
+
+    Args:
+        key: that each row should have.
+
+    Raises:
+        UserError: as `read_part`.
+    """
+    with _readable(file):
+        kind = _kind(file, Fields(key))
+        kind = _json_kind(file, Fields(key)) if kind == "text" else kind
+    yield from _rows(InputPart(kind, (str(file),), 0, 2**62, 0))
+
+
+def _rows(part: InputPart, columns: Sequence[str] | None = None) -> Iterator[tuple[str, object]]:
+    file = Path(part.files[0])
+    with _readable(file):
+        if part.kind == "parquet":
+            yield from _table_rows(file, columns)
+        else:
+            yield from _lines(part) if part.kind == "lines" else _values(file)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raise UserError where a file of the input cannot be read, as one that has gone since it was listed."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot be read: {os.strerror(error.errno)}; leave it out, or bring it back and grant access"
+        ) from error
 
 
 def _kind(file: Path, fields: Fields) -> str:
@@ -105,7 +142,9 @@ def _json_kind(file: Path, fields: Fields) -> str:
     A first row that cannot be read leaves the others of lines readable.
     """
     with opened(file) as stream:
-        refuse_other_format(file, stream.peek(HEAD_BYTES), "JSON")
+        head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
+        refuse_other_encoding(file, head)
+        refuse_other_format(file, head, "JSON")
         text = JsonText(stream)
         is_array = text.take("[") and text.peek() in ("{", "]", "")
         try:
@@ -117,20 +156,10 @@ def _json_kind(file: Path, fields: Fields) -> str:
             return "text"
         if is_array:
             return "values"
-        is_line = text.ended_on_its_line()
+        is_line = text.fills_its_line()
         if isinstance(row, dict) and not has_key and not text.peek():
-            _refuse_object_of_rows(file, row, fields.text)
+            refuse_object_of_rows(file, row, fields.text)
         return "lines" if is_line else "values"
-
-
-def _refuse_object_of_rows(file: Path, value: dict, text_key: str) -> None:
-    """Raise UserError if the only value of a file is an object that holds rows under a key of its own."""
-    for key, rows in value.items():
-        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-            raise UserError(
-                f"{file}: one object without '{text_key}', with {len(rows):,} rows under '{key}'; write the rows one "
-                f"per line: jq -c '.[{dumps(key)}][]' '{file}' > FILE.jsonl"
-            )
 
 
 def with_line(place: str) -> str:
@@ -147,7 +176,7 @@ def with_line(place: str) -> str:
 
 
 def _text(file: Path, fields: Fields) -> Document | BadDocument:
-    with opened(file) as stream:
+    with _readable(file), opened(file) as stream:
         data = stream.read()
     found = format_of(data[:HEAD_BYTES])
     if found is not None and found.remedy is not None:
@@ -160,23 +189,12 @@ def _text(file: Path, fields: Fields) -> Document | BadDocument:
         return BadDocument(f"not UTF-8 but {found.name}" if found else "not UTF-8", f"{place} line {line}")
     if "\0" in text:
         return BadDocument(f"not text but {found.name if found else 'binary, or UTF-16'}", place)
-    if text.lstrip()[:1] in ("{", "["):
-        _refuse_rows(file, data, fields.text)
+    if text.lstrip()[:1] in ("{", "[", "\x1e"):
+        refuse_rows(file, data, fields)
     return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
 
 
-def _refuse_rows(file: Path, data: bytes, text_key: str) -> None:
-    """Raise UserError if a text is rows, which another ending would have told."""
-    try:
-        row = next(JsonText(BytesIO(data)).rows(), None)
-    except ValueError:
-        return
-    if isinstance(row, dict) and isinstance(row.get(text_key), str):
-        ending = "".join([".json", file.suffix if is_compressed(file) else ""])
-        raise UserError(f"{file}: holds rows of JSON with '{text_key}', not a text; give it the ending {ending}")
-
-
-def _lines(part: InputPart, fields: Fields) -> Iterator[Document | BadDocument]:
+def _lines(part: InputPart) -> Iterator[tuple[str, object]]:
     file = Path(part.files[0])
     position, number = 0, 0
     with opened(file) as handle:
@@ -188,57 +206,70 @@ def _lines(part: InputPart, fields: Fields) -> Iterator[Document | BadDocument]:
             number += 1
             # The line number is unknown inside a range; `with_line` finds it when it is shown.
             place = f"{file} byte {position}" if part.start else f"{file} line {number}"
-            yield from _json_line(line, place, fields)
+            if line.strip(b"\x1e \t\r\n"):
+                yield place, _row(line, place)
             position += len(line)
 
 
-def _json_line(line: bytes, place: str, fields: Fields) -> Iterator[Document | BadDocument]:
-    if not line.strip():
-        return
+def _row(line: bytes, place: str) -> object:
     try:
-        row = loads(line)
+        return loads(line.lstrip(b"\x1e"))
     except UnicodeDecodeError:
-        yield BadDocument("not UTF-8", place)
+        return BadDocument("not UTF-8", place)
     except (ValueError, RecursionError):
-        yield BadDocument("not JSON" if line.endswith(b"\n") else "truncated line", place)
-    else:
-        yield read_row(row, place, fields)
+        return BadDocument("not JSON" if line.endswith(b"\n") else "truncated line", place)
 
 
-def _values(file: Path, fields: Fields) -> Iterator[Document | BadDocument]:
-    number = 0
+def _values(file: Path) -> Iterator[tuple[str, object]]:
     with opened(file) as stream:
-        rows = JsonText(stream).rows()
+        rows = enumerate(JsonText(stream).rows())
+        number = -1
         while True:
             try:
-                row = next(rows)
+                number, row = next(rows)
             except StopIteration:
                 return
             except ValueError as error:
                 raise UserError(
-                    f"{file}: damaged JSON behind row {number} ({error}); fix it, or write one row per line as .jsonl"
+                    f"{file}: damaged JSON behind row {number + 1} ({error}); fix it, or write one row per line as "
+                    ".jsonl"
                 ) from error
-            yield read_row(row, f"{file} row {number}", fields)
-            number += 1
+            yield f"{file} row {number}", row
 
 
-def _rows(file: str, fields: Fields) -> Iterator[Document | BadDocument]:
-    import pyarrow
+def _columns(file: str, fields: Fields) -> list[str] | None:
+    """The columns of a table to read; None: all.
+
+    Raises:
+        UserError: one is missing.
+    """
     import pyarrow.parquet
 
+    with _readable(Path(file)), _parquet_faults(file), pyarrow.parquet.ParquetFile(file) as table:
+        names = table.schema_arrow.names
+    columns = {"text_key" if fields.format == "text" else "format": fields.text}
+    columns |= {"answer_key": fields.answer} if fields.answer else {}
+    for key, column in columns.items():
+        if column not in names:
+            raise UserError(f"{file}: no column '{column}'; its columns are {', '.join(names[:8])}; set {key}")
+    return list(columns.values()) if fields.format == "text" else None
+
+
+def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[str, object]]:
+    with _parquet_faults(file):
+        for number, row in enumerate(parquet_rows(file, columns)):
+            yield f"{file} row {number}", row
+
+
+@contextmanager
+def _parquet_faults(file: Path | str) -> Iterator[None]:
+    """Raise UserError for an error of pyarrow. An error of the disk stays one."""
+    import pyarrow
+
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            is_text = fields.format == "text"
-            columns = {"text_key" if is_text else "format": fields.text}
-            columns |= {"answer_key": fields.answer} if fields.answer else {}
-            for key, column in columns.items():
-                if column not in table.schema_arrow.names:
-                    names = ", ".join(table.schema_arrow.names[:8])
-                    raise UserError(f"{file}: no column '{column}'; its columns are {names}; set {key}")
-        for number, row in enumerate(parquet_rows(file, list(columns.values()) if is_text else None)):
-            yield read_row(row, f"{file} row {number}", fields)
+        yield
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+        if isinstance(error, OSError) and error.errno is not None:
             raise
         raise UserError(f"{file}: {_parquet_fault(error)}") from error
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from glm46.compat import clone_store
 from glm46.distributed.process import Process
+from glm46.observe.history import WatchedFolder
 from glm46.reliability.alarm import Alarm
 from glm46.reliability.hang_report import collectives_here, describe_hang, find_culprits, innermost_frames
 from glm46.reliability.stop import EXIT_HANG
@@ -77,7 +78,8 @@ class Watchdog:
         folder.mkdir(parents=True, exist_ok=True)
         if process.is_main:
             remove_verdict(folder)
-        self._stacks = (folder / f"stacks-rank{process.rank}.txt").open("w")
+        self._stacks_path, self._above = folder / f"stacks-rank{process.rank}.txt", WatchedFolder(folder.parent)
+        self._stacks = self._stacks_path.open("w")
         # Runs in C, without the interpreter: works even if a thread never releases it.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
         self._alarm = Alarm(clone_store(), process.rank, process.world_size) if process.world_size > 1 else None
@@ -145,14 +147,25 @@ class Watchdog:
             self._thread.join()
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()
-            stacks = self._folder / f"stacks-rank{self._process.rank}.txt"
             try:
-                if stacks.stat().st_size == 0:
-                    stacks.unlink()
+                if self._stacks_path.stat().st_size == 0:
+                    self._stacks_path.unlink()
             except OSError as error:
-                print(f"{stacks}: {error.strerror}: the folder was changed while the run used it", file=sys.stderr)
+                # The report says what was deleted above; an empty file is no loss.
+                if not (isinstance(error, FileNotFoundError) and (self._folder.exists() or self._above.is_another())):
+                    changed = "the folder was changed while the run used it"
+                    print(f"{self._stacks_path}: {error.strerror}: {changed}", file=sys.stderr)
+            self._above.close()
             with contextlib.suppress(OSError):  # not empty, or removed by another rank
                 self._folder.rmdir()
+
+    def folder_is_new(self) -> None:
+        """Make the folder again where the one above it was deleted or renamed, and made again."""
+        if self._shortest and self._above.is_another():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            again = os.open(self._stacks_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(again, self._stacks.fileno(), inheritable=False)
+            os.close(again)
 
     def _listen(self) -> None:
         """Check the store for an alarm, in a thread of its own: a call to an unreachable store has no time limit."""
@@ -210,6 +223,8 @@ class Watchdog:
             faulthandler.dump_traceback(local, all_threads=True)
             local.seek(0)
             stacks = local.read()
+        with contextlib.suppress(OSError):
+            self.folder_is_new()
         os.write(self._stacks.fileno(), stacks)
 
     def _end_run(self, stalled_seconds: float) -> None:

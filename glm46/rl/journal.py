@@ -103,7 +103,8 @@ class Journal:
         table = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
         # The number of steps decides the rates, and so the weights that draw, if the schedule ends with the run.
         end = config.lr_scheduler.total_tokens or plan.end_tokens if config.rl.mode == "whole" else None
-        facts = [table, end, config.checkpoint.initial_load_path, data]
+        start = config.ids.get("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
+        facts = [table, end, start, data]
         self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def require(self, steps: Sequence[int]) -> None:

@@ -1,7 +1,6 @@
 """Prompts of a file as token ids, with their labels, and the order in which they are handed out."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +12,9 @@ from glm46.config.rl_data import Prompts
 from glm46.data.chat import chat_prompt
 from glm46.data.conversation import BadConversation, parse_prompt, parse_tools
 from glm46.data.mixing import permute
-from glm46.data.parquet_rows import parquet_rows
 from glm46.data.tokenizer import Tokenizer
+from glm46.prepare.readers import file_rows
+from glm46.prepare.rows import BadDocument
 from glm46.rewards.answer import Answer
 from glm46.rewards.scorer import READ_LABELS, Scorer
 
@@ -49,7 +49,9 @@ def read_prompts(
         UserError: the file cannot be read, or with file and line what is wrong with its first bad rows.
     """
     prompts, faults, too_long = [], [], []
-    for place, row in _rows(file):
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; correct rl.prompts.file or rl.validation")
+    for place, row in file_rows(file, keys.prompt_key):
         try:
             prompt = _prompt(row, keys, tokenizer, needs_label=needs_label)
             if len(prompt.tokens) > most_tokens:
@@ -155,44 +157,27 @@ def _order(epoch: int, count: int, seed: int) -> np.ndarray:
     return permute(np.arange(count), count, f"prompts {seed} {epoch}")
 
 
-def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """The rows with their places; a row that is not JSON is its error."""
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; correct rl.prompts.file or rl.validation")
-    if file.suffix == ".parquet":
-        yield from ((f"{file} row {number}", row) for number, row in enumerate(parquet_rows(file), start=1))
-        return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                row = error
-            yield f"{file} line {number}", row
-
-
 def _prompt(row: Any, keys: Prompts, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
     """
     Raises:
         ValueError: the row is not a prompt.
     """
     if not isinstance(row, Mapping):
-        raise ValueError(f"{row if isinstance(row, ValueError) else type(row).__name__}: a JSON object is expected")
+        found = row.args[0] if isinstance(row, BadDocument) else type(row).__name__
+        raise ValueError(f"{found}: a JSON object is expected")
     found, label = _at(row, keys.prompt_key), _at(row, keys.label_key)
     if needs_label and label is None:
         raise ValueError(f"no '{keys.label_key}' (rl.prompts.label_key), which rl.rewards compare answers with")
     if not isinstance(found, str | list) or not found:
         raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key) is neither a text nor a list of messages")
     try:
-        messages = parse_prompt(found)
-    except BadConversation as error:
-        raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
-    try:
         tools = parse_tools(_at(row, keys.tools_key))
     except BadConversation as error:
         raise ValueError(f"'{keys.tools_key}' (rl.prompts.tools_key): {error}") from error
+    try:
+        messages = parse_prompt(found, tools)
+    except BadConversation as error:
+        raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
     tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking)
     return Prompt(tokens, messages[-1].content, label)
 

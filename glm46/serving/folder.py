@@ -1,6 +1,5 @@
 """A Hugging Face folder as inference servers read it: what they would refuse, and what their memory will hold."""
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +11,8 @@ from glm46.config.model import ModelShape
 from glm46.data.chat import missing_markers
 from glm46.data.chat_template import raise_for_template, template_beside
 from glm46.data.tokenizer import Tokenizer, tokenizer_file, tokenizer_of_checkpoint
-from glm46.huggingface.config_json import CONFIG, read_config, shape_of
+from glm46.files.file_content import read_json_object
+from glm46.huggingface.config_json import CONFIG, read_config, shape_of, stated_ids
 from glm46.huggingface.fp8 import Scheme as Fp8
 from glm46.huggingface.import_weights import CheckedFolder, check_folder, stored_shape
 from glm46.huggingface.int4 import Int4
@@ -118,13 +118,10 @@ def _stop_faults(folder: Path, raw: dict, tokenizer: Tokenizer) -> list[str]:
     """A server ends an answer at the ids of generation_config.json, or of config.json."""
     file, wanted = folder / _GENERATION, stop_ids(tokenizer)
     try:
-        source, known = (
-            (file, json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else (folder / CONFIG, raw)
-        )
-        stops = known.get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        return [f"{file}: damaged ({type(error).__name__}: {error}); copy it anew"]
-    stops = stops if isinstance(stops, list) else [stops]
+        source, known = (file, read_json_object(file, "copy it anew")) if file.is_file() else (folder / CONFIG, raw)
+        stops = stated_ids(known, source)
+    except UserError as error:
+        return [*error.faults]
     missing = [token for token in wanted if token not in stops]
     if not missing:
         return []

@@ -11,6 +11,7 @@ from glm46.distributed.mesh import Cluster, build_cluster
 from glm46.distributed.process import join, leave, use_deterministic_kernels
 from glm46.distributed.process_control import die_with_parent
 from glm46.observe.heartbeat import Heartbeat
+from glm46.observe.kept_warnings import KeptWarnings
 from glm46.observe.start_times import VARIABLE as START_TIMES
 from glm46.observe.start_times import StartTimes
 from glm46.planner.plan import Plan, resolve_plan
@@ -57,6 +58,8 @@ def run(
         locks = lock_run(dump_folder, config.folders_apart)
     if config.debug.deterministic:
         use_deterministic_kernels()
+    warnings = KeptWarnings()
+    ends.enter_context(warnings.listening())
     process = join(config.comm.init_timeout_seconds)
     with writing(dump_folder):
         watchdog = Watchdog(
@@ -80,6 +83,8 @@ def run(
 
         def made_again() -> str:
             write_config()
+            heartbeat.folder_is_new()
+            watchdog.folder_is_new()
             return locks.retake()
 
         if process.is_main:
@@ -87,9 +92,12 @@ def run(
                 write_config()
         while True:
             try:
-                with services_of(
-                    task, checkpoints, progress, meta, stop, watchdog, heartbeat, times, made_again
-                ) as services:
+                with (
+                    services_of(
+                        task, checkpoints, progress, meta, stop, watchdog, heartbeat, times, made_again
+                    ) as services,
+                    warnings.written(services.report.log),
+                ):
                     return work(task, services, progress)
             except RollbackNeeded:
                 progress, meta = resume.roll_back(task, checkpoints, progress)

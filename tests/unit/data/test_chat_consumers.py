@@ -6,14 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from glm46.config.errors import UserError
 from glm46.config.rl_data import Prompts
 from glm46.data.chat import ChatOptions, chat_prompt, render
 from glm46.data.chat_template import CHAT_TEMPLATE, rendered
-from glm46.data.conversation import parse_prompt, parse_tools
+from glm46.data.conversation import BadConversation, parse_prompt, parse_tools
 from glm46.data.pairs import parse_pair
 from glm46.data.tokenizer import load_tokenizer
 from glm46.prepare.readers import parts_of, read_part
-from glm46.prepare.rows import Document, Fields
+from glm46.prepare.rows import Document, Fields, read_row
 from glm46.rl.prompts import read_prompts
 
 TOKENIZER = load_tokenizer("builtin")
@@ -46,6 +47,9 @@ CONVERSATIONS = [
     ([user(), {"role": "assistant", "content": "<think>why</think>\nHello"}, user("And?")], None),
     ([user(), STEP, RESULTS[0]], TOOLS),
     ([user(), TWO, *RESULTS, {"role": "assistant", "content": "Rain."}, user("And now?"), STEP, RESULTS[1]], TOOLS[:1]),
+    ([user(), {"role": "system", "content": "Be brief."}], None),
+    ([user(), TWO, {"role": "tool", "content": ["rain", "noon"]}], TOOLS),
+    ([user(), TWO, {"role": "tool", "content": [{"output": "rain"}, {"output": ""}]}], TOOLS),
 ]
 ANSWER = {"role": "assistant", "content": "Sunny.", "reasoning_content": "so"}
 
@@ -58,7 +62,19 @@ def as_text(value):
     return value
 
 
-@pytest.fixture(scope="module", params=["jsonl", "json text", "parts", "parquet"])
+def large(type_):
+    """A type of Arrow with 64-bit offsets, as polars and others write it."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_struct(type_):
+        return pyarrow.struct([(field.name, large(field.type)) for field in type_])
+    if types.is_list(type_):
+        return pyarrow.large_list(large(type_.value_type))
+    return pyarrow.large_string() if types.is_string(type_) else type_
+
+
+@pytest.fixture(scope="module", params=["jsonl", "json text", "parts", "parquet", "large parquet"])
 def rows(request, tmp_path_factory):
     """A file of the conversations, each with an answer, and the name of its form."""
     made = []
@@ -67,15 +83,26 @@ def rows(request, tmp_path_factory):
             messages, tools = as_text(messages), json.dumps(tools)
         if request.param == "parts":
             for message in messages:
-                if message["content"] is not None:
+                if isinstance(message["content"], str):
                     message["content"] = [{"type": "text", "text": message["content"]}]
         made.append({"prompt": messages, "messages": [*messages, ANSWER], "tools": tools})
-    file = tmp_path_factory.mktemp("rows") / f"rows.{'parquet' if request.param == 'parquet' else 'jsonl'}"
-    if request.param == "parquet":
+    file = tmp_path_factory.mktemp("rows") / f"rows.{'parquet' if 'parquet' in request.param else 'jsonl'}"
+    if "parquet" in request.param:
         pyarrow = pytest.importorskip("pyarrow")
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.Table.from_pylist(made), file)
+        made = json.loads(json.dumps(made))
+        for message in (message for row in made for message in (*row["prompt"], *row["messages"])):
+            content = message["content"]  # a column has one type
+            message["content"] = [content] if isinstance(content, str) else content and [
+                one if isinstance(one, str) else one["output"] for one in content
+            ]  # fmt: skip
+        table = pyarrow.Table.from_pylist(made)
+        if request.param == "large parquet":
+            table = pyarrow.Table.from_pylist(
+                made, pyarrow.schema([(one.name, large(one.type)) for one in table.schema])
+            )
+        parquet.write_table(table, file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in made))
     return file
@@ -126,6 +153,35 @@ def test_documents_of_sft(rows):
         ids, is_target = render(conversation, TOKENIZER, ChatOptions()).documents[-1]
         assert ids.tolist() == wanted + sampled()
         assert np.flatnonzero(is_target).tolist()[-len(sampled()) :] == [*range(len(wanted), len(ids))]
+
+
+REFUSED = {
+    "tool call as text": [user(), {"role": "assistant", "content": '{"name": "now", "arguments": {}}'}, user()],
+    "unknown role": [{"role": "critic", "content": "x"}, user()],
+    "roles out of order": [{"role": "system", "content": "x"}],
+    "tool message not behind a tool call": [user(), STEP, {"role": "tool", "content": ["rain", "noon"]}],
+    "content is neither text nor a list of text": [user(), STEP, {"role": "tool", "content": {"output": "rain"}}],
+    "assistant with neither content nor call": [user(), {"role": "assistant", "content": ""}, user()],
+    "message is not an object": [None, user()],
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_every_reader_refuses_the_same_for_the_same_reason(reason, tmp_path):
+    messages = REFUSED[reason]
+    rows = {
+        "messages": {"messages": [*messages, ANSWER]},
+        "prompt_completion": {"prompt": messages, "completion": [ANSWER]},
+        "preference": {"prompt": messages, "chosen": [ANSWER], "rejected": [ANSWER | {"content": "No."}]},
+    }
+    for format, row in rows.items():
+        assert read_row(row | {"tools": TOOLS}, "", Fields("", None, format)).args[0] == reason
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": messages, "tools": TOOLS}))
+    with pytest.raises(UserError, match=f"rl.prompts.prompt_key.: {reason}"):
+        keys = Prompts(file=str(tmp_path / "rows.jsonl"))
+        read_prompts(tmp_path / "rows.jsonl", keys, TOKENIZER, most_tokens=10_000, needs_label=False)
+    with pytest.raises(BadConversation, match=reason):
+        parse_prompt(messages, parse_tools(TOOLS))
 
 
 def test_halves_of_pairs():

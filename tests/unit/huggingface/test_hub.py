@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,16 +13,20 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
+import tomli
 
 from glm46.cli import main
 from glm46.commands import launch, ranks
+from glm46.commands.config_options import load_fetched
 from glm46.config.errors import UserError
-from glm46.config.loader import load_config
+from glm46.config.loader import dump_config, load_config
 from glm46.config.presets import PRESETS
 from glm46.data.manifest import load_manifest
+from glm46.data.tokenizer import BUILTIN_PATH
 from glm46.huggingface import hub as hub_folders
 from glm46.huggingface.config_json import config_of
 from glm46.huggingface.hub import DATASET, MODEL, local_path
+from tests.small_run import small_config
 
 pytest.importorskip("huggingface_hub", reason="not installed; pip install '.[hf]'")
 COMMIT = "c" * 40
@@ -256,6 +261,54 @@ def test_keys_of_a_run_are_fetched_once_by_what_starts_its_ranks(monkeypatch, tm
     folders = [f"--model.tokenizer_path={tmp_path}/tokenizer", f"--checkpoint.initial_load_path={tmp_path}/model"]
     assert started == [["train", "--exported", "--config", "run.toml", "--training.steps", "2", *folders]]
     assert prepared[0].model.tokenizer_path == f"{tmp_path}/tokenizer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started_by", ["this process", "a launcher"])
+def test_a_run_keeps_the_ids_that_were_stated_and_resumes_with_another_cache(
+    started_by, source_folder, monkeypatch, tmp_path, capsys
+):
+    """config.toml, log and checkpoints name no place of one machine; what reads a checkpoint fetches its tokenizer."""
+    source, places = tmp_path / "source", []
+    shutil.copytree(source_folder, source)
+    for machine in ("one", "two", "three"):
+        places.append(tmp_path / machine / "models--owner--name/snapshots/c1")
+        places[-1].mkdir(parents=True)
+        shutil.copy(BUILTIN_PATH, places[-1] / "t.tiktoken")
+    config = small_config(source, tmp_path / "out", job={"print_config": True}, checkpoint={"interval": 1})
+    (tmp_path / "run.toml").write_text(dump_config(config).replace('"builtin"', f'"{HF}@main"'))
+    for place, steps in zip(places, (1, 2), strict=False):
+        command = ["train", "--config", str(tmp_path / "run.toml"), "--training.steps", str(steps)]
+        if started_by == "a launcher":
+            command += ["--exported", f"--model.tokenizer_path={place / 't.tiktoken'}"]
+        monkeypatch.setattr(hub_folders, "local_path", lambda *_, place=place: place / "t.tiktoken")
+        assert main(command) == 0
+        step = tmp_path / f"out/checkpoint/step-{steps:06d}"
+        written = [(tmp_path / "out/config.toml").read_text(), json.loads((step / "meta.json").read_text())["config"]]
+        assert all(tomli.loads(text)["model"]["tokenizer_path"] == f"{HF}@main" for text in written)
+        assert "snapshots" not in "".join([*written, (tmp_path / "out/log.txt").read_text()])
+    assert "resumed after step 1" in (tmp_path / "out/log.txt").read_text()
+    assert "tokenizer_path" not in (tmp_path / "out/log.txt").read_text().split("changed      since")[-1]
+    asked = []
+    fetch = lambda stated, mark, _: asked.append((str(stated), mark.kind)) or places[2] / "t.tiktoken"  # noqa: E731
+    monkeypatch.setattr(hub_folders, "local_path", fetch)
+    shutil.rmtree(tmp_path / "one")
+    assert (
+        main(["generate", "--checkpoint", str(step), "--prompt", "def", "--max-new-tokens", "1", "--device", "cpu"])
+        == 0
+    )
+    assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "exported")]) == 0
+    assert set(asked) == {(f"{HF}@main", "tokenizer")}
+
+
+def test_a_folder_that_was_stated_in_place_of_an_id_stays(tmp_path):
+    (tmp_path / "run.toml").write_text(RUN.format(source="chats"))
+    for folder, kept in (("/cache/models--owner--name/snapshots/c", HF), ("/cache/models--o--other/snapshots/c", None)):
+        words = [f"--model.tokenizer_path={folder}", "--checkpoint.initial_load_path=b"]
+        config = load_fetched(tmp_path / "run.toml", words, world_size=1)
+        assert config.model.tokenizer_path == folder and config.ids.get("model.tokenizer_path") == kept
+        assert config.model_dump()["model"]["tokenizer_path"] == (kept or folder)
+        assert config.model_dump()["checkpoint"]["initial_load_path"] == "b"
 
 
 def test_texts_of_a_data_set_are_fetched_where_a_source_is_made(monkeypatch, tmp_path):

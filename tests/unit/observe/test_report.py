@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -138,6 +139,32 @@ def test_rows_wait_for_a_lost_folder(tmp_path):
     assert _steps(folder) == [1, 2, 3, 4]
     said = (tmp_path / "said").read_text()
     assert said.count("cannot be written") == said.count("metrics.jsonl: written again") == 1
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("before"))])
+def test_a_folder_that_is_deleted_or_renamed_is_said_once_and_no_file_is_split(tmp_path, change):
+    folder = tmp_path / "run"
+    report = Report(
+        folder, is_main=True, tensorboard_folder=folder / "tb", total_tokens=1000,
+        console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
+    )  # fmt: skip
+    for step in range(1, 7):
+        report.train(_row(step))
+        report.validation({"step": step, "validation_loss": 4.0})
+        if step % 2 == 0:
+            change(folder)
+            if folder.with_name("before").exists():
+                assert _steps(folder.with_name("before")) == [step - 1, step - 1, step, step]
+                shutil.rmtree(folder.with_name("before"))
+    assert not folder.exists()
+    report.train(_row(7))
+    report.validation({"step": 7, "validation_loss": 4.0})
+    report.close()
+    assert _steps(folder) == [7, 7] and len((folder / "log.txt").read_text().splitlines()) == 2
+    for events in (folder / "tb", folder / "tb/validation"):
+        assert [event.step for event in _events(events).Scalars("loss/loss")] == [7]
+    said = (tmp_path / "said").read_text()
+    assert said.count("was deleted") == said.count(f"{folder}: was deleted or renamed during the run") == 3
 
 
 def test_a_full_disk_ends_tensorboard_with_one_message(tmp_path, small_disk, monkeypatch):

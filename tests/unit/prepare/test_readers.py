@@ -46,10 +46,10 @@ def texts_of(documents):
     return [d.text for d in documents if isinstance(d, Document)]
 
 
-def write_zstd(file, data):
+def zstd(data):
     import zstandard
 
-    file.write_bytes(zstandard.compress(data))
+    return zstandard.compress(data)
 
 
 def write_parquet(file, texts):
@@ -68,7 +68,7 @@ def test_every_format_gives_the_same_documents(tmp_path, name):
     if name.endswith(".parquet"):
         write_parquet(file, TEXTS)
     elif name.endswith(".zst"):
-        write_zstd(file, lines(TEXTS))
+        file.write_bytes(zstd(lines(TEXTS)))
     else:
         file.write_bytes(gzip.compress(lines(TEXTS)) if name.endswith(".gz") else lines(TEXTS))
     assert texts_of(read([file])) == TEXTS
@@ -149,7 +149,7 @@ def test_rows_in_a_json_file_are_documents(tmp_path, form, name, mark):
 LONG = json.dumps({"id": 1, "notes": "n" * 3_000_000, "text": "behind 3 MB"})
 
 
-@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.json.gz", "x.json.bz2", "x.json.xz"])
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.json.gz", "x.json.bz2", "x.json.xz", "x.json.lzma"])
 @pytest.mark.parametrize("content, texts, bad", [
     (LONG, ["behind 3 MB"], 0),
     (LONG + '\n{"text": "b"}\n', ["behind 3 MB", "b"], 0),
@@ -165,10 +165,16 @@ LONG = json.dumps({"id": 1, "notes": "n" * 3_000_000, "text": "behind 3 MB"})
     ("[1, 2]", [], 1),
     ("{", [], 1),
     ("[]", [], 0),
+    ('{"text": "a"}\r{"text": "b"}\r', ["a", "b"], 0),
+    ('{"text": "a"} {"text": "b"}\n{"text": "c"}', ["a", "b", "c"], 0),
+    ('{"text": "a"} trash\n{"text": "b"}\n', ["b"], 1),
+    ('\x1e{"text": "a"}\n\x1e{"text": "b"}\n', ["a", "b"], 0),
+    ('\x1e{"text": "a"}\n\x1e{"text": "cut\n\x1e\n\x1e{"text": "c"}\n', ["a", "c"], 1),
+    ('\x1e{\n"text": "a"}\n\x1e{"text": "b"}\n', ["a", "b"], 0),
 ])  # fmt: skip
 def test_json_is_rows_whatever_its_ending_and_its_first_row(tmp_path, name, content, texts, bad):
     """A row without the text is counted, as in a file of lines; nothing is ever one text of raw JSON."""
-    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get((tmp_path / name).suffix, bytes)
+    compress = COMPRESS.get((tmp_path / name).suffix, bytes)
     (tmp_path / name).write_bytes(compress(content.encode()))
     documents = read([tmp_path / name])
     assert texts_of(documents) == texts
@@ -224,17 +230,57 @@ def test_rows_under_the_ending_of_a_text_are_refused(tmp_path, name, content):
 
 
 def test_texts_that_begin_as_json_does_stay_texts(tmp_path):
-    for number, content in enumerate(['{ "a": 1 }', "[1] Knuth", "{% extends %}", '{"text": 3}', "[[link]]"]):
+    contents = ['{ "a": 1 }', "[1] Knuth", "{% extends %}", '{"text": 3}', "[[link]]", '{"a": 1} and prose']
+    for number, content in enumerate([*contents, '{"cells": [{"source": "a"}]}', "[]"]):
         (tmp_path / f"{number}.txt").write_text(content)
-    assert len(texts_of(read([tmp_path]))) == 5
+    assert len(texts_of(read([tmp_path]))) == 8
+
+
+@pytest.mark.parametrize("name", ["part-00000", "x.txt", "x.jsonl.1", "x.txt.xz"])
+@pytest.mark.parametrize("content, message", [
+    ('{"body": "a", "id": 1}\n{"body": "b"}\n', "without 'text', .* body, id: set text_key and give it"),
+    ('[{"body": "a"}]', "rows of JSON without 'text'"),
+    ('{"body": "a"}\r\n\r\n{"id": 1}\nrubbish', "rows of JSON without 'text'"),
+    ('\x1e{"body": "a"}\n\x1e{"body": "b"}\n', "rows of JSON without 'text'"),
+    ('{"version": 1, "data": [{"text": "a"}]}', "one object without 'text', with 1 rows under 'data'"),
+])  # fmt: skip
+def test_rows_under_another_key_are_no_text_either(tmp_path, name, content, message):
+    data = content.encode()
+    (tmp_path / name).write_bytes(lzma.compress(data) if name.endswith(".xz") else data)
+    with pytest.raises(UserError, match=f"{name}: .*{message}"):
+        read([tmp_path / name])
+
+
+@needs_parquet
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x.txt", "x.jsonl.gz"])
+def test_a_file_that_has_gone_is_named(tmp_path, name):
+    file = tmp_path / name
+    if name == "x.parquet":
+        write_parquet(file, TEXTS)
+    else:
+        file.write_bytes(gzip.compress(lines(TEXTS)) if name.endswith("gz") else b"a text")
+    found = find_files([str(tmp_path)], "input")
+    parts = parts_of(found, Fields("text"))
+    file.unlink()
+    for use in (lambda: parts_of(found, Fields("text")), lambda: list(read_part(parts[0], Fields("text")))):
+        with pytest.raises(UserError, match=f"{name}: cannot be read: No such file or directory; leave it out"):
+            use()
+
+
+UTF = ("utf-16", "utf-16-le", "utf-16-be", "utf-32-le")
 
 
 def packed(kind):
     """Bytes of a format, as its own library writes them."""
     stream = io.BytesIO()
-    if kind == "tar":
-        with tarfile.open(fileobj=stream, mode="w") as archive:
+    if kind in ("tar", "v7 tar"):
+        with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
             archive.addfile(tarfile.TarInfo("a.txt"))
+        if kind == "v7 tar":  # without the fields that POSIX added
+            head = bytearray(stream.getvalue()[:257]) + bytes(255)
+            head[148:156] = b" " * 8
+            head[148:156] = b"%06o\0 " % sum(head)
+            stream = io.BytesIO(bytes(head) + stream.getvalue()[512:])
     elif kind == "zip":
         with zipfile.ZipFile(stream, "w") as archive:
             archive.writestr("a.txt", "a")
@@ -246,7 +292,10 @@ def packed(kind):
     return {
         "gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress,
         "tar.gz": lambda _: gzip.compress(packed("tar")),
-        "utf-16": lambda _: '{"text": "a"}\n'.encode("utf-16"),
+        "lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
+        "compress": lambda _: b"\x1f\x9d\x90" + bytes(40), "lzip": lambda _: b"LZIP\x01\x0c" + bytes(40),
+        "sqlite": lambda _: b"SQLite format 3\0" + bytes(80),
+        **{of: lambda _, of=of: '{"text": "a"}\n'.encode(of) for of in UTF},
     }.get(kind, bytes)(stream.getvalue())  # fmt: skip
 
 
@@ -268,12 +317,24 @@ def packed(kind):
     ("x.zip", "zip", r"holds a zip archive, not text; unpack it \(unzip "),
     ("x.jsonl.gz", "zip", "begins as a zip archive, not as gzip"),
     ("x.jsonl.bz2", "gzip", "begins as gzip, not as bzip2"),
-    ("x.jsonl", "utf-16", "holds UTF-16, not JSON"),
+    ("x.jsonl", "utf-16", r"holds UTF-16, not JSON in UTF-8; write it as UTF-8 \(iconv -f UTF-16 -t UTF-8 "),
+    ("x.jsonl", "utf-16-le", "holds UTF-16LE, not JSON .*iconv -f UTF-16LE -t UTF-8 "),
+    ("x.json", "utf-16-be", "holds UTF-16BE, not JSON"),
+    ("x.ndjson", "utf-32-le", "holds UTF-32LE, not JSON"),
+    ("x.tar", "v7 tar", r"holds a tar archive, not text; unpack it \(tar -xf "),
+    ("x.jsonl", "v7 tar", "holds a tar archive, not JSON"),
+    ("x.jsonl.Z", "compress", r"holds the format of compress, not text; compress it anew \(gzip -dc '.*x.jsonl.Z' \|"),
+    ("x.jsonl", "lzma", r"holds lzma, not JSON; give it the ending \.lzma"),
+    ("x.jsonl.lz", "lzip", r"holds lzip, not text; compress it anew \(lzip -dc "),
+    ("x.txt", "sqlite", "holds SQLite, not text; write its rows as Parquet or .jsonl"),
 ])  # fmt: skip
 def test_a_file_that_is_not_what_its_ending_says_is_named(tmp_path, name, kind, message):
     (tmp_path / name).write_bytes(packed(kind))
     with pytest.raises(UserError, match=message):
         read([tmp_path / name])
+    with pytest.raises(UserError, match=message.replace("not text", "not rows")):  # of conversations, too
+        parts = parts_of([tmp_path / name], Fields("messages", format="messages"))
+        list(read_part(parts[0], Fields("messages", format="messages")))
 
 
 @pytest.mark.parametrize("content, reason", [
@@ -298,10 +359,31 @@ def test_windows_above_128_mib_are_read(tmp_path):
     assert texts_of(read([tmp_path / "x.jsonl.zst"])) == TEXTS
 
 
-def test_whole_archives_with_foreign_bytes_behind_them_are_not_called_damaged(tmp_path):
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS)) + b"rubbish")
-    with pytest.raises(UserError, match="whole, with bytes behind its end that are not gzip; .*gzip -dc"):
-        read([tmp_path / "x.jsonl.gz"])
+COMPRESS = {
+    ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd,
+    ".lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
+}  # fmt: skip
+ENDINGS = [pytest.param(one, marks=needs_zstd if one == ".zst" else ()) for one in COMPRESS]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("foreign", [b"rubbish", b"<!doctype html>", b"x", gzip.compress(b"x")[2:]])
+def test_whole_archives_with_foreign_bytes_behind_them_are_not_called_damaged(tmp_path, ending, foreign):
+    """The bytes may be a second stream whose begin is damaged, which the libraries leave out without a word."""
+    file = tmp_path / f"x.jsonl{ending}"
+    file.write_bytes(COMPRESS[ending](lines(TEXTS)) + foreign)
+    with pytest.raises(UserError, match=f"whole, with bytes behind its end that are not .*{file.name}") as caught:
+        read([file])
+    assert "damaged" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("between, behind", [(0, 4), (0, 9000), (512, 3), (8188, 0)])
+def test_streams_one_behind_the_other_and_zeros_that_pad_them_are_one_text(tmp_path, ending, between, behind):
+    file, compress = tmp_path / f"x.jsonl{ending}", COMPRESS[ending]
+    half = len(TEXTS) // 2
+    file.write_bytes(compress(lines(TEXTS[:half])) + bytes(between) + compress(lines(TEXTS[half:])) + bytes(behind))
+    assert texts_of(read([file])) == TEXTS
 
 
 @needs_parquet
@@ -379,7 +461,7 @@ def test_a_damaged_archive_stops_with_its_name(tmp_path, name, damage):
     file, rng = tmp_path / name, random.Random(0)
     data = lines([rng.randbytes(400).hex() for _ in range(300)])
     if name.endswith(".zst"):
-        write_zstd(file, data)
+        file.write_bytes(zstd(data))
     else:
         file.write_bytes({".gz": gzip, ".bz2": bz2, ".xz": lzma}[file.suffix].compress(data))
     if name.endswith(".zst"):

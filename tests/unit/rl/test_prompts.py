@@ -1,6 +1,9 @@
 """Prompts of files, what is said about bad rows, and their order."""
 
+import gzip
+import io
 import json
+import lzma
 import os
 import signal
 
@@ -15,7 +18,8 @@ from glm46.rl.prompts import Prompt, prompt_at, read_prompts, require_reachable_
 
 def write(folder, *rows):
     file = folder / "prompts.jsonl"
-    file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    lines = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    file.write_text(lines, errors="surrogateescape")
     return file
 
 
@@ -60,12 +64,47 @@ def test_parquet_and_texts_are_read(tokenizer, tmp_path):
     assert (prompt.text, prompt.label) == ("Why?", None)
 
 
+@pytest.mark.parametrize("name", ["p.json", "p.jsonl.gz", "p.txt", "P.JSONL", "p.json.xz", "p"])
+@pytest.mark.parametrize("form", [
+    "\n".join, "\r".join, lambda rows: f"[{','.join(rows)}]", lambda rows: "\n\x1e".join(["", *rows]),
+    lambda rows: "\ufeff" + "\r\n".join(rows),
+])  # fmt: skip
+def test_prompts_are_read_by_the_reader_of_chats(name, form, tokenizer, tmp_path):
+    data = form([json.dumps(row) for row in (DAPO, AIME | {"prompt": "Why?"})]).encode()
+    file = tmp_path / name
+    file.write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(file.suffix, bytes)(data))
+    assert [one.text for one in read(file, tokenizer, needs_label=False)] == ["Solve it.\n\n1 + 1 =", "Why?"]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), [
+    ("p.parquet", lambda data: data[: len(data) // 2], "damaged Parquet file"),
+    ("p.parquet", lambda data: b"PAR1" + bytes(64) + data[68:], "damaged Parquet file"),
+    ("p.parquet", lambda _: b'{"prompt": "a"}', "damaged Parquet file"),
+    ("P.PARQUET", lambda _: b"", "damaged Parquet file"),
+    ("p.jsonl", bytes, r"holds Parquet, not JSON; give it the ending \.parquet"),
+    ("p.jsonl", lambda _: '{"prompt": "a"}'.encode("utf-16-le"), "holds UTF-16LE, not JSON"),
+    ("p.jsonl.gz", lambda data: gzip.compress(data)[:-9], "holds Parquet inside gzip|cut off"),
+    ("p.json", lambda _: b'[{"prompt": "a", "label": "1"}, {"prompt"', "damaged JSON behind row 1"),
+    ("p.json", lambda _: b'[{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+])  # fmt: skip
+def test_a_file_that_holds_no_prompts_is_one_line(name, change, said, tokenizer, tmp_path):
+    parquet, stream = pytest.importorskip("pyarrow.parquet"), io.BytesIO()
+    rows = [AIME | {"prompt": f"{number} + 1 = {number * 7919 % 10007}"} for number in range(2000)]
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), stream)
+    (tmp_path / name).write_bytes(change(stream.getvalue()))
+    with pytest.raises(UserError, match=f"{name}: .*{said}") as error:
+        read(tmp_path / name, tokenizer)
+    assert len(error.value.faults) == 1
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"prompt": "a"}, "label"),
         ("{broken", "JSON"),
         ("[1]", "JSON"),
+        pytest.param('{"prompt": ' + "[" * 100_000, "not JSON", id="deep"),
+        ('{"prompt": "\udcff", "label": "1"}', "UTF-8"),
         ({"label": "1"}, "prompt"),
         ({"prompt": [], "label": "1"}, "prompt"),
         ({"prompt": [{"role": "user"}], "label": "1"}, "content"),

@@ -34,7 +34,7 @@ from glm46.distributed.ranks import CheckpointError
 from glm46.inference.generation import continue_tokens
 from glm46.observe import writes
 from glm46.observe.heartbeat import read_heartbeat
-from glm46.observe.history import LineFile
+from glm46.observe.history import LineFile, read_history
 from glm46.planner.plan import resolve_plan
 from glm46.pretrain import next_token
 from glm46.pretrain.task import Pretraining, train
@@ -697,7 +697,7 @@ def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deleted", ["the folder", "its files", "a renamed log"])
+@pytest.mark.parametrize("deleted", ["the folder", "a renamed folder", "its files", "a renamed log"])
 def test_a_run_whose_files_are_deleted_says_so_once_and_goes_on(make_config, tmp_path, capsys, deleted):
     """Rows, log, event files, heartbeat, config and lock are there again, and the run saves and can be resumed."""
     config = make_config(
@@ -710,6 +710,8 @@ def test_a_run_whose_files_are_deleted_says_so_once_and_goes_on(make_config, tmp
         number = next(calls)
         if number == 4 and deleted == "the folder":
             shutil.rmtree(folder)
+        elif number == 4 and deleted == "a renamed folder":
+            folder.rename(folder.with_name("before"))
         elif number == 4 and deleted == "its files":
             for path in [path for path in folder.rglob("*") if path.is_file() and "checkpoint" not in path.parts]:
                 path.unlink()
@@ -720,21 +722,27 @@ def test_a_run_whose_files_are_deleted_says_so_once_and_goes_on(make_config, tmp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", train_step)
         assert train(config) == 0
-    said = capsys.readouterr().out
+    said = "".join(capsys.readouterr())
     lost = {
         "the folder": {f"{folder}: was deleted"},
+        "a renamed folder": {f"{folder}: was deleted or renamed"},
         "its files": {f"{folder / name}: was deleted" for name in ("metrics.jsonl", "log.txt", "tb")},
         "a renamed log": {f"{folder / 'log.txt'}: was deleted or renamed"},
     }[deleted]
     assert said.count("was deleted") == len(lost) and all(words in said for words in lost), said
-    assert "cannot be written" not in said and "could not be saved" not in said
+    assert "was changed" not in said and "cannot be written" not in said and "could not be saved" not in said
     first = 1 if deleted == "a renamed log" else 4
     assert [row["step"] for row in training_rows(config)] == list(range(first, 9))
     logged = (folder / "log.txt").read_text()
     assert "step       8" in logged and "step       3" not in logged
     assert read_heartbeat(folder).step == 8 and any((folder / "tb").glob("events.*"))
     assert (folder / "run.lock").exists() and load_config(folder / "config.toml") == config
-    if deleted == "the folder":
+    if deleted == "a renamed folder":
+        before = folder.with_name("before")
+        assert [row["step"] for row in read_history(before / "metrics.jsonl")] == [1, 2, 3]
+        assert "step       4" not in (before / "log.txt").read_text() and read_heartbeat(before).step <= 4
+        assert published_steps(before / "checkpoint") == [2] and not (folder / "log.1").exists()
+    if "folder" in deleted:
         assert published_steps(config.checkpoint_folder) == [4, 6, 8]
     assert train(config) == 0
 
