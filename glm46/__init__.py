@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors
-    from glm46.optim.muon_with_adamw import MuonWithAdamW as MuonWithAdamW
-    from glm46.planner.counted_shape import model_shape as model_shape
+    from glm46.compute.optim.muon_with_adamw import MuonWithAdamW as MuonWithAdamW
+    from glm46.run.counted_shape import model_shape as model_shape
 
-_HOMES = {"MuonWithAdamW": "glm46.optim.muon_with_adamw", "model_shape": "glm46.planner.counted_shape"}
+_HOMES = {"MuonWithAdamW": "glm46.compute.optim.muon_with_adamw", "model_shape": "glm46.run.counted_shape"}
 
 
 def __getattr__(name: str) -> object:

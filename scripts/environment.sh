@@ -22,7 +22,7 @@ attended() {
 
 # has_everything INTERPRETER EXTRAS: succeeds if it has every package of pyproject.toml in a version that fits.
 has_everything() {
-    command -v "$1" >/dev/null 2>&1 && attended "$1" -m glm46.commands.environment "$2" 2>/dev/null
+    command -v "$1" >/dev/null 2>&1 && attended "$1" -m glm46.operate.launch.environment "$2" 2>/dev/null
 }
 
 # find_base_python: print the newest Python that glm46 supports and that can make environments.

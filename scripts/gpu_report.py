@@ -69,8 +69,8 @@ def machine(folder: Path, is_dry: bool) -> Result:
     """Names, versions and the measured peak of a BF16 product."""
     import torch
 
-    from glm46.commands.environment import describe_version
-    from glm46.observe.hardware import device_peak_flops, measured_matmul_flops
+    from glm46.engine.observe.hardware import device_peak_flops, measured_matmul_flops
+    from glm46.operate.launch.environment import describe_version
 
     result = {"versions": describe_version(), "cuda": torch.version.cuda, "platform": platform.platform()}
     if not (is_dry or torch.cuda.is_available()):
@@ -153,8 +153,8 @@ def benchmark_compiled(folder: Path, is_dry: bool) -> Result:
 
 def benchmark_titan(folder: Path, is_dry: bool) -> Result:
     """Our training step against the same model with the MoE layers of TorchTitan, eager."""
-    from glm46.benchmark.titan import import_configs
     from glm46.config.errors import UserError
+    from glm46.operate.benchmark.titan import import_configs
 
     try:
         import_configs()
@@ -166,8 +166,8 @@ def benchmark_titan(folder: Path, is_dry: bool) -> Result:
 def _race(names: list[str], is_dry: bool) -> Result:
     import torch
 
-    from glm46.benchmark.model_speed import Workload, median_ratio, race
-    from glm46.planner.flops import training_flops_per_token
+    from glm46.operate.benchmark.model_speed import Workload, median_ratio, race
+    from glm46.run.flops import training_flops_per_token
 
     if is_dry:
         dtype = torch.bfloat16 if "torchtitan MoE" in names else torch.float32  # its experts compute in BF16 only
@@ -225,7 +225,7 @@ def fp8(folder: Path, is_dry: bool) -> Result:
 def training_config(name: str, folder: Path, is_dry: bool, overrides: list[str], free_bytes: float = float("inf")):
     """The config of a training part, with as many layers as fit, and three at least."""
     from glm46.config.loader import load_config
-    from glm46.planner.memory import plan_memory
+    from glm46.operate.estimate.memory import plan_memory
 
     values = {
         "folder": folder / name, "text": folder / "text", "root": ROOT,
@@ -250,13 +250,13 @@ def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Resul
     """Train some steps in this process."""
     import torch
 
-    from glm46.planner.flops import training_flops_per_token
-    from glm46.planner.memory import plan_memory
-    from glm46.planner.muon_cost import muon_cost
-    from glm46.planner.plan import resolve_plan
-    from glm46.planner.rank_parts import parts_of_ranks
-    from glm46.prepare.pipeline import prepare_run
-    from glm46.pretrain.task import train
+    from glm46.operate.estimate.memory import plan_memory
+    from glm46.operate.estimate.muon_cost import muon_cost
+    from glm46.operate.estimate.rank_parts import parts_of_ranks
+    from glm46.run.flops import training_flops_per_token
+    from glm46.run.plan import resolve_plan
+    from glm46.storage.prepare.pipeline import prepare_run
+    from glm46.tasks.pretrain.task import train
 
     free = float("inf") if is_dry else torch.cuda.mem_get_info()[0]
     config = training_config(name, folder, is_dry, overrides, free)
@@ -355,7 +355,7 @@ def install(wheels: Path, folder: Path) -> tuple[str, list[str]]:
     python, version = str(place / "bin/python"), f"python{sys.version_info[0]}.{sys.version_info[1]}"
     # An environment made from another one sees the packages of the system only.
     (place / "lib" / version / "site-packages/outer.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    code = "import json; from glm46.commands.environment import unfit_packages as f; print(json.dumps(f(%r)))"
+    code = "import json; from glm46.operate.launch.environment import unfit_packages as f; print(json.dumps(f(%r)))"
 
     def lacking(extras: list[str]) -> list[str]:
         asked = subprocess.run([python, "-c", code % extras], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from glm46.observe.metrics import SHOWN, Metric, Shown, exported_name, find_metric  # noqa: E402
+from glm46.engine.observe.metrics import SHOWN, Metric, Shown, exported_name, find_metric  # noqa: E402
 
 FOLDER = ROOT / "deploy" / "monitoring" / "dashboards"
 SOURCE = {"type": "prometheus", "uid": "prometheus"}

@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import glm46
-from glm46.distributed import process
-from glm46.model import attention_runs
-from glm46.model.attention_runs import _block_attention_backward as block_attention_backward
-from glm46.model.attention_runs import block_attention
+from glm46.compute.distributed import process
+from glm46.compute.model import attention_runs
+from glm46.compute.model.attention_runs import _block_attention_backward as block_attention_backward
+from glm46.compute.model.attention_runs import block_attention
 
 NAME = "pretend"
 

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from glm46.config.run_config import RunConfig
-from glm46.data.manifest import Manifest, save_manifest
-from glm46.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.prepare.sharding import SplitWriter
+from glm46.storage.data.manifest import Manifest, save_manifest
+from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.storage.prepare.sharding import SplitWriter
 
 TINY = dict(
     flavor="debug", num_hidden_layers=2, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,

@@ -94,8 +94,8 @@ def main(address: str, parent: str) -> None:
     """Serve until terminated."""
     import torch
 
-    import glm46.checkpoint.consolidation
-    import glm46.checkpoint.manager  # noqa: F401
+    import glm46.storage.checkpoint.consolidation
+    import glm46.storage.checkpoint.manager  # noqa: F401
 
     torch.set_num_threads(1)
     # As in tests/ranks/forked_ranks.py: the pool of a fork is made anew by one thread, before there are others.

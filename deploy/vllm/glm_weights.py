@@ -1,7 +1,7 @@
 """The server's side of `[rollout] weights = "broadcast"`: tensors that rank 0 of the trainer broadcasts in buckets.
 
 It needs torch alone, so that the tests of glm46 receive with the code that a server runs. The sender is
-``glm46/rollout/weight_group.py``.
+``glm46/tasks/rl/rollout/weight_group.py``.
 """
 
 import json

@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from glm46.checkpoint.integrity import published_steps, step_folder
-from glm46.commands.ablation_runs import CONFIG_FILE, FP8_ERRORS, AblationPlan, AblationRun, plan_ablation
-from glm46.commands.ablation_summary import write_report
-from glm46.commands.config_options import config_parser, parse_with_overrides
-from glm46.commands.nodes import VARIABLES, detect_nodes
-from glm46.commands.options import process_count
-from glm46.commands.torchrun import LauncherSignals, describe_exit
+from glm46.compute.distributed.environment import set_variables, visible_gpus
 from glm46.config.command_line import module_command
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
+from glm46.config.options import process_count
 from glm46.config.presets import resolve_shape
-from glm46.distributed.environment import set_variables, visible_gpus
+from glm46.engine.observe.console import duration
+from glm46.engine.reliability.run_lock import lock_run, writing
+from glm46.engine.reliability.stop import EXIT_STOPPED, code_before_training
 from glm46.files.durable import replace_durably
 from glm46.files.progress import tokens_progress
-from glm46.observe.console import duration
-from glm46.planner.machine import Machine, detect_machine
-from glm46.planner.parameters import count_parameters
-from glm46.planner.plan import resolve_plan
-from glm46.reliability.run_lock import lock_run, writing
-from glm46.reliability.stop import EXIT_STOPPED, code_before_training
+from glm46.operate.ablation.ablation_runs import CONFIG_FILE, FP8_ERRORS, AblationPlan, AblationRun, plan_ablation
+from glm46.operate.ablation.ablation_summary import write_report
+from glm46.operate.estimate.machine import Machine, detect_machine
+from glm46.operate.launch.config_options import config_parser, parse_with_overrides
+from glm46.operate.launch.nodes import VARIABLES, detect_nodes
+from glm46.operate.launch.torchrun import LauncherSignals, describe_exit
+from glm46.run.parameters import count_parameters
+from glm46.run.plan import resolve_plan
+from glm46.storage.checkpoint.integrity import published_steps, step_folder
 
 _CONSOLE = "console.txt"
 _POLL_SECONDS = 1.0
@@ -165,7 +165,7 @@ def _measure_fp8(run: AblationRun, machine: Machine) -> None:
         # Imported here: it takes seconds, and other ablations do not need it.
         import torch
 
-        from glm46.ablation.quantisation import measure_quantisation
+        from glm46.operate.ablation.quantisation import measure_quantisation
 
         device = torch.device("cuda" if machine.gpus else "cpu")
         errors = measure_quantisation(

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
-from glm46.benchmark.rounds import CONTESTANTS, SECONDS
-from glm46.commands.options import VerbParser, above_zero, positive, verb_parser, whole
+from glm46.config.options import VerbParser, above_zero, positive, verb_parser, whole
 from glm46.config.presets import PRESETS
-from glm46.huggingface.hub import fetch_options
+from glm46.operate.benchmark.rounds import CONTESTANTS, SECONDS
+from glm46.storage.huggingface.hub import fetch_options
 
 _FITTING = f"absent: as many as fit into {SECONDS:.0f} s, three to nine"
 
@@ -20,7 +20,7 @@ def benchmark_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv or ["model"])
     fetch_options(arguments, *({"model"} & vars(arguments).keys()))
-    resolve_name(f"glm46.commands.benchmark_runs:{arguments.run}")(arguments)
+    resolve_name(f"glm46.operate.benchmark.benchmark_runs:{arguments.run}")(arguments)
     return 0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
-from glm46.commands.options import VerbParser, positive, verb_parser
+from glm46.config.options import VerbParser, positive, verb_parser
 
 
 def checkpoint_command(argv: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def checkpoint_command(argv: Sequence[str]) -> int:
         UserError: a folder is absent or holds no checkpoint, or prune would leave none that is complete and undamaged.
     """
     arguments = _parser().parse_args(list(argv))
-    return resolve_name(f"glm46.commands.checkpoint_steps:{arguments.run}")(arguments)
+    return resolve_name(f"glm46.operate.models.checkpoint_steps:{arguments.run}")(arguments)
 
 
 def _parser() -> VerbParser:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.commands.model_fit import require_conversion
-from glm46.commands.options import VerbParser, above_zero, verb_parser
-from glm46.huggingface.hub import fetch_options
-from glm46.huggingface.scheme_names import FP8_NAMES, SCHEME_NAMES
+from glm46.config.options import VerbParser, above_zero, verb_parser
+from glm46.operate.models.model_fit import require_conversion
+from glm46.storage.huggingface.hub import fetch_options
+from glm46.storage.huggingface.scheme_names import FP8_NAMES, SCHEME_NAMES
 
 _ON_HUB = {"model", "base", "adapter", "tokenizer", "checkpoint", "config"}
 """Options that take an id of the hub."""
@@ -21,7 +21,7 @@ def convert_command(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(list(argv))
     require_conversion(arguments)
     fetch_options(arguments, *(_ON_HUB & vars(arguments).keys()))
-    from glm46.commands.conversions import convert
+    from glm46.operate.models.conversions import convert
 
     return convert(arguments)
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from glm46.commands.evaluate_options import evaluate_parser, stated_sources
-from glm46.commands.ranks import start_ranks
-from glm46.distributed.environment import launched_world_size
-from glm46.evaluation.task_names import TASKS
-from glm46.huggingface.hub import fetch_options, with_folders
+from glm46.compute.distributed.environment import launched_world_size
+from glm46.engine.evaluation.task_names import TASKS
+from glm46.operate.launch.ranks import start_ranks
+from glm46.operate.models.evaluate_options import evaluate_parser, stated_sources
+from glm46.storage.huggingface.hub import fetch_options, with_folders
 
 _TASKS_SECONDS = 3600
 """Longest time in which rank 0 reads the tasks of lm-eval and their data, while the others wait."""
@@ -21,15 +21,15 @@ def evaluate_command(argv: Sequence[str]) -> int:
     arguments = evaluate_parser().parse_args(list(argv))
     sources = stated_sources(arguments)
     if launched_world_size() is None:
-        from glm46.commands.evaluate_checks import check_evaluation
+        from glm46.operate.models.evaluate_checks import check_evaluation
 
         check_evaluation(arguments, sources)
     folders = fetch_options(arguments, "model", "adapter", "against", "tokenizer")
     code = start_ranks("evaluate", with_folders(argv, folders), arguments)
     if code is not None:
         return code
-    from glm46.commands.evaluate_ranks import evaluate
-    from glm46.commands.loaded_model import joined
+    from glm46.operate.models.evaluate_ranks import evaluate
+    from glm46.operate.models.loaded_model import joined
 
     is_standard = not set(arguments.tasks) <= set(TASKS)
     with joined(_TASKS_SECONDS) if is_standard else joined():

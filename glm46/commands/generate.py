@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from glm46.commands.model_options import add_model_options
-from glm46.commands.options import VerbParser, integer, verb_parser
-from glm46.commands.ranks import processes, start_ranks
+from glm46.compute.distributed.environment import launched_rank, launched_world_size
 from glm46.config.errors import UserError
-from glm46.data.conversation import BadConversation, parse_tools
-from glm46.distributed.environment import launched_rank, launched_world_size
-from glm46.huggingface.hub import fetch_options, with_folders
+from glm46.config.options import VerbParser, integer, verb_parser
+from glm46.operate.launch.ranks import processes, start_ranks
+from glm46.operate.models.model_options import add_model_options
+from glm46.storage.data.conversation import BadConversation, parse_tools
+from glm46.storage.huggingface.hub import fetch_options, with_folders
 
 _LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
 """64 bits, signed or not."""
@@ -36,16 +36,16 @@ def generate_command(argv: Sequence[str]) -> int:
     if is_chat:
         _raise_for_chat_ranks(arguments)
     if launched_world_size() is None:
-        from glm46.commands.generate_prompts import check_generation
+        from glm46.operate.models.generate_prompts import check_generation
 
         check_generation(arguments)
     folders = fetch_options(arguments, "model", "adapter", "tokenizer")
     argv = with_folders(argv, folders)
     if not is_chat and (code := start_ranks("generate", argv, arguments)) is not None:
         return code
-    from glm46.commands.chat_ranks import first_of_ranks
-    from glm46.commands.generate_ranks import chat, generate
-    from glm46.commands.loaded_model import joined
+    from glm46.operate.models.chat_ranks import first_of_ranks
+    from glm46.operate.models.generate_ranks import chat, generate
+    from glm46.operate.models.loaded_model import joined
 
     if not is_chat:
         with joined():

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import glm46
-from glm46.commands.options import verb_parser
 from glm46.config.errors import UserError
+from glm46.config.options import verb_parser
 
 _PACKAGE = Path(glm46.__path__[0])
 _SHOWN = 3

@@ -7,15 +7,15 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from glm46.commands.options import integer, positive, verb_parser, whole
 from glm46.config.faults import counted
-from glm46.data.manifest import Manifest, describe_targets, load_manifest
-from glm46.data.mixing import permute
-from glm46.data.packing import TokenStream
-from glm46.data.pairs import BEGIN
-from glm46.data.shards import NOT_A_TARGET, open_shard
-from glm46.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.huggingface.hub import fetch_options
+from glm46.config.options import integer, positive, verb_parser, whole
+from glm46.storage.data.manifest import Manifest, describe_targets, load_manifest
+from glm46.storage.data.mixing import permute
+from glm46.storage.data.packing import TokenStream
+from glm46.storage.data.pairs import BEGIN
+from glm46.storage.data.shards import NOT_A_TARGET, open_shard
+from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.storage.huggingface.hub import fetch_options
 
 
 def inspect_command(argv: Sequence[str]) -> int:

@@ -5,21 +5,27 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from glm46.commands.config_options import config_parser, parse_with_overrides
-from glm46.commands.options import above_zero, positive, process_count, require_picture, require_writable
-from glm46.commands.search_layouts import run_search, search_numbers, search_text
+from glm46.compute.distributed.environment import visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.config.options import above_zero, positive, process_count, require_picture, require_writable
 from glm46.config.parallelism import Parallelism
-from glm46.distributed.environment import visible_gpus
-from glm46.planner.layout import smallest_world
-from glm46.planner.machine import detect_machine
-from glm46.planner.peaks import accelerator_of
-from glm46.planner.plan import resolve_plan
-from glm46.planner.report import plan_numbers, plan_run, plan_text
-from glm46.planner.requirement import judge_config
-from glm46.planner.target_cluster import GPUS_PER_NODE, NETWORK_GBITS, STORAGE_GBYTES, Efficiencies, TargetCluster
-from glm46.planner.timeline import Order
+from glm46.operate.estimate.machine import detect_machine
+from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
+from glm46.operate.estimate.requirement import judge_config
+from glm46.operate.estimate.search_layouts import run_search, search_numbers, search_text
+from glm46.operate.estimate.target_cluster import (
+    GPUS_PER_NODE,
+    NETWORK_GBITS,
+    STORAGE_GBYTES,
+    Efficiencies,
+    TargetCluster,
+)
+from glm46.operate.launch.config_options import config_parser, parse_with_overrides
+from glm46.run.layout import smallest_world
+from glm46.run.peaks import accelerator_of
+from glm46.run.plan import resolve_plan
+from glm46.run.timeline import Order
 
 DEFAULT_GPU = "H100"
 EXIT_DOES_NOT_FIT = 1
@@ -97,7 +103,7 @@ def plan_command(argv: Sequence[str]) -> int:
     print(plan_text(run, here))
     _write_numbers(arguments.json, lambda: plan_numbers(run))
     if arguments.picture is not None:
-        from glm46.commands.plan_picture import draw_plan
+        from glm46.operate.estimate.plan_picture import draw_plan
 
         _write("--picture", arguments.picture, lambda file: draw_plan(run, file))
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
@@ -123,7 +129,7 @@ def _efficiencies(file: Path | None) -> Efficiencies:
 
 
 def _order(parallelism: Parallelism, micro_batches: int) -> Order:
-    from glm46.parallelize.pipeline_order import pipeline_order  # torch, which only pipelines need here
+    from glm46.compute.parallelize.pipeline_order import pipeline_order  # torch, which only pipelines need here
 
     return pipeline_order(parallelism, micro_batches)
 

@@ -7,13 +7,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from glm46.commands.options import require_picture, verb_parser
-from glm46.commands.plot_curriculum import draw_curriculum, read_phases
 from glm46.config.errors import UserError
+from glm46.config.options import require_picture, verb_parser
+from glm46.engine.observe.console import short_number
+from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
+from glm46.engine.observe.metrics import SHOWN, Shown, find_metric
 from glm46.files.durable import replace_durably
-from glm46.observe.console import short_number
-from glm46.observe.history import ROWS_FILE, read_history, rows_by_kind
-from glm46.observe.metrics import SHOWN, Shown, find_metric
+from glm46.operate.estimate.plot_curriculum import draw_curriculum, read_phases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

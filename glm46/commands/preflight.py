@@ -13,40 +13,40 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from glm46.commands.config_options import parse_with_overrides
-from glm46.commands.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts
-from glm46.commands.options import VERBS, positive, process_count, require_writable, verb_parser
-from glm46.commands.preflight_hosts import reach, run_nodes
-from glm46.commands.preflight_ranks import run_rank
-from glm46.commands.rank_server import RankServer
-from glm46.commands.rendezvous import refuse_ports, rendezvous_options
-from glm46.commands.torchrun import End, LauncherSignals, run_ranks
-from glm46.config.check import check_config
-from glm46.config.errors import UserError
-from glm46.config.loader import dump_config, load_config
-from glm46.config.parallelism import Parallelism
-from glm46.config.run_config import RunConfig
-from glm46.distributed.environment import (
+from glm46.compute.distributed.environment import (
     set_variables,
     share_cores,
     variables_that_begin,
     visible_gpus,
 )
-from glm46.distributed.hostfile import read_hostfile
-from glm46.observe.start_times import StartTimes
-from glm46.planner.layout import processes_of_node
-from glm46.planner.machine import Machine, detect_machine
-from glm46.planner.plan import Plan, resolve_plan
-from glm46.planner.requirement import judge_config
-from glm46.preflight.compare import as_json, as_metrics, compare_hosts, from_json, host_facts, worst
-from glm46.preflight.gpu import GPU_CHECKS
-from glm46.preflight.host import HOST_CHECKS
-from glm46.preflight.monitoring import MONITORING_CHECKS
-from glm46.preflight.network import NETWORK_CHECKS
-from glm46.preflight.rank_files import Rows, failed_ranks, read_rows, read_stages
-from glm46.preflight.recovery import RECOVERY_CHECKS
-from glm46.preflight.results import FAIL, SKIP, HostReport, Result, Subject, run_checks, within
-from glm46.preflight.storage import STORAGE_CHECKS
+from glm46.compute.distributed.hostfile import read_hostfile
+from glm46.config.check import check_config
+from glm46.config.errors import UserError
+from glm46.config.loader import dump_config, load_config
+from glm46.config.options import VERBS, positive, process_count, require_writable, verb_parser
+from glm46.config.parallelism import Parallelism
+from glm46.config.run_config import RunConfig
+from glm46.engine.observe.start_times import StartTimes
+from glm46.operate.cluster.compare import as_json, as_metrics, compare_hosts, from_json, host_facts, worst
+from glm46.operate.cluster.gpu import GPU_CHECKS
+from glm46.operate.cluster.host import HOST_CHECKS
+from glm46.operate.cluster.monitoring import MONITORING_CHECKS
+from glm46.operate.cluster.network import NETWORK_CHECKS
+from glm46.operate.cluster.preflight_hosts import reach, run_nodes
+from glm46.operate.cluster.preflight_ranks import run_rank
+from glm46.operate.cluster.rank_files import Rows, failed_ranks, read_rows, read_stages
+from glm46.operate.cluster.recovery import RECOVERY_CHECKS
+from glm46.operate.cluster.results import FAIL, SKIP, HostReport, Result, Subject, run_checks, within
+from glm46.operate.cluster.storage import STORAGE_CHECKS
+from glm46.operate.estimate.machine import Machine, detect_machine
+from glm46.operate.estimate.requirement import judge_config
+from glm46.operate.launch.config_options import parse_with_overrides
+from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts
+from glm46.operate.launch.rank_server import RankServer
+from glm46.operate.launch.rendezvous import refuse_ports, rendezvous_options
+from glm46.operate.launch.torchrun import End, LauncherSignals, run_ranks
+from glm46.run.layout import processes_of_node
+from glm46.run.plan import Plan, resolve_plan
 
 EXIT_FAIL = 1
 """Exit code of a preflight with a FAIL."""
@@ -160,7 +160,7 @@ class _Host:
 
     def _meet(self, report: HostReport, subject: Subject, began: float) -> int:
         """`run` on several hosts, which all return the exit code of the first."""
-        from glm46.preflight.meeting import Meeting
+        from glm46.operate.cluster.meeting import Meeting
 
         meeting = Meeting(self.nodes.rank, self.nodes.count, self.nodes.host, self.nodes.port)
         found = meeting.collect("report", report.as_dict(), _MEET_SECONDS)
@@ -223,7 +223,7 @@ class _Host:
 
     def _examine(self, subject: Subject) -> HostReport:
         # Imported here: it loads torch, which a config with faults does not need.
-        from glm46.preflight.run_files import RUN_CHECKS
+        from glm46.operate.cluster.run_files import RUN_CHECKS
 
         checks = (
             HOST_CHECKS
@@ -249,7 +249,7 @@ class _Host:
             rendezvous = rendezvous_options(nodes, subject.processes, 0)
             # A run waits for nodes that prepare data; all of these are here.
             rendezvous += [f"--rdzv-conf=timeout={_MEET_SECONDS:.0f}"] if nodes.count > 1 else []
-            signals, server = LauncherSignals(), RankServer(["glm46.commands.preflight_ranks"])
+            signals, server = LauncherSignals(), RankServer(["glm46.operate.cluster.preflight_ranks"])
             try:
                 end = run_ranks(rendezvous, ["preflight", *options], signals, server, StartTimes("the command"))
             finally:
@@ -281,7 +281,7 @@ def _show(arguments: argparse.Namespace, reports: list[HostReport], group: list[
     """Print and write all results; returns the exit code."""
     from rich.console import Console
 
-    from glm46.preflight.table import print_table
+    from glm46.operate.cluster.table import print_table
 
     line = as_json(reports, group, seconds)
     if arguments.json is not None and arguments.json != _STANDARD_OUTPUT:

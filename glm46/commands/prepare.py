@@ -6,14 +6,14 @@ from pathlib import Path
 import tomli
 from pydantic import ValidationError
 
-from glm46.commands.config_options import config_parser, fetched_overrides, parse_with_overrides
-from glm46.commands.options import VerbParser, verb_parser
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.config.options import VerbParser, verb_parser
 from glm46.config.overrides import key_parts
 from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.text_recipe import TextRecipe
 from glm46.config.validation import translate
+from glm46.operate.launch.config_options import config_parser, fetched_overrides, parse_with_overrides
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -28,9 +28,9 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser.epilog = f"With --input FILES --output FOLDER it makes a source of any text. {parser.epilog}"
     arguments, overrides = parse_with_overrides(parser, argv)
     # Imported here: --help needs no numpy.
-    from glm46.huggingface.hub import local_inputs
-    from glm46.planner.plan import resolve_plan
-    from glm46.prepare.pipeline import prepare_run
+    from glm46.run.plan import resolve_plan
+    from glm46.storage.huggingface.hub import local_inputs
+    from glm46.storage.prepare.pipeline import prepare_run
 
     overrides = [*overrides, *fetched_overrides(load_config(arguments.config, overrides))]
     plan = resolve_plan(load_config(arguments.config, overrides))
@@ -41,8 +41,8 @@ def prepare_command(argv: Sequence[str]) -> int:
 
 
 def _prepare_files(argv: Sequence[str]) -> int:
-    from glm46.huggingface.hub import fetched_keys, local_inputs
-    from glm46.prepare.pipeline import prepare_text
+    from glm46.storage.huggingface.hub import fetched_keys, local_inputs
+    from glm46.storage.prepare.pipeline import prepare_text
 
     arguments = vars(_recipe_parser().parse_args(argv))
     file = arguments.pop("recipe")

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 from rich.cells import cell_len
 
-from glm46.commands.options import positive, verb_parser, whole
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import read_table
-from glm46.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.huggingface.hub import fetch_options, local_tokenizer
+from glm46.config.options import positive, verb_parser, whole
+from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.storage.huggingface.hub import fetch_options, local_tokenizer
 
 _COLUMNS = ("logprob", "old", "reference", "ratio", "advantage", "value", "weight")
 
@@ -52,8 +52,8 @@ def describe_rollout(
     Raises:
         UserError: the rollout does not exist, is damaged, or has another tokenizer.
     """
-    from glm46.rl.rollouts import FOLDER, read_fields, read_rollout, rollout_steps
-    from glm46.rollout.records import FINISHES
+    from glm46.tasks.rl.rollout.records import FINISHES
+    from glm46.tasks.rl.rollouts import FOLDER, read_fields, read_rollout, rollout_steps
 
     journal = folder / FOLDER
     steps = rollout_steps(journal)

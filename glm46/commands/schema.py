@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from glm46.commands.options import verb_parser
+from glm46.config.options import verb_parser
 from glm46.config.schema import json_schema
 
 

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.commands.options import VerbParser, above_zero, port, positive, verb_parser
-from glm46.planner.target_cluster import GPUS_PER_NODE
+from glm46.config.options import VerbParser, above_zero, port, positive, verb_parser
+from glm46.operate.estimate.target_cluster import GPUS_PER_NODE
 
 
 def serve_config_command(argv: Sequence[str]) -> int:
@@ -15,7 +15,7 @@ def serve_config_command(argv: Sequence[str]) -> int:
         UserError: a server would refuse the folder, an option is wrong, or the GPUs cannot hold the model.
     """
     arguments = _parser().parse_args(list(argv))
-    from glm46.commands.served_folder import serve_config
+    from glm46.operate.serving.served_folder import serve_config
 
     return serve_config(arguments)
 

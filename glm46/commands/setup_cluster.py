@@ -18,19 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm46.commands.cluster_files import cluster_files
-from glm46.commands.environment import describe_version
-from glm46.commands.node_client import CONNECTIONS
-from glm46.commands.nodes import LAST_PORT, VARIABLES, pbs_hosts, refuse_hosts
-from glm46.commands.options import VERBS, integer, positive, verb_parser
+from glm46.compute.distributed.environment import set_variables, variables_that_begin, visible_gpus
+from glm46.compute.distributed.hostfile import Host, read_hostfile
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import load_config
-from glm46.distributed.environment import set_variables, variables_that_begin, visible_gpus
-from glm46.distributed.hostfile import Host, read_hostfile
+from glm46.config.options import VERBS, integer, positive, verb_parser
+from glm46.engine.reliability.run_lock import refuse_unwritable, writing
 from glm46.files.local_disk import local_disk_fault
-from glm46.planner.machine import detect_machine, driver_version
-from glm46.reliability.run_lock import refuse_unwritable, writing
+from glm46.operate.cluster.cluster_files import cluster_files
+from glm46.operate.estimate.machine import detect_machine, driver_version
+from glm46.operate.launch.environment import describe_version
+from glm46.operate.launch.node_client import CONNECTIONS
+from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, pbs_hosts, refuse_hosts
 
 _HOST_SECONDS = 60.0
 """For the answer of a host."""

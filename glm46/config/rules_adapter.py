@@ -9,7 +9,7 @@ from glm46.config.rules_layout import values_of
 from glm46.config.run_config import RunConfig
 
 _FP8_BLOCK = 128
-"""Rows and columns of a block; a test holds it equal to `planner/parameters.py`."""
+"""Rows and columns of a block; a test holds it equal to `run/parameters.py`."""
 
 
 def adapter_has_a_base(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:

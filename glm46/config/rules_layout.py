@@ -13,7 +13,7 @@ from glm46.config.section import Schedule
 
 STATE_BLOCK, STATE_LEAST_ENTRIES = 64, 4096
 """Columns that share a scale in 8-bit states, and entries of the smallest tensor with such states; a test holds both
-equal to `optim/compact_state.py`."""
+equal to `compute/optim/compact_state.py`."""
 
 
 def data_parallel_degree(config: RunConfig, world_size: int | None) -> int | None:

@@ -70,22 +70,22 @@ ROOT_CONFIG = "glm46.config.run_config"
 ROOT_CONFIG_ROOMS = {"config", "planner", "commands"}
 # What starts a rank and makes its Plan; and what compares a config with that of a checkpoint, key by key.
 ROOT_CONFIG_MODULES = {
-    "glm46.training.build",
-    "glm46.pretrain.task",
-    "glm46.finetune.task",
-    "glm46.rl.task",
-    "glm46.training.origin",
+    "glm46.engine.training.build",
+    "glm46.tasks.pretrain.task",
+    "glm46.tasks.finetune.task",
+    "glm46.tasks.rl.task",
+    "glm46.engine.training.origin",
 }
 
-ENVIRONMENT_READER = "glm46.distributed.environment"
+ENVIRONMENT_READER = "glm46.compute.distributed.environment"
 TORCH_INTERNALS = "glm46.compat"
 # The one file that reads a pickle: DCP's metadata, through an unpickler that knows a short list of classes.
-PICKLE_READER = "glm46.checkpoint.metadata"
+PICKLE_READER = "glm46.storage.checkpoint.metadata"
 # Calls rewards of the user's: whatever they raise, their sample is dropped and the reason is shown.
-CODE_OF_USERS = "glm46.rewards.scorer"
+CODE_OF_USERS = "glm46.tasks.rl.rewards.scorer"
 
 _GRAB_BAGS = {"utils", "util", "helpers", "helper", "misc", "common", "stuff", "lib", "manager", "tools", "base"}
-_GRAB_BAG_EXCEPTION = "glm46.checkpoint.manager"
+_GRAB_BAG_EXCEPTION = "glm46.storage.checkpoint.manager"
 
 _MOST_FILE_LINES, _MOST_CLASS_LINES, _MOST_FUNCTION_LINES, _MOST_PARAMETERS = 300, 200, 60, 8
 

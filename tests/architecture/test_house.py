@@ -59,38 +59,38 @@ def test_sizes_are_reported(modules):
 
 
 PLANTED = {
-    "layer_violations": ("model/rope.py", "def f():\n    from ..training import trainer\n"),
-    "root_config_readers": ("model/rope.py", "from glm46.config.run_config import RunConfig\n"),
+    "layer_violations": ("compute/model/rope.py", "def f():\n    from ..training import trainer\n"),
+    "root_config_readers": ("compute/model/rope.py", "from glm46.config.run_config import RunConfig\n"),
     "unlisted_rooms": ("novelty/thing.py", ""),
-    "cycles": ("model/rope.py", "import glm46.model.block\n"),
+    "cycles": ("compute/model/rope.py", "import glm46.compute.model.block\n"),
     "filled_packages": ("model/__init__.py", "x = 1\n"),
-    "eager_api": ("__init__.py", "from glm46.model import rope\n"),
-    "environment_readers": ("model/rope.py", "import os\nos.environ['A'] = '1'\n"),
-    "private_torch": ("model/rope.py", "import torch.nn.functional as F\nF._scaled_mm(1)\n"),
-    "unsafe_calls": ("model/rope.py", "import torch\ntorch.load('x')\n"),
+    "eager_api": ("__init__.py", "from glm46.compute.model import rope\n"),
+    "environment_readers": ("compute/model/rope.py", "import os\nos.environ['A'] = '1'\n"),
+    "private_torch": ("compute/model/rope.py", "import torch.nn.functional as F\nF._scaled_mm(1)\n"),
+    "unsafe_calls": ("compute/model/rope.py", "import torch\ntorch.load('x')\n"),
     "grab_bags": ("model/rope_utils.py", ""),
-    "broad_excepts": ("model/rope.py", "try:\n    pass\nexcept (ValueError, Exception):\n    pass\n"),
-    "undocumented": ("model/rope.py", '"""Rope."""\ndef rotate(x):\n    return x\n'),
+    "broad_excepts": ("compute/model/rope.py", "try:\n    pass\nexcept (ValueError, Exception):\n    pass\n"),
+    "undocumented": ("compute/model/rope.py", '"""Rope."""\ndef rotate(x):\n    return x\n'),
     "over_budget": ("novelty/thing.py", '"""Thing."""\n\n\n'),
-    "oversized": ("model/rope.py", "def f(a, b, c, d, e, f, g, h, *, i):\n    pass\n"),
+    "oversized": ("compute/model/rope.py", "def f(a, b, c, d, e, f, g, h, *, i):\n    pass\n"),
 }
 EXPECTED = {
-    "layer_violations": "glm46.model.rope (layer 3) imports glm46.training.trainer (layer 7)",
-    "root_config_readers": "glm46.model.rope imports glm46.config.run_config; take a section, or the Plan",
+    "layer_violations": "glm46.compute.model.rope (layer 3) imports glm46.engine.training.trainer (layer 7)",
+    "root_config_readers": "glm46.compute.model.rope imports glm46.config.run_config; take a section, or the Plan",
     "unlisted_rooms": "novelty",
-    "cycles": "glm46.model.block -> glm46.model.rope -> glm46.model.block",
-    "filled_packages": "glm46.model",
-    "eager_api": "glm46 imports glm46.model; name it in _HOMES, so that it is loaded when it is used",
-    "environment_readers": "glm46.model.rope uses os.environ; add a function to glm46.distributed.environment",
-    "private_torch": "glm46.model.rope uses torch.nn.functional._scaled_mm; add a function to glm46.compat",
-    "unsafe_calls": "glm46.model.rope:2 calls torch.load without weights_only=True",
-    "grab_bags": "glm46.model.rope_utils",
-    "broad_excepts": "glm46.model.rope:3",
-    "undocumented": "glm46.model.rope.rotate",
+    "cycles": "glm46.compute.model.block -> glm46.compute.model.rope -> glm46.compute.model.block",
+    "filled_packages": "glm46.compute.model",
+    "eager_api": "glm46 imports glm46.compute.model; name it in _HOMES, so that it is loaded when it is used",
+    "environment_readers": "glm46.compute.model.rope uses os.environ; add a function to glm46.compute.distributed.environment",
+    "private_torch": "glm46.compute.model.rope uses torch.nn.functional._scaled_mm; add a function to glm46.compat",
+    "unsafe_calls": "glm46.compute.model.rope:2 calls torch.load without weights_only=True",
+    "grab_bags": "glm46.compute.model.rope_utils",
+    "broad_excepts": "glm46.compute.model.rope:3",
+    "undocumented": "glm46.compute.model.rope.rotate",
     "over_budget": (
         "glm46/novelty: 3 lines, budget 0; shorten it, or add a line to RAISED that says what the lines are for"
     ),
-    "oversized": "glm46.model.rope.f: 9 parameters",
+    "oversized": "glm46.compute.model.rope.f: 9 parameters",
 }
 
 
@@ -100,9 +100,9 @@ def test_rule_finds_a_planted_violation(name, tmp_path):
         "__init__.py": "",
         "config/run_config.py": '"""Config."""\n',
         "model/__init__.py": "",
-        "model/block.py": '"""Block."""\nimport glm46.model.rope\n',
-        "model/rope.py": '"""Rope."""\n',
-        "training/trainer.py": '"""Loop."""\nfrom glm46.model import block\n',
+        "compute/model/block.py": '"""Block."""\nimport glm46.compute.model.rope\n',
+        "compute/model/rope.py": '"""Rope."""\n',
+        "training/trainer.py": '"""Loop."""\nfrom glm46.compute.model import block\n',
     }
     file, text = PLANTED[name]
     for where, content in (sound | {file: text}).items():
@@ -172,7 +172,7 @@ def test_a_key_counts_as_read_only_where_its_section_is_read():
     trees = {
         "glm46.config.extra": SECTIONS,
         "glm46.config.rules_extra": "def rule(config: Run):\n    return config.extra.checked\n",
-        "glm46.training.reader": READER,
+        "glm46.engine.training.reader": READER,
     }
     unread = config_reads.unread_config_fields({name: ast.parse(text) for name, text in trees.items()})
     assert unread == ["glm46.config.extra.Extra.checked", "glm46.config.extra.Extra.forgotten"]

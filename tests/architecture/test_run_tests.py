@@ -57,14 +57,17 @@ def run_tests(tmp_path):
     [
         ([], [UNIT, RANKS]),
         (["--fast"], [FAST + " -m not slow"]),
-        (["data"], [SIDE_BY_SIDE + "tests/unit/data"]),
-        (["--fast", "data", "model", "-x"], [SIDE_BY_SIDE + "tests/unit/data tests/unit/model -x -m not slow"]),
+        (["data"], [SIDE_BY_SIDE + "tests/unit/storage/data"]),
+        (
+            ["--fast", "data", "model", "-x"],
+            [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute/model -x -m not slow"],
+        ),
         (["-k", "data"], [UNIT + " -k data", RANKS + " -k data"]),
         (["-k", "tp2 and pp2", "-x"], [UNIT + " -k tp2 and pp2 -x", RANKS + " -k tp2 and pp2 -x"]),
         (["tests"], [UNIT, RANKS]),
-        (["tests/unit/data", "--pdb"], [SIDE_BY_SIDE + "tests/unit/data --pdb"]),
+        (["tests/unit/storage/data", "--pdb"], [SIDE_BY_SIDE + "tests/unit/storage/data --pdb"]),
         (["./tests/ranks/test_a.py::test_b[2ranks-tp2]"], [ALONE + "./tests/ranks/test_a.py::test_b[2ranks-tp2]"]),
-        (["tests/gpu", "tests/unit/model"], [SIDE_BY_SIDE + "tests/unit/model", ALONE + "tests/gpu"]),
+        (["tests/gpu", "tests/unit/compute/model"], [SIDE_BY_SIDE + "tests/unit/compute/model", ALONE + "tests/gpu"]),
     ],
 )
 def test_arguments_reach_the_right_run(run_tests, arguments, calls):

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from glm46.checkpoint.manager import CheckpointManager
-from glm46.checkpoint.staging import Staging
-from glm46.data.tokenizer import load_tokenizer
-from glm46.pretrain.task import train
+from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.checkpoint.staging import Staging
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.pretrain.task import train
 from tests.small_run import small_config, write_source
 
 pytestmark = [

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
+from glm46.compute.distributed.process import join, leave, use_deterministic_kernels
+from glm46.compute.model.moe import MoE
+from glm46.compute.model.router import RoutingOptions
+from glm46.compute.parallelize.float8 import experts_product, linear_product
 from glm46.config.float8 import Float8
 from glm46.config.float8_layers import EXPERTS_MULTIPLES
 from glm46.config.presets import PRESETS
-from glm46.distributed.process import join, leave, use_deterministic_kernels
-from glm46.model.moe import MoE
-from glm46.model.router import RoutingOptions
-from glm46.parallelize.float8 import experts_product, linear_product
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
 from tests.ranks.float8_layouts import CASES, MATRICES, config_of
 from tests.ranks.sharded_layouts import build_job, make_batch, micro_batches, whole
-from tests.unit.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
+from tests.unit.compute.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 pytestmark = [

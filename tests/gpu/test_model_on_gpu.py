@@ -5,20 +5,20 @@ import math
 import pytest
 import torch
 
+from glm46.compute.distributed.process import use_deterministic_kernels
+from glm46.compute.model.attention import attend
+from glm46.compute.model.attention_layout import attention_layout
+from glm46.compute.model.cross_entropy import summed_loss, token_logprobs
+from glm46.compute.model.dispatch import LocalDispatcher
+from glm46.compute.model.experts import grouped_mm
+from glm46.compute.model.init import fill_parameter
+from glm46.compute.model.router import Routing, RoutingOptions, fp32_linear
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize import activation_checkpoint
+from glm46.compute.parallelize import compile as layer_compile
 from glm46.config.presets import PRESETS
-from glm46.distributed.process import use_deterministic_kernels
-from glm46.model.attention import attend
-from glm46.model.attention_layout import attention_layout
-from glm46.model.cross_entropy import summed_loss, token_logprobs
-from glm46.model.dispatch import LocalDispatcher
-from glm46.model.experts import grouped_mm
-from glm46.model.init import fill_parameter
-from glm46.model.router import Routing, RoutingOptions, fp32_linear
-from glm46.model.transformer import Transformer
-from glm46.parallelize import activation_checkpoint
-from glm46.parallelize import compile as layer_compile
-from glm46.planner.activations import attention_backward_bytes, kernel_runs
-from tests.unit.model.test_attention import around_a_ring, dense, random_packing
+from glm46.run.activations import attention_backward_bytes, kernel_runs
+from tests.unit.compute.model.test_attention import around_a_ring, dense, random_packing
 
 pytestmark = [
     pytest.mark.gpu,

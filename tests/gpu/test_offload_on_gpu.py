@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.process import join, leave
+from glm46.compute.optim.optimizers import build_optimizers
 from glm46.config.optimizer import Optimizer
-from glm46.distributed.local_tensor import local_tensor
-from glm46.distributed.process import join, leave
-from glm46.optim.optimizers import build_optimizers
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
 from tests.ranks.sharded_layouts import LAYOUTS, build_job, make_batch, make_config, micro_batches, whole
 
 pytestmark = [
@@ -45,7 +45,7 @@ def updated(device: str, steps: int = 4, **options) -> tuple[dict, dict]:
 @pytest.mark.parametrize("state_dtype", ["float32", "8bit"])
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 def test_states_in_host_memory_change_no_bit(place, state_dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr("glm46.optim.adamw.OFFLOADED_ITEM_BYTES", 1)  # every parameter is an item of its own
+    monkeypatch.setattr("glm46.compute.optim.adamw.OFFLOADED_ITEM_BYTES", 1)  # every parameter is an item of its own
     folder = {"state_offload_folder": str(tmp_path)} if place == "nvme" else {}
     plain = updated("cuda", state_dtype=state_dtype)
     offloaded = updated("cuda", state_dtype=state_dtype, state_offload=place, **folder)

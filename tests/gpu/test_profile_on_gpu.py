@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from glm46.compute.distributed.device_time import OwnDeviceTime, waiting_for_ranks
 from glm46.config.presets import PRESETS
 from glm46.config.profiling import Profiling
-from glm46.distributed.device_time import OwnDeviceTime, waiting_for_ranks
-from glm46.observe.module_times import IDLE, flops_by_kind
-from glm46.observe.profiler import Profiled, Profiler
-from glm46.planner.parameters import named_rows
+from glm46.engine.observe.module_times import IDLE, flops_by_kind
+from glm46.engine.observe.profiler import Profiled, Profiler
+from glm46.run.parameters import named_rows
 from tests.gpu.test_model_on_gpu import debug_batch, debug_model
 
 pytestmark = [

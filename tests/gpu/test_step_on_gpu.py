@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 
-from glm46.distributed.process import join, leave
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.compute.distributed.process import join, leave
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
 from tests.ranks.bf16_layouts import bf16_run
 from tests.ranks.sharded_layouts import LAYOUTS, build_job, make_batch, micro_batches
 

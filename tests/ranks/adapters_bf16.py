@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.process import Process, join, leave
 from glm46.config.run_config import RunConfig
-from glm46.distributed.local_tensor import local_tensor
-from glm46.distributed.process import Process, join, leave
-from glm46.training.network import build_network
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.network import build_network
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
 from tests.ranks.forked_ranks import in_halves, run_ranks
 from tests.ranks.sharded_layouts import (
     Job,

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import glm46.training.step as step_module
-from glm46.data.tokenizer import load_tokenizer
-from glm46.pretrain import next_token, task
-from glm46.training import loop
+import glm46.engine.training.step as step_module
+from glm46.engine.training import loop
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.pretrain import next_token, task
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 

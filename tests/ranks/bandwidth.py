@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-from glm46.data.tokenizer import load_tokenizer
-from glm46.observe.exporter import RunCollector
-from glm46.observe.history import read_history
-from glm46.pretrain.task import train
+from glm46.engine.observe.exporter import RunCollector
+from glm46.engine.observe.history import read_history
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.pretrain.task import train
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import small_config, write_source
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compute.distributed.process import join, leave
+from glm46.compute.model.cross_entropy import token_logprobs
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.plan import initialise
 from glm46.config.presets import resolve_shape
-from glm46.distributed.process import join, leave
-from glm46.model.cross_entropy import token_logprobs
-from glm46.model.transformer import Transformer
-from glm46.parallelize.plan import initialise
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
 from tests.ranks.forked_ranks import in_halves, run_ranks
 from tests.ranks.sharded_layouts import (
     OPTIONS,

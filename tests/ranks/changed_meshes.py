@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.distributed.process import Process, join, leave
-from glm46.training.resume import checkpoint_tensors
-from glm46.training.services import build_checkpoints
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.compute.distributed.process import Process, join, leave
+from glm46.engine.training.resume import checkpoint_tensors
+from glm46.engine.training.services import build_checkpoints
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
 from tests.ranks.forked_ranks import run_cases, run_ranks
 from tests.ranks.sharded_layouts import (
     LAYOUTS_AT_ONCE,

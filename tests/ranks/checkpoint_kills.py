@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from glm46.checkpoint.manager import CheckpointManager
+from glm46.storage.checkpoint.manager import CheckpointManager
 from tests.ranks.forked_ranks import die_in_sync
 
 SECONDS_TO_NOTICE = 60  # gloo notices a closed connection at once; the rest is for a busy machine

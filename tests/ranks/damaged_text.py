@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from glm46.config.loader import dump_config
-from glm46.data.manifest import load_manifest
-from glm46.data.shards import BLOCK_BYTES
-from glm46.data.tokenizer import load_tokenizer
-from glm46.data.verified import VerifiedShard
-from glm46.training import loop
+from glm46.engine.training import loop
+from glm46.storage.data.manifest import load_manifest
+from glm46.storage.data.shards import BLOCK_BYTES
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.data.verified import VerifiedShard
 from tests.ranks.forked_launch import fork_launch, is_alive
 from tests.ranks.forked_ranks import in_halves
 from tests.small_run import small_config, write_source

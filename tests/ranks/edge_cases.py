@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.model.router import RoutingOptions
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.context import take_part
+from glm46.compute.parallelize.plan import initialise, parallelize
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
-from glm46.distributed.mesh import build_cluster
-from glm46.distributed.process import Process, join, leave
-from glm46.model.router import RoutingOptions
-from glm46.model.transformer import Transformer
-from glm46.parallelize.context import take_part
-from glm46.parallelize.plan import initialise, parallelize
-from glm46.planner.plan import resolve_plan
+from glm46.run.plan import resolve_plan
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import loss_of_step, may_compile
 

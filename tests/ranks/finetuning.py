@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from glm46.checkpoint.step_tensors import StepTensors
 from glm46.config.text_recipe import TextRecipe
-from glm46.data.tokenizer import load_tokenizer
-from glm46.finetune.task import train
-from glm46.prepare.pipeline import prepare_text
-from glm46.pretrain.task import train as pretrain
+from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.prepare.pipeline import prepare_text
+from glm46.tasks.finetune.task import train
+from glm46.tasks.pretrain.task import train as pretrain
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 

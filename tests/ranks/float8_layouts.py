@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.model.layers import Linear
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize import float8
+from glm46.compute.parallelize.plan import initialise
 from glm46.config.float8 import Float8
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.distributed.process import Process, join, leave
-from glm46.model.layers import Linear
-from glm46.model.transformer import Transformer
-from glm46.parallelize import float8
-from glm46.parallelize.plan import initialise
-from glm46.planner.parameters import find_parameter
-from glm46.planner.plan import resolve_plan
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
+from glm46.run.parameters import find_parameter
+from glm46.run.plan import resolve_plan
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     LAYOUTS_AT_ONCE,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from glm46 import cli
-from glm46.commands.rank_server import RankServer
+from glm46.operate.launch.rank_server import RankServer
 
 EXIT_SECONDS = "TEST_EXIT_SECONDS"
 """A variable: seconds that a rank takes from the end of its command to its exit."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from glm46.checkpoint import dcp, integrity
+from glm46.storage.checkpoint import dcp, integrity
 
 # A fork has none of the threads of torch's pool, and the first call that wants them makes a new pool. That is not safe
 # from several threads: autograd starts one per device of a device guard, eight with FakeTensorMode, and now and then

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from glm46.checkpoint import save
-from glm46.data.tokenizer import load_tokenizer
-from glm46.pretrain.data_stream import DataStream
-from glm46.pretrain.task import train
-from glm46.reliability import watchdog
-from glm46.training import loop
+from glm46.engine.reliability import watchdog
+from glm46.engine.training import loop
+from glm46.storage.checkpoint import save
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.pretrain.data_stream import DataStream
+from glm46.tasks.pretrain.task import train
 from tests.ranks.forked_launch import is_alive
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import small_config, write_source

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import torch
 
-from glm46.checkpoint.step_tensors import write_model
 from glm46.config.loader import dump_config
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.data.tokenizer import load_tokenizer
-from glm46.huggingface.names import HFNames
+from glm46.storage.checkpoint.step_tensors import write_model
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.names import HFNames
 from tests.ranks.forked_launch import is_alive
 from tests.small_run import small_config, write_source
 

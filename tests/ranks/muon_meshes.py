@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from glm46.compat import StridedShard
-from glm46.optim import muon_layout, muon_step
-from glm46.optim.muon import Muon
-from glm46.optim.state_file import StateFile
-from glm46.planner import muon_plan
-from tests.unit.optim.muon_reference import entries_per_rank
+from glm46.compute.optim import muon_layout, muon_plan, muon_step
+from glm46.compute.optim.muon import Muon
+from glm46.compute.optim.state_file import StateFile
+from tests.unit.compute.optim.muon_reference import entries_per_rank
 
 STEPS = 3
 MATRICES = [(64, 256), (256, 64), (128, 128), (64, 96)]

@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm46.compute.distributed.process import join, leave
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.plan import initialise
 from glm46.config.moe import MoE
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.data.batches import IGNORE
-from glm46.data.loader import BatchLayout, Span, TrainSource, build_train_loader
-from glm46.data.manifest import Manifest, Split, save_manifest
-from glm46.data.shards import NOT_A_TARGET
-from glm46.distributed.process import join, leave
-from glm46.model.transformer import Transformer
-from glm46.parallelize.plan import initialise
-from glm46.prepare.sharding import SplitWriter
-from glm46.pretrain.next_token import next_token_loss
-from glm46.training.network import Batch
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.network import Batch
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
+from glm46.storage.data.batches import IGNORE
+from glm46.storage.data.loader import BatchLayout, Span, TrainSource, build_train_loader
+from glm46.storage.data.manifest import Manifest, Split, save_manifest
+from glm46.storage.data.shards import NOT_A_TARGET
+from glm46.storage.prepare.sharding import SplitWriter
+from glm46.tasks.pretrain.next_token import next_token_loss
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     DEPTHS,

@@ -5,9 +5,9 @@ import json
 import torch
 import torch.distributed as dist
 
-from glm46.distributed.process import join, leave
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.compute.distributed.process import join, leave
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
 from tests.ranks.sharded_layouts import (
     ROWS,
     SEQ_LEN,

@@ -26,23 +26,23 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import Process
+from glm46.compute.model.router import Router
+from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
-from glm46.data.pairs import BEGIN
-from glm46.distributed.local_tensor import local_tensor
-from glm46.distributed.mesh import build_cluster
-from glm46.distributed.process import Process
-from glm46.finetune.preference_loss import split_pairs
-from glm46.finetune.preferences import Preferences
-from glm46.model.router import Router
-from glm46.parallelize.magnitudes import Magnitudes
-from glm46.planner import activations
-from glm46.planner.layout import Layout
-from glm46.planner.plan import Plan, resolve_plan
-from glm46.planner.requirement import INTEGERS_TORCH
-from glm46.training.network import build_network
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.network import build_network
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
+from glm46.operate.estimate.requirement import INTEGERS_TORCH
+from glm46.run import activations
+from glm46.run.layout import Layout
+from glm46.run.plan import Plan, resolve_plan
+from glm46.storage.data.pairs import BEGIN
+from glm46.tasks.finetune.preference_loss import split_pairs
+from glm46.tasks.finetune.preferences import Preferences
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.server import ROOT
 from tests.ranks.sharded_layouts import Job, build_job, schedule_here

@@ -15,22 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.model.attention_layout import attention_layout
+from glm46.compute.model.cross_entropy import IGNORE
+from glm46.compute.model.routes import compact_routes
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.plan import initialise
 from glm46.config.presets import resolve_shape
 from glm46.config.rl import RL
-from glm46.distributed.mesh import build_cluster
-from glm46.distributed.process import Process, join, leave
-from glm46.model.attention_layout import attention_layout
-from glm46.model.cross_entropy import IGNORE
-from glm46.model.routes import compact_routes
-from glm46.model.transformer import Transformer
-from glm46.parallelize.plan import initialise
-from glm46.planner.plan import resolve_plan
-from glm46.rl.fields import Rewards, prepare_fields, sum_over_replicas
-from glm46.rl.objectives import PolicyGradient, ValueLoss
-from glm46.training.named_sums import sum_over_all_ranks
-from glm46.training.network import build_network
-from glm46.training.step import _local_sums, compute_gradients
-from glm46.training.totals import count_step, from_tensors, to_tensors
+from glm46.engine.training.named_sums import sum_over_all_ranks
+from glm46.engine.training.network import build_network
+from glm46.engine.training.step import _local_sums, compute_gradients
+from glm46.engine.training.totals import count_step, from_tensors, to_tensors
+from glm46.run.plan import resolve_plan
+from glm46.tasks.rl.fields import Rewards, prepare_fields, sum_over_replicas
+from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     AUX_WEIGHTS,
@@ -45,7 +45,7 @@ from tests.ranks.sharded_layouts import (
     make_routes,
     squares,
 )
-from tests.unit.rl.samples import LAYOUT
+from tests.unit.tasks.rl.samples import LAYOUT
 
 ALGORITHMS = {
     # Samples that lie on several ranks of context parallelism have one ratio; weights have a mean over the step.

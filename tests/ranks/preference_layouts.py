@@ -17,25 +17,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm46.compute.distributed.local_tensor import global_indices, local_tensor
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.model.adapters import add_adapters, without_adapters
+from glm46.compute.model.cross_entropy import IGNORE, token_logprobs
+from glm46.compute.model.init import fill_normal
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.magnitudes import Magnitudes
+from glm46.compute.parallelize.plan import initialise
 from glm46.config.adapter import Adapter
 from glm46.config.finetune import Preference
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.distributed.local_tensor import global_indices, local_tensor
-from glm46.distributed.mesh import build_cluster
-from glm46.distributed.process import Process, join, leave
-from glm46.finetune.preference_loss import HALF, split_pairs
-from glm46.finetune.preferences import Preferences
-from glm46.model.adapters import add_adapters, without_adapters
-from glm46.model.cross_entropy import IGNORE, token_logprobs
-from glm46.model.init import fill_normal
-from glm46.model.transformer import Transformer
-from glm46.parallelize.magnitudes import Magnitudes
-from glm46.parallelize.plan import initialise
-from glm46.planner.plan import resolve_plan
-from glm46.training.network import build_network
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.network import build_network
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
+from glm46.run.plan import resolve_plan
+from glm46.tasks.finetune.preference_loss import HALF, split_pairs
+from glm46.tasks.finetune.preferences import Preferences
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     ROWS,

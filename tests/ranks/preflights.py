@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from glm46 import cli
-from glm46.distributed.process import Process
-from glm46.planner.plan import Plan
-from glm46.preflight import ranks
-from glm46.preflight.results import Result
+from glm46.compute.distributed.process import Process
+from glm46.operate.cluster import ranks
+from glm46.operate.cluster.results import Result
+from glm46.run.plan import Plan
 from tests.ranks.forked_launch import ForkedRank, fork_ranks
 
 

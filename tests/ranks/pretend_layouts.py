@@ -8,7 +8,7 @@ import sys
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from glm46.distributed.process import join, leave
+from glm46.compute.distributed.process import join, leave
 from tests import pretend_gpu
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import LAYOUTS, compare, make_config, run_layout, run_reference

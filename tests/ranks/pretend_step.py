@@ -6,10 +6,10 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/pretend_step.py
 import json
 from collections import Counter
 
-from glm46.checkpoint.finite import names_not_finite
-from glm46.distributed.process import join, leave
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.compute.distributed.process import join, leave
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
+from glm46.storage.checkpoint.finite import names_not_finite
 from tests import pretend_gpu
 from tests.ranks.bf16_layouts import bf16_run
 from tests.ranks.forked_ranks import run_ranks

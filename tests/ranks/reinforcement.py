@@ -19,14 +19,14 @@ from types import SimpleNamespace
 
 import torch
 
-from glm46.checkpoint import save
-from glm46.checkpoint.integrity import published_steps
-from glm46.rl import rollouts, task
-from glm46.rl.rollouts import FOLDER, rollout_steps
-from glm46.rollout import local
-from glm46.rollout.local import LocalEngine
-from glm46.rollout.weights import whole_weights
-from glm46.training import loop
+from glm46.engine.training import loop
+from glm46.storage.checkpoint import save
+from glm46.storage.checkpoint.integrity import published_steps
+from glm46.tasks.rl import rollouts, task
+from glm46.tasks.rl.rollout import local
+from glm46.tasks.rl.rollout.local import LocalEngine
+from glm46.tasks.rl.rollout.weights import whole_weights
+from glm46.tasks.rl.rollouts import FOLDER, rollout_steps
 from tests import pretend_gpu
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks

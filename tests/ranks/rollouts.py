@@ -17,23 +17,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import join, leave
+from glm46.compute.model.cross_entropy import IGNORE, token_logprobs
 from glm46.config.generation_degrees import Degrees
-from glm46.data.tokenizer import load_tokenizer
-from glm46.distributed.local_tensor import local_tensor
-from glm46.distributed.mesh import build_cluster
-from glm46.distributed.process import join, leave
-from glm46.huggingface.schemes import FP8_SCHEMES
-from glm46.inference.model_mesh import build_model_mesh
-from glm46.model.cross_entropy import IGNORE, token_logprobs
-from glm46.planner.layout import generation_layout
-from glm46.planner.plan import resolve_plan
-from glm46.rl.engines import routed_score, score
-from glm46.rl.served_weights import served_tensors, write_policy
-from glm46.rollout.local import LocalEngine
-from glm46.rollout.records import Completion, Request, SamplingRules
-from glm46.rollout.weights import whole_weights
-from glm46.training.hf_weights import load_weights
-from glm46.training.network import Network, build_network
+from glm46.engine.inference.model_mesh import build_model_mesh
+from glm46.engine.training.hf_weights import load_weights
+from glm46.engine.training.network import Network, build_network
+from glm46.run.layout import generation_layout
+from glm46.run.plan import resolve_plan
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.schemes import FP8_SCHEMES
+from glm46.tasks.rl.engines import routed_score, score
+from glm46.tasks.rl.rollout.local import LocalEngine
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
+from glm46.tasks.rl.rollout.weights import whole_weights
+from glm46.tasks.rl.served_weights import served_tensors, write_policy
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import SHAPE, VOCABULARY, Layout, make_config
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from glm46.compute.distributed.process import join, leave
 from glm46.config.rollout import Rollout
-from glm46.distributed.process import join, leave
-from glm46.rollout import first_rank, server_pool
-from glm46.rollout.first_completions import ServedPolicy
-from glm46.rollout.records import Request, SamplingRules
-from glm46.rollout.server_engine import ServerEngine
-from glm46.rollout.server_state import EngineError
+from glm46.tasks.rl.rollout import first_rank, server_pool
+from glm46.tasks.rl.rollout.first_completions import ServedPolicy
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.server_engine import ServerEngine
+from glm46.tasks.rl.rollout.server_state import EngineError
 from tests.ranks.forked_ranks import await_ranks, start_ranks
-from tests.unit.rollout.stub_server import STOP, StubServer, scores
+from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, scores
 
 TIMEOUT, DEADLINE = 2, 3.0
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]

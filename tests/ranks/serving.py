@@ -15,10 +15,10 @@ import torch
 import torch._dynamo.backends.debugging  # with the next one, what a first compilation would import in each rank: 2 s
 import torch._inductor.compile_fx
 
-import glm46.prepare.pipeline  # noqa: F401
-import glm46.pretrain.task  # noqa: F401
+import glm46.storage.prepare.pipeline  # noqa: F401
+import glm46.tasks.pretrain.task  # noqa: F401
 import tests.small_run  # noqa: F401
-from glm46.observe.hardware import device_peak_flops
+from glm46.engine.observe.hardware import device_peak_flops
 from tests.ranks.forked_launch import end_with
 from tests.ranks.forked_ranks import run_ranks
 

@@ -25,39 +25,39 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
+from glm46.compute.distributed.grad_norm import global_grad_norm, scale_gradients
+from glm46.compute.distributed.local_tensor import global_indices, local_tensor
+from glm46.compute.distributed.mesh import Cluster, build_cluster
+from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.model.adapters import add_adapters
+from glm46.compute.model.cross_entropy import token_logprobs
+from glm46.compute.model.fp8_weights import in_compute_type
+from glm46.compute.model.init import fill_normal
+from glm46.compute.model.router import RoutingOptions
+from glm46.compute.model.routes import compact_routes, moe_layers
+from glm46.compute.model.transformer import LossSums, Transformer
+from glm46.compute.optim.optimizers import build_optimizers
+from glm46.compute.parallelize.magnitudes import Magnitudes
+from glm46.compute.parallelize.plan import initialise
 from glm46.config.adapter import Adapter
 from glm46.config.model import ModelShape, RopeScaling
 from glm46.config.moe import MoE
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.distributed.grad_norm import global_grad_norm, scale_gradients
-from glm46.distributed.local_tensor import global_indices, local_tensor
-from glm46.distributed.mesh import Cluster, build_cluster
-from glm46.distributed.process import Process, join, leave
-from glm46.huggingface.config_json import config_of
-from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.import_weights import import_weights
-from glm46.huggingface.names import HFNames
-from glm46.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme
-from glm46.model.adapters import add_adapters
-from glm46.model.cross_entropy import token_logprobs
-from glm46.model.fp8_weights import in_compute_type
-from glm46.model.init import fill_normal
-from glm46.model.router import RoutingOptions
-from glm46.model.routes import compact_routes, moe_layers
-from glm46.model.transformer import LossSums, Transformer
-from glm46.optim.optimizers import build_optimizers
-from glm46.parallelize.magnitudes import Magnitudes
-from glm46.parallelize.plan import initialise
-from glm46.planner import activations
-from glm46.planner.parameters import scales_name
-from glm46.planner.plan import Plan, resolve_plan
-from glm46.planner.requirement import SPLIT_BACKWARD_TORCH
-from glm46.pretrain.next_token import NextToken, count_targets, next_token_loss
-from glm46.training.hf_weights import load_weights
-from glm46.training.network import Network, build_network
-from glm46.training.step import train_step
-from glm46.training.totals import count_step
+from glm46.engine.training.hf_weights import load_weights
+from glm46.engine.training.network import Network, build_network
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
+from glm46.operate.estimate.requirement import SPLIT_BACKWARD_TORCH
+from glm46.run import activations
+from glm46.run.parameters import scales_name
+from glm46.run.plan import Plan, resolve_plan
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.import_weights import import_weights
+from glm46.storage.huggingface.names import HFNames
+from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme
+from glm46.tasks.pretrain.next_token import NextToken, count_targets, next_token_loss
 from tests.ranks.forked_ranks import run_cases
 
 # Small and uneven on purpose: 68 columns and 516 rows leave unequal shards.

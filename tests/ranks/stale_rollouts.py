@@ -23,15 +23,15 @@ from types import SimpleNamespace
 
 import torch
 
-from glm46.rl import task
-from glm46.rl.rollouts import FOLDER, read_rollout, rollout_steps
-from glm46.rollout.background import BackgroundDrawing
-from glm46.rollout.first_rank import unpack
-from glm46.training import loop
+from glm46.engine.training import loop
+from glm46.tasks.rl import task
+from glm46.tasks.rl.rollout.background import BackgroundDrawing
+from glm46.tasks.rl.rollout.first_rank import unpack
+from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import TINY, small_config
-from tests.unit.rollout.policy_server import PolicyServer
+from tests.unit.tasks.rl.rollout.policy_server import PolicyServer
 
 STEPS, PROMPTS, GROUP, STALENESS = 10, 4, 4, 2
 MOMENTS = ("update", "rollout", "")

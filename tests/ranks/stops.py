@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from glm46.checkpoint.integrity import published_steps
 from glm46.config.loader import dump_config
-from glm46.data.tokenizer import load_tokenizer
-from glm46.pretrain import task
-from glm46.training import loop, resume
-from glm46.training.saving import Saver
+from glm46.engine.training import loop, resume
+from glm46.engine.training.saving import Saver
+from glm46.storage.checkpoint.integrity import published_steps
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.pretrain import task
 from tests.ranks.forked_launch import fork_launch, is_alive
 from tests.small_run import small_config, write_source
 

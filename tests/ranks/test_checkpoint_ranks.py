@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from glm46.checkpoint import save as save_module
-from glm46.checkpoint.manager import CheckpointManager
+from glm46.compute.distributed.process import join, leave
+from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.errors import UserError
-from glm46.distributed.process import join, leave
-from glm46.distributed.ranks import CheckpointError
+from glm46.storage.checkpoint import save as save_module
+from glm46.storage.checkpoint.manager import CheckpointManager
 
 WIDTH = 10  # not divisible by 4, so shards are uneven
 

@@ -7,7 +7,7 @@ import pytest
 
 from glm46.config.loader import dump_config, load_config
 from glm46.config.run_config import RunConfig
-from glm46.planner.schedule import learning_rate_factor
+from glm46.run.schedule import learning_rate_factor
 from tests.small_run import TINY, write_source
 
 FOLDER = Path(__file__).parents[2] / "train_configs"

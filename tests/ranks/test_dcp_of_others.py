@@ -11,13 +11,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
+from glm46.compute.distributed.local_tensor import global_indices, local_tensor
+from glm46.compute.distributed.process import join, leave
+from glm46.compute.model.transformer import Transformer
 from glm46.config.presets import PRESETS
-from glm46.distributed.local_tensor import global_indices, local_tensor
-from glm46.distributed.process import join, leave
-from glm46.huggingface.config_json import config_of
-from glm46.huggingface.import_weights import import_weights
-from glm46.huggingface.names import Form, HFNames
-from glm46.model.transformer import Transformer
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.import_weights import import_weights
+from glm46.storage.huggingface.names import Form, HFNames
 
 SHAPE = PRESETS["GLM-4.6"].model_copy(update=dict(
     vocab_size=50, hidden_size=28, num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=36,

@@ -4,7 +4,7 @@ import json
 import re
 import socket
 
-from glm46.reliability.hang_report import find_culprits
+from glm46.engine.reliability.hang_report import find_culprits
 from tests.ranks.hangs import VICTIMS
 
 
@@ -76,4 +76,4 @@ def test_the_rank_that_waits_for_no_other_is_the_culprit():
     assert find_culprits(waiting, 4) == [3]
     assert find_culprits(waiting, 5) == [4]  # the one without an answer
     # Without a recorder: the rank that is not inside torch.
-    assert find_culprits({0: answer(), 1: answer("glm46/data/loader.py:9 read")}, 2) == [1]
+    assert find_culprits({0: answer(), 1: answer("glm46/storage/data/loader.py:9 read")}, 2) == [1]

@@ -14,25 +14,25 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from glm46 import compat
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.distributed.ranks import CheckpointError
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.pipeline import Pipeline
+from glm46.compute.parallelize.plan import parallelize
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
-from glm46.distributed.local_tensor import local_tensor
-from glm46.distributed.mesh import build_cluster
-from glm46.distributed.process import Process, join, leave
-from glm46.distributed.ranks import CheckpointError
-from glm46.huggingface.config_json import config_of
-from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.import_weights import import_weights
-from glm46.huggingface.merge_adapter import merge_adapter
-from glm46.huggingface.names import HFNames
-from glm46.huggingface.peft_export import export_adapter
-from glm46.huggingface.peft_import import import_adapter
-from glm46.model.transformer import Transformer
-from glm46.parallelize.pipeline import Pipeline
-from glm46.parallelize.plan import parallelize
-from glm46.planner.plan import resolve_plan
+from glm46.run.plan import resolve_plan
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.import_weights import import_weights
+from glm46.storage.huggingface.merge_adapter import merge_adapter
+from glm46.storage.huggingface.names import HFNames
+from glm46.storage.huggingface.peft_export import export_adapter
+from glm46.storage.huggingface.peft_import import import_adapter
 
 WORLD = 4
 # Uneven on purpose: 5 dense rows of heads, 6 experts, 50 vocabulary rows on 4 ranks.
@@ -133,7 +133,7 @@ def on_fsdp_over_tensor_parallel(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 
 def of_training(shape: ModelShape, **degrees: int | str) -> dict[str, torch.Tensor]:
-    """The tensors of a training run: the transforms of parallelize/plan.py, expert axis included."""
+    """The tensors of a training run: the transforms of compute/parallelize/plan.py, expert axis included."""
     config = RunConfig.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
     plan = replace(resolve_plan(config, WORLD), shape=shape)
     cluster = build_cluster(plan.layout, Process(dist.get_rank(), WORLD, torch.device("cpu")))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from glm46.commands.environment import unfit_packages
 from glm46.config.loader import dump_config
+from glm46.operate.launch.environment import unfit_packages
 from tests.fake_ssh import UNREACHABLE, write_ssh
 from tests.ranks.forked_launch import is_rank
 from tests.ranks.interrupts import MARK, left_behind

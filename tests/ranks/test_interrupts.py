@@ -73,7 +73,7 @@ def test_a_signal_that_comes_before_python_listens_is_not_lost(command, code, tm
         "import os, signal, sys\n"
         "class Sender:\n"
         "    def find_spec(name, *_):\n"
-        "        if name == 'glm46.reliability.stop': os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        if name == 'glm46.engine.reliability.stop': os.kill(os.getpid(), signal.SIGTERM)\n"
         f"if {is_script}:\n"
         "    if b'launch' in open('/proc/self/cmdline', 'rb').read(): os.kill(os.getpid(), signal.SIGTERM)\n"
         "else: sys.meta_path.insert(0, Sender)\n"

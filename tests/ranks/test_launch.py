@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from glm46.checkpoint.integrity import published_steps
 from glm46.config.loader import dump_config
-from glm46.pretrain.task import train
+from glm46.storage.checkpoint.integrity import published_steps
+from glm46.tasks.pretrain.task import train
 from tests.ranks.forked_launch import EXIT_SECONDS, children_of, is_alive, is_rank
 from tests.ranks.server import Forked, Server
 from tests.small_run import small_config

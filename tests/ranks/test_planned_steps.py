@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from glm46.config.loader import load_config
-from glm46.planner import activations
-from glm46.planner.activations import Frozen, layer_bytes
-from glm46.planner.memory import WIDTHS, rank_memory
-from glm46.planner.plan import Plan, resolve_plan
-from glm46.planner.rank_parts import parts_of_ranks
-from glm46.planner.traffic import MUON, reference_traffic, step_traffic
+from glm46.operate.estimate.memory import WIDTHS, rank_memory
+from glm46.operate.estimate.rank_parts import parts_of_ranks
+from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
+from glm46.run import activations
+from glm46.run.activations import Frozen, layer_bytes
+from glm46.run.plan import Plan, resolve_plan
 from tests.ranks.planned_steps import BF16, CASES, FULL_SCALE, rank_names
 from tests.ranks.server import ROOT
 

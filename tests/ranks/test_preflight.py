@@ -6,7 +6,7 @@ from pathlib import Path
 
 from glm46.commands.preflight import RESULTS_FILE
 from glm46.config.loader import dump_config
-from glm46.preflight.results import FAIL, PASS
+from glm46.operate.cluster.results import FAIL, PASS
 
 
 def start(server, port: str, node: int, *argv: str, **variables: str):

@@ -3,7 +3,7 @@
 import hashlib
 
 from tests.ranks.server_rollouts import DEADLINE, REQUESTS, TIMEOUT
-from tests.unit.rollout.stub_server import draw, logprob
+from tests.unit.tasks.rl.rollout.stub_server import draw, logprob
 
 
 def test_ranks_get_completions_and_errors_of_the_first_rank(server):

@@ -9,7 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from glm46.config.parallelism import PIPELINE_SCHEDULES
-from glm46.planner.requirement import INTEGERS_TORCH, SPLIT_BACKWARD_TORCH
+from glm46.operate.estimate.requirement import INTEGERS_TORCH, SPLIT_BACKWARD_TORCH
 from tests.ranks.server import differences
 from tests.ranks.sharded_layouts import LAYOUTS, Layout
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from glm46.compute.model.transformer import Transformer
 from glm46.config.presets import PRESETS
-from glm46.model.transformer import Transformer
 
 FP32, FP64, INT64 = 4, 8, 8
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import main
-from glm46.pretrain.task import train
+from glm46.tasks.pretrain.task import train
 from tests.small_run import small_config
 
 GENERATE = ["generate", "--prompt", "def", "--prompt", "class A", "--prompt", "def function", "--max-new-tokens", "20",

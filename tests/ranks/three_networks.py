@@ -17,14 +17,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from glm46.checkpoint.integrity import published_steps
-from glm46.data.corpus import load_text
-from glm46.data.tokenizer import load_tokenizer
-from glm46.model.cross_entropy import IGNORE, summed_loss, token_logprobs
-from glm46.pretrain.data_stream import DataStream, rows_read
-from glm46.training import loop
-from glm46.training.build import run
-from glm46.training.network import build_network
+from glm46.compute.model.cross_entropy import IGNORE, summed_loss, token_logprobs
+from glm46.engine.training import loop
+from glm46.engine.training.build import run
+from glm46.engine.training.network import build_network
+from glm46.storage.checkpoint.integrity import published_steps
+from glm46.storage.data.corpus import load_text
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.pretrain.data_stream import DataStream, rows_read
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source

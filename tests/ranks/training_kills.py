@@ -24,14 +24,14 @@ from pathlib import Path
 
 import torch
 
-from glm46.checkpoint.integrity import published_steps, step_folder
-from glm46.checkpoint.manager import CheckpointManager
-from glm46.checkpoint.metadata import read_metadata
 from glm46.config.run_config import RunConfig
-from glm46.data.tokenizer import load_tokenizer
-from glm46.pretrain.task import train
-from glm46.reliability.stop import EXIT_STOPPED
-from glm46.training import build
+from glm46.engine.reliability.stop import EXIT_STOPPED
+from glm46.engine.training import build
+from glm46.storage.checkpoint.integrity import published_steps, step_folder
+from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.checkpoint.metadata import read_metadata
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.pretrain.task import train
 from tests.ranks.forked_launch import children_of
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
 from tests.small_run import small_config, write_source

@@ -10,10 +10,10 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from glm46.distributed.mesh import build_cluster
-from glm46.distributed.process import join, leave
-from glm46.planner.plan import resolve_plan
-from glm46.training.network import build_network
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import join, leave
+from glm46.engine.training.network import build_network
+from glm46.run.plan import resolve_plan
 from tests.ranks.sharded_layouts import Layout, make_config
 
 

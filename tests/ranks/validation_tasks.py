@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from glm46.data.tokenizer import load_tokenizer
-from glm46.pretrain.task import train
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.pretrain.task import train
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 

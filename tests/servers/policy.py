@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from glm46.compute.distributed.process import join, leave
+from glm46.compute.model.init import fill_parameter
+from glm46.compute.model.transformer import Transformer
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.config.rollout import Rollout
-from glm46.data.tokenizer import load_tokenizer
-from glm46.distributed.process import join, leave
-from glm46.huggingface.config_json import config_of
-from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.names import HFNames
-from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from glm46.inference.loading import load_for_inference
-from glm46.model.init import fill_parameter
-from glm46.model.transformer import Transformer
-from glm46.rollout.first_completions import ServedPolicy
-from glm46.rollout.records import Request, SamplingRules
-from glm46.rollout.server_engine import ServerEngine
+from glm46.engine.inference.loading import load_for_inference
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.names import HFNames
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from glm46.tasks.rl.rollout.first_completions import ServedPolicy
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from tests.servers.vllm_process import SCRIPT, VllmProcess, reason_to_skip
 
 _REASON = reason_to_skip()
@@ -82,7 +82,7 @@ class Policy:
     write = export
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `glm46.rl.engines.served_tensors` of a network."""
+        """As `glm46.tasks.rl.engines.served_tensors` of a network."""
         entries = HFNames(self.shape, repeat_shared=False).entries
         for name, tensor in self.model.state_dict().items():
             yield from ((part.hf_name, tensor[part.index()]) for part in entries[name].parts)

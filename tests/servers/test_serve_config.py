@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from glm46.cli import main
+from glm46.compute.model.init import fill_parameter
+from glm46.compute.model.transformer import Transformer
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
-from glm46.data.chat import chat_prompt
-from glm46.data.conversation import Message
-from glm46.data.tokenizer import load_tokenizer
-from glm46.huggingface.config_json import config_of
-from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.merge_adapter import merge_adapter
-from glm46.huggingface.names import HFNames
-from glm46.huggingface.peft_export import export_adapter, is_adaptable
-from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from glm46.inference.generation import continue_tokens
-from glm46.model.init import fill_parameter
-from glm46.model.transformer import Transformer
-from scripts.measure_alerts import free_ports
+from glm46.engine.inference.generation import continue_tokens
+from glm46.storage.data.chat import chat_prompt
+from glm46.storage.data.conversation import Message
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.merge_adapter import merge_adapter
+from glm46.storage.huggingface.names import HFNames
+from glm46.storage.huggingface.peft_export import export_adapter, is_adaptable
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from scripts.measure.measure_alerts import free_ports
 from tests.servers.vllm_process import PYTHON, VllmProcess, reason_to_skip
 
 _REASON = reason_to_skip()

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from glm46.model.router import Router
-from glm46.rollout.http_calls import call
-from glm46.rollout.records import Request
-from glm46.rollout.server_state import EngineError
-from glm46.rollout.vllm_server import VllmServer
+from glm46.compute.model.router import Router
+from glm46.tasks.rl.rollout.http_calls import call
+from glm46.tasks.rl.rollout.records import Request
+from glm46.tasks.rl.rollout.server_state import EngineError
+from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from tests.servers.policy import CLOSE, FAR, MARKS, Policy, distributions, gap, served
 
 pytestmark = MARKS

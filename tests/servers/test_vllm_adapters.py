@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm46.huggingface.merge_adapter import merge_adapter
-from glm46.huggingface.names import HFNames
-from glm46.huggingface.peft_export import export_adapter, is_adaptable
-from glm46.inference.loading import load_for_inference
-from glm46.model.transformer import Transformer
-from glm46.rollout import server_pool
+from glm46.compute.model.transformer import Transformer
+from glm46.engine.inference.loading import load_for_inference
+from glm46.storage.huggingface.merge_adapter import merge_adapter
+from glm46.storage.huggingface.names import HFNames
+from glm46.storage.huggingface.peft_export import export_adapter, is_adaptable
+from glm46.tasks.rl.rollout import server_pool
 from tests.servers.policy import CLOSE, FAR, MARKS, Policy, gap, served
 
 pytestmark = MARKS

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm46.rollout import server_pool, weight_group
-from glm46.rollout.http_calls import call
+from glm46.tasks.rl.rollout import server_pool, weight_group
+from glm46.tasks.rl.rollout.http_calls import call
 from tests.servers.policy import CLOSE, FAR, MARKS, Policy, gap, served
 
 pytestmark = MARKS

@@ -10,7 +10,7 @@ import pytest
 
 from glm46.cli import main
 from glm46.commands import plan as plan_module
-from glm46.commands.options import VERBS
+from glm46.config.options import VERBS
 
 ROOT = Path(__file__).parents[3]
 DEBUG = str(ROOT / "train_configs" / "debug.toml")

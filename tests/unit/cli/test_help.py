@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from glm46.commands.options import VERBS
+from glm46.config.options import VERBS
 
 ROOT = Path(__file__).parents[3]
 _PROGRAM = """

@@ -18,9 +18,9 @@ import tomli
 import tomli_w
 
 from glm46.cli import main
-from glm46.commands.ablation_runs import plan_ablation
 from glm46.config.loader import dump_config, load_config
-from glm46.planner.machine import Gpu, Machine
+from glm46.operate.ablation.ablation_runs import plan_ablation
+from glm46.operate.estimate.machine import Gpu, Machine
 from tests.small_run import TINY, small_config
 
 ROOT = Path(__file__).parents[3]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from glm46.checkpoint.manager import CheckpointManager
 from glm46.commands.checkpoint import checkpoint_command
 from glm46.config.errors import UserError
+from glm46.storage.checkpoint.manager import CheckpointManager
 
 
 @pytest.fixture

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from glm46.checkpoint.manager import CheckpointManager
-from glm46.checkpoint.step_tensors import ReadAhead, StepTensors, write_model
 from glm46.cli import main
+from glm46.compute.model.transformer import Transformer
 from glm46.config.loader import dump_config
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_tokenizer
 from glm46.files import progress
-from glm46.huggingface.tokenizer_files import tokenizer_files
-from glm46.model.transformer import Transformer
+from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.checkpoint.step_tensors import ReadAhead, StepTensors, write_model
+from glm46.storage.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_tokenizer
+from glm46.storage.huggingface.tokenizer_files import tokenizer_files
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = Model(

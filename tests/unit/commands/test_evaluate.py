@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from glm46.cli import main
-from glm46.commands import evaluate_ranks
-from glm46.evaluation import results
-from glm46.pretrain.task import train
+from glm46.engine.evaluation import results
+from glm46.operate.models import evaluate_ranks
+from glm46.tasks.pretrain.task import train
 from tests.small_run import small_config
 
 TASKS = [

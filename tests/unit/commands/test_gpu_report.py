@@ -154,8 +154,8 @@ RUNS = {
 
 @pytest.mark.parametrize("overrides", RUNS.values(), ids=RUNS)
 def test_the_runs_of_a_gpu_are_sound_and_fit(overrides, tmp_path):
-    from glm46.planner.memory import plan_memory
-    from glm46.planner.plan import resolve_plan
+    from glm46.operate.estimate.memory import plan_memory
+    from glm46.run.plan import resolve_plan
 
     for gib, layers in ((139, 4), (79, 3)):  # an H200, an H100
         config = script().training_config("run", tmp_path, False, overrides, gib * 2**30)

@@ -1,4 +1,4 @@
-"""The small form of scripts/measure_conversion.py: memory and bytes read of import, export and conversion."""
+"""The small form of scripts/measure/measure_conversion.py: memory and bytes read of import, export and conversion."""
 
 import importlib.util
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts/measure_conversion.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/measure/measure_conversion.py"
 
 
 @pytest.mark.slow

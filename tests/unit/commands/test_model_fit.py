@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from glm46.cli import main
+from glm46.compute.model.transformer import Transformer
 from glm46.config.generation_degrees import Degrees
 from glm46.config.presets import PRESETS
-from glm46.huggingface.config_json import config_of
-from glm46.inference.model_mesh import ModelMesh
-from glm46.model.transformer import Transformer
-from glm46.planner.inference_memory import inference_bytes, memory_faults
-from glm46.planner.layout import generation_layout
-from glm46.planner.machine import Gpu, Machine
+from glm46.engine.inference.model_mesh import ModelMesh
+from glm46.operate.estimate.inference_memory import inference_bytes, memory_faults
+from glm46.operate.estimate.machine import Gpu, Machine
+from glm46.run.layout import generation_layout
+from glm46.storage.huggingface.config_json import config_of
 
 GIB = 2**30
 
@@ -90,7 +90,7 @@ SERVE = ["serve-config", "--gpus", "8"]
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_work(verb, changes, words, folder, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("glm46.commands.ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("glm46.operate.launch.ranks.run_ranks", lambda *_: pytest.fail("ranks were started"))
     before = {path.name for path in tmp_path.iterdir()} | {"config.json"}
     tokenizer = ["--tokenizer", "builtin"] if verb[0] in ("generate", "evaluate") else []
     assert main([*verb, "--model", folder(**changes), *tokenizer]) == 2
@@ -113,11 +113,11 @@ def test_what_does_not_fit_is_refused_before_work(verb, changes, words, folder, 
 @pytest.mark.parametrize("is_on_hub", [False, True])
 def test_a_conversion_is_compared_with_memory_and_disk(words, lacks, is_on_hub, folder, monkeypatch, tmp_path, capsys):
     free = {"memory": (2 * GIB, 2**60), "disk": (2**60, 2 * GIB)}[lacks]
-    monkeypatch.setattr("glm46.commands.model_fit.detect_machine", lambda _: Machine(2, free[0], free[0]))
+    monkeypatch.setattr("glm46.operate.models.model_fit.detect_machine", lambda _: Machine(2, free[0], free[0]))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[1]))
-    monkeypatch.setattr("glm46.huggingface.hub.local_path", lambda *_: pytest.fail("weights were fetched"))
+    monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", lambda *_: pytest.fail("weights were fetched"))
     place = Path(folder(**LARGE))
-    monkeypatch.setattr("glm46.commands.model_fit.config_folder", lambda _: place)
+    monkeypatch.setattr("glm46.operate.models.model_fit.config_folder", lambda _: place)
     model = "hf://owner/name" if is_on_hub else str(place)
     assert main(["convert", *words, model, "--output", str(tmp_path / "new")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -127,7 +127,7 @@ def test_a_conversion_is_compared_with_memory_and_disk(words, lacks, is_on_hub, 
 
 @pytest.mark.parametrize("verb", [GENERATE, EVALUATE, SERVE])
 def test_a_model_of_the_hub_is_compared_before_its_weights_are_fetched(verb, folder, monkeypatch, capsys):
-    monkeypatch.setattr("glm46.huggingface.hub.local_path", lambda *_: pytest.fail("weights were fetched"))
+    monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", lambda *_: pytest.fail("weights were fetched"))
     place = Path(folder(**LARGE))
     for module in ("model_fit", "served_folder"):
         monkeypatch.setattr(f"glm46.commands.{module}.config_folder", lambda _: place)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from glm46.cli import main
-from glm46.commands.plot_curriculum import read_phases
-from glm46.observe.console import short_number
+from glm46.engine.observe.console import short_number
+from glm46.operate.estimate.plot_curriculum import read_phases
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402
@@ -182,7 +182,7 @@ def test_mistakes_are_named_with_their_remedy(tmp_path, monkeypatch, capsys, arg
 
 def test_without_matplotlib_one_message_names_the_command_that_installs_it(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run")
-    monkeypatch.setattr("glm46.commands.options.find_spec", lambda name: None)
+    monkeypatch.setattr("glm46.config.options.find_spec", lambda name: None)
     assert main(["plot", str(run)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "pip install matplotlib" in said and "[plot]" in said

@@ -16,19 +16,19 @@ import pytest
 import torch
 
 from glm46.cli import main
-from glm46.commands.terminal_chat import TerminalChat
+from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
 from glm46.config.model import Model
 from glm46.config.presets import resolve_shape
-from glm46.data.chat import chat_prompt, chat_reply
-from glm46.data.chat_turn import TurnReader
-from glm46.data.conversation import Message, ToolCall
-from glm46.data.tokenizer import load_tokenizer
-from glm46.huggingface.config_json import config_of
-from glm46.huggingface.export_weights import ExportOptions, export_weights
-from glm46.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from glm46.inference.generation import Continuation
-from glm46.model.transformer import Transformer
+from glm46.engine.inference.generation import Continuation
+from glm46.operate.models.terminal_chat import TerminalChat
+from glm46.storage.data.chat import chat_prompt, chat_reply
+from glm46.storage.data.chat_turn import TurnReader
+from glm46.storage.data.conversation import Message, ToolCall
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 
 TOKENIZER = load_tokenizer("builtin")
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"zone": "é"}}}]
@@ -298,7 +298,7 @@ def test_tools_are_shown_to_the_model_with_a_prompt_too(model, tmp_path, monkeyp
     file.write_text(json.dumps(TOOLS))
     seen = []
     kept = lambda prompt, *rest: seen.append(list(prompt)) or Continuation(prompt, *rest)  # noqa: E731
-    monkeypatch.setattr("glm46.commands.generate_ranks.Continuation", kept)
+    monkeypatch.setattr("glm46.operate.models.generate_ranks.Continuation", kept)
     command = ["generate", "--model", model, "--chat", "--tools", str(file), "--max-new-tokens", "1"]
     assert main([*command, "--prompt", "Hi"]) == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from glm46.cli import main
+from glm46.compute.distributed import environment
 from glm46.config.loader import dump_config
-from glm46.distributed import environment
-from glm46.observe.heartbeat import read_heartbeat
-from glm46.observe.history import read_history, rows_by_kind
+from glm46.engine.observe.heartbeat import read_heartbeat
+from glm46.engine.observe.history import read_history, rows_by_kind
 from tests.small_run import small_config
 
 

@@ -17,13 +17,13 @@ import pytest
 
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
-from glm46.planner.layout import smallest_world
-from glm46.planner.machine import Gpu, Machine
-from glm46.planner.memory import plan_memory
-from glm46.planner.peaks import find_accelerator
-from glm46.planner.plan import resolve_plan
-from glm46.planner.requirement import describe_requirement
-from glm46.planner.schedule import schedule_value
+from glm46.operate.estimate.machine import Gpu, Machine
+from glm46.operate.estimate.memory import plan_memory
+from glm46.operate.estimate.requirement import describe_requirement
+from glm46.run.layout import smallest_world
+from glm46.run.peaks import find_accelerator
+from glm46.run.plan import resolve_plan
+from glm46.run.schedule import schedule_value
 
 FOLDER = Path(__file__).parents[3] / "train_configs"
 FILES = sorted(FOLDER.glob("*.toml"))

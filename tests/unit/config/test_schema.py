@@ -47,8 +47,8 @@ def test_shipped_file_points_editors_to_the_schema(path):
 
 
 def test_help_prints_every_key_once(capsys):
-    from glm46.commands.config_options import print_keys
     from glm46.config.schema import describe_keys
+    from glm46.operate.launch.config_options import print_keys
 
     print_keys()
     lines = capsys.readouterr().out.splitlines()

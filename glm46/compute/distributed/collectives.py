@@ -1,0 +1,164 @@
+"""Collectives that autograd differentiates."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46 import compat
+from glm46.compute.distributed.device_time import waiting_for_ranks
+
+_Collective = Callable[[Tensor], Tensor]
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: "Exchange") -> Tensor:
+        ctx.exchange = exchange
+        return compat.start_exchange(rows.contiguous(), exchange.receive, exchange.send, exchange.group)
+
+    @staticmethod
+    def backward(ctx, _: Tensor):
+        grad, ctx.exchange.returning = ctx.exchange.returning, None
+        return compat.wait_for_exchange(grad), None
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, in_flight: Tensor, exchange: "Exchange") -> Tensor:
+        ctx.exchange = exchange
+        with waiting_for_ranks():
+            return compat.wait_for_exchange(in_flight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        exchange = ctx.exchange
+        exchange.returning = compat.start_exchange(grad.contiguous(), exchange.send, exchange.receive, exchange.group)
+        return grad, None  # reaches only `_StartExchange`; autograd requires the shape of the received rows
+
+
+class Exchange:
+    """An asynchronous all-to-all of rows: consecutive rows go to each rank, and arrive in rank order. Collective.
+
+    Other work can run between `__init__` and `finish`. In backward, the gradient is sent at the position of `finish`
+    and awaited at the position of `__init__`.
+
+    Args:
+        rows: [sum(send), ...]; the first send[0] rows go to the first rank, and so on.
+        send: rows for each rank of the group.
+        receive: rows from each rank of the group.
+    """
+
+    def __init__(self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup):
+        self.send, self.receive, self.group = send, receive, group
+        self.returning: Tensor | None = None
+        """In backward, the gradient of `rows` in transit."""
+        self._in_flight = _StartExchange.apply(rows, self)
+
+    def finish(self) -> Tensor:
+        """Wait for the rows of all ranks: [sum(receive), ...]."""
+        in_flight, self._in_flight = self._in_flight, None
+        return _FinishExchange.apply(in_flight, self)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A collective whose backward is another one; both are functions of a tensor."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, forward: _Collective, backward: _Collective) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.of_gradient(grad), None, None
+
+
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    with waiting_for_ranks():
+        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out
+
+
+def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """A blocking all-to-all of rows, as `Exchange` sends them. Collective.
+
+    It returns rows to their ranks after an `Exchange`: recomputation stops before it, so activation checkpointing need
+    not keep its result.
+
+    Args:
+        rows: [sum(send), ...].
+
+    Returns:
+        [sum(receive), ...].
+    """
+    return _Differentiable.apply(
+        rows,
+        partial(_all_to_all, send=send, receive=receive, group=group),
+        partial(_all_to_all, send=receive, receive=send, group=group),
+    )
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone()
+    with waiting_for_ranks():
+        dist.all_reduce(out, group=group)
+    return out
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of `x` over a group. Backward sums too: every rank's result depends on every rank's `x`. Collective."""
+    return _Differentiable.apply(x, partial(_all_reduce, group=group), partial(_all_reduce, group=group))
+
+
+def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    out = part.new_empty(ranks * part.shape[0], *part.shape[1:])
+    with waiting_for_ranks():
+        compat.gather_rows(out, part.contiguous(), group)
+    return out.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = whole.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(0, 1)
+    out = parts.new_empty(whole.shape[0], *parts.shape[1:])
+    with waiting_for_ranks():
+        compat.scatter_row_sums(out, parts, group)
+    return out
+
+
+def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return whole.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+
+
+def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the parts of a sequence over a group; backward sums the gradients of all ranks. Collective.
+
+    Args:
+        x: [B, s, ...], of equal size on all ranks.
+
+    Returns:
+        [B, ranks * s, ...], in rank order.
+    """
+    return _Differentiable.apply(x, partial(_gather, group=group), partial(_scatter, group=group))
+
+
+def whole_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Like `gather_sequence`, for an output from which every rank computes the same loss: each rank's gradient is whole
+    already, and backward takes this rank's part of it. Collective."""
+    return _Differentiable.apply(x, partial(_gather, group=group), partial(_own_part, group=group))
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum `x` over a group and return this rank's part of the sequence; transpose of `gather_sequence`. Collective.
+
+    Args:
+        x: [B, ranks * s, ...].
+
+    Returns:
+        [B, s, ...].
+    """
+    return _Differentiable.apply(x, partial(_scatter, group=group), partial(_gather, group=group))

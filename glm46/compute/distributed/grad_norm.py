@@ -1,0 +1,54 @@
+"""The global norm of sharded gradients, and scaling of gradients."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from glm46.compat import multiply_in_place, norms_in_fp32
+from glm46.compute.distributed.local_tensor import local_tensor
+
+
+@torch.no_grad()
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, pipeline: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Euclidean norm over every element of all gradients, each counted once. Collective.
+
+    Squares are summed locally for each set of mesh axes that shard a parameter, then over just those axes; replicas add
+    nothing. Every rank of a mesh must pass parameters of the same shardings.
+
+    Args:
+        device: of this rank; gradients may be in host memory instead.
+        pipeline: the ranks that hold other parameters.
+
+    Returns:
+        FP32 scalar, equal on all ranks.
+    """
+    squares: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            axes = tuple(i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate))
+            key, gradient = (gradient.device_mesh, axes), gradient.to_local()
+        else:
+            key = (None, ())
+        if gradient is not None:
+            squares.setdefault(key, []).append(gradient)
+    total = torch.zeros((), device=device)  # a pipeline stage may have nothing that is trained
+    for (mesh, axes), gradients in squares.items():
+        square = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
+        for axis in axes:
+            dist.all_reduce(square, group=mesh.get_group(axis))
+        total += square
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply every gradient by `factor`, a scalar on the CPU, wherever the gradients are."""
+    multiply_in_place([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)

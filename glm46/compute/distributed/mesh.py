@@ -1,0 +1,117 @@
+"""Device meshes: replicas, shards, experts, parts of sequences and pipeline stages over the ranks."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from glm46.compute.distributed.groups import group_of_partition
+from glm46.compute.distributed.process import Process
+from glm46.compute.distributed.sequence import SequenceShard
+from glm46.run.layout import Layout
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Meshes over the same ranks, by purpose."""
+
+    dense: DeviceMesh
+    """Shards all parameters but experts: [shard], or [dp_replicate, shard] with replicas. Context-parallel ranks are
+    among the shards: they process other tokens, like data-parallel ranks."""
+    expert_shard: DeviceMesh
+    """Shards the experts of one rank: [efsdp], or [dp_replicate, efsdp] with replicas. Tensor-parallel ranks are among
+    these shards, because experts are not split by tensor parallelism."""
+    expert: DeviceMesh | None
+    """Distributes whole experts: [ep]; None if every rank has all experts."""
+    sequence: SequenceShard | None
+    """This rank's part of every sequence; None without context parallelism."""
+    tensor: DeviceMesh | None
+    """Splits matrices: [tp]; None without tensor parallelism."""
+    pipeline: dist.ProcessGroup | None
+    """The ranks that hold the other layers of the same shard; None without pipeline parallelism."""
+
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """This rank's group of each axis, by its name; an axis that two meshes have once."""
+        meshes = [mesh for mesh in (self.dense, self.expert_shard, self.expert, self.tensor) if mesh is not None]
+        found = {axis: mesh.get_group(axis) for mesh in reversed(meshes) for axis in mesh.mesh_dim_names}
+        of_others = {"cp": self.sequence and self.sequence.group, "pp": self.pipeline}
+        return found | {axis: group for axis, group in of_others.items() if group is not None}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks that compute one job: this process, the layout and its meshes."""
+
+    process: Process
+    layout: Layout
+    meshes: Meshes
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.process.device
+
+    @property
+    def dp_rank(self) -> int:
+        """Data-parallel rank: ranks with the same number read the same sequences."""
+        return self.layout.dp_rank(self.process.rank)
+
+
+def build_cluster(layout: Layout, process: Process) -> Cluster:
+    """The cluster of this layout. Collective."""
+    return Cluster(process, layout, build_meshes(layout, process.device.type))
+
+
+def build_meshes(layout: Layout, device_type: str) -> Meshes:
+    """Build the meshes. Collective.
+
+    Axes are ordered by traffic. Pipeline stages are outermost: they send one tensor per micro-batch. Replicas
+    communicate once per step, shards in every layer. Tensor and expert parallelism are innermost, so that they stay
+    within a node: they communicate several times per layer.
+
+    Each process group is made once, and only those that are used: on a GPU each has a communicator of its own.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def group(ranks: Tensor, axis: int) -> dist.ProcessGroup:
+        parts = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
+        key = (ranks.shape[axis], *parts.flatten().tolist())
+        if key not in groups:
+            groups[key] = group_of_partition(parts)
+        return groups[key]
+
+    def make_mesh(**axes: int) -> DeviceMesh:
+        ranks = torch.arange(layout.world_size).view(*axes.values())
+        found = [group(ranks, axis) for axis in range(len(axes))]
+        return DeviceMesh.from_group(found, device_type, ranks, mesh_dim_names=tuple(axes))
+
+    stages = {"pp": layout.pp} if layout.pp > 1 else {}
+    replicas = {"dp_replicate": layout.dp_replicate} if layout.dp_replicate > 1 else {}
+    split = {"tp": layout.tp} if layout.tp > 1 else {}
+    ranks = make_mesh(**stages, **replicas, shard=layout.dense_shards, **split)
+    sequence = None
+    if layout.cp > 1:
+        context = group(torch.arange(layout.world_size).view(-1, layout.cp, layout.tp), 1)
+        sequence = SequenceShard(context, layout.cp, context.rank())
+    dense = _submesh(ranks, *replicas, "shard")
+    expert_shard, expert = dense, None
+    if layout.ep > 1 or layout.tp > 1:
+        spread = {"ep": layout.ep} if layout.ep > 1 else {}
+        sparse = make_mesh(**stages, **replicas, efsdp=layout.expert_shards, **spread)
+        expert_shard = _submesh(sparse, *replicas, "efsdp")
+        expert = sparse["ep"] if spread else None
+    return Meshes(
+        dense,
+        expert_shard,
+        expert,
+        sequence,
+        tensor=ranks["tp"] if split else None,
+        pipeline=ranks["pp"].get_group() if stages else None,
+    )
+
+
+def _submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """The submesh of these axes; the mesh itself if it has no others."""
+    return mesh if mesh.mesh_dim_names == names else mesh[names]

@@ -1,0 +1,69 @@
+"""This process, its device and its process group."""
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from glm46.compute.distributed.environment import launched_local_rank, launched_rank, launched_world_size, set_default
+
+_RECORDED_COLLECTIVES = 2000
+"""Size of the flight recorder: the collectives of some steps, which show the rank that is behind."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """Rank, world size and device of this process."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes logs and prints for all ranks."""
+        return self.rank == 0
+
+
+def join(timeout_seconds: int) -> Process:
+    """Join the process group that torchrun's variables describe, or make a group of one process. Collective.
+
+    One process has a group too, so that all later code has one path. CPU tensors always go through gloo: ranks exchange
+    token counts and stop requests without waiting for the GPU.
+    """
+    rank, world_size = launched_rank(), launched_world_size() or 1
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+    # NCCL's recorder tells a collective that the GPU runs from one that waits behind another kernel.
+    set_default("TORCH_NCCL_ENABLE_TIMING", "1")
+    # Kernels keep rounding a product and a sum once. Triton 3.9 warns if it is not said, since 3.10 will round twice.
+    set_default("TRITON_DEFAULT_FP_FUSION", "1")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", launched_local_rank())
+        torch.cuda.set_device(device)
+        backend, device_id = "cpu:gloo,cuda:nccl", device
+    else:
+        device, backend, device_id = torch.device("cpu"), "gloo", None
+    store = dist.HashStore() if world_size == 1 else None
+    dist.init_process_group(
+        backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=device_id
+    )
+    return Process(rank, world_size, device)
+
+
+def use_deterministic_kernels() -> None:
+    """Let torch use only kernels that repeat every bit. Call it before the process uses a GPU.
+
+    cuBLAS needs a fixed workspace for that, and reads its size when it starts; without one torch refuses products.
+    `varlen_attn` of torch 2.15 prefers cuDNN, whose backward sums in any order, and does not ask for its other form.
+    """
+    set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.use_deterministic_algorithms(True)
+
+
+def leave() -> None:
+    """Destroy the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,162 @@
+"""Token dispatch to experts and back on one device. Expert parallelism replaces the dispatcher."""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glm46.compute.model.router import Routing
+
+
+class TokenDispatcher(Protocol):
+    """Moves tokens to the ranks of their experts and back."""
+
+    multiple: int
+    """The rows of each expert are padded to a multiple of this, which FP8 products need; 1 does not pad."""
+
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+        """Start sending each token to its experts. Work done before `arrived` overlaps with the exchange."""
+        ...
+
+    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Rows sorted by this rank's experts [N, D], their weights FP32 [N], offsets int32, context of `combine`. The
+        results of rows past the last offset are not read."""
+        ...
+
+    def combine(self, y_ND: Tensor, context: Any) -> Tensor:
+        """Sum of each token's expert results, [T, D]."""
+        ...
+
+
+class _Gather(torch.autograd.Function):
+    """Row n of the result is the token of sorted assignment n. Backward sums each token's assignments in a fixed order;
+    the built-in backward of indexing uses atomics on a GPU, whose order varies."""
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TA)
+        return x_TD.index_select(0, token_N)
+
+    @staticmethod
+    def backward(ctx, grad_ND: Tensor):
+        (place_TA,) = ctx.saved_tensors
+        return _sum_assignments(grad_ND, place_TA), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Transpose of `_Gather`: sums the assignments of each token. Backward copies the gradient to each assignment."""
+
+    @staticmethod
+    def forward(ctx, y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+        # Not a saved tensor: a recomputation stops at the last saved tensor, and so before the exchange with other
+        # ranks. This keeps one index per assignment under activation checkpointing.
+        ctx.token_N = token_N
+        return _sum_assignments(y_ND, place_TA)
+
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor):
+        return grad_TD.index_select(0, ctx.token_N), None, None
+
+
+def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
+    """Sum of the rows at each token's places, [T, D]; places past the last row are of dropped assignments."""
+    # fp32: both forms sum the A terms of BF16 rows in FP32 and round once, without a tensor [T, A, D] in memory.
+    if torch.compiler.is_compiling():  # one kernel with the addition that follows; `embedding_bag` is always its own
+        return y_ND[place_TA].sum(1)
+    if len(y_ND) >= place_TA.numel():  # none is dropped
+        return F.embedding_bag(place_TA, y_ND, mode="sum")
+    if len(y_ND) == 0:
+        return y_ND.new_zeros(len(place_TA), y_ND.shape[1])
+    is_kept_TA = (place_TA < len(y_ND)).to(y_ND.dtype)
+    return F.embedding_bag(place_TA.clamp(max=len(y_ND) - 1), y_ND, per_sample_weights=is_kept_TA, mode="sum")
+
+
+class LocalDispatcher:
+    """A `TokenDispatcher` for ranks that hold all experts: one stable sort, no communication."""
+
+    def __init__(self):
+        self.multiple = 1
+
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+        """See `TokenDispatcher.start`; sends nothing."""
+        T, A = routing.experts.shape
+        order_N, place_N, sizes_E = sort_assignments(routing.experts.flatten(), num_experts)
+        token_N, place_TA = order_N // A, place_N.view(T, A)
+        weights_N, offsets = routing.weights.flatten()[order_N], sizes_E.cumsum(0).to(torch.int32)
+        if self.multiple > 1:
+            row_P, place_N, offsets = pad_groups(len(token_N), offsets, self.multiple)
+            weights_N = pad_weights(weights_N, place_N, len(row_P))
+            token_N, place_TA = token_N[row_P], place_N[place_TA]
+        x_ND = gather_assignments(x_TD, token_N, place_TA)
+        return x_ND, weights_N, offsets, (token_N, place_TA)
+
+    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """See `TokenDispatcher.arrived`; here N = T * A, without padding, and offsets covers all experts."""
+        return pending
+
+    def combine(self, y_ND: Tensor, context: Any) -> Tensor:
+        """See `TokenDispatcher.combine`."""
+        return combine_assignments(y_ND, *context)
+
+
+def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort assignments by expert, stably. Each expert sees its tokens in order, so that sums round reproducibly.
+
+    Returns:
+        int64: the assignment at each place of the sorted order [N], the place of each assignment [N], and the number of
+        assignments per expert [E].
+    """
+    # A GPU sorts by radix, in a pass for each byte of a key.
+    keys_N = expert_N.to(torch.int16) if num_experts <= torch.iinfo(torch.int16).max + 1 else expert_N
+    order_N = keys_N.argsort(stable=True)
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+    sizes_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
+    return order_N, place_N, sizes_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
+
+
+def pad_groups(rows: int, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad each group of rows to a multiple of ``multiple``, without asking the device for sizes.
+
+    Padding repeats the last row of its group, so that no largest element of a group changes by it. Empty groups stay
+    empty, which GPU kernels take as long as there is a row in all.
+
+    Args:
+        rows: number of rows, all of them in a group.
+        offsets: int [E], running sum of the group sizes.
+
+    Returns:
+        int64 [P], a multiple of ``multiple`` that is at least the sum of the padded sizes: the row at each place; int64
+        [N]: the place of each row; int32 [E]: running sum of the padded sizes.
+    """
+    groups, device = len(offsets), offsets.device
+    row_N = torch.arange(rows, device=device)
+    if not rows:
+        return row_N, row_N, offsets.to(torch.int32)
+    end_E = offsets.long()
+    size_E = end_E.diff(prepend=end_E.new_zeros(1))
+    padded_end_E = ((size_E + multiple - 1) // multiple * multiple).cumsum(0)
+    padded_size_E = padded_end_E.diff(prepend=padded_end_E.new_zeros(1))
+    shift_E = (padded_end_E - padded_size_E) - (end_E - size_E)
+    place_P = torch.arange(-(-(rows + groups * (multiple - 1)) // multiple) * multiple, device=device)
+    group_P = torch.searchsorted(padded_end_E, place_P, right=True).clamp(max=groups - 1)
+    row_P = (place_P - shift_E[group_P]).minimum(end_E[group_P] - 1).clamp(0, rows - 1)
+    place_N = row_N + shift_E[torch.searchsorted(end_E, row_N, right=True).clamp(max=groups - 1)]
+    return row_P, place_N, padded_end_E.to(torch.int32)
+
+
+def pad_weights(weights_N: Tensor, place_N: Tensor, places: int) -> Tensor:
+    """The weight at each of the places of `pad_groups`; that of padding is 0, and has no gradient. So padding adds
+    nothing to the gradients of the experts, although `combine` hands it the gradient of the row that it repeats."""
+    return weights_N.new_zeros(places).index_copy(0, place_N, weights_N)
+
+
+def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+    """The token of each sorted assignment, [N, D]; `place_TA` holds the places of each token's assignments. Dropped
+    assignments are sorted last; `token_N` leaves them out."""
+    return _Gather.apply(x_TD, token_N, place_TA)
+
+
+def combine_assignments(y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+    """Sum of each token's assignments, [T, D]; the transpose of `gather_assignments`."""
+    return _Combine.apply(y_ND, token_N, place_TA)

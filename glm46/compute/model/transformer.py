@@ -1,0 +1,291 @@
+"""The GLM-4.5/4.6 model: embedding, decoder layers, head, multi-token prediction."""
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from glm46.compute.model.attention_layout import AttentionLayout, attention_layout
+from glm46.compute.model.block import TransformerBlock
+from glm46.compute.model.cross_entropy import HeadForm, HeadOutput, VocabularyPart, summed_loss
+from glm46.compute.model.layers import Linear, RMSNorm, local_weight
+from glm46.compute.model.mtp import MTPLayer
+from glm46.compute.model.rope import rotary_tables
+from glm46.compute.model.router import RoutingOptions, RoutingStatistics
+from glm46.config.model import ModelShape
+from glm46.run.function import NetworkFunction
+
+
+class LossSums(NamedTuple):
+    """Result of a forward pass over labelled tokens. Sums, not means: only the caller knows the token count of the
+    whole optimizer step over all ranks."""
+
+    loss: Tensor | None
+    """FP32 scalar: negative log-likelihood summed over the labels; None if the head's form is not `summed_loss`."""
+    mtp_losses: Tensor
+    """FP32 [K]: the same for each multi-token prediction depth."""
+    aux_losses: Tensor
+    """FP32 [2]: balance loss and z-loss summed over real tokens and MoE layers."""
+    tokens_per_expert: Tensor
+    """int64 [MoE layers, E]: real tokens of each expert; multi-token prediction layers last."""
+    overflow: Tensor
+    """int64 [MoE layers]: assignments dropped by the capacity."""
+    predictions: Tensor
+    """int64 [1 + K, B, S]: most likely token of the model, then of each prediction depth."""
+    logprobs: Tensor | None = None
+    """See `HeadOutput`; of the main model, not of a prediction depth."""
+    entropy: Tensor | None = None
+    """See `HeadOutput`; likewise."""
+    values: Tensor | None = None
+    """FP32 [B, S]: of a value head, one per token."""
+
+
+class StageOutput(NamedTuple):
+    """Result of a part of the model without the last layer."""
+
+    hidden: Tensor
+    """[B, S, D], input of the next part."""
+    mtp_embeddings: Tensor | None
+    """[B, K, S, D]: embeddings of the tokens that the prediction depths read. The first part computes them, the last
+    part uses them."""
+    aux_losses: Tensor
+    """See `LossSums`; of the layers of this part, like the next two."""
+    tokens_per_expert: Tensor
+    overflow: Tensor
+
+
+def detached(output: "LossSums | StageOutput") -> "LossSums | StageOutput":
+    """The same values without gradient."""
+    return type(output)(*(None if x is None else x.detach() for x in output))
+
+
+class OutputHead(nn.Module):
+    """Projection to the vocabulary, or directly to the loss or log-probabilities of labels."""
+
+    def __init__(self, vocab_size: int, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    product = staticmethod(Linear.product)
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss
+    ) -> Tensor | HeadOutput:
+        """Logits [B, S, V] of [B, S, D]; with labels the result of `form`, computed in chunks."""
+        if labels is None:
+            return self.product(hidden, self.weight, None)
+        return form(hidden, self.weight, labels, None)
+
+
+def _frozen_head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart | None) -> HeadOutput:
+    """`summed_loss` without a gradient of the weight."""
+    return summed_loss(hidden, weight.detach(), labels, part)
+
+
+Head = Literal["lm", "value"]
+"""The last layer: logits of the vocabulary, or one value per token."""
+
+
+class ValueHead(nn.Module):
+    """Projection to one number per token."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size))
+
+    product = staticmethod(Linear.product)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """FP32 [B, S] of [B, S, D]."""
+        # A copy, not a view: FSDP puts hooks on the outputs of the model and warns about views.
+        return self.product(hidden, local_weight(self.weight), None).squeeze(-1).to(torch.float32, copy=True)
+
+
+class Transformer(nn.Module):
+    """GLM-4.5/4.6 mixture-of-experts decoder, or a part of it with consecutive layers.
+
+    Layers are in dictionaries keyed by their number, so that parameters of a part keep their names.
+    """
+
+    def __init__(self, shape: ModelShape, head: Head = "lm"):
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): TransformerBlock(shape, is_dense=i < shape.first_k_dense_replace)
+                for i in range(shape.num_hidden_layers)
+            }
+        )
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size) if head == "lm" else None
+        self.value_head = ValueHead(shape.hidden_size) if head == "value" else None
+        self.router_temperature = 1.0
+        """See `NetworkFunction`; `compute_as` sets it."""
+        self._temperature: Tensor | None = None
+        self.mtp_alone = False
+        """The losses of the prediction layers have gradients for these layers alone, and none for what they share with
+        the main model: hidden states, embedding and head."""
+        self.mtp = nn.ModuleDict({str(k): MTPLayer(shape) for k in range(shape.num_nextn_predict_layers)})
+
+    def cast(self, dtype: torch.dtype) -> "Transformer":
+        """Change the dtype of all parameters in place. Selection biases stay FP32: BF16 is too coarse for them."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
+    def compute_as(self, function: NetworkFunction, device: torch.device, *, is_scheduled: bool = False) -> None:
+        """Take the sliding window, the RoPE scaling and the router temperature of a function from the next call on.
+        Weights and compiled layers stay: layers get the rotary tables, the layout of attention and the temperature as
+        arguments.
+
+        Args:
+            device: of the weights.
+            is_scheduled: the temperature may change, so compiled layers get one of 1 too.
+        """
+        own = {name: getattr(function.shape, name) for name in ("sliding_window", "rope_scaling")}
+        self.shape = self.shape.model_copy(update=own)
+        self.router_temperature = function.router_temperature
+        has_one = is_scheduled or function.router_temperature != 1.0
+        # Filled on the device, which copies nothing.
+        self._temperature = torch.full((), function.router_temperature, device=device) if has_one else None
+
+    def routing(self, options: RoutingOptions) -> RoutingOptions:
+        """Options of a call with the model's own temperature."""
+        return options if self._temperature is None else replace(options, temperature=self._temperature)
+
+    def keep_layers(self, layers: range) -> None:
+        """Keep only these layers, in place. The embedding stays with the first layer; norm, head and multi-token
+        prediction stay with the last."""
+        for i in range(self.shape.num_hidden_layers):
+            if i not in layers:
+                del self.layers[str(i)]
+        if layers.start > 0:
+            self.embed_tokens = None
+        if layers.stop < self.shape.num_hidden_layers:
+            self.norm, self.lm_head, self.value_head, self.mtp = None, None, None, nn.ModuleDict()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        mtp_embeddings: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        layout: AttentionLayout | None = None,
+        is_real: Tensor | None = None,
+        labels: Tensor | None = None,
+        mtp_input_ids: Tensor | None = None,
+        mtp_labels: Tensor | None = None,
+        routes: Tensor | None = None,
+        options: RoutingOptions = RoutingOptions(),  # noqa: B008 - frozen
+        form: HeadForm = summed_loss,
+    ) -> "Tensor | LossSums | StageOutput":
+        """Compute logits, or loss sums if labels are given. A part without the head computes the next part's input.
+
+        Args:
+            input_ids: int64 [B, S]; a part without the embedding takes hidden and mtp_embeddings instead.
+            hidden, mtp_embeddings: of the previous part, see `StageOutput`.
+            positions: integer [B, S]; None counts from 0.
+            document_ids: integer [B, S], -1 for padding; tokens attend within their document. None: one document.
+            layout: who sees whom. None: derived from document_ids and the window, which waits for the device; required
+                under context parallelism.
+            is_real: boolean [B, S], false for padding, which is not routed and not counted. None: derived from
+                document_ids, or no padding.
+            labels: int64 [B, S], -100 without a target.
+            mtp_input_ids, mtp_labels: int64 [B, K, S], see docs/data.md. Without them multi-token prediction layers do
+                not run.
+            routes: [B, S, L, A] of `route_type`, of the whole model: experts to use instead of the routers' choice, see
+                `compute/model/routes.py`. A part takes those of its layers.
+            options: additions of training to the routing; the temperature is the model's.
+            form: form of the head for `labels`; `mtp_labels` always use `summed_loss`.
+
+        Returns:
+            Logits [B, S, V], or `LossSums`, or `StageOutput`.
+        """
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        if hidden is None:
+            hidden = self.embed_tokens(input_ids)
+        if is_real is None and document_ids is not None:
+            is_real = document_ids >= 0
+        layout = layout or self._layout(document_ids, positions)
+        # Built here, not passed in: every pipeline stage builds its own from the same small integers.
+        context = rotary_tables(positions, self.shape, hidden.dtype), layout, is_real, self.routing(options)
+        statistics: list[RoutingStatistics] = []
+        for i, layer in self.layers.items():
+            place = int(i) - self.shape.first_k_dense_replace
+            replayed = () if routes is None or place < 0 else (routes[:, :, place],)
+            hidden, of_layer = layer(hidden, *context, *replayed)
+            if of_layer is not None:
+                statistics.append(of_layer)
+        if self.embed_tokens is not None and mtp_input_ids is not None:
+            mtp_embeddings = torch.stack([self.embed_tokens(ids) for ids in mtp_input_ids.unbind(1)], dim=1)
+        if self.norm is None:
+            return StageOutput(hidden, mtp_embeddings, *self._sums(statistics, hidden))
+        hidden = self.norm(hidden)
+        if self.value_head is not None:
+            none = hidden.new_zeros(0, dtype=torch.float32)
+            predictions = torch.empty(0, *positions.shape, dtype=torch.int64, device=hidden.device)
+            values = self.value_head(hidden)
+            return LossSums(None, none, *self._sums(statistics, hidden), predictions, values=values)
+        if labels is None:
+            return self.lm_head(hidden)
+        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
+
+    def _layout(self, document_ids: Tensor | None, positions: Tensor) -> AttentionLayout | None:
+        layout = attention_layout(document_ids, tuple(positions.shape), self.shape.sliding_window)
+        return None if layout is None else layout.to(positions.device)
+
+    def _loss_sums(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        form: HeadForm,
+        mtp_embeddings: Tensor | None,
+        mtp_labels: Tensor | None,
+        statistics: list[RoutingStatistics],
+        context: tuple,
+    ) -> LossSums:
+        """The head, and the prediction depths if there are embeddings; ``context``: further arguments of a layer."""
+        heads = [self.lm_head(hidden, labels, form)]
+        if mtp_embeddings is not None:
+            if self.mtp_alone:
+                # A gradient of zeros, which pipeline stages send back, and exactly the same values.
+                mtp_embeddings = mtp_embeddings + (mtp_embeddings.detach() - mtp_embeddings)
+                hidden = hidden.detach()
+            for k, layer in enumerate(self.mtp.values()):
+                hidden, of_layer = layer(hidden, mtp_embeddings[:, k], *context)
+                statistics.append(of_layer)
+                heads.append(
+                    self.lm_head(hidden, mtp_labels[:, k], _frozen_head_loss if self.mtp_alone else summed_loss)
+                )
+        mtp_losses = [head.loss for head in heads[1:]]
+        return LossSums(
+            heads[0].loss,
+            torch.stack(mtp_losses) if mtp_losses else hidden.new_zeros(0, dtype=torch.float32),
+            *self._sums(statistics, hidden),
+            torch.stack([head.predictions for head in heads]),
+            heads[0].logprobs,
+            heads[0].entropy,
+        )
+
+    def _sums(self, statistics: list[RoutingStatistics], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Auxiliary losses, tokens per expert and overflow; works without any MoE layer too."""
+        if not statistics:
+            counts = hidden.new_zeros(0, self.shape.n_routed_experts, dtype=torch.int64)
+            return hidden.new_zeros(2, dtype=torch.float32), counts, counts.new_zeros(0)
+        losses, counts, overflow = (torch.stack(values) for values in zip(*(s[:3] for s in statistics), strict=True))
+        return losses.sum(0), counts, overflow
+
+    def routers(self) -> dict[str, nn.Module]:
+        """The routers of this part by name, in the order of `LossSums.tokens_per_expert`."""
+        return {name: module for name, module in self.named_modules() if name.endswith(".router")}
+
+
+def router_names(shape: ModelShape) -> list[str]:
+    """Names of the routers of the whole model, in the order of `LossSums.tokens_per_expert`."""
+    layers = [f"layers.{i}.mlp.router" for i in range(shape.first_k_dense_replace, shape.num_hidden_layers)]
+    return layers + [f"mtp.{k}.block.mlp.router" for k in range(shape.num_nextn_predict_layers)]

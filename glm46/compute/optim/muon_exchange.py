@@ -1,0 +1,135 @@
+"""The exchange of one bucket: parts go to their owners, owners orthogonalise, parts of the update come back.
+
+Each direction is one all-to-all without padding, and no rank sends to itself. Parts are packed in the order of the
+bucket's units, which every rank knows, so no metadata is sent.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.compute.distributed.groups import new_group
+from glm46.compute.optim.muon_plan import Bucket, Unit
+from glm46.compute.optim.muon_update import Orthogonalizer, Piece
+
+
+def make_groups(rank_sets: Sequence[tuple[int, ...]], known: Sequence[dist.ProcessGroup]) -> dict:
+    """A process group for each set of ascending ranks; groups in ``known`` are reused.
+
+    Collective over all ranks, also those that need no group: with NCCL torch splits each group off the communicator of
+    all ranks, in which every rank must take part. So each makes the groups of all, in one order.
+    """
+    if not dist.is_initialized():
+        return {}
+    groups = {tuple(dist.get_process_group_ranks(group)): group for group in known}
+    missing: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(missing, set(rank_sets) - groups.keys())
+    return groups | {ranks: new_group(ranks) for ranks in sorted(set().union(*missing))}
+
+
+class BucketExchange:
+    """A bucket on this rank; call ``gather``, ``orthogonalize`` and ``finish`` in turn, once per step."""
+
+    def __init__(self, bucket: Bucket, group: dist.ProcessGroup, orthogonalize: Orthogonalizer, device):
+        self._bucket, self._group, self._device, self._orthogonalize = bucket, group, device, orthogonalize
+        self._me = dist.get_group_rank(group, dist.get_rank())
+        self._owned = [unit for unit in bucket.units if unit.owner == self._me]
+        members = range(len(bucket.ranks))
+        # (peer, unit) in the order in which parts are packed: by peer, then by unit.
+        foreign = sorted((unit for unit in bucket.units if unit.owner != self._me), key=lambda unit: unit.owner)
+        self._leaving = [(unit.owner, unit) for unit in foreign if unit.sends(self._me)]
+        self._coming = [(peer, unit) for peer in members for unit in self._owned if peer in unit.senders]
+        self._leaving_back = [(peer, unit) for peer in members for unit in self._owned if unit.receives(peer)]
+        self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]
+        self._stacks: dict[tuple, list[Unit]] = {}
+        for unit in self._owned:
+            self._stacks.setdefault((min(unit.shape), max(unit.shape)), []).append(unit)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that this rank holds a part of."""
+        return [unit for unit in self._bucket.units if unit.parts[self._me] is not None]
+
+    def gather(self, pieces: dict[Unit, Piece]) -> None:
+        """Advance the momentum of the local parts and start to send them to their owners. Collective.
+
+        ``pieces``: one for each of ``units``, in their order.
+        """
+        wire = self._orthogonalize.gather_dtype
+        self._pieces = pieces
+        self._stacked = {
+            shape: torch.empty(len(units), *shape, dtype=wire, device=self._device)
+            for shape, units in self._stacks.items()
+        }
+        self._whole = {
+            unit: matrix if unit.shape == tuple(matrix.shape) else matrix.mT
+            for shape, units in self._stacks.items()
+            for unit, matrix in zip(units, self._stacked[shape], strict=True)
+        }
+        packed, send, out_sizes = self._slots(self._leaving, lambda _, unit: unit.size(self._me), wire)
+        slot_of = {unit: slot for slot, (_, unit) in zip(packed, self._leaving, strict=True)}
+        for unit, piece in self._pieces.items():
+            direction = None if piece.gradient is None else piece.direction()
+            if unit.owner == self._me:
+                target = _within(self._whole[unit], unit.parts[self._me])
+            elif unit in slot_of:
+                target = slot_of[unit].view(piece.parameter.shape[1:])
+            else:
+                continue
+            target.zero_() if direction is None else target.copy_(direction[0].to(wire))
+        self._arrivals, receive, in_sizes = self._slots(self._coming, lambda peer, unit: unit.size(peer), wire)
+        self._exchange(receive, send, in_sizes, out_sizes)
+
+    def orthogonalize(self) -> None:
+        """Wait for the parts of the owned matrices, orthogonalise them and start to send the updates. Collective."""
+        self._work.wait()
+        for slot, (source, unit) in zip(self._arrivals, self._coming, strict=True):
+            target = _within(self._whole[unit], unit.parts[source])
+            target.copy_(slot.view(target.shape))
+        updates = {}
+        for shape, units in self._stacks.items():
+            for unit, update in zip(units, self._orthogonalize(self._stacked[shape]), strict=True):
+                updates[unit] = update if unit.shape == tuple(update.shape) else update.mT
+        self._whole, self._stacked = {}, {}
+        wire = self._orthogonalize.dtype
+        slots, send, out_sizes = self._slots(self._leaving_back, lambda peer, unit: unit.size(peer), wire)
+        for slot, (peer, unit) in zip(slots, self._leaving_back, strict=True):
+            part = _within(updates[unit], unit.parts[peer])
+            slot.view(part.shape).copy_(part)
+        for unit in self._owned:
+            self._apply(unit, _within(updates[unit], unit.parts[self._me]))
+        self._arrivals, receive, in_sizes = self._slots(self._coming_back, lambda _, unit: unit.size(self._me), wire)
+        self._exchange(receive, send, in_sizes, out_sizes)
+
+    def finish(self) -> None:
+        """Wait for the updates of the local parts and apply them."""
+        self._work.wait()
+        for slot, (_, unit) in zip(self._arrivals, self._coming_back, strict=True):
+            self._apply(unit, slot.view(self._pieces[unit].parameter.shape[1:]))
+        self._pieces, self._arrivals, self._buffers, self._work = {}, [], (), None
+
+    def _apply(self, unit: Unit, update: Tensor) -> None:
+        if self._pieces[unit].gradient is not None:
+            self._pieces[unit].apply(update.unsqueeze(0))
+
+    def _slots(self, entries: list[tuple[int, Unit]], size: Callable[[int, Unit], int], dtype: torch.dtype):
+        """Slices of a flat buffer for ``entries``, the buffer, and the number of its elements for each rank of the
+        group."""
+        sizes = [size(peer, unit) for peer, unit in entries]
+        by_rank = [0] * len(self._bucket.ranks)
+        for (peer, _), entry_size in zip(entries, sizes, strict=True):
+            by_rank[peer] += entry_size
+        buffer = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+        return buffer.split(sizes), buffer, by_rank
+
+    def _exchange(self, receive: Tensor, send: Tensor, in_sizes: list[int], out_sizes: list[int]) -> None:
+        # Both buffers must exist until the exchange ends.
+        self._buffers = receive, send
+        self._work = dist.all_to_all_single(receive, send, in_sizes, out_sizes, group=self._group, async_op=True)
+
+
+def _within(matrix: Tensor, part: tuple[tuple[int, int], tuple[int, int]]) -> Tensor:
+    (top, bottom), (left, right) = part
+    return matrix[top:bottom, left:right]

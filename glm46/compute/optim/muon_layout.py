@@ -1,0 +1,116 @@
+"""The rows and columns of each matrix that each rank of a mesh holds, derived from DTensor placements alone."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from glm46.compat import StridedShard, wrap_local
+from glm46.compute.distributed.host_memory import host_tensor
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.optim.muon_plan import Cut, Holding, TensorLayout, mesh_layout, whole_layout
+
+
+def is_sharding(placement) -> bool:
+    """True if a placement shards the tensor. In torch 2.13 ``is_shard()`` of a strided shard is False."""
+    return isinstance(placement, (Shard, StridedShard))
+
+
+def tensor_layout(tensor: Tensor) -> TensorLayout:
+    """The layout of a tensor of at least two dimensions; leading dimensions count as a batch of matrices.
+
+    Raises:
+        ValueError: fewer than two dimensions, a placement that is neither a shard nor a replica, a cut of a leading
+            dimension other than the first, or a local shard whose shape differs from the one derived.
+    """
+    if tensor.ndim < 2:
+        raise ValueError(f"Muon takes matrices and batches of matrices, not a tensor of shape {tuple(tensor.shape)}")
+    *leading, rows, columns = tensor.shape
+    if not isinstance(tensor, DTensor):
+        return whole_layout((math.prod(leading), rows, columns))
+    mesh = tensor.device_mesh
+    layout = mesh_layout(
+        ((leading or [1])[0], rows, columns), math.prod(leading[1:]), mesh.shape, mesh.mesh.flatten().tolist(),
+        _cuts(tensor), dist.get_rank(),
+    )  # fmt: skip
+    _check_local_shape(tensor, layout.mine)
+    return layout
+
+
+def _cuts(tensor: DTensor) -> list[Cut]:
+    """The divisions of a tensor in their order: from the outermost axis inwards, and strided shards, which divide what
+    the inner axes leave, after those."""
+    strided, plain = [], []
+    for axis, placement in enumerate(tensor.placements):
+        rest = zip(tensor.device_mesh.shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
+        if not is_sharding(placement) and not isinstance(placement, Replicate):
+            raise ValueError(f"Muon takes sharded and replicated parameters, not placement {placement}")
+        if is_sharding(placement):
+            if 0 < placement.dim < tensor.ndim - 2:
+                raise ValueError(f"Muon takes parameters cut in the first or the last two dimensions, not {placement}")
+            from_end = placement.dim - tensor.ndim
+            cut = axis, 3 + from_end if from_end >= -2 else 0
+            (strided if isinstance(placement, StridedShard) else plain).append(cut)
+            inner = math.prod(s for s, p in rest if is_sharding(p) and p.dim == placement.dim)
+            if isinstance(placement, StridedShard) and placement.split_factor != inner:
+                raise ValueError(f"Muon takes strided shards of what the inner axes leave, not {placement}")
+    return [*plain, *reversed(strided)]
+
+
+def _check_local_shape(tensor: DTensor, holding: Holding) -> None:
+    local = tensor.to_local()
+    derived = tuple(stop - start for start, stop in (holding.batch, holding.rows, holding.columns))
+    actual = (math.prod(local.shape[:-2]), *local.shape[-2:])
+    if math.prod(derived) != local.numel() or (local.numel() and derived != actual):
+        raise ValueError(f"placements {tensor.placements} give a shard {derived} but the tensor holds {actual}")
+
+
+def local_matrices(tensor: Tensor) -> Tensor:
+    """This rank's part as [matrices, rows, columns], sharing its memory."""
+    local = local_tensor(tensor)
+    if local.ndim == 2:
+        return local.unsqueeze(0)
+    return local if local.ndim == 3 else local.view(math.prod(local.shape[:-2]), *local.shape[-2:])
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's part of the gradient, placed as the parameter is; None without a gradient."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return local_tensor(gradient)
+
+
+Zeros = Callable[[torch.Size, torch.dtype, Tensor], Tensor]
+"""Makes zeros of a shape and type for a state of this rank's part of a parameter."""
+
+
+def zeros_on_device(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """`Zeros` on the device of the parameter."""
+    return torch.zeros(shape, dtype=dtype, device=like.device)
+
+
+def zeros_in_host_memory(shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """`Zeros` in host memory, pinned beside a GPU, where parameters in host memory are pinned too."""
+    return host_tensor(shape, dtype, pin=like.is_cuda or like.is_pinned()).zero_()
+
+
+def state_like(parameter: Tensor, dtype: torch.dtype, *, block: int = 1, zeros: Zeros = zeros_on_device) -> Tensor:
+    """A state of zeros with the parameter's shape, mesh and placements.
+
+    Args:
+        block: entries of the last dimension that share one entry of the state.
+        zeros: makes this rank's part.
+    """
+
+    def shape_of(tensor: Tensor) -> torch.Size:
+        return tensor.shape if block == 1 else torch.Size((*tensor.shape[:-1], -(-tensor.shape[-1] // block)))
+
+    part = local_tensor(parameter)
+    state = zeros(shape_of(part), dtype, part)
+    return wrap_local(state, parameter, shape_of(parameter)) if isinstance(parameter, DTensor) else state

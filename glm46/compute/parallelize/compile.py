@@ -1,0 +1,66 @@
+"""torch.compile of each layer."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from glm46 import compat
+from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
+from glm46.compute.model.moe import MoE
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.expert import AllToAllDispatcher
+
+_MOST_COMPILATIONS = 32
+"""Of a layer's forward: dense and with experts, with and without gradients, in training and of other shapes in
+validation and probes, each for one row and for several, with and without shared prefixes."""
+
+
+def apply(model: Transformer, *, whole_graphs: bool, sizes_vary: bool = False, splits_backward: bool = False) -> None:
+    """Compile the forward of every layer in place. Layers of one kind share their code, so that compile time does not
+    grow with depth. Hooks that FSDP2 adds later stay outside the graphs.
+
+    Args:
+        whole_graphs: require one graph per layer. False if a layer exchanges tokens or keys with other ranks: the
+            exchange stays outside the graphs, because its sizes are known only at run time.
+        sizes_vary: steps have other numbers of rows, or of tokens in a row.
+        splits_backward: the pipeline schedule runs backward in two halves.
+    """
+    compat.let_layers_compile(_MOST_COMPILATIONS)
+    compat.let_longest_run_vary()
+    if splits_backward:
+        compat.let_backward_run_twice()
+    for layer in (*model.layers.values(), *model.mtp.values()):
+        layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
+        for module in layer.modules():
+            if isinstance(module, MoE) and isinstance(module.dispatcher, AllToAllDispatcher):
+                # It runs after the hook of FSDP2, which makes new tensors.
+                module.experts.register_forward_pre_hook(torch.compiler.disable(_for_any_number_of_rows))
+
+
+def _for_any_number_of_rows(_experts: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Compile experts once. By itself `torch.compile` makes code for the first number of rows too: a layer runs by it,
+    and its recomputation by that for any number, which may keep tensors in another order."""
+    for varying in inputs[:2]:
+        compat.let_size_vary(varying, 0)
+
+
+def _for_any_layout(forward: Callable, *, sizes_vary: bool) -> Callable:
+    """The forward of a layer, compiled once for any number of documents and of keys, and perhaps of rows and
+    tokens."""
+
+    def call(*arguments: object):
+        for given in arguments:
+            if isinstance(given, AttentionLayout):
+                compat.let_size_vary(given.cu_seq_q, 0)
+                compat.let_size_vary(given.cu_seq_k, 0)
+                if isinstance(given.exchange, KeyExchange):
+                    compat.let_size_vary(given.exchange.keys, 0)
+            elif sizes_vary:
+                for tensor in given if type(given) is tuple else (given,):
+                    if isinstance(tensor, Tensor):
+                        for dim in range(2):
+                            compat.let_size_vary(tensor, dim)
+        return forward(*arguments)
+
+    return call

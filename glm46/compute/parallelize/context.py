@@ -1,0 +1,83 @@
+"""Context parallelism: each rank computes a part of every sequence, and attention gathers all keys and values.
+
+GLM has few key and value heads, so gathering them is cheap compared with attention itself. Under a sliding window the
+ranks exchange only the keys that are seen; where all keys would take too much memory, they pass from rank to rank.
+Queries and all other activations stay on their rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46 import compat
+from glm46.compute.distributed.collectives import exchange_rows, gather_sequence, sum_over_ranks
+from glm46.compute.distributed.sequence import SequenceShard
+from glm46.compute.model.attention import Attention, AttentionCore
+from glm46.compute.model.attention_layout import AttentionLayout, KeyRing, attention_layout
+from glm46.compute.model.router import Router
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.ring import ring_attention
+
+
+def apply(model: Transformer, shard: SequenceShard) -> None:
+    """Make attention gather the keys and values of all ranks, and routers sum over them, in place."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.core = _gathering(module.core, shard)
+        elif isinstance(module, Router):
+            module.sum_over_ranks = torch.compiler.disable(lambda x: sum_over_ranks(x, shard.group))
+
+
+def take_part(
+    rows: dict[str, Tensor],
+    document_ids: Tensor | None,
+    window: int | None,
+    shard: SequenceShard | None,
+    *,
+    ring: bool = False,
+    prefix_ids: Tensor | None = None,
+) -> dict[str, Any]:
+    """This rank's part of whole rows, on the CPU, and their `layout` if there is one; arguments of the model.
+
+    Args:
+        rows: [B, S], [B, K, S] or [B, S, L, A], ``input_ids`` among them.
+        document_ids: [B, S]; None to attend across documents.
+        window: of the model.
+        shard: None without context parallelism.
+        ring, prefix_ids: see `attention_layout`.
+    """
+    size = tuple(rows["input_ids"].shape)
+    if shard is None:
+        layout = attention_layout(document_ids, size, window, prefix_ids=prefix_ids)
+        return rows if layout is None else rows | {"layout": layout}
+    assert prefix_ids is None
+    places = shard.places(document_ids, size, window)
+    layout = attention_layout(document_ids, size, window, places, shard.rank, ring=ring)
+    return shard.cut(rows, places) | {"layout": layout}
+
+
+def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
+    @torch.compiler.disable
+    def of_runs(x: Tensor, layout: AttentionLayout) -> Tensor:
+        x, exchange = x.flatten(0, 1), layout.exchange
+        if exchange.tokens is None:
+            # As one row: parts of several rows would be copied into the order of the rows, and again into the runs'.
+            gathered = gather_sequence(x.unsqueeze(0), shard.group)[0]
+        else:
+            gathered = exchange_rows(x.index_select(0, exchange.tokens), exchange.send, exchange.receive, shard.group)
+        found = gathered.index_select(0, exchange.keys).unsqueeze(0)
+        compat.let_size_vary(found, 1)
+        return found
+
+    @torch.compiler.disable
+    def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
+        return ring_attention(*(x.flatten(0, 1) for x in (q, k, v)), ring, shard.group).view(q.shape)
+
+    def gathering_core(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        if isinstance(layout.exchange, KeyRing):
+            return around_the_ring(q, k, v, layout.exchange)
+        # The gathered keys are free again before the values come.
+        return core(q, of_runs(k, layout), of_runs(v, layout), layout._replace(exchange=None))
+
+    return gathering_core

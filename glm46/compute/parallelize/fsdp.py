@@ -1,0 +1,99 @@
+"""FSDP2: every rank keeps a shard of each parameter and gathers a layer to compute it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.mesh import Meshes
+from glm46.compute.model.experts import Experts
+from glm46.compute.model.transformer import Transformer
+from glm46.config.parallelism import Parallelism
+from glm46.config.training import Training
+
+
+def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training: Training) -> None:
+    """Shard experts, then the rest of each layer, then embedding, norm and head; in place.
+
+    FSDP's division of gradients is turned off: the loss is already divided by the token count of all ranks.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+    )
+    # "default" under a pipeline: keep weights gathered for all micro-batches of a step. Schedules that split backward
+    # need it: they lose gradients of freed weights without an error.
+    frees = {"always": True, "never": False, "default": meshes.pipeline is None}
+    options = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
+    if training.parameter_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu")
+    if not training.parameter_offload:
+        options["ignored_params"] = _held_experts(model, meshes)
+    of_layers = {"reshard_after_forward": frees[parallelism.fsdp_reshard_after_forward]} | options
+    for block in (*model.layers.values(), *model.mtp.values()):
+        if meshes.expert_shard is not meshes.dense:
+            for experts in (module for module in block.modules() if isinstance(module, Experts)):
+                placement = expert_placement(meshes.expert_shard)
+                if set(experts.parameters()) - options.get("ignored_params", set()):
+                    # FSDP2 would round the rows' FP32 weights.
+                    of_experts = of_layers | {"mp_policy": replace(policy, cast_forward_inputs=False)}
+                    fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **of_experts)
+        fully_shard(block, mesh=meshes.dense, shard_placement_fn=expert_placement(meshes.dense), **of_layers)
+    # The root's parameters are used first, last and by every prediction depth: gather them once per step.
+    fully_shard(model, mesh=meshes.dense, reshard_after_forward=False, **options)
+    _prefetch(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo does not support the reduction with a divide factor.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _held_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
+    """Frozen experts of which this rank holds the only shard: FSDP2 would copy what a mesh of one rank gathers."""
+    if meshes.expert_shard.size(-1) > 1:
+        return set()
+    of_experts = (parameter for module in model.modules() if isinstance(module, Experts)
+                  for parameter in module.parameters())  # fmt: skip
+    return {parameter for parameter in of_experts if not parameter.requires_grad}
+
+
+def _prefetch(model: Transformer) -> None:
+    """Gather the next layer while this one computes, in forward and backward.
+
+    By itself FSDP2 prefetches in backward only, not experts that are separate units, and too late in layers that wait
+    for the host, as the exchange of tokens does.
+    """
+    blocks = (*model.layers.values(), *model.mtp.values())
+    units = [[module for module in block.modules() if isinstance(module, FSDPModule)] for block in blocks]
+    for unit, following in zip([model, *blocks], [*units, []], strict=True):
+        unit.set_modules_to_forward_prefetch(following)
+    # In backward a unit is called once per result, for some results after its successors are done. So the root must not
+    # prefetch, or it gathers the last layer again, and no layer may prefetch its own experts.
+    for block, before in zip(blocks[1:], units, strict=False):
+        block.set_modules_to_backward_prefetch(before)
+
+
+def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Whole experts on each rank when those of a rank divide evenly, else a part of every expert: uneven chunks of
+    experts would leave some ranks with most of the memory. None is FSDP's default, the first dimension."""
+    shards = mesh.size(-1)
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        local = local_tensor(parameter)
+        return Shard(1) if local.ndim == 3 and local.shape[0] % shards else None
+
+    return placement
+
+
+def release_gathered(model: Transformer) -> None:
+    """Free weights that a forward without backward left gathered. Until then the model's parameters are not the shards
+    that the optimizer and checkpoints use."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

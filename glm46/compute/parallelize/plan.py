@@ -1,0 +1,81 @@
+"""The order in which a model is prepared for many devices, with the reason for each place in it."""
+
+import torch
+
+from glm46.compute.distributed.local_tensor import global_indices, local_tensor
+from glm46.compute.distributed.mesh import Cluster
+from glm46.compute.model.adapters import add_adapters
+from glm46.compute.model.init import fill_parameter
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize import activation_checkpoint, compile, context, expert, float8, fsdp, tensor
+from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.run.plan import Plan
+
+
+def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer:
+    """Prepare `model`, or this rank's part of it, for training on this rank.
+
+    Args:
+        model: on the meta device.
+
+    Returns:
+        The same model with its parameters sharded over the cluster, on the device of this rank or, under
+        `parameter_offload`, in host memory, with initial values.
+    """
+    config, meshes = plan.config, cluster.meshes
+    trained_type, adapter = getattr(torch, config.training.dtype), config.adapter
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if is_trained and adapter is None:
+        model.cast(trained_type)  # before sharding: the shards are the master weights
+    else:  # what is frozen is kept as it is computed with
+        model.cast(getattr(torch, config.training.mixed_precision_param))
+    if is_trained and adapter is not None:
+        add_adapters(model, adapter, trained_type)  # before sharding, and before FSDP2 asks what is frozen
+    if meshes.expert is not None:
+        expert.apply(model, meshes.expert)  # before compile, which must see the token dispatch
+    if meshes.sequence is not None:
+        context.apply(model, meshes.sequence)  # before compile, which must see the gather of keys and values
+    if meshes.tensor is not None:
+        tensor.apply(model, meshes.tensor)  # after context parallelism: the router sums over both groups
+    if config.float8.recipe_name is not None:
+        float8.apply(model, plan)  # before compile, which must see the products
+    if config.compile.enable:
+        # Before checkpointing, so that the recomputation runs compiled code too.
+        schedule = PIPELINE_SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+        compile.apply(
+            model,
+            whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor),
+            sizes_vary=config.rl is not None,
+            splits_backward=meshes.pipeline is not None and schedule.splits_backward,
+        )
+    if config.activation_checkpoint.mode != "none":
+        # Before FSDP2, whose hooks must gather weights around the whole layer.
+        activation_checkpoint.apply(model, config.activation_checkpoint.mode)
+    # Last transform: it shards the parameters that the others have split.
+    fsdp.apply(model, meshes, config.parallelism, config.training)
+    # Allocates memory for this rank's shards only. FSDP2 pins those that stay in host memory.
+    model.to_empty(device="cpu" if config.training.parameter_offload else cluster.device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(cluster.device))
+    initialise(model, config.debug.seed)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int) -> None:
+    """Fill every parameter and buffer with its initial value, which is the same on every layout."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():  # a frozen weight in FP8, which import reads
+            local_tensor(parameter).zero_()
+            continue
+        fill_parameter(
+            local_tensor(parameter),
+            global_indices(parameter),
+            tuple(parameter.shape),
+            seed=seed,
+            name=name,
+            std=model.shape.initializer_range,
+        )
+    for buffer in model.buffers():
+        buffer.zero_()

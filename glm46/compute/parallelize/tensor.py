@@ -1,0 +1,113 @@
+"""Tensor parallelism with sequence parallelism: each rank of a group holds a part of every matrix, and between the
+matrices a part of every sequence.
+
+Attention and feed-forward networks gather the sequence, multiply by a first half of matrices split by outputs and by a
+second half split by inputs, and reduce-scatter the results back to parts of the sequence. Norms, the router and the
+routed experts see this rank's tokens only, as under data parallelism. Embedding and output head are split by the
+vocabulary: no rank ever holds all logits.
+
+Beyond the number of key heads, each rank stores and multiplies an equal part of the rows of one head's key and value
+projection, and the ranks of this head gather its keys and values. So no weight exists twice: checkpoints, Muon and the
+gradient norm see matrices split by rows, as for fewer ranks.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from glm46.compute.distributed.collectives import gather_sequence, scatter_sum, sum_over_ranks, whole_sequence
+from glm46.compute.distributed.groups import group_of_partition
+from glm46.compute.model.attention import Attention
+from glm46.compute.model.experts import Experts
+from glm46.compute.model.layers import FeedForward
+from glm46.compute.model.moe import MoE
+from glm46.compute.model.router import Router
+from glm46.compute.model.transformer import OutputHead, Transformer, ValueHead
+from glm46.compute.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup
+from glm46.run.parameters import find_parameter
+
+
+def apply(model: Transformer, mesh: DeviceMesh) -> None:
+    """Split all matrices except the routed experts over `mesh`, and gather and scatter the sequence around them; in
+    place."""
+    group, key_heads = mesh.get_group(), model.shape.num_key_value_heads
+    sharing = mesh.size() // key_heads
+    ranks = _ranks_of_head(group, sharing) if sharing > 1 else None
+    for name, module in model.named_modules():
+        if not isinstance(module, Experts):
+            _split_parameters(module, f"{name}." if name else "", mesh)
+        if isinstance(module, Attention | FeedForward):
+            module.forward = _on_whole_sequences(module.forward, group)
+            if isinstance(module, Attention) and ranks is not None:
+                for projection in (module.k_proj, module.v_proj):
+                    projection.forward = _of_whole_head(projection.forward, ranks)
+        elif isinstance(module, MoE):
+            module.forward = _with_own_padding(module.forward, group)
+        elif isinstance(module, Router):
+            module.sum_over_ranks = _sum_also_over(module.sum_over_ranks, group)
+        elif isinstance(module, nn.Embedding):
+            module.forward = vocabulary_parallel_lookup(module, group)
+        elif isinstance(module, OutputHead):
+            module.forward = vocabulary_parallel_head(module, group)
+        elif isinstance(module, ValueHead):
+            module.forward = _with_whole_output(module.forward, group)
+
+
+def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        dim = find_parameter(prefix + key).tensor_dim
+        placement = Replicate() if dim is None else Shard(dim)
+        part = distribute_tensor(parameter.data, mesh, [placement])
+        module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+@lru_cache(maxsize=1)  # one for all layers and networks of a job
+def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """The ranks of a tensor-parallel group, which are consecutive, that share this rank's key head. Collective over all
+    ranks."""
+    return group_of_partition(torch.arange(dist.get_world_size()).view(-1, size))
+
+
+# The following functions take the forward of a module and return its replacement. The collectives stay outside of
+# compiled graphs, which would trace our autograd functions into their parts.
+
+
+def _on_whole_sequences(forward, group: dist.ProcessGroup):
+    gather = torch.compiler.disable(lambda x: gather_sequence(x, group))
+    scatter = torch.compiler.disable(lambda x: scatter_sum(x, group))
+
+    def on_whole_sequences(x: Tensor, *arguments) -> Tensor:
+        return scatter(forward(gather(x), *arguments))
+
+    return on_whole_sequences
+
+
+def _of_whole_head(forward, group: dist.ProcessGroup):
+    # The features of a token take the place of its sequence: backward sums the gradients of the ranks' own queries.
+    gather = torch.compiler.disable(lambda x: gather_sequence(x.flatten(0, 1), group).unflatten(0, x.shape[:2]))
+    return lambda x: gather(forward(x))
+
+
+def _with_own_padding(forward, group: dist.ProcessGroup):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def own(whole: Tensor | None) -> Tensor | None:
+        return None if whole is None else whole.chunk(ranks, dim=1)[rank]
+
+    def with_own_padding(x: Tensor, is_real: Tensor | None, options, routes: Tensor | None = None):
+        return forward(x, own(is_real), options, own(routes))
+
+    return with_own_padding
+
+
+def _with_whole_output(forward, group: dist.ProcessGroup):
+    return lambda x: whole_sequence(forward(x), group)
+
+
+def _sum_also_over(sum_over_others, group: dist.ProcessGroup):
+    over_group = torch.compiler.disable(lambda x: sum_over_ranks(x, group))
+    return lambda x: over_group(sum_over_others(x))

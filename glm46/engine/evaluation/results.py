@@ -1,0 +1,158 @@
+"""Measures a model on its ranks, and keeps the figures of finished rows in a file, so that a stopped call goes on."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.model.cross_entropy import HeadForm, token_logprobs
+from glm46.compute.model.transformer import LossSums, Transformer
+from glm46.config.errors import UserError
+from glm46.engine.evaluation.rows import (
+    Batch,
+    Figures,
+    Measure,
+    Row,
+    build_batch,
+    equal_lengths,
+    padded,
+    row_figures,
+    share_of_rows,
+)
+from glm46.engine.inference.loading import Loaded
+from glm46.engine.inference.model_mesh import ModelMesh
+from glm46.files.durable import replace_durably
+
+_TOKENS_AT_ONCE = 8192
+"""Tokens of a batch of short rows."""
+_SECONDS_BETWEEN_SAVES = 10.0
+
+Score = Callable[[Transformer, ModelMesh, Batch, bool], tuple[Tensor, ...] | None]
+"""(model, mesh, batch, document_mask) -> values of each position, [B, S] with padding; None on stages without the head.
+Collective over the ranks in step."""
+
+
+class Results:
+    """The figures of finished rows, and the file that keeps them."""
+
+    def __init__(self, file: Path | None, identity: Mapping[str, Any]):
+        """Read the rows that an earlier call finished.
+
+        Args:
+            file: JSON; None keeps nothing.
+            identity: what decides the figures of a row beside its key: model, text, seed.
+
+        Raises:
+            UserError: the file has results of something else, or cannot be read as results.
+        """
+        self.figures: Figures = {}
+        self._file, self._identity, self._saved_at = file, dict(identity), time.monotonic()
+        if file is None or not file.exists():
+            return
+        try:
+            content = json.loads(file.read_bytes())
+            known, self.figures = content["identity"], content["rows"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{file}: not results of an evaluation; remove it, or give another --output") from error
+        if changed := [name for name in identity if known.get(name) != identity[name]]:
+            raise UserError(
+                f"{file}: results of another {' and '.join(changed)}; remove it, or give another --output folder"
+            )
+
+    def share(self) -> None:
+        """Have the finished rows of rank 0 on all ranks. Collective."""
+        found = [self.figures]
+        dist.broadcast_object_list(found, src=0)
+        (self.figures,) = found
+
+    def missing(self, measure: Measure) -> list[Row]:
+        """The rows of a measure that are not finished."""
+        return [row for row in measure.rows if row.key not in self.figures]
+
+    def add(self, key: str, figures: list[float]) -> None:
+        """Add a finished row. The file is written every few seconds."""
+        self.figures[key] = figures
+        if time.monotonic() - self._saved_at > _SECONDS_BETWEEN_SAVES:
+            self.save({})
+
+    def save(self, results: Mapping[str, Any]) -> None:
+        """Write the file: identity, results by task, rows. Raises UserError if it cannot be written."""
+        self._saved_at = time.monotonic()
+        if self._file is None:
+            return
+        content = {"identity": self._identity, "results": results, "rows": self.figures}
+        try:
+            replace_durably(self._file, [json.dumps(content, indent=1).encode()])
+        except OSError as error:
+            raise UserError(f"{self._file}: {error.strerror}; make room, or give another --output folder") from error
+
+
+@torch.inference_mode()
+def measure_rows(
+    loaded: Loaded,
+    measure: Measure,
+    results: Results,
+    document_mask: bool,
+    advance: Callable[[int], None],
+    score: Score | None = None,
+) -> dict[str, Any]:
+    """Compute the rows that are missing, and return the result of the measure. Collective over all ranks.
+
+    Args:
+        results: with the same rows on all ranks.
+        document_mask: attend only within documents.
+        advance: called with the number of tokens just computed.
+        score: computes what the measure takes of each position; default: log-probabilities of the labels and most
+            likely tokens.
+    """
+    mesh = loaded.mesh
+    for rows in equal_lengths(results.missing(measure), _TOKENS_AT_ONCE, mesh.layout.dp_degree):
+        places, mine = share_of_rows(rows, mesh.row_group, mesh.layout.dp_degree)
+        batch = build_batch(mine)
+        found = torch.zeros(len(rows), measure.width, dtype=torch.float64)
+        scores = (score or _score)(loaded.model, mesh, batch, document_mask)
+        if scores is not None and mesh.is_source:
+            figures = row_figures(measure, batch, *(values[:, : rows[0].length] for values in scores))
+            for place, of_row in zip(places, figures, strict=False):
+                found[place] = torch.tensor(of_row, dtype=torch.float64)
+        if mesh.layout.world_size > 1:
+            dist.all_reduce(found)  # one rank has the figures of a row
+        for row, of_row in zip(rows, found.tolist(), strict=True):
+            results.add(row.key, of_row)
+        advance(sum(row.length for row in rows))
+    return measure.result(results.figures)
+
+
+def _score(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool) -> tuple[Tensor, Tensor] | None:
+    output = run_rows(model, mesh, batch, document_mask, token_logprobs)
+    return None if output is None else (output.logprobs, output.predictions[0])
+
+
+def run_rows(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool, form: HeadForm) -> LossSums | None:
+    """The model's result for rows with padding, without logits of a whole row; None on stages without the head. Rows
+    with inputs of the prediction layers run these, too. Collective over the ranks in step."""
+    weight, whole = local_tensor(next(model.parameters())), padded(batch, mesh.layout.tp)
+    ids = whole["document_ids"]
+    names = ["input_ids", "positions", "labels"]
+    if model.mtp and "mtp_labels" in whole:
+        names += ["mtp_input_ids", "mtp_labels"]
+    inputs = {name: whole[name].to(weight.device) for name in names}
+    # Rows of one document are plainly causal, which has a kernel of its own; padding is behind them.
+    if document_mask and ids.any():
+        inputs["document_ids"] = ids.to(weight.device)
+    if mesh.stage > 0:
+        rows, length = inputs.pop("input_ids").shape
+        size = (rows, length // mesh.layout.tp, model.shape.hidden_size)
+        inputs["hidden"] = torch.empty(size, dtype=weight.dtype, device=weight.device)
+        mesh.receive(inputs["hidden"])
+    output = model(**inputs, is_real=(ids >= 0).to(weight.device), form=form)
+    if not mesh.is_last:
+        mesh.send(output.hidden)
+        return None
+    return output

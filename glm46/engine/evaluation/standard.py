@@ -1,0 +1,226 @@
+"""Standard tasks, those of lm-eval and the user's own in its format, on our models."""
+
+import logging
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+
+from glm46.config.errors import UserError
+from glm46.config.faults import nearest
+from glm46.engine.evaluation.answers import Keys
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.manager import TaskDict
+
+    from glm46.engine.evaluation.lm_eval_model import LmEvalModel
+
+FOLDER = Path(__file__).with_name("tasks")
+"""Our own task files."""
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+_FEWSHOT_SEED = 1234
+"""Decides the examples before a question; as in lm-eval, so that its numbers can be compared."""
+
+
+class PromptForm(NamedTuple):
+    """How lm-eval's tasks become prompts. The names are lm-eval's."""
+
+    apply_chat_template: bool = False
+    """A question is the message of a user in the chat format."""
+    fewshot_as_multiturn: bool = False
+    """Examples are earlier turns of the chat."""
+    system_instruction: str | None = None
+    """Stands before each prompt, in a chat as a system message."""
+    thinking: bool = False
+    """The model may think before it answers in a chat."""
+
+
+@dataclass(frozen=True)
+class StandardTasks:
+    """Tasks that are ready to run: their data is there."""
+
+    loaded: "TaskDict"
+    limit: int | None
+    """Most documents of a task."""
+    keys: Keys
+    form: PromptForm
+
+
+def find_tasks(
+    names: Sequence[str],
+    folders: Sequence[Path],
+    *,
+    fewshot: int | None,
+    limit: int | None,
+    run_code: bool = False,
+    keys: Keys = Keys(),  # noqa: B008 - frozen
+    form: PromptForm = PromptForm(),  # noqa: B008 - frozen
+) -> StandardTasks:
+    """Find tasks by name or file, and load their data.
+
+    Args:
+        folders: of the user's task files.
+        fewshot: examples before a question; None: as each task says.
+        limit: most documents of a task.
+        run_code: take tasks that run what the model writes.
+        keys: names in messages.
+
+    Raises:
+        UserError: lm-eval is not installed, a file or folder is missing, a name is not known, or a task cannot be
+            loaded.
+    """
+    faults = [f"{keys.names} {name}: no such file" for name in names if _is_file(name) and not Path(name).is_file()]
+    faults += [f"{keys.folders} {folder}: no such folder" for folder in folders if not folder.is_dir()]
+    if faults:
+        raise UserError(*(f"{fault}; correct the path" for fault in faults))
+    manager = _manager_that_knows(names, folders, keys)
+    with _faults_of_tasks(keys, ",".join(names)):
+        loaded = manager.load([*names])
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) and not run_code:
+            raise UserError(f"{keys.names} {name}: runs code that the model writes, on this machine; {keys.run_code}")
+        if form.thinking and task.OUTPUT_TYPE != "generate_until":
+            raise UserError(
+                f"{keys.names} {name}: compares given texts, before which the model cannot think; leave --thinking out"
+            )
+        if getattr(task, "MULTIMODAL", False):
+            raise UserError(f"{keys.names} {name}: has images; the model reads text only; take another task")
+        stated = task.get_config("num_fewshot")
+        if stated is None or (fewshot is not None and stated != 0):  # 0 in a task's file means never
+            task.set_config(key="num_fewshot", value=fewshot or 0)
+        with _faults_of_tasks(keys, name):
+            _try(task, form)
+    return StandardTasks(loaded, limit, keys, form)
+
+
+@contextmanager
+def _faults_of_tasks(keys: Keys, names: str) -> Iterator[None]:
+    """Turn what lm-eval and the code and templates of tasks raise into a UserError."""
+    from yaml import YAMLError
+
+    try:
+        yield
+    except (
+        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
+        SyntaxError, TypeError, ValueError, re.error, jinja2.TemplateError, YAMLError,
+    ) as error:  # fmt: skip
+        kind = f"{type(error).__name__}: {_one_line(error) or 'a key that its output_type needs is missing'}"
+        if isinstance(error, KeyError) and error.args == (None,):  # lm-eval looks up the aggregation of an own metric
+            kind = "a metric of metric_list has no aggregation: state one, such as aggregation: mean"
+        raise UserError(f"{keys.names} {names}: cannot be loaded: {kind}; correct the task, or its data") from error
+
+
+def _try(task: "Task", form: PromptForm) -> None:
+    """Check the metrics of a task, make the requests of a document and judge empty answers to them. Raises errors of
+    any kind."""
+    metrics = task.aggregation()
+    if not metrics:
+        raise ValueError("metric_list is empty")
+    for name, aggregation in metrics.items():
+        if aggregation is None:
+            raise ValueError(f"metric {name}: unknown aggregation; state one, such as aggregation: mean")
+        if task.get_config("process_results") is None and getattr(task, "_metric_fn_list", {}).get(name, True) is None:
+            raise ValueError(f"metric {name}: unknown; take one of lm-eval, or give process_results")
+    options = form._asdict()
+    del options["thinking"]
+    task.build_all_requests(limit=1, chat_template=lambda messages, **_: str(messages), **options)
+    for one in task.instances:
+        empty = {"generate_until": "", "loglikelihood_rolling": 0.0}.get(one.request_type, (0.0, False))
+        one.resps += [empty] * one.repeats
+    task.apply_filters()
+    for kept in task.instances[0].filtered_resps:
+        found = task.process_results(task.instances[0].doc, [one.filtered_resps[kept] for one in task.instances])
+        for name in found.keys() & metrics:
+            metrics[name]([found[name]])
+
+
+def _manager_that_knows(names: Sequence[str], folders: Sequence[Path], keys: Keys) -> "TaskManager":
+    """The list of tasks, without lm-eval's own unless one is asked for. Raises UserError, see `find_tasks`."""
+    try:
+        from lm_eval.api import task
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        near = nearest(names[0], keys.others, 0.5)
+        hint = f"did you mean {near}? " if near else f"there are {', '.join(keys.others)}; "
+        hint = f"unknown task; {hint}other tasks need" if keys.others else "needs"
+        raise UserError(f"{keys.names} {names[0]}: {hint} lm-eval: pip install '.[eval]'") from error
+    task.tqdm = partial(task.tqdm, disable=True)  # a bar for each task, beside those of this package
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # requests that it would warn of are refused
+    paths = [str(folder) for folder in (FOLDER, *folders)]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    wanted = [name for name in names if not _is_file(name)]
+    if not set(wanted) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=paths)  # reads more than 10,000 files
+    known = [*keys.others, *manager.all_tasks]
+    unknown = [(name, nearest(name, known, 0.5)) for name in wanted if name not in manager.all_tasks]
+    if unknown:
+        raise UserError(
+            *(
+                f"{keys.names} {name}: unknown task; "
+                + (f"did you mean {near}?" if near else "`lm-eval ls tasks` lists those of lm-eval")
+                for name, near in unknown
+            )
+        )
+    return manager
+
+
+def run_tasks(tasks: StandardTasks, model: "LmEvalModel", *, has_errors: bool = True) -> dict[str, Any]:
+    """The result of standard tasks: ``figures``, a row for each metric of each task, and ``columns``.
+
+    Args:
+        has_errors: compute standard errors, for some metrics in processes of their own.
+
+    Raises:
+        UserError: see `LmEvalModel`.
+    """
+    from lm_eval import evaluate
+
+    options = tasks.form._asdict() | ({} if has_errors else {"bootstrap_iters": 0})
+    del options["thinking"]
+    for task in tasks.loaded["tasks"].values():
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+    state = random.getstate()
+    random.seed(0)  # as lm-eval's own command
+    try:
+        found = evaluate(
+            model, tasks.loaded, limit=tasks.limit, log_samples=False, confirm_run_unsafe_code=True, **options
+        )
+    finally:
+        random.setstate(state)
+    figures = []
+    for task, metrics in (found["results"] | found.get("groups", {})).items():
+        documents, examples = found["n-samples"].get(task, {}).get("effective"), found["n-shot"].get(task)
+        for key, value in metrics.items():
+            metric, comma, kept = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            figure = {"task": task, "metric": metric, "filter": kept, "examples": examples, "documents": documents}
+            error = metrics.get(f"{metric}_stderr,{kept}")
+            figures.append(
+                figure | {"value": value, "standard_error": error if isinstance(error, (int, float)) else None}
+            )
+    return {"figures": figures, "columns": {_column(one): one["value"] for one in figures}}
+
+
+def _column(figure: dict[str, Any]) -> str:
+    names = [figure["task"], figure["metric"], figure["filter"]]
+    return "/".join(names[:2] if figure["filter"] == "none" else names)  # filters of a task have the same metric
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(_SUFFIXES) or "/" in name
+
+
+def _one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()[:300]

@@ -1,0 +1,177 @@
+"""A cache of keys and values, as the attention core of each layer. The tokens of a call are one row for the layers.
+
+A token's key is in the slot of its position, so rows may have different lengths. Padding and rejected drafts leave
+wrong keys in slots after the end of a row. No token reads them: a token reads only slots up to its own position, and
+each slot is overwritten by its own token first.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.model.attention import Attention, attend
+from glm46.compute.model.attention_layout import AttentionLayout, attention_layout, layout_of_runs, rounded_length
+from glm46.compute.model.attention_runs import attend_in_runs
+
+_FEW_TOKENS = 16
+"""Most tokens of a row that attend by a mask over the slots: the last token and its drafts. More tokens attend in runs,
+because a mask for them would grow with queries times keys."""
+
+_LEAST_SLOTS = 256
+"""Fewest slots that a mask covers."""
+
+
+class Slots:
+    """Slots of the tokens of one call, which are of the first rows, and who sees them; one for all layers.
+
+    Args:
+        starts: position of each row's first token.
+        length: tokens of each row in this call.
+        max_length: slots of a row.
+        sliding_window: as in the model's shape.
+    """
+
+    layout: AttentionLayout | None = None
+
+    def __init__(
+        self, starts: Sequence[int], length: int, max_length: int, device: torch.device, sliding_window: int | None
+    ):
+        self.rows, self.length = len(starts), length
+        self.first, self.last = min(starts), max(starts) + length  # all positions of the call: [first, last)
+        self.is_even = self.first == max(starts)
+        self.positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(length, device=device)
+        """[rows, length]."""
+        self.is_first = self.is_even and self.first == 0 and sliding_window is None
+        """The tokens see only each other: they need no key of the cache."""
+        self.runs: AttentionLayout | None = None
+        self._mask: Tensor | None = None
+        if self.is_first:
+            return
+        if length > _FEW_TOKENS:
+            self.ends = [start + length for start in starts]
+            self.runs = layout_of_runs([length] * len(starts), self.ends, sliding_window).to(device)
+            return
+        self.slots = min(rounded_length(self.last, _LEAST_SLOTS), max_length)
+        """Slots that are read, the same number for many calls: kernels that are planned for each shape meet few."""
+        distance = self.positions.unsqueeze(-1) - torch.arange(self.slots, device=device)
+        is_seen = distance >= 0
+        if sliding_window is not None:
+            is_seen &= distance < sliding_window
+        self._is_seen, self._mask = is_seen.unsqueeze(1), None
+
+    def mask(self, groups: int, dtype: torch.dtype) -> Tensor:
+        """Zero or -inf, added to the scores, [rows, 1, length * groups, slots]: each token has ``groups`` queries. All
+        layers ask for the same."""
+        if self._mask is None:
+            mask = torch.zeros(self._is_seen.shape, dtype=dtype, device=self._is_seen.device)
+            mask.masked_fill_(~self._is_seen, -math.inf)
+            self._mask = mask.repeat_interleave(groups, 2) if self.length > 1 else mask.expand(-1, -1, groups, -1)
+        return self._mask
+
+
+class Packed:
+    """Places of the tokens of several prompts, one after another in one row: each is the start of a row of the cache.
+
+    Args:
+        lengths: tokens of each prompt.
+        rows: row of the cache of each prompt.
+        sliding_window: as in the model's shape.
+    """
+
+    def __init__(self, lengths: Sequence[int], rows: Sequence[int], device: torch.device, sliding_window: int | None):
+        self.last = max(lengths)
+        ends = list(accumulate(lengths))
+        self.parts = [(row, end - length, end) for row, length, end in zip(rows, lengths, ends, strict=True)]
+        counts = torch.tensor(lengths)
+        document = torch.arange(len(lengths)).repeat_interleave(counts).unsqueeze(0)
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0).to(device)
+        layout = attention_layout(document if len(lengths) > 1 else None, tuple(document.shape), sliding_window)
+        self.layout = None if layout is None else layout.to(device)
+
+
+class Nothing:
+    """The place of a call without tokens."""
+
+    layout: AttentionLayout | None = None
+    last = 0
+
+    def __init__(self, device: torch.device):
+        self.positions = torch.zeros(1, 0, dtype=torch.int64, device=device)
+
+
+Place = Slots | Packed | Nothing
+
+
+class CachedCore:
+    """An `AttentionCore` with a cache of the keys and values of this rank's heads. It takes the tokens of a call as one
+    row, perhaps with padding behind them.
+
+    Args:
+        batch: rows.
+        max_length: slots of each row.
+    """
+
+    def __init__(self, attention: Attention, batch: int, max_length: int):
+        weight = local_tensor(attention.k_proj.weight)
+        heads = max(weight.shape[0] // attention.head_dim, 1)  # ranks that share a head gather it
+        shape = (batch, heads, max_length, attention.head_dim)  # the order of the attention kernel
+        self.keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.values = torch.zeros_like(self.keys)
+        self.place: Place | None = None
+
+    def __call__(self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayout | None) -> Tensor:
+        tokens = self.place.positions.numel()
+        if isinstance(self.place, Nothing):
+            return torch.zeros_like(q_BSHC)
+        out_BSHC = self._attend(*(x[:, :tokens] for x in (q_BSHC, k_BSKC, v_BSKC)), layout)
+        padding = q_BSHC.shape[1] - tokens
+        return F.pad(out_BSHC, (0, 0, 0, 0, 0, padding)) if padding else out_BSHC
+
+    def _attend(self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayout | None) -> Tensor:
+        """The tokens without padding; [1, tokens, H, C]."""
+        place = self.place
+        if isinstance(place, Packed):  # the prompts see only themselves: as in training, without the cache
+            for cache, new in ((self.keys, k_BSKC), (self.values, v_BSKC)):
+                for row, start, end in place.parts:
+                    cache[row, :, : end - start] = new[0, start:end].transpose(0, 1)
+            return attend(q_BSHC, k_BSKC, v_BSKC, layout)
+        assert isinstance(place, Slots) and layout is None
+        q_RSHC, k_RSKC, v_RSKC = (x.view(place.rows, place.length, *x.shape[2:]) for x in (q_BSHC, k_BSKC, v_BSKC))
+        self._write(self.keys, k_RSKC, place)
+        self._write(self.values, v_RSKC, place)
+        if place.is_first:
+            return attend(q_RSHC, k_RSKC, v_RSKC, None).reshape(q_BSHC.shape)
+        if place.runs is not None:
+            keys, values = (
+                torch.cat([cache[row, :, :end].transpose(0, 1) for row, end in enumerate(place.ends)])
+                for cache in (self.keys, self.values)
+            )
+            return attend_in_runs(q_BSHC[0], keys, values, place.runs).unsqueeze(0)
+        keys, values = (cache[: place.rows, :, : place.slots] for cache in (self.keys, self.values))
+        # The query heads that share a key become queries of one head, so each key is read once, and kernels that take a
+        # mask need not take heads in groups: on a GPU none does both but the plain one, which repeats the keys.
+        B, K, C = keys.shape[0], keys.shape[1], keys.shape[3]
+        q_BKGC = q_BSHC.view(B, place.length, K, -1, C).transpose(1, 2).reshape(B, K, -1, C)
+        groups = q_BKGC.shape[2] // place.length
+        out = F.scaled_dot_product_attention(q_BKGC, keys, values, attn_mask=place.mask(groups, q_BKGC.dtype))
+        return out.view(B, K, place.length, groups, C).transpose(1, 2).reshape(q_BSHC.shape)
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first slots of rows to other rows, all at once: targets may be sources."""
+        from_rows, to_rows = torch.tensor([sources, targets], device=self.keys.device)
+        for cache in (self.keys[:, :, :length], self.values[:, :, :length]):
+            cache.index_copy_(0, to_rows, cache.index_select(0, from_rows))
+
+    @staticmethod
+    def _write(cache_BTKC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:
+        cache_BTKC = cache_BTKC[: slots.rows]
+        if slots.is_even:
+            cache_BTKC[:, :, slots.first : slots.last] = new_BSKC.transpose(1, 2)
+            return
+        index = slots.positions.view(*slots.positions.shape, 1, 1).expand_as(new_BSKC).transpose(1, 2)
+        cache_BTKC.scatter_(2, index, new_BSKC.transpose(1, 2))

@@ -1,0 +1,276 @@
+"""The model with a cache: hidden states of new tokens from the cached keys and values of earlier ones."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.model.block import TransformerBlock
+from glm46.compute.model.rope import rotary_tables
+from glm46.compute.model.router import RoutingOptions
+from glm46.compute.model.routes import no_routes
+from glm46.compute.model.transformer import Transformer
+from glm46.engine.inference import few_tokens
+from glm46.engine.inference.cache import CachedCore, Nothing, Packed, Place, Slots
+from glm46.engine.inference.model_mesh import ModelMesh
+
+PREFILL_TOKENS = 4096
+"""Most tokens of several prompts that are computed in one call; a longer prompt has its own."""
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Attention kernels of a decoder: the first one that serves a call. Flash attention takes no mask, so on a GPU a
+decoding step takes memory-efficient attention. cuDNN is excluded: it makes a plan for each new length of a prompt, and
+that takes longer than a layer."""
+
+
+class Decoder:
+    """Runs a model with a cache. Use it as a context manager, which restores the model at exit.
+
+    On a mesh all methods but `copy_rows` are collective over the ranks with the same rows, and `fill`, `hidden` with
+    `draft_hidden`, and `idle` over all that run in step (`ModelMesh`).
+
+    Args:
+        model: on a mesh this rank's part.
+        batch: most rows.
+        max_length: positions of each row: those of prompt, new tokens and drafts.
+        drafts: run the prediction layers too, which `draft_hidden` needs.
+        record: keep the experts that each token chose, beside its keys and values.
+        cpu_kernels: run layers with `few_tokens` if it supports them; False runs the layers' own forward. These kernels
+            copy most weights.
+        mesh: the ranks that hold the model.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        batch: int,
+        max_length: int,
+        drafts: bool = False,
+        record: bool = False,
+        cpu_kernels: bool = True,
+        mesh: ModelMesh = ModelMesh(),  # noqa: B008 - frozen
+    ):
+        self.model, self.mesh, self._cpu_kernels = model, mesh, cpu_kernels
+        self.batch, self.max_length = batch, max_length
+        self.depth = model.shape.num_nextn_predict_layers if drafts else 0
+        """Number of tokens that the prediction layers draft."""
+        self._drafting = list(model.mtp.values())[: self.depth]  # none before the last stage
+        self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
+        self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
+        self._plain: list[tuple[nn.Module, object]] = []
+        self._kernels: AbstractContextManager = nullcontext()
+        weight = local_tensor(next(model.parameters()))
+        self.device, self._dtype = weight.device, weight.dtype
+        size = (batch, max_length)
+        self._routes = torch.zeros_like(no_routes(size, model.shape), device=self.device) if record else None
+        self.take_weights()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(2 * core.keys.nbytes for core in (*self._main, *self._mtp))
+
+    def take_weights(self) -> None:
+        """Drop what follows from the weights and the attention of the model; the next call takes them anew. To be
+        called after they have changed."""
+        self._few: dict[CachedCore, few_tokens.Layer | None] = {}
+        self._head: few_tokens.Product | None = None
+        head = self.model.lm_head
+        self._has_head = self._cpu_kernels and head is not None and few_tokens.is_plain(head)
+        self._tables: list[Tensor] | None = None
+
+    def __enter__(self) -> "Decoder":
+        blocks = [*self.model.layers.values(), *(layer.block for layer in self._drafting)]
+        for block, core in zip(blocks, [*self._main, *self._mtp], strict=True):
+            self._plain.append((block.self_attn, block.self_attn.core))
+            block.self_attn.core = core
+        self._kernels = sdpa_kernel(KERNELS)
+        self._kernels.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kernels.__exit__(None, None, None)
+        for attention, core in self._plain:
+            attention.core = core
+        self._plain.clear()
+
+    def fill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Write the keys and values of the tokens before the last one of each prompt, which is fed to `hidden` next.
+
+        Args:
+            prompts: token ids, at least two of each.
+            rows: row of the cache of each prompt.
+        """
+        portions = list(_portions([len(prompt) - 1 for prompt in prompts]))
+        (calls,) = self.mesh.most(len(portions))
+        for some in portions:
+            place = Packed(
+                [len(prompts[i]) - 1 for i in some], [rows[i] for i in some], self.device,
+                self.model.shape.sliding_window,
+            )  # fmt: skip
+            tokens = torch.tensor([[token for i in some for token in prompts[i][:-1]]], device=self.device)
+            hidden = self._through_layers(tokens, place)
+            for k in range(len(self._drafting)):
+                # After the end of the prompt the tokens are not known: these keys make drafts slightly worse.
+                ahead = [[*prompts[i], *[prompts[i][-1]] * k][k + 1 : k + len(prompts[i])] for i in some]
+                tokens = torch.tensor([[token for row in ahead for token in row]], device=self.device)
+                hidden = self._through_depth(k, hidden, tokens, place)
+        for _ in range(calls - len(portions)):
+            self.idle()
+
+    def idle(self) -> None:
+        """Run the model, and the prediction layers, on no token: for the experts of ranks whose rows are not done."""
+        place, tokens = Nothing(self.device), torch.zeros(1, 0, dtype=torch.int64, device=self.device)
+        hidden = self._through_layers(tokens, place)
+        for k in range(len(self._drafting)):
+            hidden = self._through_depth(k, hidden, tokens, place)
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the keys and values of the first tokens of rows to other rows, all at once: targets may be sources."""
+        for core in (*self._main, *self._mtp):
+            core.copy_rows(sources, targets, length)
+        if self._routes is not None:
+            self._routes[list(targets), :length] = self._routes[list(sources), :length]
+
+    def routes(self, row: int, length: int) -> Tensor | None:
+        """The experts that the first tokens of a row chose, [length, MoE layers, A] of `route_type` on the CPU; None if
+        they are not recorded."""
+        if self._routes is None:
+            return None
+        return self.mesh.sum_over_stages(self._routes[row, :length].to("cpu", copy=True))
+
+    def hidden(self, tokens: Tensor, starts: Sequence[int]) -> Tensor | None:
+        """Hidden states after the final norm of the first B rows, [B, S, D]; None on stages without the head, whose
+        `draft_hidden` and `logits` are not called.
+
+        Args:
+            tokens: int64 [B, S].
+            starts: position of each row's first token. The cache must hold all positions before it.
+        """
+        return self._through_layers(tokens, self._slots(tokens, starts))
+
+    def draft_hidden(self, k: int, hidden: Tensor, tokens: Tensor, starts: Sequence[int]) -> Tensor:
+        """Hidden states of prediction layer k, [B, S, D]. Those of position i predict token i + k + 2.
+
+        Args:
+            hidden: [B, S, D], hidden states of the model (k = 0) or of layer k - 1 at the same positions.
+            tokens: int64 [B, S], for position i token i + k + 1.
+            starts: as in `hidden`.
+        """
+        return self._through_depth(k, hidden, tokens, self._slots(tokens, starts))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 logits [..., V]."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        if self._has_head and few_tokens.is_for(rows):
+            self._head = self._head or few_tokens.Product(self.model.lm_head.weight)
+            return self._head(rows[0]).view(*hidden.shape[:-1], -1)
+        found = self.model.lm_head(self.mesh.own_tokens(rows))[:, : rows.shape[1]]
+        return found.view(*hidden.shape[:-1], -1).float()
+
+    def _slots(self, tokens: Tensor, starts: Sequence[int]) -> Slots:
+        return Slots(starts, tokens.shape[1], self.max_length, tokens.device, self.model.shape.sliding_window)
+
+    def _through_layers(self, tokens: Tensor, place: Place) -> Tensor | None:
+        """Hidden states [B, S, D] of tokens [B, S] on the last stage of a pipeline, None on others."""
+        mesh, rope, is_real = self.mesh, self._rope(place), self._is_real(place)
+        if mesh.stage == 0:
+            x = self._embedded(tokens)
+        else:
+            size = (1, mesh.padded(tokens.numel()) // mesh.layout.tp, self.model.shape.hidden_size)
+            x = torch.empty(size, dtype=self._dtype, device=self.device)
+            mesh.receive(x)
+        of_layers: dict[int, Tensor] = {}
+        for (name, block), core in zip(self.model.layers.items(), self._main, strict=True):
+            x, routes = self._run(block, core, x, place, rope, is_real)
+            if routes is not None:
+                of_layers[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
+        if self._routes is not None and of_layers and tokens.numel():
+            routes = mesh.all_tokens(torch.stack([*of_layers.values()], 2).to(torch.int32), tokens.numel())
+            self._record(routes.to(self._routes.dtype), slice(min(of_layers), max(of_layers) + 1), place)
+        if not mesh.is_last:
+            mesh.send(x)
+            return None
+        return self._whole(self.model.norm(x), tokens)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings of this rank's part of tokens [B, S], [1, t, D]."""
+        ids = tokens.reshape(1, -1)
+        return self.model.embed_tokens(F.pad(ids, (0, self.mesh.padded(ids.shape[1]) - ids.shape[1])))
+
+    def _whole(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """[B, S, D] from this rank's part of tokens [B, S]."""
+        return self.mesh.all_tokens(x, tokens.numel()).reshape(*tokens.shape, x.shape[-1])
+
+    def _is_real(self, place: Place) -> Tensor | None:
+        """Boolean [1, T], false for padding; None without."""
+        tokens = place.positions.numel()
+        padded = self.mesh.padded(tokens)
+        return None if padded == tokens else torch.arange(padded, device=self.device).unsqueeze(0) < tokens
+
+    def _record(self, routes: Tensor, layers: slice, place: Slots | Packed) -> None:
+        """Keep the routes of a call, [1, T, layers, A]."""
+        if isinstance(place, Packed):
+            for row, start, end in place.parts:
+                self._routes[row, : end - start, layers] = routes[0, start:end]
+        else:
+            rows = torch.arange(place.rows, device=routes.device).unsqueeze(1)
+            self._routes[rows, place.positions, layers] = routes.view(place.rows, place.length, *routes.shape[2:])
+
+    def _through_depth(self, k: int, hidden: Tensor, tokens: Tensor, place: Place) -> Tensor:
+        layer, embedding = self._drafting[k], self._embedded(tokens)
+        own = self.mesh.own_tokens(hidden.reshape(1, -1, hidden.shape[-1]))
+        x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(own)], dim=-1))
+        x, _ = self._run(layer.block, self._mtp[k], x, place, self._rope(place), self._is_real(place))
+        return self._whole(layer.norm(x), tokens)
+
+    def _rope(self, place: Place) -> tuple[Tensor, Tensor]:
+        """Tables of the tokens of a call as one row, padding included."""
+        assert place.last <= self.max_length
+        if self._tables is None:
+            every_position = torch.arange(self.max_length, device=self.device).unsqueeze(0)
+            self._tables = [table[0] for table in rotary_tables(every_position, self.model.shape, self._dtype)]
+        tokens, (cos, sin) = place.positions.numel(), self._tables
+        positions = F.pad(place.positions.view(1, -1), (0, self.mesh.padded(tokens) - tokens))
+        return cos[positions], sin[positions]
+
+    def _run(
+        self,
+        block: TransformerBlock,
+        core: CachedCore,
+        x: Tensor,
+        place: Place,
+        rope: tuple[Tensor, Tensor],
+        is_real: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states after a layer, and, if they are recorded, the experts that its tokens chose."""
+        core.place, options = place, self.model.routing(_OPTIONS if self._routes is None else _RECORD)
+        if self._cpu_kernels and place.layout is None and few_tokens.is_for(x):
+            if core not in self._few:
+                self._few[core] = few_tokens.Layer(block) if few_tokens.is_plain(block) else None
+            if (layer := self._few[core]) is not None:
+                return layer(x, rope, core, options)
+        x, statistics = block(x, rope, place.layout, is_real, options)
+        return x, statistics and statistics.routes
+
+
+def _portions(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Divide prompts, by their numbers, into consecutive ones of at most `PREFILL_TOKENS`, at least one each."""
+    some, tokens = [], 0
+    for number, length in enumerate(lengths):
+        if some and tokens + length > PREFILL_TOKENS:
+            yield some
+            some, tokens = [], 0
+        some.append(number)
+        tokens += length
+    if some:
+        yield some
+
+
+_OPTIONS = RoutingOptions(statistics=False)
+_RECORD = RoutingOptions(record=True)

@@ -1,0 +1,108 @@
+"""Loading of a model for inference, whole or in parts on a mesh, from a step folder or a Hugging Face folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli
+import torch
+
+from glm46.compute.distributed.local_tensor import global_indices, local_tensor
+from glm46.compute.distributed.ranks import Ranks
+from glm46.compute.model.transformer import Transformer
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.engine.inference.model_mesh import ModelMesh
+from glm46.engine.inference.stored_model import alignment_faults, require_whole_model
+from glm46.storage.checkpoint.finite import describe, names_not_finite
+from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
+from glm46.storage.huggingface.hub import local_tokenizer
+from glm46.storage.huggingface.import_weights import FolderReader, stored_shape
+from glm46.storage.huggingface.names import raise_if
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to run."""
+
+    model: Transformer
+    """In evaluation mode; on a mesh this rank's part."""
+    tokenizer: Tokenizer
+    mesh: ModelMesh
+
+
+def load_for_inference(
+    folder: Path, *, tokenizer: str | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Transformer, Tokenizer]:
+    """Load a whole model in evaluation mode, and its tokenizer; see `load_on_mesh`."""
+    return load_on_mesh(folder, lambda _: ModelMesh(), tokenizer=tokenizer, dtype=dtype, device=device)[:2]
+
+
+def load_on_mesh(
+    folder: Path,
+    mesh_of: Callable[[ModelShape], ModelMesh],
+    *,
+    tokenizer: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    drafts: bool = True,
+) -> Loaded:
+    """Load this rank's part of a model, and its tokenizer. A rank reads its part only. Collective over all ranks.
+
+    Args:
+        folder: a step folder, or a Hugging Face folder (with a config.json).
+        mesh_of: the ranks that hold a model of this shape.
+        tokenizer: tokenizer file or folder; None: the one that the folder names or holds.
+        dtype: of the weights; selection biases are always FP32.
+        drafts: with the prediction layers.
+
+    Raises:
+        UserError: the folder is neither, or damaged, its shape cannot run in this type, or there is no tokenizer.
+    """
+    kind = require_kind(folder, Kind.HUGGING_FACE, Kind.STEP)
+    load = _from_hugging_face if kind is Kind.HUGGING_FACE else _from_step
+
+    def empty(shape: ModelShape) -> tuple[Transformer, ModelMesh]:
+        raise_if(alignment_faults(folder, shape, str(dtype).removeprefix("torch.")))
+        mesh = mesh_of(shape)
+        held = shape if drafts else shape.model_copy(update={"num_nextn_predict_layers": 0})
+        return mesh.part_of_model(held, dtype).to_empty(device=device), mesh
+
+    model, mesh, known, fingerprint = load(folder, empty)
+    known = known if tokenizer else local_tokenizer(known)
+    found = tokenizer_of_checkpoint(known, stated=tokenizer, fingerprint=fingerprint, vocab_size=model.shape.vocab_size)
+    return Loaded(model, found, mesh)
+
+
+_Empty = Callable[[ModelShape], tuple[Transformer, ModelMesh]]
+_Filled = tuple[Transformer, ModelMesh, str, str | None]
+"""Model, mesh, where its tokenizer is, the fingerprint of the tokenizer."""
+
+
+@torch.no_grad()
+def _from_hugging_face(folder: Path, empty: _Empty) -> _Filled:
+    shape = stored_shape(folder)
+    model, mesh = empty(shape)
+    with FolderReader(folder, shape) as reader:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            raise_if(reader.fill(name, local_tensor(tensor), global_indices(tensor)))
+    return model, mesh, str(folder), None
+
+
+@torch.no_grad()
+def _from_step(folder: Path, empty: _Empty) -> _Filled:
+    tensors = StepTensors(folder, Ranks.of_this_run())
+    config, function = tomli.loads(tensors.meta["config"]), tensors.function
+    require_whole_model(folder, config)
+    table = config["model"]
+    model, mesh = empty(function.shape)
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    raise_if([f"{folder}: lacks {name}" for name in own if name not in tensors])
+    for name, tensor in own.items():
+        held = tuple(slice(int(index[0]), int(index[-1]) + 1) for index in global_indices(tensor))
+        local_tensor(tensor).copy_(tensors.stored(name)[held])
+    if names := names_not_finite({name: local_tensor(tensor) for name, tensor in own.items()}):
+        raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
+    model.compute_as(function, local_tensor(next(model.parameters())).device)
+    return model, mesh, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)

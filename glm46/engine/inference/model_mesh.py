@@ -1,0 +1,176 @@
+"""The ranks that hold the parts of one model for inference, and what they send each other.
+
+The parts are those of training, without FSDP: tensor parallelism with its split of tokens, experts on the ranks of a
+group, layers on the stages of a pipeline. Ranks that compute the same tokens share rows; their replicas have rows of
+their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from glm46.compute.distributed.collectives import gather_sequence
+from glm46.compute.distributed.mesh import build_meshes
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize import expert, tensor
+from glm46.config.model import ModelShape
+from glm46.run.layout import Layout
+from glm46.run.stages import split_layers
+
+
+@dataclass(frozen=True)
+class ModelMesh:
+    """The groups of this rank. The default is one process with the whole model; every method is local then."""
+
+    layout: Layout = Layout(1, 1, 1, 1, 1, 1)
+    """``dp_shard`` is the number of replicas that have rows of their own; nothing is sharded over them but experts."""
+    rank: int = 0
+    tensor: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
+    pipeline: dist.ProcessGroup | None = None
+    sharing: dist.ProcessGroup | None = None
+    """The ranks with the same rows; None if this is the only one."""
+    in_step: dist.ProcessGroup | None = None
+    """The ranks that must run the model equally often: those with the same rows, and those that have their experts."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self.layout.non_dp_degree * self.layout.ep > 1
+
+    @property
+    def row_group(self) -> int:
+        """Number of the ranks that share rows with this one, among ``layout.dp_degree``."""
+        return self.layout.dp_rank(self.rank)
+
+    @property
+    def stage(self) -> int:
+        """Number of this rank's layers in the pipeline."""
+        return self.rank // (self.layout.world_size // self.layout.pp)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the head."""
+        return self.stage == self.layout.pp - 1
+
+    @property
+    def is_first_of_rows(self) -> bool:
+        """Whether this is the first of the ranks with the same rows."""
+        return self.stage == 0 and self.rank % self.layout.tp == 0
+
+    @property
+    def is_source(self) -> bool:
+        """Whether what this rank computes with the head counts, among the ranks with the same rows."""
+        return self.is_last and self.rank % self.layout.tp == 0
+
+    def part_of_model(self, shape: ModelShape, dtype: torch.dtype) -> Transformer:
+        """This rank's part of a model, on the meta device, in evaluation mode and without gradients. The last stage has
+        the embedding too if there are prediction layers."""
+        with torch.device("meta"):
+            model = Transformer(shape).requires_grad_(False).eval().cast(dtype)
+        if self.pipeline is not None:
+            embedding = model.embed_tokens
+            model.keep_layers(split_layers(shape, self.layout.pp, shape.max_position_embeddings)[self.stage])
+            if model.mtp:
+                model.embed_tokens = embedding
+        if self.expert is not None:
+            expert.apply(model, self.expert)
+        if self.tensor is not None:
+            tensor.apply(model, self.tensor)
+        return model
+
+    def padded(self, tokens: int) -> int:
+        """Tokens of a call with those of padding, at least one for each tensor-parallel rank."""
+        tp = self.layout.tp
+        return max(-(-tokens // tp), 1) * tp
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """This rank's part of the tokens of [1, T, D], padded: [1, t, D]."""
+        tp = self.layout.tp
+        if (missing := self.padded(x.shape[1]) - x.shape[1]) > 0:
+            x = F.pad(x, (0, 0, 0, missing))
+        return x if tp == 1 else x.chunk(tp, dim=1)[self.rank % tp]
+
+    def all_tokens(self, x: Tensor, tokens: int) -> Tensor:
+        """The inverse of `own_tokens`, without the padding. Collective."""
+        return (x if self.tensor is None else gather_sequence(x, self.tensor.get_group()))[:, :tokens]
+
+    def receive(self, *like: Tensor) -> None:
+        """Fill tensors with those that the stage before sends. Collective with `send`."""
+        for x in like:
+            dist.recv(x, group=self.pipeline, group_src=self.stage - 1)
+
+    def send(self, *values: Tensor) -> None:
+        """Send tensors to the next stage. Collective with `receive`."""
+        for x in values:
+            dist.send(x.contiguous(), group=self.pipeline, group_dst=self.stage + 1)
+
+    def sum_over_stages(self, x: Tensor) -> Tensor:
+        """The sum of an integer tensor on the CPU over the stages of the pipeline. Collective."""
+        if self.pipeline is None:
+            return x
+        wide = x.to(torch.int32)  # gloo does not send int16
+        dist.all_reduce(wide, group=self.pipeline)
+        return wide.to(x.dtype)
+
+    def most(self, *counts: int) -> list[int]:
+        """For each number the largest of the ranks that run in step. Collective."""
+        if self.in_step is None:
+            return list(counts)
+        found = torch.tensor(counts)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.in_step)
+        return found.tolist()
+
+    def share(self, values: Tensor | None, size: Sequence[int]) -> Tensor:
+        """Numbers of the first rank with the head, on all ranks with the same rows: FP64 on the CPU. Collective.
+
+        Ranks would draw different tokens if a sum differed in the last bit, and would then wait for each other without
+        end.
+
+        Args:
+            values: [*size]; None on other stages.
+        """
+        # sync: the host needs them.
+        found = torch.empty(*size, dtype=torch.float64) if values is None else values.double().cpu()
+        if self.sharing is not None:
+            dist.broadcast(found, group=self.sharing, group_src=(self.layout.pp - 1) * self.layout.tp)
+        return found
+
+    def gather_rows(self, rows: list[list[int]]) -> list[list[int]]:
+        """The token ids of all rows, in the order of their groups; ``rows`` are those of this rank. Collective over all
+        ranks."""
+        if self.layout.world_size == 1:
+            return rows
+        found: list[list[list[int]]] = [[] for _ in range(self.layout.world_size)]
+        dist.all_gather_object(found, rows if self.is_first_of_rows else [])
+        return [row for of_rank in found for row in of_rank]
+
+
+def build_model_mesh(layout: Layout, rank: int, device_type: str) -> ModelMesh:
+    """The groups of this rank. Collective.
+
+    Args:
+        layout: without replicas (``dp_replicate``) and context parallelism; see `ModelMesh.layout`.
+    """
+    assert layout.dp_replicate == layout.cp == 1
+    mesh = ModelMesh(layout, rank)
+    if not mesh.is_split:
+        return mesh
+    meshes = build_meshes(layout, device_type)
+    sharing = _group(layout, 1) if layout.non_dp_degree > 1 else None
+    coupled = max(layout.ep // layout.tp, 1)  # replicas that have each other's experts
+    in_step = _group(layout, coupled) if coupled > 1 else sharing
+    return ModelMesh(layout, rank, meshes.tensor, meshes.expert, meshes.pipeline, sharing, in_step)
+
+
+def _group(layout: Layout, replicas: int) -> dist.ProcessGroup:
+    """The group of this rank, of so many neighbouring replicas each, over all stages. Collective."""
+    ranks: dict[int, list[int]] = {}
+    for rank in range(layout.world_size):
+        ranks.setdefault(layout.dp_rank(rank) // replicas, []).append(rank)
+    return dist.new_subgroups_by_enumeration(list(ranks.values()))[0]

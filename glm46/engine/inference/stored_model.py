@@ -1,0 +1,67 @@
+"""What is known of a model in a folder before its weights are read, without torch."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli
+
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.config.rules_model import unaligned_experts
+from glm46.run.function import function_of_meta
+from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+from glm46.storage.checkpoint.integrity import META
+from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
+from glm46.storage.huggingface.config_json import CONFIG, read_config, shape_of
+from glm46.storage.huggingface.hub import local_tokenizer
+
+
+class StoredModel(NamedTuple):
+    """A model in a Hugging Face folder or a step folder."""
+
+    shape: ModelShape
+    """As config.json has it: with prediction layers that the files may lack."""
+    tokenizer_path: str
+    fingerprint: str | None
+    """Of the tokenizer that a run trained with."""
+
+    def tokenizer(self, stated: str | None) -> Tokenizer:
+        """The tokenizer of the model, or the one that the user states; see `tokenizer_of_checkpoint`."""
+        return tokenizer_of_checkpoint(
+            self.tokenizer_path if stated else local_tokenizer(self.tokenizer_path),
+            stated=stated,
+            fingerprint=self.fingerprint,
+            vocab_size=self.shape.vocab_size,
+        )
+
+
+def stored_model(folder: Path) -> StoredModel:
+    """The model in a folder. Raises UserError if the folder has none, or its description is damaged."""
+    if require_kind(folder, Kind.HUGGING_FACE, Kind.STEP) is Kind.HUGGING_FACE:
+        return StoredModel(shape_of(read_config(folder), str(folder / CONFIG)), str(folder), None)
+    try:
+        meta = json.loads((folder / META).read_bytes())
+        config = tomli.loads(meta["config"])
+        require_whole_model(folder, config)
+        path = config["model"].get("tokenizer_path", "builtin")
+        return StoredModel(function_of_meta(meta).shape, path, meta.get(TOKENIZER_KEY))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / META}: cannot be read ({error}); take another checkpoint") from error
+
+
+def require_whole_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError if a step folder, whose config this is, holds adapters alone."""
+    if "adapter" in config:
+        raise UserError(
+            f"{folder}: holds adapters without their base, {config['checkpoint']['initial_load_path']}; convert them "
+            "with adapter-to-hf, then give the base, and the new folder with --adapter"
+        )
+
+
+def alignment_faults(folder: Path, shape: ModelShape, dtype: str) -> list[str]:
+    """Widths of experts that cannot run in this type. Conversion takes them."""
+    fits_float32 = not any(unaligned_experts(shape, "float32"))
+    remedy = "use float32" if fits_float32 else "this folder can be converted, but not run"
+    return [f"{folder}: {fault}; {remedy}" for _, _, fault in unaligned_experts(shape, dtype)]

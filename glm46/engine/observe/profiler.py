@@ -1,0 +1,249 @@
+"""Profiles of chosen steps on chosen ranks: a trace, the time and FLOPs by kind of module, memory snapshots.
+
+Training never depends on them: if the disk fails, one message says so and training continues.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from glm46 import compat
+from glm46.config.errors import UserError
+from glm46.config.profiling import Profiling, snapshot_fault
+from glm46.engine.observe.module_ranges import module_ranges
+from glm46.engine.observe.module_times import format_table, table_rows, time_by_kind
+
+REQUEST_FILE = "profile"
+"""File in the dump folder that requests a profile of the next steps; it is removed when it is seen."""
+_POLL_SECONDS = 1.0
+
+
+class _Request:
+    """Watches for `REQUEST_FILE` in a thread: storage that does not answer holds up no step."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._is_seen, self._is_over = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, name="profile request", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            with contextlib.suppress(OSError):  # usually the file does not exist
+                self._path.unlink()
+                self._is_seen.set()
+            self._is_over.wait(_POLL_SECONDS)
+
+    def take(self) -> bool:
+        """True once for each file."""
+        is_seen = self._is_seen.is_set()
+        if is_seen:
+            self._is_seen.clear()
+        return is_seen
+
+    def close(self) -> None:
+        self._is_over.set()
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What a profiler needs to know about the run on this rank."""
+
+    rank: int
+    device: torch.device
+    models: Sequence[tuple[str, nn.Module]]
+    """Models with the prefix of their ranges; `module_ranges`."""
+    is_compiled: bool
+    flops: Callable[[float, float], dict[str, float]]
+    """FLOPs of a step on this rank by kind of module, from the tokens and pairs of the whole step; `batch_flops`."""
+    wait_for_all: Callable[[], None]
+    """Wait until all ranks have called it."""
+
+
+class Profiler:
+    """Records the steps that [profiling] chooses, and those after a request. On other ranks nothing is recorded.
+
+    Args:
+        folder: job.dump_folder.
+        say: prints a message.
+
+    Raises:
+        UserError: memory snapshots without a GPU.
+    """
+
+    def __init__(self, config: Profiling, folder: Path, run: Profiled, say: Callable[[str], None]):
+        if fault := snapshot_fault(config, has_gpu=run.device.type == "cuda"):
+            raise UserError(fault)
+        self._config, self._folder, self._run, self._say = config, folder, run, say
+        is_chosen = run.rank in config.ranks
+        self._is_on = config.enable_profiling or config.enable_memory_snapshot
+        self._is_chosen, self._on_gpu = is_chosen, run.device.type == "cuda"
+        self._request: _Request | None = None
+        self._requested = range(0)  # steps of the last request, its warm-up included
+        self._has_snapshots = config.enable_memory_snapshot and is_chosen
+        self._has_failed = False
+        self._profile: profile | None = None
+        self._ranges, self._has_ranges = contextlib.ExitStack(), False
+        self._totals = [0, 0, 0]  # recorded steps, their tokens and pairs
+
+    def covers(self, step: int) -> bool:
+        """True if chosen ranks run the profiler in this step; equal on all ranks, for who compares their speed."""
+        return self._bounds(step) is not None
+
+    def is_requested(self) -> bool:
+        """True once, on the main rank, after somebody has made `REQUEST_FILE`."""
+        return self._request is not None and self._request.take()
+
+    def record_after(self, step: int) -> None:
+        """Record the steps after this one, with a memory snapshot on a GPU, unless a profile by ``profile_freq`` falls
+        into them, which then is what was requested. Called with one step on all ranks."""
+        steps = range(step + 1, step + 1 + self._config.profiler_warmup + self._config.profiler_active)
+        if not any(self.covers(one) for one in steps):
+            self._requested = steps
+        if self._request is not None:
+            _, first, last = next(filter(None, map(self._bounds, steps)))
+            ranks = ", ".join(map(str, self._config.ranks))
+            self._say(f"a profile was requested: steps {first} to {last} are recorded on ranks {ranks}")
+
+    def step_begins(self, step: int) -> None:
+        """Start the profiler, and the ranges of the modules, if it is time."""
+        bounds = self._bounds(step)
+        if not self._is_chosen or bounds is None:
+            return
+        _, first, last = bounds
+        if self._profile is None:
+            if step in self._requested and self._on_gpu and not self._has_snapshots:
+                compat.record_allocations(True)
+            active = last + 1 - max(first, step)
+            actions = [ProfilerAction.WARMUP] * max(first - step, 0) + [ProfilerAction.RECORD] * (active - 1)
+            actions += [ProfilerAction.RECORD_AND_SAVE, ProfilerAction.NONE]
+            activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA if self._on_gpu else None}
+            self._profile = profile(activities=activities - {None}, schedule=actions.__getitem__)
+            self._totals = [0, 0, 0]
+            self._profile.start()
+        if step >= first and not self._has_ranges:
+            self._has_ranges = True
+            for prefix, model in self._run.models:
+                self._ranges.enter_context(module_ranges(model, prefix, is_compiled=self._run.is_compiled))
+
+    def step_ends(self, step: int, tokens: int, half_pairs: int) -> None:
+        """End a step of this many tokens and pairs, see `batch_flops`. After the last one of a profile write it, and
+        wait for the ranks that write one. Collective."""
+        if self._profile is not None:
+            _, first, last = self._bounds(step)
+            if step >= first:
+                self._totals = [sum(pair) for pair in zip(self._totals, (1, tokens, half_pairs), strict=True)]
+            self._profile.step()
+            if step == last:
+                recorded = self._profile
+                self.drop()
+                folder = self._folder / self._config.save_traces_folder / f"step-{step:06d}"
+                path = folder / f"rank{self._run.rank}_trace.json"
+                self._write(path, lambda: self._report_profile(step, _export(recorded, path), path))
+        is_periodic = self._is_on and step % self._config.profile_freq == 0
+        ends_request = len(self._requested) > 0 and step == self._requested[-1]
+        if is_periodic or ends_request:
+            if self._has_snapshots or (ends_request and self._is_chosen and self._on_gpu):
+                self._write_snapshot(f"step-{step:06d}")
+                if not self._has_snapshots:
+                    compat.record_allocations(False)
+            # Here, where no watchdog takes a rank that waits for a large trace for a hang.
+            self._run.wait_for_all()
+
+    def drop(self) -> None:
+        """End a profile that is not complete; nothing is written."""
+        if self._profile is not None:
+            self._profile.stop()
+        self._ranges.close()
+        self._profile, self._has_ranges = None, False
+
+    def __enter__(self) -> "Profiler":
+        if self._run.rank == 0:
+            self._request = _Request(self._folder / REQUEST_FILE)
+        if self._has_snapshots:
+            compat.record_allocations(True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        """Drop a profile that is not complete. After a lack of memory, write a snapshot."""
+        if self._request is not None:
+            self._request.close()
+        self.drop()
+        if self._has_snapshots and kind is not None and issubclass(kind, torch.OutOfMemoryError):
+            self._write_snapshot("out-of-memory")
+        if self._has_snapshots or (self._requested and self._on_gpu):
+            compat.record_allocations(False)
+
+    def _bounds(self, step: int) -> tuple[int, int, int] | None:
+        """First step of the warm-up, first and last recorded step of the profile that a step belongs to; None if it
+        belongs to none."""
+        config = self._config
+        if step in self._requested:
+            return self._requested[0], self._requested[config.profiler_warmup], self._requested[-1]
+        if not config.enable_profiling:
+            return None
+        last = -(-step // config.profile_freq) * config.profile_freq
+        first = last + 1 - config.profiler_active
+        begin = first - config.profiler_warmup
+        return (begin, first, last) if step >= begin else None
+
+    def _write_snapshot(self, name: str) -> None:
+        folder = self._folder / self._config.save_memory_snapshot_folder / name
+        path = folder / f"rank{self._run.rank}_memory_snapshot.pickle"
+        self._write(path, lambda: compat.write_memory_snapshot(path))
+
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
+        """Write a file that training can do without. If the disk fails, say it once, and leave no part of the file."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            if not self._has_failed:
+                self._has_failed = True
+                self._say(
+                    f"{path}: cannot be written ({error.strerror}); training continues without it, and without later "
+                    "profiles that cannot be written"
+                )
+
+    def _report_profile(self, step: int, events: list[dict[str, Any]], trace: Path) -> None:
+        run, (steps, tokens, half_pairs) = self._run, self._totals
+        step_ms, times = time_by_kind(events)
+        rows = table_rows(step_ms, times, run.flops(tokens / steps, half_pairs / steps), run.is_compiled)
+        device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
+        about = {"step": step, "steps": steps, "rank": run.rank, "device": device, "torch": torch.__version__}
+        table = trace.with_name(f"rank{run.rank}_modules.json")
+        table.write_text(json.dumps({**about, "step_ms": step_ms, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        if run.rank == min(self._config.ranks):
+            self._say(
+                f"profile of step {step}, rank {run.rank} ({device}), per step:\n{format_table(rows, step_ms)}\n"
+                f"  {trace}, {trace.stat().st_size / 1e6:.1f} MB, for ui.perfetto.dev; {table.name} beside it"
+            )
+
+
+def _export(recorded: profile, path: Path) -> list[dict[str, Any]]:
+    """Write a trace and return its events.
+
+    Raises:
+        OSError: the disk failed. torch itself writes as much as fits, and reports nothing.
+    """
+    path.write_bytes(b"")
+    recorded.export_chrome_trace(str(path))
+    content = path.read_bytes()
+    try:
+        return json.loads(content, strict=False)["traceEvents"]
+    except ValueError as error:
+        is_whole = content.rstrip().endswith(b"}")
+        reason = f"torch wrote invalid JSON: {error}" if is_whole else os.strerror(errno.ENOSPC)
+        raise OSError(errno.EIO if is_whole else errno.ENOSPC, reason, str(path)) from error

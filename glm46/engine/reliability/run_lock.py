@@ -1,0 +1,170 @@
+"""Folders of a run: their locks, without which a second run would cut the metrics of the first and remove its
+checkpoints, and what they must hold."""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.files.lock import FileLock
+from glm46.operate.estimate.run_cost import checkpoint_size
+from glm46.run.plan import Plan
+
+_FILE = "run.lock"
+_PATIENCE_SECONDS = 5.0
+"""A killed run takes a moment to release its folder."""
+
+_DUMP_KEY, _EVENTS_KEY = "job.dump_folder", "metrics.save_tb_folder"
+_LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
+"""Folders that a save removes before it writes, see `storage/checkpoint/publish.py`."""
+_NONE: Mapping[str, Path] = MappingProxyType({})
+
+
+@contextmanager
+def writing(folder: Path, apart: Mapping[str, Path] = _NONE, key: str = _DUMP_KEY) -> Iterator[None]:
+    """Report a failed write to a run's folders as a mistake of the user. For writes without which the run cannot start.
+
+    Args:
+        folder: the folder of `key`.
+        apart: other folders, by their keys.
+
+    Raises:
+        UserError: a write inside the context failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        failed = Path(error.filename or folder)
+        key, folder = next((of for of in apart.items() if failed.is_relative_to(of[1])), (key, folder))
+        raise UserError(
+            f"{key} = {str(folder)!r}: {failed} cannot be written: {error.strerror}; free "
+            "space, allow writing, or set another folder"
+        ) from error
+
+
+def refuse_small_disk(plan: Plan, processes: int) -> None:
+    """Raise UserError if a disk of this node cannot hold one checkpoint beside what is there, apart from what the next
+    save removes before it writes: earlier checkpoints go after it.
+
+    Args:
+        processes: ranks of this node, whose shards checkpoint.node_local_folder takes.
+    """
+    config, size = plan.config.checkpoint, checkpoint_size(plan)
+    if not config.enable or (plan.config.rl is not None and plan.config.rl.mode in ("eval_only", "rollout_only")):
+        return
+    places = {"checkpoint.folder": (plan.config.checkpoint_folder, 1.0, "one checkpoint")}
+    if config.node_local_folder:
+        share, what = (
+            processes / plan.layout.world_size,
+            f"the shards of {counted(processes, 'rank')} of one checkpoint",
+        )
+        places["checkpoint.node_local_folder"] = Path(config.node_local_folder), share, what
+    faults = []
+    for key, (folder, share, what) in places.items():
+        needed, free = share * size.total, shutil.disk_usage(_existing(folder)).free
+        if needed > free and needed > free + sum(
+            _bytes_in(path) for path in folder.glob("step-*") if _LEFTOVER.fullmatch(path.name)
+        ):
+            of = f"(weights {_size(share * size.weights)}, optimizer states {_size(share * size.states)})"
+            faults.append(
+                f"{key} = {str(folder)!r}: {what} takes {_size(needed)} {of}, and {_size(free)} of its disk are free; "
+                f"it must fit beside those that are there; free space, set another {key}, or "
+                "set checkpoint.enable = false"
+            )
+    if faults:
+        raise UserError(*faults)
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def refuse_unwritable(folder: Path, key: str) -> None:
+    """Raise UserError if nothing can be written where a folder is or would be made."""
+    with writing(folder, key=key), tempfile.TemporaryFile(dir=_existing(folder)) as file:
+        file.write(b"\0" * 4096)
+
+
+class RunLocks:
+    """The locks of the folders of a run, held by this process until `close`; by other ranks than the first, none."""
+
+    def __init__(self, locks: Sequence[FileLock] = ()):
+        self._locks = locks
+
+    def retake(self) -> str:
+        """Take the locks again whose files were deleted during the run; returns a text that says who holds one now."""
+        lost = [lock for lock in self._locks if not lock.retake()]
+        return "".join(f"; {lock.holder()} trains in {lock.path.parent} too: stop one of both" for lock in lost)
+
+    def close(self) -> None:
+        """Release them. Idempotent."""
+        for lock in self._locks:
+            lock.release()
+
+
+def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
+    """Lock the folders of a run for this process.
+
+    Args:
+        folder: job.dump_folder.
+        apart: folders outside of it, by their keys.
+
+    Raises:
+        UserError: another process holds a lock, or a folder cannot be written.
+    """
+    with ExitStack() as locks:
+        taken = []
+        for key, place in {_DUMP_KEY: folder, **apart}.items():
+            lock = _lock_of(key, place)
+            with writing(place, key=key):
+                lock.path.parent.mkdir(parents=True, exist_ok=True)
+                is_held = lock.acquire(_PATIENCE_SECONDS)
+            if not is_held:
+                raise UserError(_held(key, place, lock))
+            locks.callback(lock.release)
+            taken.append(lock)
+        locks.pop_all()
+    return RunLocks(taken)
+
+
+def refuse_locked(folder: Path, apart: Mapping[str, Path] = _NONE) -> None:
+    """Raise the UserError of `lock_run` if another process holds a lock of these folders. Takes and writes nothing."""
+    for key, place in {_DUMP_KEY: folder, **apart}.items():
+        lock = _lock_of(key, place)
+        with writing(place, key=key):
+            is_held = lock.is_held_elsewhere(_PATIENCE_SECONDS)
+        if is_held:
+            raise UserError(_held(key, place, lock))
+
+
+def _lock_of(key: str, place: Path) -> FileLock:
+    # Beside the folder of event files: a new run renames the folder itself.
+    return FileLock(place.with_name(f"{place.name}.{_FILE}") if key == _EVENTS_KEY else place / _FILE)
+
+
+def _held(key: str, place: Path, lock: FileLock) -> str:
+    return (
+        f"{key} = {str(place)!r}: {lock.holder()} is training in this folder; "
+        "wait for it, stop it, or set another folder"
+    )
+
+
+def outer_run(folder: Path, dump_folder: Path) -> Path | None:
+    """The output folder of another run that a folder lies in, if any."""
+    own = dump_folder.absolute()
+    return next(
+        (path for path in folder.absolute().parents if (path / _FILE).exists() and not own.is_relative_to(path)), None
+    )

@@ -1,0 +1,135 @@
+"""Balance of experts: options and auxiliary losses of the routing, and loss-free balancing, which after each optimizer
+step moves the selection bias towards experts with too few tokens."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.compute.model.router import RoutingOptions
+from glm46.compute.model.transformer import Transformer, router_names
+from glm46.config.model import ModelShape
+from glm46.config.moe import MoE
+from glm46.config.rules_layout import values_of
+from glm46.run.schedule import schedule_value
+
+
+def routing_options(moe: MoE) -> RoutingOptions:
+    """What training adds to the routing by [moe]."""
+    return RoutingOptions(
+        capacity_factor=moe.capacity_factor,
+        # Throughout the run if any weight of the schedule is above 0: these flags are constants of compiled layers.
+        balance_loss=any(values_of(moe.sequence_aux_loss_weight)),
+        z_loss=any(values_of(moe.z_loss_weight)),
+    )
+
+
+def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoE, clock: int) -> Tensor:
+    """Part of the step's loss from the auxiliary losses of some layers.
+
+    Args:
+        aux_losses: FP32 [2] as in `LossSums`.
+        real_tokens: of the whole step.
+        clock: tokens of the curriculum before the step.
+    """
+    balance, z = aux_losses / max(real_tokens, 1)
+    balance_weight = schedule_value(moe.sequence_aux_loss_weight, clock)
+    return balance_weight * balance + schedule_value(moe.z_loss_weight, clock) * z
+
+
+class ExpertBalance:
+    """Update rule of the selection biases, and its moving averages."""
+
+    def __init__(self, shape: ModelShape, models: list[Transformer], config: MoE, device: torch.device):
+        """``models`` are this rank's parts of the model."""
+        self.config = config
+        names = router_names(shape)
+        self.routers = {names.index(name): router for model in models for name, router in model.routers().items()}
+        self.rows = torch.tensor(list(self.routers), dtype=torch.int64).to(device)
+        """Indices of this rank's MoE layers among those of the whole model. On its device: a list would be copied there
+        in every step, and the host would wait."""
+        self._average_counts = torch.zeros(len(names), shape.n_routed_experts, dtype=torch.float32, device=device)
+
+    @property
+    def layers(self) -> int:
+        """MoE layers of the whole model."""
+        return self._average_counts.shape[0]
+
+    @torch.no_grad()
+    def update(self, tokens_per_expert: Tensor, rate: float) -> None:
+        """Update the biases once.
+
+        Args:
+            tokens_per_expert: int64 [MoE layers, E], summed over the micro-batches of the step and over all ranks, so
+                that all replicas of a bias stay equal.
+            rate: step size of the bias.
+
+        Source: sign, arXiv 2408.15664 algorithm 1; proportional, docs/model.md.
+        """
+        if self.config.balance == "none":
+            return
+        counts = tokens_per_expert.float()
+        if self.config.balance == "sign":
+            shift = rate * (counts.mean(1, keepdim=True) - counts).sign()
+        else:
+            decay = self.config.bias_ema_decay
+            self._average_counts.mul_(decay).add_(counts, alpha=1.0 - decay)
+            mean = self._average_counts.mean(1, keepdim=True)
+            shift = -rate * (self._average_counts / (mean + 1e-6) - 1.0)
+        for row, router in self.routers.items():
+            router.e_score_correction_bias += shift[row]
+            if self.config.balance == "proportional":
+                router.e_score_correction_bias.clamp_(-self.config.bias_clamp, self.config.bias_clamp)
+
+    def largest_bias(self, pipeline: dist.ProcessGroup | None) -> float:
+        """Largest absolute bias of the whole model. Collective over `pipeline`; waits for the device."""
+        largest = torch.zeros((), device=self._average_counts.device)
+        for router in self.routers.values():
+            largest = torch.maximum(largest, router.e_score_correction_bias.abs().max())
+        if pipeline is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=pipeline)
+        return largest.item()  # sync: a row of metrics
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Tensors of a checkpoint besides the biases, which are buffers of the model."""
+        return {"average_counts": self._average_counts} if self.config.balance == "proportional" else {}
+
+
+def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, float]:
+    """Metrics of the balance of experts in one step.
+
+    Args:
+        tokens_per_expert: int64 [layers, E], kept assignments, summed over all ranks.
+        overflow: int64 [layers], assignments dropped by the capacity.
+
+    Returns:
+        Columns of metrics.jsonl; empty without MoE layers. Ratios are relative to an even share in the same layer;
+        a layer without tokens counts as even.
+    """
+    if tokens_per_expert.numel() == 0:
+        return {}
+    tokens_LE = tokens_per_expert.double()
+    mean_L = tokens_LE.mean(1)
+    # Avoids 0 / 0 in a layer without tokens, where all numerators are 0.
+    share_L = mean_L.clamp(min=1.0 / tokens_LE.shape[1])
+    cv_L = tokens_LE.std(1, correction=0) / share_L
+    is_used_L = mean_L > 0
+    lost, kept = int(overflow.sum()), tokens_LE.sum()
+    values = torch.stack(
+        [
+            cv_L.mean(),
+            cv_L.max(),
+            torch.where(is_used_L, tokens_LE.amax(1) / share_L, 1.0).max(),
+            torch.where(is_used_L, tokens_LE.amin(1) / share_L, 1.0).min(),
+            lost / (lost + kept).clamp(min=1.0),
+            (tokens_LE == 0).sum().double(),
+        ]
+    ).tolist()
+    names = (
+        "expert_balance_cv",
+        "expert_balance_cv_max",
+        "expert_load_max_ratio",
+        "expert_load_min_ratio",
+        "expert_overflow_ratio",
+        "dead_experts",
+    )
+    return dict(zip(names, values, strict=True)) | {"expert_overflow_count": lost}

@@ -1,0 +1,109 @@
+"""Load the model of a run from a Hugging Face folder, and save it as one."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.engine.training.network import Network
+from glm46.engine.training.state import Progress
+from glm46.files.progress import bytes_progress
+from glm46.run.function import capacity_lines
+from glm46.storage.data.tokenizer import Tokenizer
+from glm46.storage.huggingface.adapter_origin import read_base_files, refuse_other_base
+from glm46.storage.huggingface.config_json import config_of, read_config
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.import_weights import find_tensors, import_weights
+from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
+from glm46.storage.huggingface.names import HFNames, has_repeats
+from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
+from glm46.storage.huggingface.peft_import import import_adapter
+from glm46.storage.huggingface.schemes import CONFIG_KEY, Scheme, config_of_scheme
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
+
+
+def load_weights(network: Network, folder: Path) -> None:
+    """Load weights and expert biases, those of adapters excepted, from a Hugging Face folder, on any mesh. Collective.
+
+    Raises:
+        UserError: the folder is corrupt or belongs to another model.
+    """
+    tensors, shape = network.pretrained(), network.plan.shape
+    if network.cluster.process.is_main:
+        total = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
+        with bytes_progress(f"rank 0 reads {folder}", total, print) as report:
+            import_weights(folder, shape, tensors, report=report)
+    else:
+        import_weights(folder, shape, tensors)
+    network.take_gates(None, tensors)
+
+
+def load_adapters(network: Network) -> None:
+    """Load adapters from adapter.initial_load_path, if it is set, on any mesh. Collective.
+
+    Raises:
+        UserError: on all ranks; the folder is corrupt, or has other adapters than this network.
+    """
+    config = network.plan.config.adapter
+    if config.initial_load_path is not None:
+        folder = Path(config.initial_load_path).resolve()
+        saved, found = read_base_files(folder), network.frozen_files
+        if saved.keys() & found.keys():
+            refuse_other_base(saved, found, Path(network.plan.config.checkpoint.initial_load_path), folder)
+        import_adapter(folder, network.plan.shape, network.parameters, scale=config.scale)
+        network.loaded(new_adapters=False)
+
+
+def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> str:
+    """Save the model as a Hugging Face folder under job.dump_folder; of a network with adapters these alone, as a PEFT
+    folder, and with adapter.save_merged also the base with the adapters added. Collective.
+
+    A run that started from such a folder keeps the fields of its config.json, and repeats embedding and head if the
+    folder does.
+
+    Returns:
+        The folder; of a merged one also what was rounded, of DoRA alone what opens it.
+    """
+    config, shape = network.plan.config, network.shape
+    folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
+    if config.adapter is not None:
+        base, adapters = config.checkpoint.initial_load_path, network.parameters
+        export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base, base_files=network.frozen_files)
+        if not config.adapter.save_merged:
+            return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)
+        merged = folder.with_name(f"{folder.name}-merged")
+        return "\n".join([str(folder), *merge_lines(merged, merge_adapter(Path(base), folder, merged))])
+    write_weights(network, tokenizer, folder, torch.bfloat16)
+    return "\n".join([str(folder), *capacity_lines(config.moe, "what reads this folder")])
+
+
+def write_weights(network: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model, without adapters, as a Hugging Face folder in a type. Collective.
+
+    Args:
+        folder: must not exist.
+    """
+    config_json, options = export_options(network, tokenizer, dtype)
+    export_weights(folder, network.shape, config_json, network.pretrained(), options=options)
+
+
+def export_options(
+    network: Network, tokenizer: Tokenizer, dtype: torch.dtype, scheme: Scheme | None = None
+) -> tuple[dict[str, Any], ExportOptions]:
+    """The config.json and the format of a Hugging Face folder of a network.
+
+    Raises:
+        UserError: no projection of the model fits the scheme.
+    """
+    config, shape = network.plan.config, network.shape
+    raw, repeat_shared = None, False
+    if config.checkpoint.initial_load_in_hf:
+        origin = Path(config.checkpoint.initial_load_path)
+        raw, repeat_shared = read_config(origin), has_repeats(find_tensors(origin), shape)
+    config_json = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(dtype).removeprefix("torch."))
+    files = files_beside_weights(tokenizer, max_length=shape.max_position_embeddings)
+    if scheme is not None:
+        config_json[CONFIG_KEY] = config_of_scheme(scheme, HFNames(shape, repeat_shared=repeat_shared))
+    temperature = network.function.router_temperature
+    return config_json, ExportOptions(dtype, scheme, repeat_shared, temperature, other_files=files)

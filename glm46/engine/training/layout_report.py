@@ -1,0 +1,126 @@
+"""Layout of a run for the first message: the mesh, and the memory of each rank."""
+
+import torch
+import torch.distributed as dist
+
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.model.attention_runs import describe_core
+from glm46.compute.optim.roles import RoleRow, add_role_rows
+from glm46.config.float8_layers import describe_float8
+from glm46.config.parallelism import Parallelism
+from glm46.engine.training.network import Network
+from glm46.engine.training.task import Task
+from glm46.run.parameters import count_parameters, float8_numel
+
+_RANKS_SHOWN = 4
+
+
+def describe_layout(task: Task) -> list[str]:
+    """Lines about the mesh and the memory of the ranks. Collective."""
+    layout = task.plan.layout
+    axes = [
+        (
+            "pp",
+            layout.pp,
+            layout.world_size // layout.pp,
+            f"other layers, schedule {_schedule(task.plan.config.parallelism)}",
+        ),
+        ("dp_replicate", layout.dp_replicate, layout.dense_shards * layout.tp, "replicas of the same parameters"),
+        ("dp_shard", layout.dp_shard, layout.ranks_per_dp_rank, "other parts of each parameter, other sequences"),
+        ("cp", layout.cp, layout.tp, "other parts of each sequence, and of each parameter"),
+        ("tp", layout.tp, 1, "other parts of each matrix, and of the sequence between the matrices"),
+        ("ep", layout.ep, 1, "other experts; borrowed from dp_shard, cp and tp"),
+    ]
+    used = [axis for axis in axes if axis[1] > 1]
+    product = " x ".join(f"{name} {degree}" for name, degree, *_ in used if name != "ep")
+    lines = [f"ranks        {layout.world_size}{' = ' + product if product else ''} on {task.cluster.device.type}"]
+    for name, degree, stride, meaning in used:
+        ranks = [str(index * stride) for index in range(degree)]
+        if degree > _RANKS_SHOWN:
+            ranks[_RANKS_SHOWN - 1 : -1] = ["..."]
+        lines.append(f"  {name:<12} rank 0 is with {', '.join(ranks[1:])}: {meaning}")
+    lines.append(f"attention    {_attention(task)}")
+    if task.plan.config.float8.recipe_name is not None:
+        lines.append(f"float8       {describe_float8(task.plan.shape, task.plan.config.float8, layout.tp)}")
+    if task.plan.config.adapter is not None and task.plan.config.adapter.base_dtype == "float8":
+        in_fp8, all_weights = float8_numel(task.plan.shape), count_parameters(task.plan.shape).total
+        lines.append(f"base         {in_fp8:,} of {all_weights:,} weights stay in FP8, converted where they are used")
+    held = [None] * layout.world_size
+    dist.all_gather_object(held, _rank_memory(list(task.networks.values())))
+    return lines + _memory_lines(held, layout.pp)
+
+
+def whole_role_table(network: Network) -> list[RoleRow]:
+    """Roles of the parameters of all pipeline stages. Collective over the ranks of a pipeline."""
+    table, pipeline = network.optimizer.role_table(), network.cluster.meshes.pipeline
+    if pipeline is None:
+        return table
+    tables: list = [None] * dist.get_world_size(pipeline)
+    dist.all_gather_object(tables, table, group=pipeline)
+    return add_role_rows(tables)
+
+
+def _attention(task: Task) -> str:
+    """What computes attention, and who sees whom."""
+    config, cp = task.plan.config, task.plan.layout.cp
+    windows = dict.fromkeys(stage.shape.sliding_window for stage in task.plan.text_stages)
+    has_window = any(window is not None for window in windows)
+    if cp == 1 and not config.data.document_mask and not has_window:
+        return "causal, by torch's scaled_dot_product_attention"
+    said = [describe_core(task.cluster.device, getattr(torch, config.training.mixed_precision_param))]
+    if config.data.document_mask:
+        said.append("within documents")
+    if has_window:
+        said.append(f"window of {', then '.join('all' if w is None else f'{w:,}' for w in windows)} tokens")
+    if cp > 1:
+        rows = config.training.local_batch_size
+        travel = any(task.plan.keys_travel(s.shape, (rows, s.seq_len)) for s in task.plan.text_stages)
+        how = "passed around" if travel else "exchanged over" if has_window else "gathered over"
+        said.append(f"keys {how} {cp} ranks")
+    return ", ".join(said)
+
+
+def _schedule(parallelism: Parallelism) -> str:
+    several = f", {parallelism.stages_per_rank} stages each" if parallelism.stages_per_rank > 1 else ""
+    return parallelism.pipeline_parallel_schedule + several
+
+
+def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, int, int]:
+    """First and last layer of each local stage; number of local parameters; bytes of these and of the gradients, which
+    have their types; bytes of optimizer states."""
+    layers = [[int(number) for number in model.layers] for model in networks[0].models]
+    trained = [local_tensor(parameter) for network in networks for parameter in network.parameters.values()]
+    frozen = [local_tensor(parameter) for network in networks for parameter in network.frozen.values()]
+    optimizers = [network.optimizer for network in networks if network.optimizer is not None]
+    states = [local_tensor(state) for optimizer in optimizers for state in optimizer.state_tensors().values()]
+    return (
+        [(numbers[0], numbers[-1]) for numbers in layers],
+        sum(parameter.numel() for parameter in (*trained, *frozen) if parameter.dtype != torch.int32),  # scales
+        sum(parameter.nbytes for parameter in (*trained, *trained, *frozen)),
+        sum(state.nbytes for state in states),
+    )
+
+
+def _memory_lines(held: list, stages: int) -> list[str]:
+    """One line per pipeline rank: its layers, and the smallest and largest memory among its ranks."""
+    per_stage, lines = len(held) // stages, []
+    for stage in range(stages):
+        ranks = held[stage * per_stage : (stage + 1) * per_stage]
+        where = (
+            f"rank {stage * per_stage}"
+            if per_stage == 1
+            else f"ranks {stage * per_stage}-{(stage + 1) * per_stage - 1}"
+        )
+        layers = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranks[0][0])
+        counts, with_gradients, states = (sorted(rank[column] for rank in ranks) for column in (1, 2, 3))
+        lines.append(
+            f"  {where:<12} layers {layers}: {_span(counts)} parameters each, "
+            f"{_span(with_gradients, 2**20)} MiB with gradients, {_span(states, 2**20)} MiB of optimizer states"
+        )
+    return lines
+
+
+def _span(values: list[int], unit: int = 1) -> str:
+    """Format the smallest and the largest value, or one of them if they look the same."""
+    shown = [f"{value / unit:,.1f}" if unit > 1 else f"{value:,}" for value in (values[0], values[-1])]
+    return shown[0] if shown[0] == shown[1] else f"{shown[0]} to {shown[1]}"

@@ -1,0 +1,225 @@
+"""The training loop: steps until the budget is spent or a signal requests a stop."""
+
+import gc
+import signal
+import time
+from typing import NamedTuple
+
+from glm46.compute.distributed.collective_errors import catch_user_error, on_first_rank, raise_on_all_ranks
+from glm46.engine.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, Diverged
+from glm46.engine.training.final_report import final_report
+from glm46.engine.training.named_sums import sum_over_all_ranks
+from glm46.engine.training.services import Services
+from glm46.engine.training.state import Progress
+from glm46.engine.training.step import NOT_FINITE, StepOutcome, train_step
+from glm46.engine.training.step_metrics import identity
+from glm46.engine.training.task import StepBatches, Task
+from glm46.engine.training.totals import StepTotals, count_step, from_tensors, to_tensors
+from glm46.run.curriculum import stage_at
+from glm46.run.flops import batch_flops
+from glm46.run.schedule import batch_sequences, learning_rate_factor
+
+
+class NextStep(NamedTuple):
+    """Input of a step. All fields except `batches` are equal on all ranks."""
+
+    batches: StepBatches
+    totals: StepTotals
+    must_stop: bool
+    """Some rank has received a stop signal."""
+
+
+class RollbackNeeded(Exception):
+    """More consecutive skipped steps than [training] max_skipped_steps, or non-finite weights or states. Raised on all
+    ranks."""
+
+
+def train(task: Task, services: Services, progress: Progress) -> int:
+    """Train until the budget is spent or a stop is requested; save, export and report the end. Collective.
+
+    Returns:
+        Exit code: 0 if the budget is spent, EXIT_STOPPED if a signal stopped the run and it was saved, 128 + n if
+        signal n stopped it and nothing was saved.
+
+    Raises:
+        RollbackNeeded: to continue from an earlier checkpoint.
+    """
+    plan, config, metrics = task.plan, task.plan.config, services.metrics
+    services.heartbeat.begins(
+        step=progress.step,
+        tokens=progress.tokens,
+        budget=plan.budget_tokens,
+        save_interval=config.checkpoint.interval if config.checkpoint.enable else None,
+        info=identity(plan) if task.cluster.process.is_main else {},
+    )
+    validation: dict[str, float] = {}
+    with metrics.throughput.excluded():
+        if config.validation.enable and progress.step == 0:
+            validation = validate(task, services, progress)
+        if progress.step == 0 and (lines := task.sample(services.stop, progress)):
+            services.report.message("\n".join(lines))
+        gc.collect()
+        services.profiler.step_begins(progress.step + 1)
+    services.times.ends("services")
+    gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead
+    while progress.tokens < plan.budget_tokens:
+        columns = prepare_step(task, services, progress)
+        step = begin_step(task, services, progress)
+        if step.must_stop:
+            break
+        batches, totals = step.batches, step.totals
+        if batches.note:
+            services.report.message(batches.note)
+        clock, size = progress.curriculum_tokens, batches.sequences * batches.seq_len
+        lr_factor = learning_rate_factor(clock, config.lr_scheduler, plan.end_tokens, size)
+
+        # single training step
+        services.watchdog.operation("training step", size=(batches.sequences, batches.seq_len))
+        micro_batches = task.complete(batches.micro_batches)
+        outcome = train_step(task, micro_batches, totals, clock, lr_factor, services.spikes.check)
+        progress.advance(sequences=batches.sequences, seq_len=batches.seq_len, was_skipped=outcome.is_bad)
+        flops = batch_flops(plan.shape, batches.computed_tokens, totals.half_pairs, plan.config.adapter)
+        model_seconds = batches.model_seconds + outcome.gradient_seconds
+        metrics.throughput.add_step(batches.computed_tokens, batches.read_seconds, flops, size, model_seconds)
+
+        validation = end_step(task, services, progress, step, outcome, lr_factor, columns) or validation
+    gc.enable()
+    services.report.close_bar()
+    services.profiler.drop()
+    services.watchdog.close()
+    services.saver.finish(progress, validation)
+    services.heartbeat.stops()
+    return _end(task, services, progress)
+
+
+def prepare_step(task: Task, services: Services, progress: Progress) -> dict[str, float]:
+    """`Task.prepare`, in its own time: a watchdog of steps does not know how long completions take. Collective."""
+    with services.watchdog.unwatched("preparing the step"), services.heartbeat.phase("prepare"):
+        return task.prepare(progress, services.stop)
+
+
+def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
+    """Read the micro-batches of the next step, and sum token counts, stop requests and faults over all ranks in one
+    all-reduce. Collective. The tensors are on the CPU, so that no rank waits for its GPU.
+
+    Raises:
+        UserError: on all ranks, if a rank failed to read its batches, or if several saves in a row have failed.
+        RollbackNeeded: a save on some rank found non-finite values.
+    """
+    services.watchdog.step_begins(progress.step + 1)
+    services.stragglers.step_begins()
+    batch_size = task.plan.config.training.global_batch_size
+    wanted = batch_sequences(batch_size, progress.curriculum_tokens, task.plan.rows_per_micro_batch)
+    stage = task.plan.stage_after(progress.samples)
+    progress.skip_excluded(wanted)
+    if stage != stage_at(task.plan.text_stages, progress.samples):
+        services.spikes.restart()  # other text, lengths or positions have another loss
+    batches, error = catch_user_error(lambda: task.next(progress, wanted))
+    services.watchdog.operation("agreeing on the step")
+    totals = count_step(task, batches.micro_batches if batches else [])
+    counts = to_tensors(totals)
+    sums = sum_over_all_ranks(counts | services.requests(has_failed=error is not None))
+    if sums["errors"]:
+        raise_on_all_ranks(error)
+    if not services.stop.has_started:  # after the first exchange of all ranks: before it there is nothing to save
+        services.stop.has_started = True
+    if sums["non_finite"]:
+        raise RollbackNeeded
+    if sums["unsaved"]:
+        raise services.saver.saves_fail(progress)
+    if sums["profile"]:
+        services.profiler.record_after(progress.step + 1)
+    if slow := services.stragglers.update(sums["paces"].tolist()):
+        services.report.message(f"step {progress.step}: {slow}")
+    # All ranks that read the same sequences have counted them.
+    counts = {name: sums[name] // task.plan.layout.non_dp_degree for name in counts}
+    return NextStep(batches, from_tensors(counts, totals), bool(sums["stop"]))
+
+
+def end_step(
+    task: Task,
+    services: Services,
+    progress: Progress,
+    step: NextStep,
+    outcome: StepOutcome,
+    lr_factor: float,
+    columns: dict[str, float],
+) -> dict[str, float]:
+    """Report a step, validate and save if it is time. Collective.
+
+    Args:
+        columns: what `Task.prepare` adds to the row of metrics.
+
+    Returns:
+        Validation metrics; empty if it was not time.
+
+    Raises:
+        RollbackNeeded: too many steps in a row were skipped.
+        Diverged: the task ends the run; it is saved.
+    """
+    config, validation, fault = task.plan.config, {}, None
+    is_profiled = services.profiler.covers(progress.step)
+    services.stragglers.gradients_ready(outcome.ready_at, is_typical=not is_profiled)
+    loss_sum, targets = outcome.main.sums["loss"].item(), step.totals.main["targets"]
+    # The loss of a policy has further terms, which only rows have.
+    loss = None if config.rl else loss_sum / max(targets, 1)
+    is_bad, is_finite = outcome.is_bad, outcome.fault != NOT_FINITE
+    services.heartbeat.step(progress.step, progress.tokens, was_skipped=is_bad, is_finite=is_finite, loss=loss)
+    if not is_bad:
+        progress.add_loss(loss_sum, targets)
+    if outcome.fault is not None:
+        samples = f"samples {progress.samples - step.batches.sequences} to {progress.samples - 1}"
+        services.report.message(f"step {progress.step} skipped: {outcome.fault}; {samples}")
+    if line := services.times.first_step():
+        services.report.message(line)
+    is_last = progress.tokens >= task.plan.budget_tokens
+    is_measured = services.bandwidth.is_due(progress.step)
+    if progress.step % config.metrics.log_freq == 0 or progress.step == 1 or is_last or is_measured:
+        row = services.metrics.training_row(progress, outcome, step.totals, lr_factor)
+        fault = task.fault(row | columns)
+        if is_measured:  # the row has waited for the device: the step's own work is counted
+            services.watchdog.operation("measuring bandwidth")
+            with services.metrics.throughput.excluded():
+                columns = columns | services.bandwidth.measure()
+        services.report.train(row | columns | services.saver.metrics() | services.stragglers.metrics())
+    else:
+        row = services.metrics.objective_columns(outcome, step.totals, progress.curriculum_tokens) | columns
+        services.report.step({"step": progress.step, "tokens": progress.tokens} | row)
+    if progress.skipped_in_a_row > config.training.max_skipped_steps:
+        raise RollbackNeeded
+    if progress.step % config.training.gc_freq == 0:
+        gc.collect()
+    with services.metrics.throughput.excluded(), services.watchdog.unwatched("profiles, validation and saves"):
+        services.profiler.step_ends(progress.step, step.batches.computed_tokens, step.totals.half_pairs)
+        if config.validation.enable and (progress.step % config.validation.freq == 0 or is_last):
+            validation = validate(task, services, progress)
+        if fault is not None:
+            services.saver.finish(progress, validation)
+            raise Diverged(*on_first_rank(f"step {progress.step}: {fault}; this step is saved"))
+        services.saver.after_step(progress, validation)
+        if not is_last:
+            services.profiler.step_begins(progress.step + 1)
+    return validation
+
+
+def validate(task: Task, services: Services, progress: Progress) -> dict[str, float]:
+    """Validate and report. Collective."""
+    started = time.perf_counter()
+    with services.heartbeat.phase("validate"):
+        row = task.validate(progress)
+    seconds = time.perf_counter() - started
+    services.report.validation({"step": progress.step, "tokens": progress.tokens, **row, "validation_seconds": seconds})
+    return row
+
+
+def _end(task: Task, services: Services, progress: Progress) -> int:
+    """Export and report the end of a run, and return its exit code. Collective."""
+    config, stop = task.plan.config, services.stop
+    is_finished = progress.tokens >= task.plan.budget_tokens
+    stop.has_ended = not is_finished
+    if config.checkpoint.last_save_in_hf and is_finished:
+        services.report.message(f"Hugging Face {task.export(progress)}")
+    services.report.message(final_report(task, progress, stop, is_finished=is_finished))
+    if is_finished:
+        return 0
+    return EXIT_STOPPED if config.checkpoint.enable else EXIT_SIGNAL + signal.Signals[stop.signal_name or "SIGTERM"]

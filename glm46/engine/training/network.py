@@ -1,0 +1,285 @@
+"""One model on this job's ranks: its stages, its pipeline, the shards of its parameters, and what updates them."""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from glm46.compat import named_range
+from glm46.compute.distributed.local_tensor import copy_to_device, local_tensor
+from glm46.compute.distributed.mesh import Cluster
+from glm46.compute.model.adapters import without_adapters
+from glm46.compute.model.cross_entropy import HeadForm, summed_loss
+from glm46.compute.model.routes import compact_routes
+from glm46.compute.model.transformer import LossSums, StageOutput, Transformer, detached
+from glm46.compute.optim.optimizers import OptimizerGroup, build_optimizers
+from glm46.compute.parallelize.context import take_part
+from glm46.compute.parallelize.float8 import GatheredScales
+from glm46.compute.parallelize.fsdp import release_gathered
+from glm46.compute.parallelize.magnitudes import Magnitudes
+from glm46.compute.parallelize.pipeline import Pipeline
+from glm46.compute.parallelize.plan import parallelize
+from glm46.config.model import ModelShape
+from glm46.engine.training.balance import ExpertBalance
+from glm46.operate.estimate.traffic import replicas_reduce_once
+from glm46.run.function import NetworkFunction, gate_factor, is_gate
+from glm46.run.plan import Plan
+from glm46.run.schedule import schedule_value
+
+Batch = dict[str, Any]
+"""Tensors of the loader; or arguments of `Transformer.forward`, which are tensors but for the ``layout``."""
+
+StageResults = list[list[LossSums | StageOutput]]
+"""For each pipeline stage of this rank, or for the whole model, the detached output for each micro-batch."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """One parallelised model. A job may have several, such as a policy, a critic and a frozen reference."""
+
+    plan: Plan
+    cluster: Cluster
+    models: list[Transformer]
+    """The model, or this rank's pipeline stages of it in the order of their layers."""
+    pipeline: Pipeline | None
+    """None if this rank has all layers."""
+    parameters: dict[str, nn.Parameter]
+    """This rank's shards of what is trained by name, taken once after building: during a forward the model's attributes
+    are the gathered weights."""
+    frozen: dict[str, nn.Parameter]
+    """The same of what is not trained: the base of adapters, or all of a frozen network."""
+    optimizer: OptimizerGroup | None
+    """None if the network is frozen."""
+    balance: ExpertBalance | None
+    """None if the network is frozen."""
+    magnitudes: list[Magnitudes]
+    """DoRA's, of each model; else none."""
+    gathered_scales: GatheredScales
+    frozen_files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the files, by name, that frozen weights were read from; see `frozen_weights`."""
+
+    @property
+    def function(self) -> NetworkFunction:
+        """The function that the models compute."""
+        return NetworkFunction(self.models[0].shape, self.models[0].router_temperature)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape that the models compute with: the plan's, with the window and RoPE scaling in force."""
+        return self.function.shape
+
+    def attend_as(self, shape: ModelShape) -> None:
+        """Take the sliding window and the RoPE scaling of a shape from the next batch on."""
+        self._compute_as(self.function._replace(shape=shape))
+
+    def route_at(self, temperature: float) -> None:
+        """Take a router temperature from the next batch on. A network begins at that of the start of its run; each
+        step takes that of the schedule."""
+        self._compute_as(self.function._replace(router_temperature=temperature))
+
+    @torch.no_grad()
+    def take_gates(self, meta: Mapping[str, Any] | None, names: Container[str]) -> None:
+        """Scale gates that were read from a checkpoint with this meta, or from a Hugging Face folder (None), for the
+        temperature that the network begins at; see `gate_factor`.
+
+        Args:
+            names: of the weights that were read.
+        """
+        if (factor := gate_factor(meta, self.function.router_temperature)) != 1.0:
+            for name, tensor in self.weights().items():
+                if is_gate(name) and name in names:
+                    local_tensor(tensor).mul_(factor)
+
+    def _compute_as(self, function: NetworkFunction) -> None:
+        is_scheduled = self.plan.config.moe.router_temperature != 1.0
+        for model in self.models:
+            model.compute_as(function, self.cluster.device, is_scheduled=is_scheduled)
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if only adapters are trained; a stage of the pipeline may have none."""
+        return self.plan.config.adapter is not None and self.optimizer is not None
+
+    def pretrained(self) -> dict[str, Tensor]:
+        """Those of `weights` that trained weights may give: all but adapters."""
+        return {name: w for name, w in self.weights().items() if not (self.is_adapted and name in self.parameters)}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
+        buffers = {name: buffer for model in self.models for name, buffer in model.named_buffers()}
+        return {name: tensor.detach() for name, tensor in (self.parameters | self.frozen | buffers).items()}
+
+    def loaded(self, *, new_adapters: bool) -> None:
+        """Compute what follows from weights, after they were written. Collective.
+
+        Args:
+            new_adapters: the base was written, and not the adapters: those begin, with magnitudes of the base.
+        """
+        for magnitudes in self.magnitudes:
+            magnitudes.start(new_adapters)
+
+    def update(self, lr_factor: float) -> None:
+        """Step of the optimizer, see `OptimizerGroup.step`. Collective."""
+        self.optimizer.step(lr_factor)
+        for magnitudes in self.magnitudes:
+            magnitudes.refresh()
+
+    def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.
+        Writing into them loads a checkpoint."""
+        weights = self.weights()
+        if self.is_adapted:
+            weights = {name: weights[name] for name in self.parameters}
+        named = {f"model.{name}": tensor for name, tensor in weights.items()}
+        if self.optimizer is not None:
+            named |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
+        if self.balance is not None:
+            named |= {f"balance.{name}": tensor for name, tensor in self.balance.state_tensors().items()}
+        return {prefix + name: tensor for name, tensor in named.items()}
+
+    def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Batch:
+        """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
+        are [B, S], [B, K, S], or ``routes``, see `compute/model/routes.py`. A batch without `mtp_labels` trains no multi-token
+        prediction; under a pipeline every layer must take part."""
+        names = ["input_ids", "positions", "labels"]
+        if self.shape.num_nextn_predict_layers and "mtp_labels" in batch:
+            names += ["mtp_input_ids", "mtp_labels"]
+        # Passed explicitly: without document masks padding stays padding.
+        rows = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
+        if "routes" in rows:
+            rows["routes"] = compact_routes(rows["routes"], tuple(batch["input_ids"].shape), self.plan.shape)
+        window, sequence = self.shape.sliding_window, self.cluster.meshes.sequence
+        ring = self.plan.keys_travel(self.shape, tuple(batch["input_ids"].shape))
+        prefix_ids = batch.get("prefix_ids")
+        part = take_part(rows, self._mask_ids(batch), window, sequence, ring=ring, prefix_ids=prefix_ids)
+        return {name: copy_to_device(value, self.cluster.device) for name, value in part.items()}
+
+    def whole_rows(self, values: Tensor, batch: Batch) -> Tensor:
+        """The whole rows [N, B, S] of an output [N, B, s] for this rank's part of a batch of the loader; without
+        gradient. Collective under context parallelism."""
+        sequence = self.cluster.meshes.sequence
+        if sequence is None:
+            return values.detach()
+        places = sequence.places(self._mask_ids(batch), tuple(batch["input_ids"].shape), self.shape.sliding_window)
+        return sequence.restore(values.detach(), places)
+
+    def _mask_ids(self, batch: Batch) -> Tensor | None:
+        """The documents that attention tells apart."""
+        return batch["document_ids"] if self.plan.config.data.document_mask else None
+
+    def forward_backward(
+        self,
+        batches: list[Batch],
+        arguments: dict[str, Any],
+        objective: Callable[[LossSums, Batch], Tensor],
+        auxiliary: Callable[[Tensor], Tensor],
+        fields: Sequence[str] = (),
+    ) -> StageResults:
+        """Compute the gradients of the micro-batches of a step. Collective.
+
+        Args:
+            batches: results of `to_device`, of equal shape.
+            arguments: arguments of the model that all micro-batches share.
+            objective: the loss to differentiate, from the output for a micro-batch and its `fields`.
+            auxiliary: the loss to differentiate on pipeline stages without the head, from their auxiliary losses.
+            fields: names in `batches` that are not arguments of the model.
+        """
+        with self.gathered_scales.given():
+            if self.pipeline is not None:
+                return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
+            outputs = []
+            for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+                if replicas_reduce_once(self.plan):
+                    self.models[0].set_requires_all_reduce(not left)
+                outputs.append(self._forward_backward(batch, arguments, objective, fields))
+            return [outputs]
+
+    def _forward_backward(
+        self,
+        batch: Batch,
+        arguments: dict[str, Any],
+        objective: Callable[[LossSums, Batch], Tensor],
+        fields: Sequence[str],
+    ) -> LossSums:
+        inputs = {name: tensor for name, tensor in batch.items() if name not in fields}
+        output: LossSums = self.models[0](**inputs, **arguments)
+        loss = objective(output, {name: batch[name] for name in fields})
+        with named_range("backward"):
+            loss.backward()
+        return detached(output)
+
+    @torch.no_grad()
+    def evaluate(
+        self, batch: Batch, form: HeadForm = summed_loss, *, replay_routes: bool = False, adapted: bool = True
+    ) -> LossSums | None:
+        """The output for a batch of the loader, None on pipeline stages without the head. Collective. Call `release`
+        after the last one.
+
+        Args:
+            replay_routes: use the experts of the batch's ``routes``.
+            adapted: False computes with the base of the adapters alone.
+        """
+        inputs = self.to_device(batch, ("routes",) if replay_routes else ())
+        with nullcontext() if adapted else without_adapters(self.models):
+            if self.pipeline is not None:
+                return self.pipeline.evaluate(inputs, form)
+            return self.models[0](**inputs, form=form)
+
+    def release(self) -> None:
+        """Free the weights that forwards without backward left gathered. Until then the parameters of the models are
+        not the shards that optimizer and checkpoints use."""
+        for model in self.models:
+            release_gathered(model)
+
+
+def build_network(
+    plan: Plan, cluster: Cluster, *, head: Literal["lm", "value"] = "lm", trainable: bool = True
+) -> Network:
+    """Build a network with its initial weights. Collective.
+
+    Args:
+        head: "lm" predicts tokens; "value" gives one number per token and has no multi-token prediction.
+        trainable: False builds a frozen network, without gradients, optimizer and balance of experts.
+    """
+    if head == "value":
+        plan = replace(plan, shape=plan.shape.model_copy(update={"num_nextn_predict_layers": 0}))
+    group = cluster.meshes.pipeline
+    pipeline = None if group is None else Pipeline(plan, group, head)
+    if pipeline is not None:
+        models = [stage.model for stage in pipeline.stages]
+    else:
+        with torch.device("meta"):
+            models = [Transformer(plan.shape, head=head)]
+    for model in models:
+        model.mtp_alone = plan.config.rl is not None  # the gradient of a policy is that of its rewards
+        parallelize(model.requires_grad_(trainable), plan, cluster)
+    adapter = plan.config.adapter
+    named = {name: parameter for model in models for name, parameter in model.named_parameters()}
+    parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    network = Network(
+        plan=plan,
+        cluster=cluster,
+        models=models,
+        pipeline=pipeline,
+        parameters=parameters,
+        magnitudes=(
+            [Magnitudes(model, adapter, cluster.meshes) for model in models]
+            if trainable and adapter is not None and adapter.name == "dora"
+            else []
+        ),
+        gathered_scales=GatheredScales(named.values(), cluster.meshes.dense),
+        frozen={name: parameter for name, parameter in named.items() if name not in parameters},
+        optimizer=(
+            build_optimizers(
+                list(parameters.items()), plan.config.optimizer, cluster.device, adapter.b_lr_ratio if adapter else 1.0
+            )
+            if trainable
+            else None
+        ),
+        balance=ExpertBalance(plan.shape, models, plan.config.moe, cluster.device) if trainable else None,
+    )
+    network.route_at(schedule_value(plan.config.moe.router_temperature, plan.config.lr_scheduler.start_tokens))
+    return network

@@ -1,0 +1,203 @@
+"""Checks of the checkpoint or weights that a run starts from, and the keys in which a checkpoint differs."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from glm46.config.errors import UserError
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import RunConfig
+from glm46.config.validation import validate_table
+from glm46.engine.reliability.run_lock import outer_run
+from glm46.run.parameters import adapter_rows, named_rows
+from glm46.storage.checkpoint.folder_kind import Kind, kind_of
+from glm46.storage.checkpoint.integrity import META, published_steps, quick_faults, step_folder, step_of
+
+CONTINUE_REMEDY = "restore it, or take what matches, with new clocks, through checkpoint.initial_load_path instead"
+"""For a difference from the checkpoint of `checkpoint.load_path`."""
+INITIAL_REMEDY = "restore it, or exclude what does not match with checkpoint.initial_load_exclude"
+"""For a difference from the step folder of `checkpoint.initial_load_path`."""
+
+_SHAPE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "first_k_dense_replace", "intermediate_size",
+    "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "use_qk_norm", "attention_bias", "num_nextn_predict_layers",
+)  # fmt: skip
+SHAPE_KEYS = (*(f"model.{name}" for name in _SHAPE), "training.dtype")
+"""Keys that determine the weights of a checkpoint."""
+TENSOR_KEYS = (
+    *SHAPE_KEYS, "moe.balance", "optimizer.name", "optimizer.router", "optimizer.lm_head", "optimizer.state_dtype",
+    "adapter.name", "adapter.rank", "adapter.expert_rank", "adapter.targets", "adapter.layers",
+)  # fmt: skip
+"""Keys that determine which tensors a checkpoint holds, and their shapes and dtypes."""
+
+
+def refuse_origin(config: RunConfig) -> None:
+    """Check the checkpoint or weights that a run would start from. Needs no process group and writes nothing.
+
+    Raises:
+        UserError: they are missing, or of another kind or model.
+    """
+    checkpoint, folder = config.checkpoint, config.checkpoint_folder
+    if checkpoint.enable and folder.exists() and not folder.is_dir():
+        raise UserError(
+            f"checkpoint.folder = {checkpoint.folder!r}: {folder} is a file; move it away, or name another folder"
+        )
+    saved = published_steps(folder) if checkpoint.enable else []
+    initial = "checkpoint.initial_load", Path(checkpoint.initial_load_path or ""), checkpoint.initial_load_in_hf
+    if config.keeps_its_start:
+        _refuse_weights(config, *initial)
+    if config.rl is not None and (teacher := config.rl.reference) is not None:
+        _refuse_weights(config, "rl.reference.load", Path(teacher.load_path), teacher.load_in_hf)
+    _refuse_folders_of_others(config, saved)
+    if checkpoint.enable and checkpoint.load_step != -1:
+        if checkpoint.load_step not in saved:
+            there = ", ".join(map(str, saved)) or "none"
+            raise UserError(
+                f"checkpoint.load_step = {checkpoint.load_step}: no such checkpoint in {folder}; steps there: {there}; "
+                "give one of them, or -1 for the newest"
+            )
+        return
+    local = Path(checkpoint.node_local_folder) if checkpoint.node_local_folder else None
+    is_local = local is not None and any(local.rglob("step-*"))  # not gathered yet
+    if saved or is_local:
+        return
+    if checkpoint.load_path is not None:
+        _refuse_continued(config, Path(checkpoint.load_path))
+    if checkpoint.initial_load_path is not None and not config.keeps_its_start:
+        _refuse_weights(config, *initial)
+    if config.adapter is not None and config.adapter.initial_load_path is not None:
+        _refuse_adapter(config, Path(config.adapter.initial_load_path))
+
+
+def _refuse_folders_of_others(config: RunConfig, saved: Sequence[int]) -> None:
+    dump_folder = Path(config.job.dump_folder)
+    for key, folder in config.folders_apart.items():
+        if other := outer_run(folder, dump_folder):
+            raise UserError(f"{key} = {str(folder)!r}: lies in the folder of the run in {other}; name another folder")
+    if not saved or "checkpoint.folder" not in config.folders_apart:
+        return
+    newest = step_folder(config.checkpoint_folder, saved[-1])
+    owner = saved_run(newest)
+    if owner is not None and Path(owner.job.dump_folder).absolute() != dump_folder.absolute():
+        raise UserError(
+            f"checkpoint.folder = {config.checkpoint.folder!r}: has checkpoints of the run in {owner.job.dump_folder}; "
+            f"name another folder, with checkpoint.load_path = {str(newest)!r} to go on from there, or set "
+            f"job.dump_folder = {owner.job.dump_folder!r}"
+        )
+
+
+def _refuse_continued(config: RunConfig, path: Path) -> None:
+    """Raise the faults of `checkpoint.load_path` that can be found without reading its tensors."""
+    key, folder = f"checkpoint.load_path = {str(path)!r}", path.resolve()
+    if step_of(folder) is None or not folder.is_dir():
+        steps = published_steps(folder) or published_steps(folder.parent)
+        parent = folder if published_steps(folder) else folder.parent
+        there = f"; {parent} has steps {', '.join(map(str, steps))}" if steps else ""
+        reason = "not a step folder" if folder.exists() else "no such folder"
+        if kind_of(folder) is Kind.DCP:
+            raise UserError(f"{key}: this is {Kind.DCP.value}; give it as checkpoint.initial_load_path")
+        raise UserError(f"{key}: {reason}{there}; give one such as {step_folder(parent, max(steps, default=100))}")
+    if faults := quick_faults(folder, step_of(folder))[1]:
+        remedy = "restore what is missing, or give another step folder"
+        raise UserError(*(f"{key}: {fault}; {remedy}" for fault in faults))
+    if changed := differences(SHAPE_KEYS, config, folder):
+        raise UserError(*(f"{key}: {line}; {CONTINUE_REMEDY}" for line in changed))
+
+
+def _refuse_adapter(config: RunConfig, path: Path) -> None:
+    from glm46.storage.huggingface.peft_import import check_adapter  # imports torch, which the other checks do not need
+
+    shape = resolve_shape(config.model)
+    try:
+        check_adapter(path, shape, set(adapter_rows(shape, config.adapter)))
+    except UserError as error:
+        raise UserError(*(f"adapter.initial_load_path = {str(path)!r}: {fault}" for fault in error.faults)) from error
+
+
+def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> None:
+    """Args: keys: what the keys of the folder and of its kind begin with."""
+    key = f"{keys}_path = {str(path)!r}"
+    if not path.is_dir():
+        is_of_run = path.parent.name == ("huggingface" if in_hf else "checkpoint")
+        run = f", or start the run first whose job.dump_folder is {str(path.parent.parent)!r}" if is_of_run else ""
+        raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder{run}")
+    kind = kind_of(path)
+    if in_hf and kind is Kind.DCP:
+        raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
+    is_part = config.checkpoint.initial_load_include or config.checkpoint.initial_load_exclude
+    if kind is Kind.DCP and is_part and keys == "checkpoint.initial_load":
+        raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
+    if in_hf or kind is Kind.DCP:
+        # imports torch, which the other checks do not need
+        from glm46.storage.huggingface.import_weights import check_folder, check_fp8_folder
+
+        in_fp8 = config.adapter is not None and config.adapter.base_dtype == "float8"
+        try:
+            (check_fp8_folder if in_fp8 else check_folder)(path, resolve_shape(config.model))
+        except UserError as error:
+            at = f'{key}, adapter.base_dtype = "float8"' if in_fp8 else key
+            raise UserError(*(f"{at}: {fault}" for fault in error.faults)) from error
+        return
+    if kind is Kind.HUGGING_FACE:
+        raise UserError(f"{key}: not a step folder but a Hugging Face folder; set {keys}_in_hf = true")
+    if not path.resolve().name.removeprefix("step-").isdigit():
+        raise UserError(
+            f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "
+            f"{keys}_in_hf = true for a Hugging Face one"
+        )
+    saved, is_reference = saved_run(path), keys == "rl.reference.load"
+    if (is_reference or not is_part) and saved is not None and saved.adapter is None:
+        theirs, shape = resolve_shape(saved.model), resolve_shape(config.model)
+        if is_reference:  # its prediction layers are not read
+            shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
+        found = {name: row.shape(theirs) for name, row in named_rows(theirs).items()}
+        if any(found.get(name) != row.shape(shape) for name, row in named_rows(shape).items()):
+            changed = differences(SHAPE_KEYS[:-1], config, path.resolve())  # another dtype is converted
+            if is_reference:
+                raise UserError(*(f"{key}: {line}; give weights of the model that is trained" for line in changed))
+            raise UserError(*(f"{line}; {INITIAL_REMEDY}" for line in changed))
+
+
+def saved_run(folder: Path) -> RunConfig | None:
+    """Configuration of the run that saved a step folder; None if there is none, or this version cannot read it."""
+    try:
+        return validate_table(tomli.loads(json.loads((folder / META).read_bytes())["config"]))[0]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def differences(keys: tuple[str, ...], config: RunConfig, folder: Path) -> list[str]:
+    """One line for each key whose value differs from the one that a step folder was saved with."""
+    saved = saved_run(folder)
+    if saved is None:
+        return []
+    ours, theirs = _values(config), _values(saved)
+    return [
+        f"{key} = {_shown(ours.get(key))}: {folder} was saved with {_shown(theirs.get(key))}"
+        for key in keys
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def _values(config: RunConfig) -> Mapping[str, Any]:
+    values = dict(_flatten("", config.model_dump()))
+    values |= {f"model.{name}": value for name, value in resolve_shape(config.model).model_dump().items()}
+    # Sources may move to another path.
+    values["data.sources"] = [(source.name, source.weight, source.packing) for source in config.data.sources]
+    return values
+
+
+def _flatten(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)

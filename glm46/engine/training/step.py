@@ -1,0 +1,184 @@
+"""One optimizer step, from micro-batches to updated weights."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.compat import own_clock
+from glm46.compute.distributed.grad_norm import global_grad_norm, scale_gradients
+from glm46.compute.model.transformer import LossSums
+from glm46.engine.reliability.loss_spikes import NOT_FINITE
+from glm46.engine.training.balance import auxiliary_loss, routing_options
+from glm46.engine.training.named_sums import sum_over_all_ranks, to_host
+from glm46.engine.training.network import Batch, Network, StageResults
+from glm46.engine.training.task import Counts, Objective, Task
+from glm46.engine.training.totals import StepTotals
+from glm46.run.schedule import schedule_value
+
+NO_TARGETS = "no rank has a token to learn from"
+"""The fault of a step whose samples were all left out, as filters of reinforcement learning may do. No value of it is
+bad: it does not count towards [training] max_skipped_steps."""
+
+
+class NetworkOutcome(NamedTuple):
+    """Result of a step for one network, over all ranks."""
+
+    sums: dict[str, Tensor]
+    """FP64 on the CPU: the sums of the objective, and aux_losses [2]: balance loss and z-loss."""
+    tokens_per_expert: Tensor
+    """int64 [MoE layers, E] on the device."""
+    overflow: Tensor
+    """int64 [MoE layers] on the device."""
+    grad_norm: float
+    """Before clipping."""
+
+
+class StepOutcome(NamedTuple):
+    """Result of a step."""
+
+    of: dict[str, NetworkOutcome]
+    """By the name of the network, the main one first."""
+    fault: str | None
+    """Reason why the step was skipped and nothing changed; None if it was made."""
+    ready_at: float
+    """Time at which the gradients were known, by `own_clock`."""
+    gradient_seconds: float = 0.0
+    """Duration of forward and backward: of their calls, and of the wait for the device behind them."""
+
+    @property
+    def is_bad(self) -> bool:
+        """True if the step was skipped for its values, which too many steps in a row end a run for."""
+        return self.fault not in (None, NO_TARGETS)
+
+    @property
+    def main(self) -> NetworkOutcome:
+        return next(iter(self.of.values()))
+
+
+def train_step(
+    task: Task,
+    micro_batches: list[Batch],
+    totals: StepTotals,
+    clock: int,
+    lr_factor: float,
+    find_fault: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
+) -> StepOutcome:
+    """Train all networks of a task that have an objective on the micro-batches of one step. Collective.
+
+    Args:
+        micro_batches: of this rank, see `StepBatches`.
+        totals: counts of the whole step over all ranks.
+        clock: tokens of the curriculum before this step; the argument of all schedules.
+        lr_factor: learning rate relative to its peak.
+        find_fault: returns the reason to skip the step from the mean loss and the gradient norm of the main network, or
+            None. Values that are not finite always skip the step, for all networks, and so does `NO_TARGETS`.
+    """
+    moe = task.plan.config.moe
+    sums, counters, gradient_seconds = {}, {}, 0.0
+    for name, objective in task.objectives.items():
+        network, began = task.networks[name], time.perf_counter()
+        outputs = compute_gradients(network, objective, micro_batches, totals, totals.of[name], clock)
+        gradient_seconds += time.perf_counter() - began
+        named = _local_sums(network, objective, outputs, micro_batches)
+        device, pipeline = task.cluster.device, task.cluster.meshes.pipeline
+        named["grad_norm"] = global_grad_norm(network.parameters.values(), device, pipeline).double()
+        sums |= {f"{name}/{key}": value for key, value in named.items()}
+        counters |= {f"{name}/{key}": value for key, value in _local_counters(network, outputs).items()}
+    sums, counters = sum_over_all_ranks(sums), sum_over_all_ranks(counters)
+    for name in task.objectives:
+        # The mean of the ranks' norms: replicas may differ in the last bits, but all ranks must clip and decide alike.
+        sums[f"{name}/grad_norm"] /= dist.get_world_size()
+
+    # sync: the decision must be known before the weights change. The values are equal on all ranks.
+    began = time.perf_counter()
+    host = to_host(sums)
+    gradient_seconds += time.perf_counter() - began
+    ready_at = own_clock()
+    outcomes = {
+        name: NetworkOutcome(
+            sums=(of := _of(name, host)),
+            tokens_per_expert=counters[f"{name}/tokens_per_expert"],
+            overflow=counters[f"{name}/overflow"],
+            grad_norm=of.pop("grad_norm").float().item(),
+        )
+        for name in task.objectives
+    }
+    outcome = StepOutcome(outcomes, None, ready_at, gradient_seconds)
+    mean_loss = outcome.main.sums["loss"].item() / max(totals.main["targets"], 1)
+    is_finite = all(bool(value.isfinite().all()) for value in host.values())
+    if not is_finite:
+        fault = NOT_FINITE
+    elif not totals.main["targets"]:
+        fault = NO_TARGETS  # zero gradients would still apply momentum and weight decay
+    else:
+        fault = find_fault(mean_loss, outcome.main.grad_norm)
+    if fault is not None:
+        return outcome._replace(fault=fault)
+    for name, of_network in outcomes.items():
+        network, grad_norm = task.networks[name], torch.tensor(of_network.grad_norm)
+        max_norm = task.plan.config.training.max_norm
+        scale_gradients(network.parameters.values(), (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+        network.update(lr_factor)
+        network.balance.update(of_network.tokens_per_expert, schedule_value(moe.bias_update_rate, clock))
+    return outcome
+
+
+def compute_gradients(
+    network: Network, objective: Objective, micro_batches: list[Batch], totals: StepTotals, counts: Counts, clock: int
+) -> StageResults:
+    """Set the gradients of a step: those of the objective and of the auxiliary losses of the experts. Collective."""
+    moe = network.plan.config.moe
+
+    def auxiliary(aux_losses: Tensor) -> Tensor:
+        return auxiliary_loss(aux_losses, totals.real, moe, clock)
+
+    def whole(output: LossSums, batch: Batch) -> Tensor:
+        return objective.loss(output, batch, counts, clock) + auxiliary(output.aux_losses)
+
+    network.optimizer.zero_grad()
+    network.route_at(schedule_value(moe.router_temperature, clock))
+    batches = [network.to_device(batch, objective.fields) for batch in micro_batches]
+    arguments = {"options": routing_options(moe), "form": objective.form}
+    of_objective = [name for name in objective.fields if name != "routes"]  # the model takes those
+    return network.forward_backward(batches, arguments, whole, auxiliary, of_objective)
+
+
+@torch.no_grad()
+def _local_sums(
+    network: Network, objective: Objective, outputs: StageResults, micro_batches: list[Batch]
+) -> dict[str, Tensor]:
+    """This rank's part of the sums over a step, FP64: those of the objective, and aux_losses [2]."""
+    sums = objective.empty_sums() | {"aux_losses": torch.zeros(2, dtype=torch.float64)}
+    # Made on the device: a copy from the host would be work between backward and the all-reduce.
+    sums = {name: torch.zeros_like(value, device=network.cluster.device) for name, value in sums.items()}
+    for output in (output for of_stage in outputs for output in of_stage):
+        sums["aux_losses"] += output.aux_losses
+    for output, batch in zip(outputs[-1], micro_batches, strict=True):
+        if isinstance(output, LossSums):
+            for name, value in objective.sums(output, batch).items():
+                sums[name] += value
+    return sums
+
+
+@torch.no_grad()
+def _local_counters(network: Network, outputs: StageResults) -> dict[str, Tensor]:
+    """This rank's part of the counts over a step, int64: tokens_per_expert [MoE layers, E], overflow [MoE layers]."""
+    balance = network.balance
+    tokens = torch.zeros(
+        balance.layers, network.plan.shape.n_routed_experts, dtype=torch.int64, device=network.cluster.device
+    )
+    overflow = tokens.new_zeros(balance.layers)
+    counted = torch.cat([sum(output.tokens_per_expert for output in stage) for stage in outputs])
+    rows = balance.rows[: len(counted)]  # prediction layers are last, and may not have run
+    tokens.index_copy_(0, rows, counted)
+    overflow.index_copy_(0, rows, torch.cat([sum(output.overflow for output in stage) for stage in outputs]))
+    return {"tokens_per_expert": tokens, "overflow": overflow}
+
+
+def _of(network: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{network}/"
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}

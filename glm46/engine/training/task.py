@@ -1,0 +1,160 @@
+"""What the engine asks of a task, and of the objectives that its networks train on.
+
+A task is a folder beside `training`: it says which networks exist, what they read, and what they minimise. The engine
+counts, computes gradients, updates, saves and resumes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from glm46.compute.distributed.mesh import Cluster
+from glm46.compute.model.cross_entropy import HeadForm
+from glm46.compute.model.transformer import LossSums
+from glm46.engine.reliability.stop import StopRequest
+from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.state import Progress
+from glm46.run.plan import Plan
+
+Counts = Mapping[str, Any]
+"""Integers, or lists of integers, by name."""
+
+
+class StepBatches(NamedTuple):
+    """Micro-batches of this rank for one optimizer step."""
+
+    micro_batches: list[Batch]
+    """On the CPU, of equal shape on all ranks: ``input_ids``, ``positions``, ``document_ids``, ``labels`` int64 [B, S],
+    ``mtp_input_ids`` and ``mtp_labels`` [B, K, S] to train prediction layers, and the fields of the objectives."""
+    sequences: int
+    """Samples over all ranks. Fewer than requested at the end of a stage; the rest is padding."""
+    seq_len: int
+    read_seconds: float
+    """Time to read them."""
+    note: str = ""
+    """Message for the log, such as the begin of a stage."""
+    model_seconds: float = 0.0
+    """Time in which `Task.prepare` drew samples for this step, and computed with networks."""
+    packed_tokens: int | None = None
+    """`computed_tokens`, if rows hold several sequences; None if each is a row."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of all rows over all ranks, padding included."""
+        return self.sequences * self.seq_len if self.packed_tokens is None else self.packed_tokens
+
+
+class Objective(Protocol):
+    """What a network minimises."""
+
+    form: HeadForm
+    """Form of the head; `LossSums` says which fields of the output it fills in."""
+    fields: tuple[str, ...]
+    """Fields of the batch that `loss` and `sums` read, [B, S] or [B, K, S]. With ``routes`` among them, see
+    `compute/model/routes.py`, the network computes with the experts of this field."""
+
+    def count(self, micro_batches: list[Batch]) -> Counts:
+        """Count this rank's micro-batches. The engine sums the counts over all ranks by name. ``targets`` is what the
+        sum ``loss`` is divided by to report its mean. Without micro-batches all counts are 0."""
+        ...
+
+    def loss(self, output: LossSums, batch: Batch, totals: Counts, clock: int) -> Tensor:
+        """The part of the step's loss from one micro-batch.
+
+        Args:
+            batch: `fields` of this micro-batch, this rank's part of the sequences, on its device.
+            totals: `count` of the whole step over all ranks. A sum that is divided by a total adds up to the mean,
+                however the tokens are distributed.
+            clock: tokens of the curriculum before the step: the argument of all schedules.
+        """
+        ...
+
+    def empty_sums(self) -> dict[str, Tensor]:
+        """The result of `sums` without any token; ``loss`` is one of its names."""
+        ...
+
+    def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
+        """What is summed over the micro-batches and ranks of a step for its metrics, without gradient; any number type.
+        Ranks of tensor parallelism hold equal log-probabilities and values: each returns its share of their sums.
+
+        Args:
+            batch: of the loader, on the CPU: whole rows.
+        """
+        ...
+
+    def metrics(self, sums: dict[str, Tensor], totals: Counts, clock: int) -> dict[str, float]:
+        """Columns of metrics.jsonl, from the sums over all ranks (FP64 on the CPU)."""
+        ...
+
+
+class Task(Protocol):
+    """What a job trains."""
+
+    plan: Plan
+    cluster: Cluster
+    networks: dict[str, Network]
+    """All networks by name; the first one is the main one."""
+    objectives: dict[str, Objective]
+    """Of the networks that train, by the same names; the main one first."""
+    identity_keys: tuple[str, ...]
+    """Keys of the config that map sample numbers to what is read; they explain another `fingerprint`."""
+
+    def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
+        """Do what the next step needs of all ranks before its batches are read, such as drawing completions. It may be
+        left out if a stop is requested on some rank: no step follows then. Collective.
+
+        Returns:
+            Columns of the step's row of metrics; most tasks have nothing to do.
+        """
+        ...
+
+    def next(self, progress: Progress, sequences: int) -> StepBatches:
+        """Read the micro-batches of a step of ``sequences`` samples over all ranks. Not collective: a rank that fails
+        raises UserError alone."""
+        ...
+
+    def complete(self, micro_batches: list[Batch]) -> list[Batch]:
+        """Add fields that networks compute. Collective."""
+        ...
+
+    def fault(self, row: Mapping[str, float]) -> str | None:
+        """Why a run must end after a step, with the remedy, from the step's row of metrics, which is equal on all
+        ranks; None if it goes on."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Hash of everything that maps sample numbers to what is read. A resume requires an equal one."""
+        ...
+
+    def state(self, progress: Progress) -> dict[str, Any]:
+        """JSON that a checkpoint holds for this task. Collective."""
+        ...
+
+    def validate(self, progress: Progress) -> dict[str, float]:
+        """Validation metrics after these steps. Collective."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Lines of the first message of a run."""
+        ...
+
+    def export(self, progress: Progress) -> str:
+        """Save the result in the format of Hugging Face; returns its place. Collective."""
+        ...
+
+    def load_exported(self, folder: Any) -> None:
+        """Load the main network from a Hugging Face folder. Collective.
+
+        Raises:
+            UserError: the folder is corrupt or belongs to another model.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what the task has started, such as processes. Not collective."""
+        ...
+
+    def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
+        """Lines that show what the model does: before the first step, and in the final report. Collective."""
+        ...

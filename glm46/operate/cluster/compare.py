@@ -1,0 +1,118 @@
+"""Comparison of hosts: facts that must be equal, and the hosts that differ from the most."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import glm46
+from glm46.operate.cluster.host import addresses_of
+from glm46.operate.cluster.results import FAIL, PASS, VERDICTS, WARN, HostReport, Result, Subject
+from glm46.operate.estimate.machine import driver_version
+
+_PACKAGES = ("torch", "torchao", "numpy", "safetensors", "tiktoken", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_REMEDIES = {
+    "code": "the same checkout on all hosts, best on storage that all of them see",
+    "config": "put the file on storage that all hosts see, or copy it",
+    "GPUs": "ISOLATE the host, or take it out of the hostfile",
+    "address of the first node": "the same entry in DNS or /etc/hosts of all hosts",
+}
+_FORGIVEN = ("kernel", "memory")
+"""Facts whose difference is a WARN."""
+
+
+def host_facts(subject: Subject, config: str) -> dict[str, str]:
+    """What must be equal on all hosts of a run.
+
+    Args:
+        config: the resolved config as text; empty without one.
+    """
+    gpus = Counter(gpu.name for gpu in subject.machine.gpus)
+    facts = {
+        "code": _source_digest(),
+        "config": hashlib.sha256(config.encode()).hexdigest()[:12] if config else "none",
+        "kernel": subject.read("proc/sys/kernel/osrelease") or "unknown",
+        "driver": driver_version(subject.root),
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in sorted(gpus.items())) or "none",
+        "cores": str(subject.machine.cores),
+        "memory": f"{subject.machine.memory_bytes / 2**30:.0f} GiB",
+        "ranks": str(subject.processes),
+        "variables": " ".join(f"{name}={value}" for name, value in sorted(subject.variables.items())) or "none",
+    }
+    for package in _PACKAGES:
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            facts[package] = "missing"
+    if subject.nodes > 1:
+        facts["address of the first node"] = ", ".join(addresses_of(subject.address)) or "unknown"
+    return facts
+
+
+def _source_digest() -> str:
+    root, digest = Path(glm46.__path__[0]), hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def compare_hosts(reports: Sequence[HostReport]) -> None:
+    """Add to each report the facts in which its host differs from most others, or that none does."""
+    if len(reports) < 2:
+        return
+    names = dict.fromkeys(name for report in reports for name in report.facts)
+    different: dict[str, list[Result]] = {report.host: [] for report in reports}
+    for name in names:
+        counts = Counter(report.facts.get(name, "unknown") for report in reports)
+        usual = counts.most_common(1)[0][0]  # of equally many, that of the first host
+        for report in reports:
+            own = report.facts.get(name, "unknown")
+            if own != usual:
+                verdict = WARN if name in _FORGIVEN else FAIL
+                remedy = _REMEDIES.get(name, "install or set the same on all hosts")
+                different[report.host].append(Result(f"equal {name}", verdict, own, usual, remedy))
+    for report in reports:
+        value = f"{len(names)} facts as most hosts have them"
+        report.results += different[report.host] or [Result("equal hosts", PASS, value, "equal")]
+
+
+def as_json(reports: Sequence[HostReport], group: Sequence[Result], seconds: float) -> str:
+    """All results as one line of JSON."""
+    content = {
+        "preflight": worst([*group, *(result for report in reports for result in report.results)]),
+        "seconds": round(seconds, 1),
+        "hosts": [report.as_dict() for report in reports],
+        "group": [result._asdict() for result in group],
+    }
+    return json.dumps(content)
+
+
+def as_metrics(reports: Sequence[HostReport], group: Sequence[Result], now: float) -> str:
+    """Counts of verdicts for the textfile collector of node exporter; those of all ranks have the host ``all ranks``.
+
+    Args:
+        now: seconds since 1970.
+    """
+    lines = ["# HELP preflight_checks Checks of the last preflight by their verdict.", "# TYPE preflight_checks gauge"]
+    for host, results in [*((report.host, report.results) for report in reports), ("all ranks", group)]:
+        counts = Counter(result.verdict for result in results)
+        # As in JSON, a backslash and a quote are escaped.
+        lines += [f'preflight_checks{{host={json.dumps(host)},verdict="{name}"}} {counts[name]}' for name in VERDICTS]
+    lines += ["# HELP preflight_timestamp_seconds Time of the last preflight, since 1970 in UTC."]
+    lines += ["# TYPE preflight_timestamp_seconds gauge", f"preflight_timestamp_seconds {now:.0f}"]
+    return "\n".join(lines) + "\n"
+
+
+def from_json(line: str) -> tuple[list[HostReport], list[Result], float]:
+    """The inverse of `as_json`."""
+    content: Mapping = json.loads(line)
+    reports = [HostReport.of(report) for report in content["hosts"]]
+    return reports, [Result(**result) for result in content["group"]], content["seconds"]
+
+
+def worst(results: Sequence[Result]) -> str:
+    """The worst verdict of all; a SKIP is as good as a PASS."""
+    verdicts = {result.verdict for result in results}
+    return next((verdict for verdict in (FAIL, WARN) if verdict in verdicts), PASS)

@@ -1,0 +1,173 @@
+"""Results of checks, and how checks run: each one has a deadline, and whatever it meets becomes a result."""
+
+import subprocess
+import textwrap
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from glm46.config.errors import UserError
+from glm46.operate.estimate.machine import Machine
+from glm46.run.plan import Plan
+
+_ERROR_LETTERS = 300
+_OF_HOST = "look at this part of the host by hand; a process that waits for a disk shows as D in ps"
+_OF_CHECK = "the check itself failed and says nothing about the host: report it with the output of --json"
+
+PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"
+VERDICTS = (PASS, SKIP, WARN, FAIL)
+"""From the best to the worst; SKIP says why in its value."""
+
+
+class Result(NamedTuple):
+    """What one check found on one host, or on the group of all ranks."""
+
+    check: str
+    verdict: str
+    """One of `VERDICTS`."""
+    value: str
+    """What was measured or found."""
+    limit: str = ""
+    remedy: str = ""
+
+
+def limited(check: str, is_good: bool, value: str, limit: str, remedy: str, *, otherwise: str = FAIL) -> Result:
+    """PASS, or ``otherwise`` with its remedy."""
+    return Result(check, PASS, value, limit) if is_good else Result(check, otherwise, value, limit, remedy)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: this host as one node of a run. Without a plan, a host that nothing is planned for yet."""
+
+    machine: Machine
+    processes: int
+    """Ranks of this host."""
+    plan: Plan | None = None
+    node: int = 0
+    nodes: int = 1
+    address: str = "localhost"
+    """Name or address of the first node."""
+    ports: Mapping[str, int] = field(default_factory=dict)
+    """That the run listens on, on its first node, by the variable or key that sets them."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that change what libraries do."""
+    is_full: bool = False
+    prometheus: str | None = None
+    """URL of a Prometheus that watches the run."""
+    root: Path = Path("/")
+    """Folder of /proc, /sys and /dev; tests pass their own."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.machine.gpus)
+
+    def read(self, path: str) -> str | None:
+        """The text of a file of the system without white space at its ends; None if it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+
+Check = Callable[[Subject], Iterable[Result]]
+
+
+@dataclass
+class HostReport:
+    """All that is known about one host."""
+
+    host: str
+    results: list[Result] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    """What must be equal on all hosts."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "HostReport":
+        """The inverse of `as_dict`."""
+        return cls(content["host"], [Result(**result) for result in content["results"]], dict(content["facts"]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"host": self.host, "results": [result._asdict() for result in self.results], "facts": self.facts}
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """The value of ``work``, which runs in a thread that is left behind if it does not end: storage that hangs cannot
+    be interrupted.
+
+    Raises:
+        TimeoutError: it did not end in time. What ``work`` raises is raised here.
+    """
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = work()
+        except BaseException as error:  # raised below
+            outcome["error"] = error
+            if not isinstance(error, Exception):
+                raise
+
+    thread = threading.Thread(target=run, name="check", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if "error" in outcome:
+        raise outcome["error"]
+    if "value" not in outcome:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return outcome["value"]
+
+
+def run_checks(subject: Subject, checks: Mapping[str, Check], seconds: float) -> list[Result]:
+    """The results of all checks, each with this deadline. A check that raises or does not end is a FAIL."""
+    results = []
+    for name, check in checks.items():
+        try:
+            results += within(seconds, lambda check=check: list(check(subject)))
+        except UserError as error:
+            results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
+        except BaseException as error:
+            is_of_host = isinstance(error, (OSError, ValueError))
+            limit = f"{seconds:.0f} s" if isinstance(error, TimeoutError) else "an answer"
+            results.append(Result(name, FAIL, describe_error(error), limit, _OF_HOST if is_of_host else _OF_CHECK))
+            if not isinstance(error, Exception):
+                raise
+    return results
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message of an error on one line; with its place in the code, unless the message says what is wrong."""
+    text = textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_LETTERS)
+    if isinstance(error, (OSError, UserError)):
+        return text
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({Path(place.filename).name}, line {place.lineno})"
+
+
+class Ended(NamedTuple):
+    """End of a program."""
+
+    code: int
+    output: str
+    """Standard output and error."""
+
+
+def run_program(command: Sequence[str], seconds: float) -> Ended | None:
+    """Run a program; None if it is not installed.
+
+    Raises:
+        TimeoutError: it did not end in time, and was killed.
+    """
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds
+        )
+    except FileNotFoundError:
+        return None
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{command[0]} did not answer within {seconds:.0f} s") from error
+    return Ended(done.returncode, done.stdout.decode(errors="replace"))

@@ -1,0 +1,91 @@
+"""Checks of what a run reads, on one host: tokenizer, shards, checkpoints, weights to start from; and its layout."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from glm46.config.check import check_config
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.engine.training.origin import refuse_origin
+from glm46.operate.cluster.results import FAIL, PASS, SKIP, Result, Subject, limited
+from glm46.operate.estimate.requirement import judge_config
+from glm46.storage.checkpoint.integrity import check_hash, published_steps, quick_faults, records_of, step_folder
+from glm46.storage.data.manifest import load_manifest
+from glm46.storage.data.tokenizer import load_tokenizer
+
+_SHOWN = 3
+
+
+def layout(subject: Subject) -> Iterator[Result]:
+    """Whether the degrees fit the ranks, and the run the memory of this host."""
+    if subject.plan is None:
+        return
+    config, world = subject.plan.config, subject.plan.layout.world_size
+    ranks = subject.processes * subject.nodes
+    faults = check_config(config, world_size=ranks)
+    if not faults and world != ranks:
+        faults = [f"the plan has {counted(world, 'rank')}"]
+    yield limited("layout", not faults, "; ".join(faults) or counted(ranks, "rank"), "divides the ranks",
+                  "change the degrees in [parallelism], or the number of hosts")  # fmt: skip
+    if faults:
+        return
+    verdict = judge_config(config, subject.machine, ranks)
+    remedy = "python -m glm46 plan shows where it goes; other degrees, or a smaller batch"
+    yield limited("memory of the run", verdict.fits, "; ".join(verdict.faults) or verdict.margin, "fits", remedy)
+
+
+def tokenizer(subject: Subject) -> Iterator[Result]:
+    """Whether the tokenizer can be read here."""
+    if subject.plan is None:
+        return
+    loaded = load_tokenizer(subject.plan.config.model.tokenizer_path)
+    rows, path = subject.plan.shape.vocab_size, subject.plan.config.model.tokenizer_path
+    yield limited(
+        "tokenizer", loaded.vocab_size <= rows, f"{path}: {loaded.vocab_size:,} tokens, {loaded.fingerprint[:12]}",
+        f"<= model.vocab_size = {rows:,}", "set model.vocab_size, or another model.tokenizer_path",
+    )  # fmt: skip
+
+
+def sources(subject: Subject) -> Iterator[Result]:
+    """Whether the shards of each source are here and whole; ``--full`` reads and hashes all of them."""
+    if subject.plan is None:
+        return
+    fingerprint = load_tokenizer(subject.plan.config.model.tokenizer_path).fingerprint
+    for source in subject.plan.config.data.sources:
+        name, folder = f"data {source.name}", Path(source.path)
+        if not folder.exists() and source.recipe is not None:
+            # The first node makes it, on storage that all nodes see.
+            yield Result(name, SKIP, f"{folder} is not there yet: the start of the run makes it")
+            continue
+        try:
+            manifest = load_manifest(folder, full=True if subject.is_full else None)
+            manifest.require_tokenizer(fingerprint)
+        except UserError as error:
+            value = "; ".join(error.faults[:_SHOWN])
+            yield Result(name, FAIL, value, "readable and whole", "mount it here, or prepare it again")
+        else:
+            tokens = sum(split.tokens for split in manifest.splits.values())
+            yield Result(name, PASS, f"{folder}: {tokens:,} tokens", "readable and whole")
+
+
+def checkpoints(subject: Subject) -> Iterator[Result]:
+    """Whether the checkpoint, or the weights, that the run would start from can be read; ``--full`` hashes it."""
+    if subject.plan is None:
+        return
+    config = subject.plan.config
+    refuse_origin(config)
+    steps = published_steps(config.checkpoint_folder) if config.checkpoint.enable else []
+    if not steps:
+        start = config.checkpoint.load_path or config.checkpoint.initial_load_path
+        yield Result("start", PASS, start or "new weights", "readable")
+        return
+    folder = step_folder(config.checkpoint_folder, steps[-1])
+    body, faults = quick_faults(folder, steps[-1])
+    if body is not None and not faults and subject.is_full:
+        records = records_of(body).items()
+        faults = [fault for name, record in records for fault in check_hash(folder / name, record)]
+    remedy = "the run takes the one before; python -m glm46 checkpoint verify says more"
+    yield limited("start", not faults, "; ".join(faults[:_SHOWN]) or str(folder), "whole", remedy)
+
+
+RUN_CHECKS = {"layout": layout, "tokenizer": tokenizer, "data": sources, "start": checkpoints}

@@ -1,0 +1,61 @@
+"""A few optimizer steps of a small model on all ranks, by the engine that trains large ones."""
+
+import math
+
+import torch
+
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import Process
+from glm46.engine.training.named_sums import sum_over_all_ranks
+from glm46.engine.training.network import Batch, build_network
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step, from_tensors, to_tensors
+from glm46.operate.cluster.results import Result, limited
+from glm46.run.plan import Plan
+from glm46.tasks.pretrain.next_token import NextToken
+
+_STEPS = 3
+_NEW_LOSS_TOLERANCE = 0.1
+"""Relative. New weights predict all tokens about alike, so the first loss is near the logarithm of the vocabulary."""
+
+
+class _SmallTask:
+    """As much of a `Task` as a step takes."""
+
+    def __init__(self, plan: Plan, process: Process):
+        self.plan, self.cluster = plan, build_cluster(plan.layout, process)
+        network = build_network(plan, self.cluster)
+        self.networks, self.objectives = {"model": network}, {"model": NextToken(network)}
+
+
+def small_steps(plan: Plan, process: Process) -> Result:
+    """Train steps on one batch of random tokens, the same on all ranks: losses are finite and fall. Collective."""
+    task = _SmallTask(plan, process)
+    batch, losses = _batch(plan), []
+    for _ in range(_STEPS):
+        own = count_step(task, [batch])
+        # Ranks that share rows have counted the same ones.
+        totals = {name: n // plan.layout.non_dp_degree for name, n in sum_over_all_ranks(to_tensors(own)).items()}
+        outcome = train_step(task, [batch], from_tensors(totals, own), clock=0, lr_factor=1.0)
+        losses.append(outcome.main.sums["loss"].item() / max(totals["model/targets"].item(), 1))
+    expected = math.log(plan.shape.vocab_size)
+    is_good = losses == sorted(losses, reverse=True) and abs(losses[0] / expected - 1) < _NEW_LOSS_TOLERANCE
+    value = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; ranks: {plan.layout.describe()}"
+    remedy = "products and collectives above say which part is wrong; else report it with the output of --json"
+    return limited("small steps", is_good, value, f"near {expected:.2f} at first, then falling", remedy)
+
+
+def _batch(plan: Plan) -> Batch:
+    """A batch of the loader, the same on all ranks."""
+    length, depth = plan.config.training.seq_len, plan.shape.num_nextn_predict_layers
+    rows, generator = plan.config.training.local_batch_size, torch.Generator().manual_seed(0)
+    text = torch.randint(0, plan.shape.vocab_size, (rows, length + 1 + depth), generator=generator)
+    ahead = [text[:, k : k + length] for k in range(1, depth + 2)]
+    return {
+        "input_ids": text[:, :length],
+        "labels": ahead[0],
+        "positions": torch.arange(length, dtype=torch.int32).expand(rows, -1).contiguous(),
+        "document_ids": torch.zeros(rows, length, dtype=torch.int32),
+        "mtp_input_ids": torch.stack(ahead[:depth], 1),
+        "mtp_labels": torch.stack(ahead[1:], 1),
+    }

@@ -1,0 +1,178 @@
+"""Checks of the folders of a run on one host: rights, speed, free space."""
+
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from glm46.config.optimizer import state_folder_message
+from glm46.files.local_disk import local_disk_fault
+from glm46.operate.cluster.results import FAIL, WARN, Result, Subject, limited
+from glm46.operate.estimate.memory import largest_stage, stage_memory
+from glm46.operate.estimate.run_cost import checkpoint_size
+from glm46.run.plan import Plan
+
+_GB, _GIB = 10**9, 2**30
+_CHUNK = 8 * 2**20
+_QUICK_BYTES, _FULL_BYTES = 32 * 2**20, 2**30
+_SAVE_SECONDS = 300
+"""A save that takes longer loses more of a large run than failures do."""
+_SYNC_SECONDS = 1.0
+_CHECKPOINTS = 3
+"""Saves that must fit at least: the one kept, the one being written, and one to spare."""
+_INODES = 10_000
+_STATES_SECONDS = 60
+"""For the optimizer states of a host, read and written once in each step: as long as a step of a large run itself. The
+guide's 7 GB/s is what one drive reads at most, and says nothing about a run."""
+_STATES_THREADS = 2
+"""Of each rank, as in `compute/optim/state_ring.py`."""
+
+
+def run_folders(plan: Plan) -> dict[str, Path]:
+    """The folders that a run writes, by key."""
+    config = plan.config
+    folders = {"job.dump_folder": Path(config.job.dump_folder), **config.folders_apart}
+    if config.checkpoint.node_local_folder:
+        folders["checkpoint.node_local_folder"] = Path(config.checkpoint.node_local_folder)
+    if config.optimizer.state_offload == "nvme":
+        folders["optimizer.state_offload_folder"] = Path(config.optimizer.state_offload_folder)
+    return folders
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest parent that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def writing(subject: Subject) -> Iterator[Result]:
+    """Whether each folder can be written, renamed in and synced, and how fast."""
+    folders = run_folders(subject.plan) if subject.plan else {"current folder": Path.cwd()}
+    for key, folder in folders.items():
+        yield from probe_folder(key, folder, *_needs(key, subject))
+
+
+def _needs(key: str, subject: Subject) -> tuple[float, int, int]:
+    """GB/s that a folder must take from this host, the bytes to try it with, and the threads that write them."""
+    size = _FULL_BYTES if subject.is_full else _QUICK_BYTES
+    if key == "optimizer.state_offload_folder":
+        states = largest_stage(stage_memory(subject.plan)).disk * subject.processes
+        return 2 * states / _STATES_SECONDS / _GB, size, _STATES_THREADS * subject.processes
+    if subject.plan is None or not subject.plan.config.checkpoint.enable:
+        return 0.0, size, 1
+    return checkpoint_size(subject.plan).total / _SAVE_SECONDS / subject.nodes / _GB, size, 1
+
+
+def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, threads: int = 1) -> Iterator[Result]:
+    """Results for one folder; what is written there is removed.
+
+    Args:
+        gb_per_second: least speed of writing, synced.
+        size: bytes to write, at least 8 MiB for each thread.
+        threads: that write at once, each one a file.
+    """
+    place, name, chunk = existing(folder), f".preflight-{uuid.uuid4().hex}", os.urandom(_CHUNK)
+    drafts, final = [place / f"{name}.{number}" for number in range(threads)], place / f"{name}.done"
+    share = max(size // threads // _CHUNK, 1) * _CHUNK
+    if not os.access(place, os.W_OK | os.X_OK):
+        yield Result(key, FAIL, f"{place} cannot be written", "writable", "chown the folder, or set another one")
+        return
+    try:
+        began = time.monotonic()
+        _write_all(drafts, chunk, share)
+        seconds = max(time.monotonic() - began, 1e-6)
+        began = time.monotonic()
+        drafts[0].rename(final)
+        _sync(place)
+        renamed = time.monotonic() - began
+        intact = _holds(final, chunk)
+    except OSError as error:
+        remedy = "free space, mount it writable, or set another folder"
+        yield Result(key, FAIL, f"{place}: {error.strerror}", "writable", remedy)
+        return
+    finally:
+        for path in (*drafts, final):
+            path.unlink(missing_ok=True)
+    speed = share * threads / seconds / _GB
+    remedy = f"a checkpoint or a step waits for it; look at the load of {place}, or set another folder"
+    value = f"{place}: {speed:.2f} GB/s written and synced"
+    limit = f">= {gb_per_second:.2f} GB/s" if gb_per_second else "writable"
+    yield limited(key, speed >= gb_per_second, value, limit, remedy, otherwise=WARN)
+    remedy = "the server of the file system is slow: a save syncs hundreds of files"
+    yield limited(f"{key}: sync", renamed <= _SYNC_SECONDS, f"{renamed:.3f} s", f"<= {_SYNC_SECONDS:.0f} s", remedy,
+                  otherwise=WARN)  # fmt: skip
+    if not intact:
+        value, remedy = f"{place}: other bytes are read than were written", "ISOLATE the host, replace the disk"
+        yield Result(key, FAIL, value, "equal", remedy)
+
+
+def _write_all(paths: list[Path], chunk: bytes, size: int) -> None:
+    """Write all files at once, each in a thread."""
+    errors: list[OSError] = []
+
+    def work(path: Path) -> None:
+        try:
+            _write(path, chunk, size)
+        except OSError as error:
+            errors.append(error)
+
+    # Daemons, unlike those of an executor: the program must end although storage does not answer.
+    threads = [threading.Thread(target=work, args=(path,), daemon=True) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _write(path: Path, chunk: bytes, size: int) -> None:
+    with path.open("xb") as file:
+        for _ in range(0, size, _CHUNK):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _holds(path: Path, chunk: bytes) -> bool:
+    with path.open("rb") as file:
+        return all(part == chunk for part in iter(lambda: file.read(_CHUNK), b""))
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free_space(subject: Subject) -> Iterator[Result]:
+    """Whether the run's checkpoints fit, by the planner's size of one."""
+    plan = subject.plan
+    if plan is None:
+        return
+    config = plan.config
+    if config.checkpoint.enable:
+        count = max(config.checkpoint.keep_latest_k + 1, _CHECKPOINTS)
+        needed, place = count * checkpoint_size(plan).total, existing(config.checkpoint_folder)
+        free, inodes = shutil.disk_usage(place).free, os.statvfs(place)
+        limit = f">= {needed / _GIB:,.2f} GiB, {count} checkpoints"
+        remedy = "free space, set checkpoint.folder to a larger disk, or lower checkpoint.keep_latest_k"
+        yield limited("space for checkpoints", free >= needed, f"{place}: {free / _GIB:,.2f} GiB", limit, remedy)
+        if inodes.f_files:  # some file systems count none
+            value = f"{inodes.f_favail:,} files can be made"
+            yield limited("inodes", inodes.f_favail >= _INODES, value, f">= {_INODES:,}", "remove small files")
+    if config.optimizer.state_offload == "nvme":
+        folder = Path(config.optimizer.state_offload_folder)
+        fault, needed = local_disk_fault(folder), largest_stage(stage_memory(plan)).disk * subject.processes
+        if fault is None and shutil.disk_usage(folder).free < needed:
+            fault = f"optimizer states need {needed / _GIB:,.2f} GiB"
+        message = fault and state_folder_message(folder, fault)
+        limit, remedy = f"local, {needed / _GIB:,.2f} GiB free", "set another folder on a local disk"
+        yield limited("space for optimizer states", fault is None, message or str(folder), limit, remedy)
+
+
+STORAGE_CHECKS = {"folders": writing, "space for checkpoints": free_space}

@@ -1,0 +1,262 @@
+"""What the kernels of a part of the model compute and move, forward and backward, on one rank and for one micro-batch.
+
+Products and attention are counted by formula, as in `flops.py`. The bytes of everything else are sums over the tokens
+with the factors of `MOVED`, which `scripts/measure/count_kernels.py` counted on the meta device; a test counts them again.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from glm46.config.model import ModelShape
+from glm46.operate.estimate.memory import LOSS_CHUNK_TOKENS, WIDTHS
+from glm46.run.activations import FP32, Frozen, with_key_copies
+from glm46.run.flops import attention_flops
+from glm46.run.layout import Layout
+from glm46.run.parameters import (
+    FP8_BLOCK,
+    Parameter,
+    dense_layer,
+    dimensions,
+    in_float8,
+    moe_layer,
+    mtp_layer,
+    part_rows,
+)
+
+Kind = Literal["products", "experts", "attention", "memory"]
+PartOfModel = Literal["embedding", "dense", "moe", "mtp", "head"]
+
+
+class Work(NamedTuple):
+    """One kernel, or several kernels of memory-bound work."""
+
+    kind: Kind
+    flops: float
+    nbytes: float
+    """Read and written."""
+    kernels: int = 0
+    """Those of a layer are all counted with its memory-bound work."""
+    in_fp8: bool = False
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """The kernels of one part of the model for one micro-batch."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    """Without recomputation."""
+    recomputed: tuple[Work, ...] = ()
+    """What activation checkpointing computes again before backward."""
+
+
+class _Moved(NamedTuple):
+    """Bytes per token that kernels move besides products and attention, by the width that they depend on; forward and
+    backward. Each is multiplied by the elements per token that its name stands for."""
+
+    hidden: tuple[float, float]
+    """Norms, residuals, biases: hidden size."""
+    routed_hidden: tuple[float, float]
+    """More in a layer with experts: hidden size."""
+    heads: tuple[float, float]
+    """RoPE and biases: width of all query and key heads."""
+    head_norms: tuple[float, float]
+    """QK norm: the same width."""
+    inner: tuple[float, float]
+    """SwiGLU of a dense layer and of the shared experts: their width."""
+    rows: tuple[float, float]
+    """Rows brought to the experts and added up: experts per token times hidden size."""
+    expert_inner: tuple[float, float]
+    """SwiGLU of the experts: experts per token times their width."""
+    scores: tuple[float, float]
+    """Scores of the router: number of experts."""
+    kernels: dict[str, tuple[int, int]]
+    """Number of all kernels of a layer."""
+
+
+MOVED = {
+    ("bfloat16", False): _Moved(
+        (84, 214), (10, 16), (9, 11), (36, 92), (10, 22), (4, 4), (14, 40), (26, 66),
+        {"dense": (38, 71), "moe": (76, 110), "head_norms": (16, 32), "exchange": (23, 7)},
+    ),
+    ("float32", False): _Moved(
+        (80, 244), (20, 32), (26, 38), (28, 92), (20, 44), (8, 8), (28, 80), (27, 27),
+        {"dense": (34, 66), "moe": (72, 98), "head_norms": (12, 28), "exchange": (23, 7)},
+    ),
+    ("bfloat16", True): _Moved(
+        (18, 32), (2, 4), (4, 6), (0, 6), (6, 10), (4, 4), (6, 10), (21, 26),
+        {"dense": (14, 25), "moe": (27, 41), "head_norms": (0, 2), "exchange": (23, 7)},
+    ),
+    ("float32", True): _Moved(
+        (36, 64), (4, 8), (16, 28), (0, 12), (12, 20), (8, 8), (12, 20), (21, 18),
+        {"dense": (14, 25), "moe": (27, 38), "head_norms": (0, 2), "exchange": (23, 7)},
+    ),
+}  # fmt: skip
+"""By compute type, and whether the layers are compiled."""
+_EXCHANGED = {"bfloat16": (8, 8), "float32": (16, 16)}
+"""More bytes per element of `rows` under expert parallelism, which stays outside of compiled graphs."""
+_PER_LOGIT = {"bfloat16": 16, "float32": 20}
+"""Bytes that the head moves per logit besides its products: maximum, softmax, and the copy of the gradient."""
+_HEAD_KERNELS_PER_CHUNK = 38
+_ATTENTION_BACKWARD = 2.5
+"""Products of attention in backward over those of forward: FlashAttention computes the scores again."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch on one rank, and what its kernels depend on."""
+
+    shape: ModelShape
+    """With the window of the stage of text."""
+    layout: Layout
+    tokens: float
+    """Of one rank of a tensor-parallel group: rows x length / (cp x tp)."""
+    seq_len: int
+    document_tokens: float | None
+    param_dtype: str
+    is_compiled: bool
+    linear_fp8: bool = False
+    experts_fp8: bool = False
+
+    @property
+    def width(self) -> float:
+        """Bytes of an element."""
+        return WIDTHS[self.param_dtype]
+
+
+def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: Frozen | None = None) -> PartWork:
+    """The kernels of one layer, or of embedding or head, for one micro-batch on one rank.
+
+    Args:
+        part: "mtp" is an MTP layer without its use of the head; "head" is one use of the head, with its gradients,
+            which are made in forward.
+        checkpointing: [activation_checkpoint] mode.
+        frozen: the adapters, if all other weights are frozen.
+    """
+    if part == "embedding":
+        return _embedding(batch, frozen)
+    if part == "head":
+        return _head(batch, frozen)
+    shape = batch.shape
+    rows = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}[part](shape)
+    products = [_product(row, batch) for row in rows if row.is_matrix]
+    core = _attention(batch)
+    moved = [_moved(part, batch, backward) for backward in (False, True)]
+    backward = [replaced for work in products for replaced in (work, work)]  # gradients of input and of weight
+    if frozen is not None:
+        adapters = [work for row in frozen.adapters for work in _of_adapter(row, batch)]
+        backward = [*products, *(replaced for work in adapters for replaced in (work, work))]
+        products = [*products, *adapters]
+    converted = []
+    if frozen is not None and frozen.in_float8:
+        converted = [(row.is_expert, _converted(row, batch)) for row in in_float8(rows, shape) if row.stored_bytes == 1]
+    of_all = [work for _, work in converted]
+    forward = (*of_all, *products, core, moved[0])
+    backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes)]
+    selective = [work for is_expert, work in converted if not is_expert]
+    selective += [*(work for work in products if work.kind == "products"), moved[0]]
+    again = {"none": (), "full": forward, "selective": selective}
+    return PartWork(forward, (*backward, moved[1]), tuple(again[checkpointing]))
+
+
+def _converted(row: Parameter, batch: MicroBatch) -> Work:
+    """A frozen weight in FP8 is converted to the compute type, and that is scaled in place."""
+    share = batch.layout.ep if row.is_expert else batch.layout.tp
+    weights = row.numel(batch.shape) / share
+    return Work("memory", 0.0, weights * (1 + 3 * batch.width + FP32 / FP8_BLOCK), 2)
+
+
+def _product(row: Parameter, batch: MicroBatch) -> Work:
+    """One product with a weight. Ranks of a tensor-parallel group have parts of a matrix and all tokens of the group,
+    or a whole matrix and their own tokens."""
+    shape, layout = batch.shape, batch.layout
+    *_, outputs, inputs = row.shape(shape)
+    if row.is_expert:
+        rows = batch.tokens * shape.num_experts_per_tok
+        weights = row.numel(shape) / layout.ep
+        nbytes = (weights + rows * (inputs + outputs)) * batch.width
+        return Work("experts", 2 * rows * inputs * outputs, nbytes, in_fp8=batch.experts_fp8)
+    is_split = row.tensor_dim is not None
+    tokens = batch.tokens * layout.tp if is_split else batch.tokens
+    weights = inputs * outputs / (layout.tp if is_split else 1)
+    inner, outer = (inputs, outputs / layout.tp) if row.tensor_dim == 0 else (inputs / layout.tp, outputs)
+    nbytes = (weights + tokens * (inner + outer if is_split else inputs + outputs)) * batch.width
+    return Work("products", 2 * tokens * weights, nbytes, in_fp8=batch.linear_fp8 and row.fp8_family is not None)
+
+
+def _of_adapter(row: Parameter, batch: MicroBatch) -> list[Work]:
+    """The product with A or B of an adapter, whose ranks have all tokens of a tensor-parallel group; with the sum of
+    results beside it. A magnitude scales that: read and written once more."""
+    shape, tp = batch.shape, batch.layout.tp
+    rows = batch.tokens * (shape.num_experts_per_tok if row.is_expert else tp)
+    share = tp if row.tensor_dim is not None else 1
+    outputs = row.shape(shape)[-1 if row.group == "magnitude" else -2]
+    results = rows * outputs * batch.width / (share if row.tensor_dim == 0 else 1)
+    if row.group == "magnitude":
+        return [Work("memory", 0.0, 3 * results)]
+    inputs = row.shape(shape)[-1]
+    held = row.numel(shape) / (batch.layout.ep if row.is_expert else share)
+    nbytes = (held + rows * inputs / (share if row.tensor_dim == 1 else 1)) * batch.width + results
+    kind = "experts" if row.is_expert else "products"
+    added = [Work("memory", 0.0, 3 * results)] if row.is_expert and row.group == "adapter B" else []
+    return [Work(kind, 2 * rows * inputs * outputs / share, nbytes), *added]
+
+
+def _attention(batch: MicroBatch) -> Work:
+    """Scores and weighted values of one layer."""
+    sizes, tokens = dimensions(with_key_copies(batch.shape, batch.layout.tp)), batch.tokens
+    # A third of forward and backward.
+    flops = tokens * attention_flops(batch.shape, batch.seq_len, batch.document_tokens) / 3
+    return Work("attention", flops, 2 * tokens * (sizes["H"] + sizes["K"]) * batch.width)
+
+
+def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
+    """The kernels of a layer besides products and attention."""
+    shape, sizes = batch.shape, dimensions(with_key_copies(batch.shape, batch.layout.tp))
+    factors = MOVED[batch.param_dtype, batch.is_compiled]
+    chosen = shape.num_experts_per_tok
+    heads = sizes["H"] + sizes["K"]
+    elements = {"hidden": shape.hidden_size, "heads": heads, "head_norms": heads if shape.use_qk_norm else 0}
+    if part == "dense":
+        elements["inner"] = sizes["I"]
+    else:
+        elements |= {
+            "routed_hidden": shape.hidden_size, "inner": sizes["S"], "rows": chosen * shape.hidden_size,
+            "expert_inner": chosen * sizes["F"], "scores": shape.n_routed_experts,
+        }  # fmt: skip
+    if part == "mtp":  # three more norms beside the two of the block
+        elements["hidden"] *= 2.5
+    nbytes = sum(getattr(factors, name)[backward] * count for name, count in elements.items())
+    kernels = factors.kernels["dense" if part == "dense" else "moe"][backward]
+    kernels += factors.kernels["head_norms"][backward] if shape.use_qk_norm else 0
+    if part != "dense" and batch.layout.ep > 1:
+        nbytes += _EXCHANGED[batch.param_dtype][backward] * elements["rows"]
+        kernels += factors.kernels["exchange"][backward]
+    return Work("memory", 0.0, batch.tokens * nbytes, kernels)
+
+
+def _embedding(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
+    """A row is read and written for each token; backward also fills the whole gradient with zeros."""
+    [weight] = part_rows(batch.shape, "embedding")
+    held, moved = weight.numel(batch.shape) / batch.layout.tp, 2 * batch.tokens * batch.layout.tp
+    forward = Work("memory", 0.0, moved * batch.shape.hidden_size * batch.width, 1)
+    if frozen is not None:
+        return PartWork((forward,), ())
+    return PartWork((forward,), (forward._replace(nbytes=forward.nbytes + held * batch.width),))
+
+
+def _head(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
+    """Logits, loss and both gradients, in chunks of tokens, all in forward; backward multiplies them by a number."""
+    weight = next(row for row in part_rows(batch.shape, "head") if row.is_matrix)
+    product = _product(weight, replace(batch, linear_fp8=False))
+    tokens = batch.tokens * batch.layout.tp
+    held = weight.numel(batch.shape) / batch.layout.tp
+    chunks = max(tokens / LOSS_CHUNK_TOKENS, 1.0)
+    logits = tokens * held / batch.shape.hidden_size * _PER_LOGIT[batch.param_dtype]
+    kernels = round(_HEAD_KERNELS_PER_CHUNK * chunks)
+    if frozen is not None:
+        return PartWork((product, product, Work("memory", 0.0, logits, kernels)), ())
+    # The sum of the chunks' gradients is FP32.
+    added = held * (2 * 4 + batch.width) * chunks
+    forward = Work("memory", 0.0, logits + added, kernels)
+    return PartWork((product, product, product, forward), (Work("memory", 0.0, 2 * held * batch.width, 4),))

@@ -1,0 +1,149 @@
+"""Cores, memory and GPUs of this machine, found without torch and without a CUDA context."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm46.run.peaks import find_accelerator
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator that this process may use."""
+
+    name: str
+    memory_bytes: int | None
+    """None if neither the driver nor the table of peaks has it."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node as a process sees it, with the limits of its container."""
+
+    cores: int
+    memory_bytes: int
+    """Total memory that this container may use."""
+    free_bytes: int
+    """Memory that it may use now, memory that the kernel can reclaim included."""
+    gpus: tuple[Gpu, ...] = ()
+    nodes: int = 1
+    """Number of equal machines of the run."""
+
+    def describe(self) -> str:
+        """GPUs and cores as a short text."""
+        names = sorted({gpu.name for gpu in self.gpus})
+        gpus = [f"{sum(gpu.name == name for gpu in self.gpus)} x {name}" for name in names] or ["no GPU"]
+        return ", ".join([*gpus, f"{self.cores} cores" if self.cores > 1 else "1 core"])
+
+
+def detect_machine(visible_devices: str | None = None, *, nodes: int = 1, root: Path = Path("/")) -> Machine:
+    """Detect the cores, the memory and the GPUs of this machine.
+
+    Args:
+        visible_devices: value of CUDA_VISIBLE_DEVICES; None when it is not set.
+        nodes: machines of the run; all are assumed equal to this one.
+        root: folder of /proc, /sys and /dev; tests pass their own.
+    """
+    total, free = _memory(root)
+    gpus = _gpus_from_nvml() or _gpus_from_proc(root)
+    return Machine(_cores(root), total, free, tuple(_visible(gpus, visible_devices)), nodes)
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def _cores(root: Path) -> int:
+    cores = len(os.sched_getaffinity(0))
+    quota = _read(root / "sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        # The share of a container in a large machine, rounded up: half a core still runs one process.
+        cores = min(cores, max(1, -(-int(quota[0]) // int(quota[1]))))
+    return cores
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    fields = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0]) * 1024
+    total, free = fields["MemTotal"], fields["MemAvailable"]
+    for limit_file, usage_file in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _read(root / limit_file), _read(root / usage_file)
+        if limit.isdigit() and int(limit) < total:
+            total = int(limit)
+            # The usage counts cached files, which the kernel can reclaim: assume that at least half of the limit is
+            # free.
+            used = int(usage) if usage.isdigit() else 0
+            free = min(free, max(total - used, total // 2))
+    return total, free
+
+
+def _gpus_from_nvml() -> list[tuple[str, Gpu]]:
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []  # No driver: a machine without a GPU.
+    try:
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = _query(pynvml.nvmlDeviceGetName, handle, pynvml.NVMLError) or "GPU"
+            memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.NVMLError)
+            uuid = _query(pynvml.nvmlDeviceGetUUID, handle, pynvml.NVMLError) or ""
+            known = find_accelerator(name)
+            fallback = known.memory_bytes if known else None
+            found.append((uuid, Gpu(name, int(memory.total) if memory else fallback)))
+        return found
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _query(question: Callable, handle: object, refused: type[Exception]) -> object | None:
+    """The answer of NVML, or None if a device does not support the query (memory of unified-memory boards)."""
+    try:
+        return question(handle)
+    except refused:
+        return None
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """The release of the NVIDIA driver and when it was built; none without a driver."""
+    return " ".join((_read(root / "proc/driver/nvidia/version") or "none").split("\n")[0].split()[-4:])
+
+
+def _gpus_from_proc(root: Path) -> list[tuple[str, Gpu]]:
+    found = []
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        fields = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
+        name = fields.get("Model", "GPU").strip()
+        known = find_accelerator(name)
+        found.append((fields.get("GPU UUID", "").strip(), Gpu(name, known.memory_bytes if known else None)))
+    return found
+
+
+def _visible(gpus: list[tuple[str, Gpu]], visible_devices: str | None) -> list[Gpu]:
+    """The devices that CUDA shows: those of a list of indices or UUIDs, up to the first unknown one."""
+    if visible_devices is None:
+        return [gpu for _, gpu in gpus]
+    chosen = []
+    for entry in (part.strip() for part in visible_devices.split(",")):
+        if entry.isdigit() and int(entry) < len(gpus):
+            chosen.append(gpus[int(entry)][1])
+        elif entry.startswith(("GPU-", "MIG-")):
+            # A MIG slice is not in the list of whole devices; it counts as one device of unknown size.
+            whole = [gpu for uuid, gpu in gpus if uuid.startswith(entry)]
+            if not whole and not entry.startswith("MIG-"):
+                break
+            chosen.append(whole[0] if whole else Gpu("MIG slice", None))
+        else:
+            break
+    return chosen

@@ -1,0 +1,452 @@
+"""Memory of each rank in bytes, by formula.
+
+The formulas follow the allocations of FSDP2, our model and our optimizers, on the rank that needs most, with tokens
+spread evenly over experts. Uneven routing needs more.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from glm46.config.model import ModelShape
+from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.config.rules_layout import STATE_BLOCK, STATE_LEAST_ENTRIES
+from glm46.config.run_config import RunConfig
+from glm46.operate.estimate.other_networks import drawing, other_networks, other_passes
+from glm46.operate.estimate.rank_parts import (
+    HeldRows,
+    StagePart,
+    alike,
+    fsdp_units,
+    held_rows,
+    in_flight,
+    local_shape,
+    mesh_of_stage,
+    parts_of_ranks,
+)
+from glm46.run.activations import (
+    FP32,
+    INDEX,
+    SHARED_KEYS,
+    Frozen,
+    attended_keys,
+    attention_backward_bytes,
+    freed_before_attention,
+    gathered_key_bytes,
+    head_bytes,
+    kernel_runs,
+    keys_travel,
+    layer_bytes,
+    output_gradient_bytes,
+    travelling_key_bytes,
+)
+from glm46.run.layout import Layout
+from glm46.run.parameters import Parameter, part_rows
+from glm46.run.plan import Plan, resolve_plan
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
+"""Bytes per element; 8bit has an FP32 scale per block."""
+
+OFFLOAD_SLOTS = 3
+"""Offloaded items of states that are on the device at once, and with a file in host memory; a test holds it equal to
+`compute/optim/state_offload.py` and `compute/optim/state_ring.py`."""
+
+OFFLOAD_ITEM_BYTES = 512 * 2**20
+"""Largest item, unless a single tensor is larger: Muon's default workspace and bucket allow matrices of 256 MiB in
+BF16, whose momentum is FP32."""
+
+LOSS_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once; a test holds it equal to the default of `compute/model/cross_entropy.py`."""
+
+PROCESS_BYTES = {"cpu": 350 * 2**20, "gpu": 2 * 2**30}
+"""Memory of a process before the first weight. cpu: resident memory after importing torch and its distributed parts
+(measured, rounded up). gpu: CUDA context and communication buffers (an allowance, not measured)."""
+
+PROBE_BYTES = {"cpu": 2**20, "gpu": 2**26}
+"""What `comm.bandwidth_interval` sends, kept for the whole run."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory in bytes of the rank that needs most."""
+
+    weights: float
+    """Master weights that this rank holds on the device, the routers' selection biases, and both of the frozen
+    reference of a preference."""
+    gradients: float
+    """Their gradients, or the copies that Muon takes of offloaded ones. Under a pipeline FSDP2 keeps whole gradients of
+    all layers, in the reduce type, until the last micro-batch."""
+    optimizer: float
+    """States of Muon and AdamW on the device: all, or the slots in use while the rest is in host memory."""
+    gathered: float
+    """Gathered weights of embedding, head and the current layers, with the whole gradient of one layer or, where they
+    take more, the logits of one chunk. Of a base in FP8 the weight that is computed with, in the compute type. DoRA's
+    norms of all rows, and the factors that follow from them."""
+    activations: float
+    """Tensors that forward keeps for backward, those of a layer that is computed again, and what pipeline stages
+    receive."""
+    gathered_keys: float
+    """Keys and values of other ranks, under context parallelism."""
+    loss: float
+    """The gradients of the head's weight, which forward computes and backward uses."""
+    process: float
+    """Memory of the process without tensors."""
+    attention: float = 0.0
+    """On a GPU: what the backward of one layer's attention takes beyond what that of the rest of the layer has freed
+    before."""
+    host: float = 0.0
+    """With a GPU: offloaded weights (those of a reference too) and gradients, and optimizer states in host memory, all
+    of them or those on their way to a file and back. Not part of the total; on a CPU all memory is."""
+    disk: float = 0.0
+    """Optimizer states in a file of the rank, not part of the total. A step reads and writes each byte once."""
+    text: float = 0.0
+    """On a CPU: token data of a step, see `step_text`."""
+    networks: float = 0.0
+    """With [rl]: see `other_networks.other_networks`."""
+    drawing: float = 0.0
+    """With [rl]: see `other_networks.drawing`."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self)) - self.host - self.disk
+
+
+def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> MemoryPlan:
+    """`largest_stage` of a run on this many processes; ``device`` as in `rank_memory`."""
+    return largest_stage(stage_memory(resolve_plan(config, world_size), device=device))
+
+
+def largest_stage(stages: list[MemoryPlan]) -> MemoryPlan:
+    """The stage of text that needs most memory."""
+    return max(stages, key=lambda memory: memory.total)
+
+
+def stage_memory(plan: Plan, *, device: str = "gpu") -> list[MemoryPlan]:
+    """Memory in bytes of the rank that needs most, in each stage of text that the run reaches; ``device`` as in
+    `rank_memory`."""
+    return [largest_stage(rank_memory(plan, index, device=device)) for index in _reached(plan)]
+
+
+def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> list[MemoryPlan]:
+    """Memory in bytes of the first rank of each pipeline rank, which holds most, in one of `Plan.text_stages`.
+
+    Args:
+        device: "gpu" or "cpu"; decides the memory of the process itself.
+    """
+    step = _Step(plan, stage_index)
+    parts = parts_of_ranks(plan)
+    plans = [step.memory_of(rank, of_rank) for rank, of_rank in enumerate(parts)]
+    others = [other_networks(plan, m.weights, m.gradients + m.optimizer) for m in plans]
+    optimizers = 1 + other_passes(plan)[1]
+    plans = [
+        replace(m, networks=on_device, drawing=drawing(plan), host=optimizers * m.host + host, disk=optimizers * m.disk)
+        for m, (on_device, host) in zip(plans, others, strict=True)
+    ]
+    if device == "cpu":
+        # A CPU has one memory, so offloaded states and token data are in it too.
+        text = _text(plan, stage_index)
+        plans = [replace(memory, optimizer=memory.optimizer + memory.host, host=0.0, text=text) for memory in plans]
+    elif plan.config.training.parameter_offload:
+        plans = [
+            _offloaded(memory, *step.gradients_of(of_rank), step.pinned_rounding(of_rank))
+            for memory, of_rank in zip(plans, parts, strict=True)
+        ]
+    has_probe = plan.config.comm.bandwidth_interval and plan.layout.world_size > 1
+    own = PROCESS_BYTES[device] + PROBE_BYTES[device] * bool(has_probe)
+    of_attention = [step.attention_backward(of_rank) if device == "gpu" else 0.0 for of_rank in parts]
+    return [replace(each, process=own, attention=more) for each, more in zip(plans, of_attention, strict=True)]
+
+
+def step_text(plan: Plan) -> float:
+    """Bytes of token data of one step, which a rank reads at once, in the largest stage of text."""
+    return max(_text(plan, index) for index in _reached(plan))
+
+
+def _reached(plan: Plan) -> list[int]:
+    """The stages of text that the run reaches."""
+    return [index for index, tokens in enumerate(plan.stage_tokens) if tokens or not index]
+
+
+def _text(plan: Plan, stage_index: int) -> float:
+    """Bytes of token data of one step: four numbers per token, and two more per MTP layer."""
+    rows = plan.batches_of(stage_index)[1] / plan.layout.dp_degree
+    numbers = INDEX * (4 + 2 * plan.shape.num_nextn_predict_layers)
+    return rows * plan.text_stages[stage_index].seq_len * numbers
+
+
+def _offloaded(memory: MemoryPlan, held: float, whole: float, rounding: float) -> MemoryPlan:
+    """With weights and gradients in host memory; Muon copies gradients to the device item by item, and those of whole
+    weights, which a pipeline sums until the last micro-batch, stay on it."""
+    copies, host = min(held, OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES), memory.host + memory.weights + held + rounding
+    return replace(memory, weights=0.0, gradients=max(copies, whole), host=host)
+
+
+class _LayerSizes(NamedTuple):
+    """Sizes of what FSDP2 gathers, of each layer by the prefix of its names; "" is the root."""
+
+    computed: Counter[str]
+    """Elements in the compute type."""
+    stored: Counter[str]
+    """Bytes of those that are gathered as they are stored."""
+    trained: Counter[str]
+    """Elements that have a gradient."""
+
+
+@lru_cache(maxsize=4096)  # a search of layouts asks again for each kind of recomputation
+def _layer_sizes(parts: tuple[StagePart, ...], shape: ModelShape, layout: Layout) -> _LayerSizes:
+    sizes, of_units = _LayerSizes(Counter(), Counter(), Counter()), {}
+    for unit in (unit for part in parts for unit in fsdp_units(part, shape, layout)):
+        if id(unit.rows) not in of_units:
+            whole = [(row, prod(local_shape(row, shape, layout))) for row in unit.rows]
+            of_units[id(unit.rows)] = (
+                unit.rows,
+                (
+                    sum(size for row, size in whole if row.stored_bytes is None),
+                    sum(size * row.stored_bytes for row, size in whole if row.stored_bytes is not None),
+                    sum(size for row, size in whole if row.is_trained),
+                ),
+            )
+        for counts, size in zip(sizes, of_units[id(unit.rows)][1], strict=True):
+            counts[unit.prefix] += size
+    return sizes
+
+
+class _Step:
+    """The largest step of a plan in one stage of text."""
+
+    def __init__(self, plan: Plan, stage_index: int):
+        stage = plan.text_stages[stage_index]
+        self._config, self._layout, self._shape, self._length = plan.config, plan.layout, stage.shape, stage.seq_len
+        self._micro_batches = plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+        training = plan.config.training
+        self._rows, self._mode = training.local_batch_size, plan.config.activation_checkpoint.mode
+        self._width, self._master = WIDTHS[training.mixed_precision_param], WIDTHS[training.dtype]
+        self._reduce = WIDTHS[training.mixed_precision_reduce]
+        self._tokens = self._rows * self._length / (self._layout.cp * self._layout.tp)
+        self._document_tokens = plan.document_tokens or self._length
+
+    def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
+        """Of a rank with these stages, all offloaded weights and gradients on the device."""
+        rows = held_rows(parts, self._shape, self._layout)
+        held = self._trained(parts)
+        frozen = sum(
+            each.count * prod(each.sizes) * (each.row.stored_bytes or self._width)
+            for each in rows
+            if each.row.is_frozen
+        )
+        buffers = sum(each.count * prod(each.sizes) for each in rows if each.row.optimizer is None)
+        states = [(self._state_bytes(each), each.count) for each in rows if each.row.is_trained]
+        on_device = all_states = sum(size * count for size, count in states)
+        offload = self._config.optimizer.state_offload
+        if offload != "none":
+            # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
+            on_device = min(all_states, OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *(size for size, _ in states)))
+        # The reference of a preference without adapters: the same shards once more, as they are computed with.
+        has_reference = self._config.preference is not None and self._config.adapter is None
+        reference = held * self._width + buffers * FP32 if has_reference else 0.0
+        here = {part.index for part in parts}
+        kept = {part.index: self._of_micro_batch(part, here) for part in parts}
+        counts, waiting = {part.index: 1 for part in parts}, 0
+        if self._layout.pp > 1:
+            counts, waiting = in_flight(
+                self._config.parallelism, rank, self._micro_batches, kept, whole_backward=self._mode != "none"
+            )
+        activations = sum(counts[index] * size for index, size in kept.items())
+        activations += waiting * max(self._output_gradients(part) for part in parts)
+        return MemoryPlan(
+            weights=held * self._master + frozen + buffers * FP32 + reference,
+            gradients=max(self.gradients_of(parts)),
+            optimizer=on_device,
+            gathered=self._gathered(parts, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)
+            + self._converted(each.row for each in rows)
+            + sum(2 * FP32 * n * row.numel(self._shape) for row, n, _ in rows if row.group == "magnitude"),
+            activations=activations + self._buffers(parts),
+            gathered_keys=self._gathered_keys(parts, counts),
+            loss=sum(self._loss(counts[part.index]) for part in parts if part.has_head),
+            process=0.0,
+            host={"none": 0.0, "cpu": all_states, "nvme": on_device}[offload],
+            disk=all_states if offload == "nvme" else 0.0,
+        )
+
+    def gradients_of(self, parts: list[StagePart]) -> tuple[float, float]:
+        """Bytes of the gradients of this rank's shards; and under a pipeline of whole weights, in the reduce type."""
+        whole = self._layer_sizes(parts).trained.total() if self._layout.pp > 1 else 0
+        return self._trained(parts) * self._master, whole * self._reduce
+
+    def _trained(self, parts: list[StagePart]) -> int:
+        """Elements of this rank's shards that have a gradient."""
+        rows = held_rows(parts, self._shape, self._layout)
+        return sum(each.count * prod(each.sizes) for each in rows if each.row.is_trained)
+
+    def _layer_sizes(self, parts: list[StagePart]) -> _LayerSizes:
+        return _layer_sizes(alike(parts), self._shape, mesh_of_stage(self._layout))
+
+    def pinned_rounding(self, parts: list[StagePart]) -> float:
+        """What torch's pinned allocator adds to offloaded weights and gradients of this rank: it rounds the shard of
+        each parameter up to a power of two."""
+        rounding = 0
+        for row, count, sizes in held_rows(parts, self._shape, self._layout):
+            if row.optimizer is None:
+                continue
+            width = self._master if row.is_trained else row.stored_bytes or self._width
+            size = prod(sizes) * width
+            rounding += count * (1 + row.is_trained) * ((1 << max(size - 1, 0).bit_length()) - size)
+        return rounding
+
+    def _state_bytes(self, of_rank: HeldRows) -> int:
+        """One momentum under Muon, two moments under AdamW; codes of 8 bits have an FP32 scale per block of columns."""
+        optimizer, row, sizes = self._config.optimizer, of_rank.row, of_rank.sizes
+        states = row.states(optimizer)
+        if optimizer.state_dtype != "8bit":
+            return states * prod(sizes) * WIDTHS[optimizer.state_dtype]
+        if not row.is_matrix or row.numel(self._shape) < STATE_LEAST_ENTRIES:
+            return states * prod(sizes) * FP32
+        return states * prod(sizes[:-1]) * (sizes[-1] + -(-sizes[-1] // STATE_BLOCK) * FP32)
+
+    def _converted(self, rows: Iterable[Parameter]) -> float:
+        """The frozen weight in FP8 that a layer computes with, in the compute type."""
+        in_fp8 = (prod(local_shape(row, self._shape, self._layout)) for row in rows if row.stored_bytes == 1)
+        return max(in_fp8, default=0) * self._width
+
+    def _gathered(self, parts: list[StagePart], loss_buffers: float) -> float:
+        """Gathered weights, copies of them on a single rank too; and what only one part of the step needs: the gradient
+        of a layer in the compute and the reduce type, or before it the logits."""
+        width = self._width if self._config.training.mixed_precision_param != "float32" else self._master
+        sizes = self._layer_sizes(parts)
+        layers = {prefix: size * width + sizes.stored[prefix] for prefix, size in sizes.computed.items()}
+        trained = sizes.trained.values() or [0]
+        root, is_piped = layers.pop("", 0), self._layout.pp > 1
+        largest, policy = max(layers.values(), default=0), self._config.parallelism.fsdp_reshard_after_forward
+        keeps_all = policy == "never" or (policy == "default" and is_piped)
+        # Otherwise the current layer and the prefetched one.
+        weights = sum(layers.values()) if keeps_all else min(2 * largest, sum(layers.values()))
+        gradient = max(trained) * (width + self._reduce)
+        if is_piped:
+            # Backward in halves leaves the gradients of a micro-batch until the next one.
+            splits = PIPELINE_SCHEDULES[self._config.parallelism.pipeline_parallel_schedule].splits_backward
+            gradient = (sum if splits else max)(trained) * self._width
+        return weights + root + max(gradient, loss_buffers)
+
+    def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
+        """What a stage keeps of the forward of a micro-batch, on a rank with these stages."""
+        shape, layout, heads = self._shape, self._layout, 1 + self._shape.num_nextn_predict_layers
+        of_token = sum(self._layers(part, self._mode))
+        of_token += shape.head_dim * shape.partial_rotary_factor * self._width * layout.tp  # cosines and sines
+        if part.has_embedding:
+            of_token += heads * INDEX * layout.tp * (part.adapters is None)
+        elif self._width == FP32 or self._mode != "none":
+            # What came from the stage before is in a buffer already, where it is not kept as an FP32 copy.
+            keeps_embeddings = part.has_head and (self._width == FP32 or self._mode == "full")
+            of_token -= (heads if keeps_embeddings else 1) * shape.hidden_size * self._width
+        if not part.has_head:  # what it sends is kept until backward; on the same rank, in the buffer of the next stage
+            is_sent = part.index + 1 not in here
+            return self._tokens * (of_token + is_sent * heads * shape.hidden_size * self._width)
+        frozen = None if part.adapters is None else Frozen()
+        return self._tokens * (of_token + head_bytes(shape, self._width, layout.tp, frozen))
+
+    def _output_gradients(self, part: StagePart) -> float:
+        of_blocks = sum(
+            output_gradient_bytes(self._shape, self._width, block, self._layout.tp) for block in part.blocks
+        )
+        return self._tokens * (of_blocks + part.has_head * self._shape.hidden_size * self._width)
+
+    def _buffers(self, parts: list[StagePart]) -> float:
+        """The layer that is computed again; and for each micro-batch of a pipeline its token data and the buffers that
+        stages receive in."""
+        size = 0.0
+        if self._mode != "none":
+            size = self._tokens * max((each for part in parts for each in self._layers(part, "none")), default=0.0)
+        if self._layout.pp > 1:
+            depths, schedule = self._shape.num_nextn_predict_layers, self._config.parallelism.pipeline_parallel_schedule
+            is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
+            sent = (1 + depths) * self._shape.hidden_size * self._width
+            received = sent * sum((not part.has_embedding) + (not part.has_head) for part in parts)
+            if schedule != "GPipe" and (is_v_shaped or not parts[0].has_embedding):
+                size += self._tokens * sent  # gradients on their way to a stage before
+            text = (3 + 2 * depths) * INDEX * self._layout.tp  # token data of all micro-batches as one
+            size += self._micro_batches * self._tokens * (received + text)
+        return size
+
+    def _backward_blocks(self, part: StagePart) -> list[tuple[str, Frozen | None]]:
+        """The blocks that have a backward, each with its adapters if its own weights are frozen."""
+        frozen = [None] * len(part.blocks) if part.adapters is None else [Frozen(rows) for rows in part.adapters]
+        return list(zip(part.blocks, frozen, strict=True))[part.backward_from :]
+
+    def _layers(self, part: StagePart, mode: str) -> list[float]:
+        """What each block that has a backward keeps, per token of a rank."""
+        kept = [
+            layer_bytes(self._shape, self._width, block, mode, tp=self._layout.tp, ep=self._layout.ep, frozen=rows)
+            for block, rows in self._backward_blocks(part)
+        ]
+        if kept and part.adapters is not None and not part.index and mode == "none":
+            kept[0] -= self._shape.hidden_size * FP32  # the input of the first norm, which has no gradient
+        return kept
+
+    def _gathered_keys(self, parts: list[StagePart], counts: dict[int, int]) -> float:
+        """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
+        layout, shape = self._layout, self._shape
+        part = {"rows": self._rows, "length": self._length, "cp": layout.cp, "tp": layout.tp}
+        heads = max(shape.num_key_value_heads / layout.tp, 1)
+        layers = sum(counts[p.index] * len(p.blocks) for p in parts) if self._mode == "none" else 1
+        if layout.cp == 1:
+            if self._config.rl is None or shape.sliding_window is not None:
+                return 0.0
+            # Those of shared prompts, once for each sample.
+            return layers * (SHARED_KEYS - 1) * 2 * self._rows * self._length * heads * shape.head_dim * self._width
+        if keys_travel(shape, self._width, **part):
+            return travelling_key_bytes(shape, self._width, **part)
+        kept = gathered_key_bytes(shape, self._width, **part)
+        # The rank's own keys are counted with its layers, where only what is made of them stays.
+        kept -= 2 * self._rows * self._length / layout.cp * heads * shape.head_dim * self._width
+        # Keys and values come one after the other.
+        _, received = attended_keys(shape.sliding_window, self._length, layout.cp)
+        gathered = self._rows * received * heads * shape.head_dim * self._width
+        return layers * kept + gathered  # with checkpointing of the layer that is computed, or computed again
+
+    def attention_backward(self, parts: list[StagePart]) -> float:
+        """`MemoryPlan.attention` of a rank with these stages. Attention in FP32 has no flash kernel."""
+        if self._width == FP32:
+            return 0.0
+        layout, shape, schedule = self._layout, self._shape, self._config.parallelism.pipeline_parallel_schedule
+        freed = [
+            freed_before_attention(shape, self._width, block, layout.tp, frozen)
+            for part in parts
+            for block, frozen in self._backward_blocks(part)
+        ]
+        if not freed:
+            return 0.0
+        splits = layout.pp > 1 and self._mode == "none" and PIPELINE_SCHEDULES[schedule].splits_backward
+        queries = keys = self._tokens * layout.tp
+        row = {"rows": self._rows, "length": self._length, "cp": layout.cp, "tp": layout.tp}
+        if layout.cp == 1:
+            keys *= SHARED_KEYS if self._config.rl is not None and shape.sliding_window is None else 1
+        elif not keys_travel(shape, self._width, **row):
+            keys = self._rows * attended_keys(shape.sliding_window, self._length, layout.cp)[0]
+        # A rank of context parallelism has two chunks of each row.
+        runs = kernel_runs(max(self._rows * min(layout.cp, 2), queries / self._document_tokens))
+        needed = attention_backward_bytes(shape, self._width, queries=queries, keys=keys, runs=runs, tp=layout.tp)
+        # Weights get their gradients later where backward is split, so that what they need is not free yet.
+        return max(needed - self._tokens * max(freed) * (not splits), 0.0)
+
+    def _loss(self, micro_batches: int) -> float:
+        """The gradients of the head's weight, of the main model and each depth. `token_logprobs`, which pairs take,
+        computes them in backward."""
+        if self._config.adapter is not None or self._config.preference is not None:
+            return 0.0
+        heads = 1 + self._shape.num_nextn_predict_layers
+        return micro_batches * heads * self._head_elements() * self._width
+
+    def _loss_buffers(self) -> float:
+        """Logits of one chunk, their softmax, and the sum of the gradient of the head's weight over the chunks."""
+        head, tokens = self._head_elements(), self._tokens * self._layout.tp
+        is_cast = self._width != FP32
+        logits = min(LOSS_CHUNK_TOKENS, tokens) * head / self._shape.hidden_size * (FP32 + self._width * is_cast)
+        sums = is_cast * head * (FP32 + self._width * (tokens > LOSS_CHUNK_TOKENS))
+        return logits + sums * (self._config.adapter is None)
+
+    def _head_elements(self) -> int:
+        head = next(row for row in part_rows(self._shape, "head") if row.name == "lm_head.weight")
+        return prod(local_shape(head, self._shape, self._layout))

@@ -1,0 +1,87 @@
+"""What Muon computes and sends in a step, from the degrees of a layout: `muon_plan.py` for the first rank."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from glm46.compute.optim.muon_plan import Request, TensorLayout, make_plan, mesh_layout
+from glm46.config.model import ModelShape
+from glm46.config.optimizer import Optimizer
+from glm46.operate.estimate.rank_parts import StagePart, sharded_dim
+from glm46.run.flops import newton_schulz_flops
+from glm46.run.layout import Layout
+from glm46.run.parameters import Parameter
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The exchanges of the matrices that the ranks of one group share."""
+
+    axis: str
+    """As in `Traffic.axis`."""
+    ranks: int
+    buckets: int
+    """Each is an all-to-all to the owners and one back."""
+    nbytes: int
+    """Of the larger side of each call, all calls together."""
+
+
+@dataclass(frozen=True)
+class MuonCost:
+    """Of the first rank of a pipeline rank in one step."""
+
+    exchanges: tuple[Exchange, ...]
+    flops: int
+    """Of Newton-Schulz on the rank of the stage that has most of it."""
+
+
+def muon_cost(stages: list[StagePart], shape: ModelShape, layout: Layout, optimizer: Optimizer) -> MuonCost:
+    """The cost of the matrices of a pipeline rank."""
+    rows = tuple(row for stage in stages for row in stage.rows(shape) if row.is_trained)
+    muon = tuple(row for row in rows if row.choose_optimizer(optimizer) == "muon")
+    mesh = (layout.dp_replicate, layout.dense_shards, layout.expert_shards, layout.tp, layout.ep)
+    return _cost(muon, shape, mesh, optimizer.ns_steps, 4 if optimizer.ns_dtype == "float32" else 2)
+
+
+@lru_cache(maxsize=4096)  # layouts of a search differ in much that does not matter here
+def _cost(
+    rows: tuple[Parameter, ...], shape: ModelShape, mesh: tuple[int, int, int, int, int], steps: int, width: int
+) -> MuonCost:
+    replicas, dense_shards, expert_shards, tp, ep = mesh
+    layouts: dict[Parameter, TensorLayout] = {}
+    requests = []
+    for row in rows:
+        if row not in layouts:
+            layouts[row] = _layout_of(row, shape, Layout(1, replicas, dense_shards, 1, tp, ep))
+        height = row.shape(shape)[-2] // row.row_blocks
+        requests.append(Request(row.name, layouts[row], (height,) * row.row_blocks))
+    plan = make_plan(requests, steps, width)
+    axes = {
+        tuple(range(0, replicas * expert_shards * ep, ep)): "stage_experts",
+        tuple(range(replicas * dense_shards * tp)): "stage",
+    }
+    loads, buckets, sizes = Counter(), Counter(), Counter()
+    for task in plan.local:
+        matrices = task.matrices[1] - task.matrices[0]
+        loads[-1] += matrices * newton_schulz_flops(task.rows[1] - task.rows[0], task.columns, steps)
+    for bucket in plan.buckets:
+        axis = axes[bucket.ranks], len(bucket.ranks)
+        buckets[axis] += 1
+        sizes[axis] += width * sum(map(max, bucket.exchanged(0)))
+        for unit in bucket.units:
+            loads[bucket.ranks[unit.owner]] += unit.flops
+    most = loads.pop(-1, 0) + max(loads.values(), default=0)
+    return MuonCost(tuple(Exchange(*axis, buckets[axis], sizes[axis]) for axis in buckets), most)
+
+
+def _layout_of(row: Parameter, shape: ModelShape, layout: Layout) -> TensorLayout:
+    """The part of a matrix on each rank of a pipeline stage; ranks count from its first one, which plans here."""
+    *leading, rows, columns = row.shape(shape)
+    fsdp = 1, sharded_dim(row, shape, layout) - len(leading) + 1
+    if row.is_expert:
+        mesh, cuts = (layout.dp_replicate, layout.expert_shards, layout.ep), [(2, 0), fsdp]
+    else:
+        mesh = layout.dp_replicate, layout.dense_shards, layout.tp
+        cuts = [fsdp] if row.tensor_dim is None else [(2, row.tensor_dim + 1), fsdp]
+    return mesh_layout((prod(leading), rows, columns), 1, mesh, range(prod(mesh)), cuts, 0)

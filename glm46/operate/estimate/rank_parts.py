@@ -1,0 +1,235 @@
+"""What each pipeline rank has of the model, and how FSDP2 divides its parameters: facts that memory and traffic share.
+
+A rank here is the first one of its stage: under uneven shards FSDP2, like torch's chunks, gives the first ranks most.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import Literal, NamedTuple
+
+from glm46.config.model import ModelShape
+from glm46.config.parallelism import Parallelism
+from glm46.run.layout import Layout
+from glm46.run.parameters import Parameter, adapter_layer, dense_layer, in_float8, moe_layer, mtp_layer, part_rows
+from glm46.run.plan import Plan
+from glm46.run.stages import split_layers, stages_of_rank
+
+Block = Literal["dense", "moe", "mtp"]
+"""A decoder layer with a dense feed-forward network or with experts, or a prediction layer."""
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """A pipeline stage, or the whole model."""
+
+    index: int
+    blocks: tuple[Block, ...]
+    """In the order of forward."""
+    has_embedding: bool
+    has_head: bool
+    first_layer: int
+    """Number of the first decoder layer."""
+    adapters: tuple[tuple[Parameter, ...], ...] | None = None
+    """Of each block, under [adapter]; all other parameters are frozen then."""
+    is_offloaded: bool = False
+    """Weights lie in host memory."""
+    base_in_float8: bool = False
+    """Frozen projections are stored in FP8."""
+
+    @property
+    def backward_from(self) -> int:
+        """The first block that has a backward: a gradient comes in where adapters are, or from a stage before."""
+        if self.adapters is None or self.index:
+            return 0
+        return next((index for index, rows in enumerate(self.adapters) if rows), len(self.blocks))
+
+    @property
+    def prefixes(self) -> list[str]:
+        """What the names of the parameters of each block begin with."""
+        layers = len(self.blocks) - self.blocks.count("mtp")
+        names = [f"layers.{self.first_layer + index}." for index in range(layers)]
+        return names + [f"mtp.{index}." for index in range(len(self.blocks) - layers)]
+
+    def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
+        """The parameters and buffers of each block, and its adapters; one list for all equal blocks."""
+        layers = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}
+        kinds = list(zip(self.blocks, self.adapters or ((),) * len(self.blocks), strict=True))
+        rows = {kind: [*self._of_run(layers[kind[0]](shape), shape), *kind[1]] for kind in dict.fromkeys(kinds)}
+        return [rows[kind] for kind in kinds]
+
+    def root_rows(self, shape: ModelShape) -> list[Parameter]:
+        """Those outside of blocks: of the embedding, and of norm and head."""
+        names = [name for name, has in (("embedding", self.has_embedding), ("head", self.has_head)) if has]
+        return self._of_run(part_rows(shape, *names), shape)
+
+    def rows(self, shape: ModelShape) -> list[Parameter]:
+        """All parameters and buffers of the stage."""
+        return [row for rows in self.block_rows(shape) for row in rows] + self.root_rows(shape)
+
+    def _of_run(self, rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
+        is_frozen = self.adapters is not None
+        rows = in_float8(rows, shape) if self.base_in_float8 else rows
+        return [replace(row, is_frozen=True) if is_frozen and row.optimizer else row for row in rows]
+
+
+def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
+    """The stages of each pipeline rank, ascending; without a pipeline one rank with the whole model. `split_layers`
+    balances them for rows of [training] seq_len."""
+    parallelism, shape, adapter = plan.config.parallelism, plan.shape, plan.config.adapter
+    kinds: list[Block] = ["dense" if i < shape.first_k_dense_replace else "moe" for i in range(shape.num_hidden_layers)]
+    is_whole = parallelism.pipeline_parallel_degree == 1
+    split = [range(len(kinds))] if is_whole else split_layers(shape, parallelism.stages, plan.config.training.seq_len)
+    stages = [
+        StagePart(
+            index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start,
+            None if adapter is None else tuple(tuple(adapter_layer(shape, adapter, layer)) for layer in layers),
+            plan.config.training.parameter_offload,
+            adapter is not None and adapter.base_dtype == "float8",
+        )
+        for index, layers in enumerate(split)
+    ]  # fmt: skip
+    prediction: tuple[Block, ...] = ("mtp",) * shape.num_nextn_predict_layers
+    last = stages[-1]
+    stages[-1] = replace(last, blocks=last.blocks + prediction, has_head=True)
+    if is_whole:
+        return [stages]
+    ranks = range(parallelism.pipeline_parallel_degree)
+    return [[stages[index] for index in stages_of_rank(parallelism, rank)] for rank in ranks]
+
+
+@dataclass(frozen=True)
+class FsdpUnit:
+    """Parameters that FSDP2 gathers and reduces together."""
+
+    rows: tuple[Parameter, ...]
+    is_root: bool
+    has_own_mesh: bool
+    """True for experts whose shards are not those of other parameters."""
+    prefix: str
+    """What the names of its parameters begin with; empty for the root."""
+
+
+class HeldRows(NamedTuple):
+    """Equal parameters or buffers of a pipeline rank."""
+
+    row: Parameter
+    count: int
+    sizes: tuple[int, ...]
+    """`held_shape` of each."""
+
+
+def held_rows(parts: Sequence[StagePart], shape: ModelShape, layout: Layout) -> tuple[HeldRows, ...]:
+    """The parameters and buffers of a pipeline rank, equal ones together."""
+    return _held_rows(alike(parts), shape, mesh_of_stage(layout))
+
+
+@lru_cache(maxsize=4096)
+def _held_rows(parts: Sequence[StagePart], shape: ModelShape, layout: Layout) -> tuple[HeldRows, ...]:
+    counts = Counter(row for part in parts for row in part.rows(shape))
+    return tuple(HeldRows(row, count, held_shape(row, shape, layout)) for row, count in counts.items())
+
+
+def alike(parts: Sequence[StagePart]) -> tuple[StagePart, ...]:
+    """Stages as if they were the first ones: equal for all pipeline ranks with as many layers of each kind."""
+    firsts = accumulate((len(part.blocks) for part in parts), initial=0)
+    return tuple(replace(part, index=0, first_layer=first) for part, first in zip(parts, firsts, strict=False))
+
+
+def mesh_of_stage(layout: Layout) -> Layout:
+    """The degrees that decide what a rank holds of its stage: equal for all layouts that hold the same."""
+    return Layout(1, 1, layout.dense_shards, 1, layout.tp, layout.ep)
+
+
+def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpUnit]:
+    """The units of a stage that `compute/parallelize/fsdp.py` makes, in the order of forward, the root last. Those of equal
+    blocks have one tuple of rows."""
+    units, of_kinds = [], {}
+    for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
+        if id(block) not in of_kinds:
+            rows = _sharded(block, layout, part)
+            experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
+            of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
+        others, experts = of_kinds[id(block)]
+        units.append(FsdpUnit(others, False, False, prefix))
+        if experts:
+            units.append(FsdpUnit(experts, False, True, prefix))
+    root = _sharded(part.root_rows(shape), layout, part)
+    return [*units, FsdpUnit(tuple(root), True, False, "")] if root else units
+
+
+def _sharded(rows: Sequence[Parameter], layout: Layout, part: StagePart) -> list[Parameter]:
+    """The parameters that FSDP2 has: all but frozen experts that no other rank has a part of, which it would copy."""
+    keeps_experts = layout.expert_shards > 1 or part.is_offloaded
+    return [row for row in rows if row.is_trained or (row.is_frozen and (keeps_experts or not row.is_expert))]
+
+
+def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Shape of a tensor on the first rank of its tensor or expert group: what FSDP2 shards."""
+    sizes = list(row.shape(shape))
+    if row.is_expert:
+        sizes[0] //= layout.ep
+    elif row.tensor_dim is not None:
+        sizes[row.tensor_dim] = -(-sizes[row.tensor_dim] // layout.tp)
+    return tuple(sizes)
+
+
+def sharded_dim(row: Parameter, shape: ModelShape, layout: Layout) -> int:
+    """The dimension that FSDP2 shards, as `expert_placement` chooses it: whole experts, or a part of each."""
+    local = local_shape(row, shape, layout)
+    return 1 if row.is_expert and len(local) == 3 and local[0] % layout.expert_shards else 0
+
+
+def held_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Shape of what the first rank holds of a tensor between steps: FSDP2's largest shard. Buffers are not sharded."""
+    sizes = list(local_shape(row, shape, layout))
+    if row.optimizer is not None:
+        shards = layout.expert_shards if row.is_expert else layout.dense_shards
+        dim = sharded_dim(row, shape, layout)
+        sizes[dim] = -(-sizes[dim] // shards)
+    return tuple(sizes)
+
+
+def held_elements(row: Parameter, shape: ModelShape, layout: Layout) -> int:
+    """Elements of `held_shape`."""
+    return prod(held_shape(row, shape, layout))
+
+
+def in_flight(
+    parallelism: Parallelism, rank: int, micro_batches: int, weights: Mapping[int, float], *, whole_backward: bool
+) -> tuple[dict[int, int], int]:
+    """For each stage of a pipeline rank, the micro-batches whose activations it holds, when the rank holds most: those
+    whose forward has run and whose backward, of the weights too, has not. And how many of them wait for the gradients
+    of weights alone, under InterleavedZeroBubble.
+
+    Their number is that of the orders of torch's schedules, and they weigh at most 5 % more than ever in them: a test.
+    Source: Narayanan et al. (arXiv 2104.04473); Qi et al. (arXiv 2401.10241).
+
+    Args:
+        weights: by stage, what a micro-batch takes.
+        whole_backward: of schedules that split it, the first half does all of it, as with recomputation.
+    """
+    ranks, each = parallelism.pipeline_parallel_degree, parallelism.stages_per_rank
+    stages, name = stages_of_rank(parallelism, rank), parallelism.pipeline_parallel_schedule
+    ahead = ranks - rank - 1  # ranks after this one
+    # The most of all stages together, and of each.
+    match name:
+        case "GPipe":
+            total, most = micro_batches, [micro_batches]
+        case "1F1B":
+            total, most = ahead + 1, [ahead + 1]
+        case "ZBVZeroBubble" | "DualPipeV":
+            total, most = 2 * ranks + (name == "DualPipeV"), [ranks + ahead + 1, rank + 1]
+        case _:
+            # Stages run in turns of so many micro-batches; a rank begins with backward after some turns.
+            turn = micro_batches // max(micro_batches // ranks, 1)
+            total = (each - 1) * turn + (2 * ahead + 1 if name == "Interleaved1F1B" else ranks - whole_backward * rank)
+            last = max(min(total, each * turn) - (each - 1) * turn, 0)
+            most = [2 * turn, *[max(turn, total - 2 * turn)] * (each - 2), last] if each > 1 else [total]
+    counts = dict.fromkeys(stages, 0)
+    for stage, count in sorted(zip(stages, most, strict=True), key=lambda pair: -weights[pair[0]]):
+        counts[stage] = min(count, micro_batches, total - sum(counts.values()))
+    return counts, rank if name == "InterleavedZeroBubble" and not whole_backward else 0

@@ -1,0 +1,213 @@
+"""The plan of a run as text and as numbers: parameters, FLOPs, memory, time and cost."""
+
+from dataclasses import asdict, dataclass
+
+from glm46.config.faults import counted
+from glm46.operate.estimate.effective_time import RESTART_SECONDS, STALL_SECONDS, effective_time
+from glm46.operate.estimate.limits import limits
+from glm46.operate.estimate.machine import Gpu, Machine
+from glm46.operate.estimate.memory import MemoryPlan, largest_stage, stage_memory
+from glm46.operate.estimate.requirement import Verdict, judge, memory_lines
+from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost, checkpoint_size, run_cost
+from glm46.operate.estimate.step_time import OrderOf
+from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.operate.estimate.units import amount, decimal_size, duration, flops_text, run_time
+from glm46.run.curriculum import TextStage
+from glm46.run.flops import training_flops
+from glm46.run.parameters import adapter_rows, count_parameters, float8_numel
+from glm46.run.plan import Plan
+
+_PLENTY = 2**60
+"""Cores and bytes of host memory of a cluster that is not here: not compared."""
+UNCERTAINTY = {"assumed": (0.7, 1.6), "measured": (0.87, 1.15)}
+"""Range of the true time over the predicted one. Assumed: judgement. Measured: the goal of the proof, 15 %."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What `python -m glm46 plan` computes."""
+
+    plan: Plan
+    cluster: TargetCluster
+    memory: list[MemoryPlan]
+    """Of the rank that needs most, by stage of text."""
+    verdict: Verdict
+    cost: RunCost | None
+    """None if the run does not fit."""
+
+
+def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> RunPlan:
+    """Plan a run on a cluster; arguments of `step_time`."""
+    verdict = judge(plan, _as_machine(cluster))
+    cost = run_cost(plan, cluster, order_of) if verdict.fits else None
+    return RunPlan(plan, cluster, stage_memory(plan), verdict, cost)
+
+
+def _as_machine(cluster: TargetCluster) -> Machine:
+    gpu = Gpu(cluster.gpu.name, cluster.gpu.memory_bytes)
+    return Machine(_PLENTY, _PLENTY, _PLENTY, (gpu,), nodes=cluster.gpus)
+
+
+def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
+    """The plan on one screen.
+
+    Args:
+        here: another machine to compare the run with.
+    """
+    plan, layout = run.plan, run.plan.layout
+    longest = max(plan.text_stages, key=lambda stage: stage.seq_len)
+    degrees = (
+        f"pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, cp {layout.cp}, tp {layout.tp}, "
+        f"ep {layout.ep}"
+    )
+    sections = {
+        f"{plan.config.job.description} ({plan.config.model.flavor})": [],
+        "parameters": _parameter_lines(plan),
+        f"FLOPs per token, forward and backward, at {longest.seq_len:,} tokens": _flop_lines(plan, longest),
+        f"memory of each of {counted(layout.world_size, 'rank')} ({degrees})": memory_lines(largest_stage(run.memory)),
+        "stages of text": run.verdict.stages,
+        "run": _run_lines(plan, run.cluster),
+        f"does it fit on {run.cluster.gpus:,} x {run.cluster.gpu.name}": run.verdict.lines,
+    }
+    if here is not None:
+        machine, verdict = here
+        sections[f"does it fit on this machine ({machine.describe()})"] = verdict.lines
+    if run.cost is not None:
+        sections |= _time_sections(run.plan, run.cluster, run.cost)
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+
+
+def plan_numbers(run: RunPlan) -> dict:
+    """The plan as a JSON object: bytes, seconds, FLOPs, dollars."""
+    plan, cost, size = run.plan, run.cost, checkpoint_size(run.plan)
+    numbers = {
+        "flavor": plan.config.model.flavor,
+        "layout": asdict(plan.layout),
+        "parameters": asdict(count_parameters(plan.shape)),
+        "tokens": plan.budget_tokens,
+        "flops": plan.flops,
+        "gpu": run.cluster.gpu.name,
+        "gpus": run.cluster.gpus,
+        "fits": run.verdict.fits,
+        "reasons": run.verdict.lines,
+        "checkpoint": asdict(size) | {"seconds": run.cluster.writing_seconds(size.total)},
+        "memory": [asdict(memory) | {"total": memory.total} for memory in run.memory],
+    }
+    if cost is not None:
+        longest = cost.stages.index(cost.longest)
+        numbers |= {
+            "limits": limits(plan, longest, cost.longest.largest, run.cluster),
+            "efficiencies": asdict(run.cluster.efficiencies),
+            "steps": cost.steps,
+            "days": cost.days,
+            "gpu_hours": cost.gpu_hours,
+            "dollars": cost.dollars,
+            "tokens_per_second": cost.tokens_per_second,
+            "mfu": cost.mfu,
+            "effective_time": None if (effective := effective_time(plan, cost)) is None else asdict(effective),
+            "stages": [
+                {"steps": stage.steps, "days": stage.seconds / SECONDS_PER_DAY, "step_seconds": stage.largest.seconds}
+                | {"parts": stage.largest.parts, "mfu": stage.largest.mfu}
+                for stage in cost.stages
+            ],
+        }
+    return numbers
+
+
+def _parameter_lines(plan: Plan) -> list[str]:
+    count, adapter = count_parameters(plan.shape), plan.config.adapter
+    trained = 0 if adapter is None else sum(row.numel(plan.shape) for row in adapter_rows(plan.shape, adapter).values())
+    in_fp8 = adapter is not None and adapter.base_dtype == "float8"
+    return [
+        _line("total", f"{count.total:,}", f"(main {count.main:,}, MTP {count.mtp:,})"),
+        *([_line("adapters", f"{trained:,}", "(trained; the others are frozen)")] if trained else []),
+        *([_line("base in FP8", f"{float8_numel(plan.shape):,}", "(and a scale for each 128)")] if in_fp8 else []),
+        _line("active per token", f"{count.active:,}", "(embedding and head included)"),
+        _line("tensors", f"{count.main_tensors + count.mtp_tensors:,}", "(as Hugging Face counts them)"),
+    ]
+
+
+def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
+    flops, remark = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter), ""
+    if plan.document_tokens is not None:
+        remark = f"(documents of {plan.document_tokens:,} tokens in the mean, lengths exponential)"
+    elif plan.config.data.document_mask:
+        remark = "(a row as one document: less with several, see --document-tokens)"
+    return [
+        _line("weights", flops_text(flops.matrices)),
+        *([_line("adapters", flops_text(flops.adapters))] if flops.adapters else []),
+        _line("causal attention", flops_text(flops.attention), remark),
+        _line("MTP", flops_text(flops.mtp)),
+        _line("total", flops_text(flops.total)),
+    ]
+
+
+def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
+    size = checkpoint_size(plan)
+    writing = cluster.writing_seconds(size.total)
+    steps = [] if plan.step_tokens is None else [_line("tokens per step", f"{plan.step_tokens:,.0f}")]
+    return [
+        *steps,
+        _line("tokens", f"{plan.budget_tokens:,.0f}"),
+        _line("FLOPs", f"{plan.flops:.3e}"),
+        _line(
+            "checkpoint",
+            decimal_size(size.total),
+            f"(weights {decimal_size(size.weights)}, states {decimal_size(size.states)})",
+        ),
+        _line("time to write it", duration(writing), f"({cluster.storage_gbytes:g} GB/s for each node)"),
+        _line("Hugging Face folder", decimal_size(size.hugging_face)),
+    ]
+
+
+def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[str, list[str]]:
+    """Time and cost of the run, and where the time of a step goes in the stage of text that takes longest."""
+    longest, seconds = cost.longest, cost.days * SECONDS_PER_DAY
+    index, step = cost.stages.index(longest), longest.largest
+    source = cluster.efficiencies.source
+    low, high = UNCERTAINTY["assumed" if source == "assumed" else "measured"]
+    network = f"nodes of {cluster.gpus_per_node}, {cluster.network_gbits:,.0f} Gbit/s for each GPU between them"
+    title = f"time of a step, predicted for {network} (efficiencies: {source})"
+    of_stage = f", stage {index + 1}" if len(cost.stages) > 1 else ""
+    if plan.config.rl is not None:
+        title += "; without rollouts, of samples that fill training.seq_len: shorter ones are packed"
+    parts = sorted(step.parts.items(), key=lambda part: -part[1])
+    shown = [(name, seconds) for name, seconds in parts if seconds >= 0.0005 * step.seconds]
+    money = (
+        []
+        if cost.dollars is None
+        else [_line("cost", f"${cost.dollars:,.{0 if cost.dollars >= 100 else 2}f}", f"(at ${cluster.price:,.2f})")]
+    )
+    return {
+        title + of_stage: [
+            *(_line(name, duration(share), f"{share / step.seconds:5.1%}") for name, share in shown),
+            _line("step", duration(step.seconds), f"MFU {step.mfu:.1%}, {step.tokens_per_second:,.0f} tokens/s"),
+            *limits(plan, index, step, cluster),
+        ],
+        "whole run": [
+            _line("steps", f"{cost.steps:,}"),
+            _line("time", run_time(seconds), f"({run_time(low * seconds)} to {run_time(high * seconds)})"),
+            _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours)),
+            *money,
+            _line("tokens per second", f"{cost.tokens_per_second:,.0f}", f"MFU {cost.mfu:.1%}"),
+            *_failure_lines(plan, cost),
+        ],
+    }
+
+
+def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
+    found = effective_time(plan, cost)
+    if found is None:
+        return []
+    best = (
+        f"({found.best_ratio:.1%}; a save holds steps up for {STALL_SECONDS:g} s, a restart for {RESTART_SECONDS:g} s)"
+    )
+    return [
+        _line("time between failures", run_time(found.failure_seconds), "(at the rate of Llama 3's 16,384 H100)"),
+        _line("effective time", f"{found.ratio:.1%}", f"(a checkpoint every {run_time(found.interval_seconds)})"),
+        _line("best checkpoint.interval", f"{found.best_steps:,}", best),
+    ]
+
+
+def _line(name: str, value: str, remark: str = "") -> str:
+    return f"{name:<35} {value:>22}  {remark}".rstrip()

@@ -1,0 +1,271 @@
+"""What a run needs beside what this machine has, on one screen, before any work starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from glm46.config.faults import counted
+from glm46.config.float8 import Float8
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint
+from glm46.config.run_config import RunConfig
+from glm46.operate.estimate.machine import Machine
+from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
+from glm46.operate.estimate.stage_table import stage_table
+from glm46.operate.estimate.units import binary_size
+from glm46.run.layout import fixed_processes, smallest_world
+from glm46.run.parameters import count_parameters
+from glm46.run.peaks import find_accelerator
+from glm46.run.plan import Plan, resolve_plan
+
+_GIB = 2**30
+USABLE_CPU_RATIO = 0.95
+"""Part of the free memory that a run may fill; the system needs the rest, or it kills processes."""
+_USABLE_GPU_RATIO = 0.92
+"""Part of the memory of a GPU that tensors can fill; the rest is lost to fragmentation of the allocator."""
+_REFERENCE_GPU = "H100"
+_EXPERTS_CAPABILITIES = {"rowwise": (9, 10), "mxfp8": (10,)}
+"""Major compute capabilities that torchao's kernels of each `experts_recipe_name` are made for."""
+_MOST_DOUBLINGS = 14
+SPLIT_BACKWARD_TORCH = (2, 13)
+"""The oldest release on which schedules that split backward were seen to work."""
+INTEGERS_TORCH = (2, 13)
+"""The oldest release whose FSDP2 was seen to hold parameters of integers, which weights in FP8 are."""
+_WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run fits on a machine, and why."""
+
+    faults: list[str]
+    margin: str
+    """Needed and available memory, if the run fits."""
+    plan: Plan
+    memory: MemoryPlan
+    """Of the largest stage."""
+    text: float
+    """See `step_text`."""
+    stages: list[str]
+    """See `stage_table`."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.faults
+
+    @property
+    def lines(self) -> list[str]:
+        """Whether it fits, and by how much."""
+        return [f"no: {fault}" for fault in self.faults] or [f"yes: {self.margin}"]
+
+
+def describe_requirement(
+    config: RunConfig, machine: Machine, *, world_size: int | None = None, remedies: Sequence[str] = ()
+) -> tuple[bool, str]:
+    """True if the run fits on this machine, and one screen with the reasons.
+
+    Args:
+        world_size: processes over all nodes. Absent: one per GPU; without GPUs the fewest that the degrees allow.
+        remedies: further advice for a run that does not fit.
+    """
+    verdict = judge_config(config, machine, world_size)
+    lines = [*_needs(machine, verdict), "", *_found(machine), ""]
+    if verdict.fits:
+        return True, "\n".join([*lines, "It fits."])
+    lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
+    advice = _smallest_that_fits(config, machine)
+    if 2 * verdict.text > verdict.memory.total:
+        size = binary_size(verdict.text)
+        advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {size}"
+    return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
+
+
+def judge_config(config: RunConfig, machine: Machine, world_size: int | None) -> Verdict:
+    """`judge` with this many processes. Absent: one per GPU as far as the degrees allow, and at least the fewest that
+    they allow."""
+    needed, gpus = smallest_world(config.parallelism), len(machine.gpus) * machine.nodes
+    if gpus > needed and config.parallelism.data_parallel_shard_degree == -1:
+        needed = gpus - gpus % fixed_processes(config.parallelism)
+    return judge(resolve_plan(config, world_size or needed), machine)
+
+
+def usable_bytes(gpu_bytes: int) -> float:
+    """Bytes of a GPU that a run may fill."""
+    return gpu_bytes * _USABLE_GPU_RATIO
+
+
+def judge(plan: Plan, machine: Machine) -> Verdict:
+    """Compare a run with a machine: number of GPUs, memory, and what they and torch can compute."""
+    config, needed = plan.config, plan.layout.world_size
+    gpus = len(machine.gpus) * machine.nodes
+    faults, margin, here = [], "the memory of its GPUs is not known", -(-needed // machine.nodes)
+    device, capacity = "gpu" if machine.gpus else "cpu", None
+    of_stages, text = stage_memory(plan, device=device), step_text(plan)
+    memory = largest_stage(of_stages)
+    if gpus and needed > gpus:
+        faults.append(f"it needs {counted(needed, 'GPU')} (the product of its degrees); found: {gpus:,}")
+    if machine.gpus:
+        sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
+        if sizes:
+            capacity = usable_bytes(min(sizes))
+            fits, margin = compare_memory("each GPU needs", memory.total, capacity, min(sizes))
+            faults += [] if fits else [margin]
+        has_weights = config.training.parameter_offload or (config.rl is not None and config.rl.reference_offload)
+        what = "weights, optimizer states" if has_weights else "optimizer states"
+        who = f"{what} and text of {counted(here, 'process')} need"
+        fits, host = compare_memory(
+            who, (memory.host + text) * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes
+        )
+        faults += [] if fits else [f"{host} of the host"]
+    else:
+        capacity = machine.free_bytes * USABLE_CPU_RATIO / here
+        who = f"{here:,} processes need" if here > 1 else "one process needs"
+        fits, margin = compare_memory(
+            who, memory.total * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes
+        )
+        faults += [] if fits else [margin]
+        if not fits and needed > 1 and not gpus:
+            faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
+    faults += [*fp8_faults(config.float8, machine), *_torch_faults(config, metadata.version("torch"))]
+    return Verdict(faults, margin, plan, memory, text, stage_table(plan, of_stages, capacity))
+
+
+def _torch_faults(config: RunConfig, torch: str) -> list[str]:
+    """What this release of torch cannot run: 2.11 frees nodes of the graph that the second half of backward needs, and
+    its FSDP2 takes no parameters of integers."""
+    release, found = tuple(int(part) for part in torch.split(".")[:2]), []
+    if config.adapter is not None and config.adapter.base_dtype is not None and release < INTEGERS_TORCH:
+        least = ".".join(map(str, INTEGERS_TORCH))
+        found.append(
+            f'adapter.base_dtype = "{config.adapter.base_dtype}" needs torch {least}; found: {torch}; update torch, or '
+            "remove adapter.base_dtype"
+        )
+    layout = config.parallelism
+    name = layout.pipeline_parallel_schedule
+    if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
+        return found
+    if release >= SPLIT_BACKWARD_TORCH:
+        return found
+    others = ", ".join(f'"{other}"' for other, each in PIPELINE_SCHEDULES.items() if not each.splits_backward)
+    least = ".".join(map(str, SPLIT_BACKWARD_TORCH))
+    return [
+        *found,
+        f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs torch {least}; found: '
+        f"{torch}; update torch, or take one of {others}",
+    ]
+
+
+def fp8_faults(float8: Float8, machine: Machine) -> list[str]:
+    """What this machine cannot compute in FP8; an unknown GPU is not judged."""
+    if float8.recipe_name is None or float8.emulate:
+        return []
+    remedy = "set float8.emulate = true to see its losses here, at no gain in speed"
+    needs = f'float8.recipe_name = "{float8.recipe_name}" needs a GPU with FP8 products (L40S, H100 and newer)'
+    if not machine.gpus:
+        return [f"{needs}; found: none; {remedy}"]
+    found = [(gpu.name, known.compute_capability) for gpu in machine.gpus if (known := find_accelerator(gpu.name))]
+    for name, capability in found:
+        if capability < 8.9:
+            return [f"{needs}; found: {name}, which can run BF16: remove the key, or {remedy}"]
+        recipe = float8.experts_recipe_name
+        if recipe and int(capability) not in _EXPERTS_CAPABILITIES[recipe]:
+            fitting = "H100, H200, B200, B300" if recipe == "rowwise" else "B200, B300"
+            others = [f'"{each}"' for each, runs_on in _EXPERTS_CAPABILITIES.items() if int(capability) in runs_on]
+            instead = (
+                f"take {others[0]}, which it can run" if others else "remove the key: it has none of these products"
+            )
+            return [
+                f'float8.experts_recipe_name = "{recipe}" needs a GPU with its grouped products ({fitting}); found: '
+                f"{name}; {instead}; or {remedy}"
+            ]
+    return []
+
+
+def compare_memory(who: str, needed: float, usable: float, free: float) -> tuple[bool, str]:
+    """True if memory suffices, and a text with both numbers and their difference.
+
+    Args:
+        who: needs the memory, with its verb.
+        needed: bytes.
+        usable: bytes that can be filled, of those that are free.
+    """
+    fits = needed <= usable
+    by_how_much = f"{binary_size(usable - needed)} to spare" if fits else f"{binary_size(needed - usable)} too much"
+    return (
+        fits,
+        f"{who} {binary_size(needed)}, and {binary_size(usable)} of {binary_size(free)} can be filled: {by_how_much}",
+    )
+
+
+def _needs(machine: Machine, verdict: Verdict) -> list[str]:
+    plan = verdict.plan
+    count = count_parameters(plan.shape)
+    kind = "GPUs" if machine.gpus or verdict.faults else "processes"
+    active = f"{count.total:,} parameters, {count.active:,} active per token"
+    return [
+        f"What this run needs ({plan.config.model.flavor}: {active})",
+        f"  {kind:<18} {plan.layout.describe()}",
+        "  memory of each",
+        *(f"    {line}" for line in memory_lines(verdict.memory)),
+        "  stages of text",
+        *(f"    {line}" for line in verdict.stages),
+    ]
+
+
+def memory_parts(plan: MemoryPlan) -> dict[str, float]:
+    """Bytes of each part of a memory plan, by the name that users see."""
+    return {
+        "weights": plan.weights,
+        "gradients": plan.gradients,
+        "optimizer states": plan.optimizer,
+        "gathered weights": plan.gathered,
+        "activations": plan.activations,
+        "gathered keys": plan.gathered_keys,
+        **({"attention backward": plan.attention} if plan.attention else {}),
+        "loss and logits": plan.loss,
+        "program and text": plan.process + plan.text,
+        **({"other networks": plan.networks} if plan.networks else {}),
+        **({"drawing samples": plan.drawing} if plan.drawing else {}),
+    }
+
+
+def memory_lines(plan: MemoryPlan) -> list[str]:
+    """One aligned line per part of a memory plan."""
+    parts = memory_parts(plan)
+    lines = [f"{name:<18} {binary_size(size, plan.total):>12}" for name, size in parts.items()]
+    lines.append(f"{'total':<18} {binary_size(plan.total):>12}")
+    beside = {"and of the host": plan.host, "and on disk": plan.disk}
+    return lines + [f"{name:<18} {binary_size(size):>12}" for name, size in beside.items() if size >= 0.1 * _GIB]
+
+
+def _found(machine: Machine) -> list[str]:
+    nodes = f", {machine.nodes:,} nodes of" if machine.nodes > 1 else ""
+    lines = [f"What was found{nodes}", f"  {'cores':<18} {machine.cores:,}"]
+    lines.append(f"  {'memory':<18} {binary_size(machine.free_bytes)} free of {binary_size(machine.memory_bytes)}")
+    names = sorted({gpu.name for gpu in machine.gpus})
+    for name in names:
+        alike = [gpu for gpu in machine.gpus if gpu.name == name]
+        memory = binary_size(alike[0].memory_bytes) if alike[0].memory_bytes is not None else "unknown memory"
+        lines.append(f"  {'GPUs':<18} {len(alike)} x {name}, {memory} each")
+    return lines if names else [*lines, f"  {'GPUs':<18} none"]
+
+
+def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
+    """Advice: the least number of GPUs whose memory is enough, found by doubling an open shard degree."""
+    reference = find_accelerator(_REFERENCE_GPU)
+    assert reference is not None
+    capacity = reference.memory_bytes
+    name = _REFERENCE_GPU
+    if machine.gpus and machine.gpus[0].memory_bytes is not None:
+        capacity, name = machine.gpus[0].memory_bytes, machine.gpus[0].name
+    world, is_open = smallest_world(config.parallelism), config.parallelism.data_parallel_shard_degree == -1
+    sizes = [world * 2**power for power in range(_MOST_DOUBLINGS if is_open else 1)]
+    less = ActivationCheckpoint(mode="full")
+    smaller = config.model_copy(update={"activation_checkpoint": less})
+    for candidate, remark in ((config, ""), (smaller, _WITH_CHECKPOINTING)):
+        for size in sizes:
+            if plan_memory(candidate, size).total <= usable_bytes(capacity):
+                return f"run it on {counted(size, 'GPU')} of {binary_size(capacity)} ({name}) or more{remark}"
+    return (
+        f"even {counted(sizes[-1], 'GPU')} of {binary_size(capacity)} ({name}) cannot hold it: raise the tensor, "
+        "pipeline, context or expert degree, or lower training.local_batch_size"
+    )

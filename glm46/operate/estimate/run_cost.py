@@ -1,0 +1,146 @@
+"""What a whole run costs: steps, days, GPU-hours, money, and the size of its checkpoints."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from glm46.operate.estimate.memory import WIDTHS
+from glm46.operate.estimate.step_time import OrderOf, StepTime, step_time
+from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.run.parameters import adapter_rows, named_rows
+from glm46.run.plan import Plan
+from glm46.run.schedule import batch_sequences
+
+SECONDS_PER_DAY = 86_400
+_HF_BYTES = 2
+"""Of an element in a Hugging Face folder: BF16."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage of text."""
+
+    steps: int
+    seconds: float
+    largest: StepTime
+    """Of its largest step."""
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """A run on a cluster, without the time of starts, checkpoints, validation and faults."""
+
+    cluster: TargetCluster
+    stages: list[StageCost]
+    tokens: int
+    flops: float
+    """Of the whole run, as the model needs them."""
+
+    @property
+    def longest(self) -> StageCost:
+        """The stage that takes most time."""
+        return max(self.stages, key=lambda stage: stage.seconds)
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def days(self) -> float:
+        return sum(stage.seconds for stage in self.stages) / SECONDS_PER_DAY
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.cluster.gpus * self.days * 24
+
+    @property
+    def dollars(self) -> float | None:
+        """None without a price."""
+        return None if self.cluster.price is None else self.gpu_hours * self.cluster.price
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / (self.days * SECONDS_PER_DAY)
+
+    @property
+    def mfu(self) -> float:
+        """Share of the BF16 peak of all GPUs over the whole run."""
+        return self.flops / (self.cluster.gpus * self.cluster.gpu.bf16_flops * self.days * SECONDS_PER_DAY)
+
+
+def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf | None) -> RunCost:
+    """Predict the cost of a run; arguments of `step_time`.
+
+    A step takes a fixed time and a time per micro-batch. Both follow from the smallest and the largest step of a stage,
+    so a ramp of the batch size needs no more than two steps.
+    """
+    stages = []
+    for index, steps in enumerate(count_steps(plan)):
+        if not plan.stage_tokens[index]:
+            break
+        smallest, largest = plan.batches_of(index)
+        time = step_time(plan, index, largest, cluster, order_of)
+        seconds, sequences = time.seconds, plan.stage_tokens[index] / plan.text_stages[index].seq_len
+        each, fixed = seconds / largest, 0.0
+        if smallest < largest:
+            least = step_time(plan, index, smallest, cluster, order_of).seconds
+            each = (seconds - least) / (largest - smallest)
+            fixed = seconds - each * largest
+        stages.append(StageCost(steps, fixed * steps + each * sequences, time))
+    return RunCost(cluster, stages, plan.budget_tokens, plan.flops)
+
+
+def count_steps(plan: Plan) -> list[int]:
+    """The optimizer steps of each stage of text."""
+    counts = []
+    clock = plan.config.lr_scheduler.start_tokens
+    for stage, tokens in zip(plan.text_stages, plan.stage_tokens, strict=True):
+        counts.append(sum(steps for steps in _equal_steps(plan, clock, tokens // stage.seq_len, stage.seq_len)))
+        clock += tokens
+    return counts
+
+
+def _equal_steps(plan: Plan, clock: int, samples: int, seq_len: int) -> Iterator[int]:
+    """Numbers of steps of equal size, from a token count on until all samples are read."""
+    batch, left = plan.config.training.global_batch_size, samples
+    ramp_ends = batch[-1][0] if isinstance(batch, tuple) else 0
+    while left > 0:
+        rows = batch_sequences(batch, clock, plan.rows_per_micro_batch)
+        steps = -(-left // rows) if clock >= ramp_ends else 1
+        yield steps
+        left -= rows * steps
+        clock += rows * steps * seq_len
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of a checkpoint of all ranks together."""
+
+    weights: float
+    """Master weights."""
+    states: float
+    """Optimizer states."""
+    hugging_face: float
+    """A folder of weights in BF16."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.states
+
+
+def checkpoint_size(plan: Plan) -> CheckpointSize:
+    """The size of each checkpoint of a run, with the critic's; under [adapter] of the adapters alone."""
+    optimizer, adapter, rl = plan.config.optimizer, plan.config.adapter, plan.config.rl
+    networks = [(plan.shape, "lm")]
+    if rl is not None and rl.resolved().has_critic:
+        networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
+    weights, states = [], 0
+    for shape, head in networks:
+        rows = (named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)).values()
+        trained = [(row.numel(shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
+        weights.append(sum(count for count, _ in trained))
+        states += sum(count * of_each for count, of_each in trained)
+    return CheckpointSize(
+        sum(weights) * WIDTHS[plan.config.training.dtype],
+        states * WIDTHS[optimizer.state_dtype],
+        weights[0] * _HF_BYTES,
+    )

@@ -1,0 +1,212 @@
+"""The best layouts of a run on a cluster: all that the rules of the config allow, those that fit, ranked by time."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from glm46.config.check import find_faults
+from glm46.config.model import ModelShape
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint, Parallelism
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import RunConfig
+from glm46.operate.estimate.memory import largest_stage, plan_memory, stage_memory
+from glm46.operate.estimate.requirement import usable_bytes
+from glm46.operate.estimate.run_cost import RunCost, checkpoint_size, run_cost
+from glm46.operate.estimate.step_time import OrderOf
+from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.run.plan import Plan, resolve_plan
+
+_MODES = ("none", "selective", "full")
+"""Recomputation, from the fastest to the smallest: a layout that fits with one is not tried with the next."""
+_SIMULATED = 12
+"""Layouts whose pipelines are simulated after a first ranking with the bubbles of equal stages."""
+_MOST_GPUS = 2**14
+_LEAST_CONTEXT_SHARE = 1024
+"""Tokens of the longest row that a context-parallel rank has at least: with fewer it mostly gathers keys."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits."""
+
+    plan: Plan
+    memory: float
+    """Bytes of the rank that needs most."""
+    cost: RunCost
+
+
+def options_of(plan: Plan, config: RunConfig) -> list[str]:
+    """The options of the command line that give a config the layout and the recomputation of a plan."""
+    options = []
+    for section in ("parallelism", "activation_checkpoint"):
+        old, new = getattr(config, section), getattr(plan.config, section)
+        for key, field in type(new).model_fields.items():
+            if getattr(old, key) != getattr(new, key):
+                # A default is set by taking the key out: some keys may only stand beside others.
+                value = "" if getattr(new, key) == field.default else getattr(new, key)
+                options.append(f"--{section}.{key}={value}")
+    return options
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of `search_layouts`."""
+
+    best: list[Candidate]
+    """The fastest ones, with the real order of their pipelines, from the fastest on."""
+    fitting: int
+    """Number of layouts that fit."""
+    refused: Counter[str]
+    """Number of layouts that a rule forbids, by the key that it names first."""
+    too_large: int
+    """Layouts that no kind of recomputation makes fit."""
+    least_memory: float
+    """Bytes of the smallest of those; infinite if there are none."""
+
+
+def search_layouts(
+    config: RunConfig,
+    cluster: TargetCluster,
+    order_of: OrderOf,
+    report: Callable[[int, int], None] = lambda done, total: None,
+    document_tokens: float | None = None,
+) -> Search:
+    """Plan every layout of a run on all GPUs of a cluster. FSDP2 shards over all ranks that are left: replicas are not
+    tried, because shards need less memory and send no more.
+
+    Args:
+        report: called with the layouts done and their number.
+        document_tokens: of `Plan`.
+    """
+    usable = usable_bytes(cluster.gpu.memory_bytes)
+    best, refused, too_large, least = [], Counter(), 0, float("inf")
+    layouts = list(_layouts(config, cluster))
+    for done, parallelism in enumerate(layouts):
+        report(done, len(layouts))
+        candidate = config.model_copy(update={"parallelism": parallelism})
+        if faults := find_faults(candidate, cluster.gpus):
+            refused[faults[0].keys[0]] += 1
+            continue
+        for mode in _MODES:
+            with_mode = candidate.model_copy(update={"activation_checkpoint": ActivationCheckpoint(mode=mode)})
+            plan = resolve_plan(with_mode, cluster.gpus, document_tokens)
+            memory = largest_stage(stage_memory(plan)).total
+            if memory <= usable:
+                best.append(Candidate(plan, memory, run_cost(plan, cluster, None)))
+                break
+        else:
+            too_large, least = too_large + 1, min(least, memory)
+    report(len(layouts), len(layouts))
+    best.sort(key=lambda each: each.cost.days)
+    simulated = [replace(each, cost=run_cost(each.plan, cluster, order_of)) for each in best[:_SIMULATED]]
+    return Search(sorted(simulated, key=lambda each: each.cost.days), len(best), refused, too_large, least)
+
+
+def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
+    """A plan on the fewest GPUs of this kind, a power of two, that hold the run with full recomputation; None if
+    `_MOST_GPUS` do not."""
+    smaller = config.model_copy(update={"activation_checkpoint": ActivationCheckpoint(mode="full")})
+    usable = usable_bytes(cluster.gpu.memory_bytes)
+    kept = checkpoint_size(resolve_plan(config))
+    states = 0.0 if config.optimizer.state_offload != "none" else kept.states
+    # Weights and gradients are alike; fewer GPUs than this do not hold what lies between steps.
+    least = 1 if config.training.parameter_offload else (2 * kept.weights + states) / usable
+    for gpus in (count for count in _powers(_MOST_GPUS) if count >= least):
+        for parallelism in _layouts(smaller, replace(cluster, gpus=gpus)):
+            candidate = smaller.model_copy(update={"parallelism": parallelism})
+            if not find_faults(candidate, gpus) and plan_memory(candidate, gpus).total <= usable:
+                return resolve_plan(candidate, gpus)
+    return None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run with other keys on the same GPUs."""
+
+    name: str
+    refusal: str | None
+    """The rule that it breaks."""
+    memory: float = 0.0
+    """Bytes of the rank that needs most."""
+    cost: RunCost | None = None
+    """None if it breaks a rule or does not fit."""
+
+
+def what_if(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> list[Variant]:
+    """The same layout with a change of the sequence, the batch, FP8, recomputation or offloading."""
+    config, variants = plan.config, []
+    for name, changes in _changes(config).items():
+        changed = config.model_copy(
+            update={section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
+        )
+        if faults := find_faults(changed, cluster.gpus):
+            variants.append(Variant(name, faults[0].message))
+            continue
+        other = resolve_plan(changed, cluster.gpus, plan.document_tokens)
+        memory = largest_stage(stage_memory(other)).total
+        fits = memory <= usable_bytes(cluster.gpu.memory_bytes)
+        variants.append(Variant(name, None, memory, run_cost(other, cluster, order_of) if fits else None))
+    return variants
+
+
+def _changes(config: RunConfig) -> dict[str, dict[str, dict[str, object]]]:
+    """Keys of each variant by section."""
+    batch, changes = config.training.global_batch_size, {"as it is": {}}
+    if not config.data.stages and not isinstance(batch, tuple):
+        rows = {} if batch is None else {"global_batch_size": max(batch // 2, 1)}
+        changes["sequences twice as long, as many tokens"] = {
+            "training": {"seq_len": 2 * config.training.seq_len} | rows
+        }
+        if batch is not None:
+            changes["a batch twice as large"] = {"training": {"global_batch_size": 2 * batch}}
+    if config.float8.recipe_name is None:
+        fp8 = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise"}
+        changes["FP8 rowwise, experts too"] = {"float8": fp8}
+    for mode in _MODES:
+        if mode != config.activation_checkpoint.mode:
+            changes[f"activation_checkpoint.mode = {mode}"] = {"activation_checkpoint": {"mode": mode}}
+    if config.optimizer.state_offload == "none":
+        changes["optimizer.state_offload = cpu"] = {"optimizer": {"state_offload": "cpu"}}
+    return changes
+
+
+def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[Parallelism]:
+    """Degrees whose product divides the number of GPUs; a tensor-parallel group stays inside a node."""
+    shape = resolve_shape(config.model)
+    longest = max([config.training.seq_len, *(stage.seq_len or 0 for stage in config.data.stages)])
+    gpus, width = cluster.gpus, min(cluster.gpus_per_node, cluster.gpus)
+    tensor = [degree for degree in _powers(width) if width % degree == 0]
+    pipeline = [degree for degree in _powers(shape.num_hidden_layers) if gpus % degree == 0]
+    context = _powers(max(longest // _LEAST_CONTEXT_SHARE, 1))
+    for tp, pp, cp in product(tensor, pipeline, context):
+        if gpus % (tp * pp * cp):
+            continue
+        for ep in _expert_degrees(shape, gpus // pp):
+            for schedule in _schedules(config, shape, pp):
+                yield Parallelism(
+                    tensor_parallel_degree=tp,
+                    context_parallel_degree=cp,
+                    expert_parallel_degree=ep,
+                    data_parallel_shard_degree=gpus // (tp * pp * cp),
+                    fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+                    **({"pipeline_parallel_degree": pp, "pipeline_parallel_schedule": schedule} if pp > 1 else {}),
+                )
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _expert_degrees(shape: ModelShape, ranks: int) -> list[int]:
+    """Degrees that divide the experts and the ranks of a pipeline stage, up to 64."""
+    experts = shape.n_routed_experts
+    return [degree for degree in range(1, min(ranks, experts, 64) + 1) if experts % degree == 0 == ranks % degree]
+
+
+def _schedules(config: RunConfig, shape: ModelShape, pp: int) -> list[str]:
+    """Schedules worth a try, with their default number of stages: that of the config, and two common ones."""
+    if pp == 1:
+        return ["1F1B"]
+    names = dict.fromkeys([config.parallelism.pipeline_parallel_schedule, "1F1B", "Interleaved1F1B"])
+    return [name for name in names if pp * PIPELINE_SCHEDULES[name].stages_per_rank <= shape.num_hidden_layers]

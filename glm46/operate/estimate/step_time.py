@@ -1,0 +1,343 @@
+"""Time of an optimizer step, predicted: kernels by a roofline, collectives by their links, a pipeline by the order of
+its schedule.
+
+What is assumed: sequences are full, experts get equal loads but for `Efficiencies.imbalance`, and nothing else uses the
+machines. FSDP2's gathers and reductions run beside the products of their stage and cost what is longer; the shared
+expert runs beside the first exchange of tokens; all other collectives cost their whole time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from glm46.config.parallelism import Parallelism
+from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work
+from glm46.operate.estimate.memory import rank_memory
+from glm46.operate.estimate.muon_cost import muon_cost
+from glm46.operate.estimate.other_networks import other_networks, other_passes
+from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
+from glm46.operate.estimate.target_cluster import TargetCluster, groups
+from glm46.operate.estimate.traffic import MUON, Traffic, reference_traffic, step_traffic
+from glm46.run.activations import Frozen
+from glm46.run.flops import training_flops_per_token
+from glm46.run.plan import Plan
+from glm46.run.stages import bubble
+from glm46.run.timeline import Order, Timeline, simulate
+
+OrderOf = Callable[[Parallelism, int], Order]
+"""The order of the actions of a pipeline for a number of micro-batches: `pipeline_order`."""
+_FP32_SHARE = 1 / 15
+"""Of the BF16 peak, by FP32 products without tensor cores: 67 of 989 TFLOP/s on an H100, 19.5 of 312 on an A100."""
+_TENSOR_CORES = 7.0
+"""Least compute capability with them. A GPU described without a capability has its peak in the type that is used."""
+_UPDATE_BYTES = {"muon": 28, "adamw": 40}
+"""Read and written per element by norm, clipping and update in FP32: gradient three times, states and weight twice."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of a stage of text."""
+
+    parts: dict[str, float]
+    """Seconds by cause on the pipeline rank that computes longest; they add up to the step."""
+    tokens: int
+    """Of all ranks."""
+    model_flops: float
+    """Of all ranks; recomputation, passes without gradient and a critic are not counted."""
+    mfu: float
+    """`model_flops` over what the BF16 peaks of all GPUs could do in this time."""
+    timeline: Timeline | None
+    """Of forward and backward; None without a pipeline, or without its order."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class _Cost(Counter):
+    """Seconds by cause."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.values())
+
+    def times(self, factor: float) -> "_Cost":
+        return _Cost({cause: factor * seconds for cause, seconds in self.items()})
+
+
+class Roofline:
+    """Times of kernels and collectives on one cluster, for one compute type and mesh."""
+
+    def __init__(self, cluster: TargetCluster, plan: Plan):
+        gpu, share = cluster.gpu, cluster.efficiencies
+        is_slow = plan.config.training.mixed_precision_param == "float32" and gpu.compute_capability >= _TENSOR_CORES
+        self._share, self._launch, self._call = share, share.launch_seconds, share.call_seconds
+        self._bf16 = gpu.bf16_flops * (_FP32_SHARE if is_slow else 1)
+        self._fp8, self._memory = gpu.fp8_flops, gpu.memory_bandwidth * share.memory
+        self._links = {
+            axis: cluster.link(*group) for axis, group in groups(plan.layout, plan.shape.num_key_value_heads).items()
+        }
+        self.overlap = share.overlap
+        self._imbalance = share.imbalance if plan.layout.ep > 1 else 1.0
+        self._states = "host", share.host_bytes_per_second
+        if plan.config.optimizer.state_offload == "nvme":  # a ring in host memory: both links at once
+            self._states = "disk", min(share.host_bytes_per_second, share.disk_bytes_per_second)
+
+    def kernels(self, work: Iterable[Work]) -> _Cost:
+        """Seconds of kernels one after the other, by kind; at least what the host takes to launch them."""
+        cost, launched = _Cost(), 0.0
+        for each in work:
+            cost[each.kind] += self.kernel(each)
+            launched += each.kernels * self._launch
+        waited = launched - cost.seconds
+        return cost if waited <= 0 else _Cost({**cost, "launches": waited})
+
+    def kernel(self, work: Work) -> float:
+        """Seconds of one kernel."""
+        moved = work.nbytes / self._memory
+        if work.kind == "memory":
+            return moved
+        peak = self._fp8 if work.in_fp8 else self._bf16
+        computed = max(work.flops / (peak * getattr(self._share, work.kind)), moved)
+        return computed * (self._imbalance if work.kind == "experts" else 1.0)
+
+    def update(self, elements: dict[str, float], products: float, exchanges: list[Traffic], offloaded: float) -> _Cost:
+        """Seconds of the optimizer: elements by optimizer, FLOPs of Newton-Schulz iterations in BF16, and bytes of
+        states in host memory or in a file, which are copied in and out at once, beside the update.
+
+        Muon's products hide its exchanges, but for the first one of matrices and the last one of updates
+        (`compute/optim/muon_step.py`): with few buckets that is most of them.
+        """
+        moved = sum(_UPDATE_BYTES[name] * count for name, count in elements.items()) / self._memory
+        computed, sent = products / (self._bf16 * self._share.products), sum(map(self.traffic, exchanges))
+        calls = sum(each.calls for each in exchanges)
+        waited = max(sent - computed, 2 * sent / calls) if calls else 0.0
+        place, rate = self._states
+        cost, copied = _Cost({"optimizer": moved + computed}), offloaded / rate
+        cost.update({"waiting for Muon's matrices": waited} if waited else {})
+        cost.update({f"waiting for the {place}": copied - cost.seconds} if copied > cost.seconds else {})
+        return cost
+
+    def copies(self, traffic: Traffic) -> float:
+        """Seconds of FSDP2's kernels that copy gathered weights apart, or gradients together."""
+        return 2 * traffic.nbytes / self._memory
+
+    def traffic(self, traffic: Traffic) -> float:
+        """Seconds of the collectives of one kind."""
+        link, others = self._links[traffic.axis], traffic.ranks - 1
+        calls = traffic.calls * self._call
+        if traffic.kind == "send" or traffic.what == MUON:
+            return calls + traffic.nbytes / link.exchange_bytes_per_second
+        sent = traffic.nbytes * others / traffic.ranks
+        if traffic.kind == "all_to_all":
+            return calls + sent / link.exchange_bytes_per_second * self._imbalance
+        return calls + sent * (2 if traffic.kind == "all_reduce" else 1) / link.bytes_per_second
+
+
+_OVERLAPPED = ("shard", "efsdp", "dp_replicate")
+"""Axes whose collectives FSDP2 runs beside the kernels."""
+
+
+def step_time(
+    plan: Plan, stage_index: int, sequences: int, cluster: TargetCluster, order_of: OrderOf | None
+) -> StepTime:
+    """Predict one step of a stage of text.
+
+    Args:
+        sequences: of the step, over all ranks.
+        order_of: called only with a pipeline. None: its bubble is that of equal stages without transfers, which takes
+            a hundredth of the time.
+    """
+    stage, layout = plan.text_stages[stage_index], plan.layout
+    micro_batches = sequences // plan.rows_per_micro_batch
+    roofline = Roofline(cluster, plan)
+    traffic = step_traffic(plan, stage_index, micro_batches)
+    offload, offloaded = plan.config.optimizer.state_offload, [0.0] * layout.pp
+    if offload == "nvme" or (offload == "cpu" and not plan.config.training.parameter_offload):
+        memory, networks = rank_memory(plan, stage_index), 1 + other_passes(plan)[1]
+        # Without an offloaded reference, which no update reads, and without a critic, which is added below.
+        hosts = [m.host - other_networks(plan, m.weights, 0.0)[1] for m in memory]
+        offloaded = [(m.disk or host) / networks for m, host in zip(memory, hosts, strict=True)]
+    ranks = [
+        _rank(plan, stage_index, roofline, parts, of_rank, micro_batches, states)
+        for parts, of_rank, states in zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
+    ]
+    slowest = max(ranks, key=lambda rank: rank.seconds)
+    parts, timeline = Counter(slowest.parts(micro_batches)), None
+    if layout.pp > 1 and order_of is None:
+        idle = bubble(plan.config.parallelism, micro_batches)
+        parts["pipeline bubble"] = slowest.seconds * micro_batches * idle / (1 - idle)
+    elif layout.pp > 1:
+        sends = [each for of_rank in traffic for each in of_rank if each.axis == "pp" and each.kind == "send"]
+        sending = max(roofline.traffic(each) / each.calls for each in sends)
+        timeline = _timeline(ranks, sending, order_of(plan.config.parallelism, micro_batches))
+        parts["pipeline bubble"] = timeline.seconds - slowest.seconds * micro_batches
+    forwards, critics = other_passes(plan)
+    if critics:
+        parts["critic"] = critics * sum(parts.values())
+    if forwards:  # from stage to stage without an order of its own
+        forward = max(sum(cost.seconds for cost in rank.forward.values()) for rank in ranks)
+        computed = forwards * (micro_batches + layout.pp - 1) * forward
+        gathered = max(
+            sum(roofline.traffic(each) for each in of_rank if each.axis in _OVERLAPPED)
+            for of_rank in reference_traffic(plan, stage_index, micro_batches)
+        )
+        parts["passes without gradient"] = computed + gathered - min(roofline.overlap * gathered, computed)
+    tokens = sequences * stage.seq_len
+    flops = tokens * training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
+    seconds = sum(parts.values())
+    peak = layout.world_size * cluster.gpu.bf16_flops
+    return StepTime(dict(parts), tokens, flops, flops / (seconds * peak), timeline)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one pipeline rank does in a step."""
+
+    forward: dict[int, _Cost]
+    """Seconds of one micro-batch, by stage."""
+    backward: dict[int, _Cost]
+    """With the recomputation."""
+    once: _Cost
+    """Seconds once per step, after the last backward."""
+
+    @property
+    def seconds(self) -> float:
+        """Of one micro-batch in all stages of the rank."""
+        return sum(cost.seconds for costs in (self.forward, self.backward) for cost in costs.values())
+
+    def parts(self, micro_batches: int) -> _Cost:
+        """Seconds of the step by cause, without waiting for other ranks of the pipeline."""
+        total = _Cost(self.once)
+        for costs in (self.forward, self.backward):
+            for cost in costs.values():
+                total.update(cost.times(micro_batches))
+        return total
+
+
+def _rank(
+    plan: Plan,
+    stage_index: int,
+    roofline: Roofline,
+    stages: list[StagePart],
+    traffic: list[Traffic],
+    micro_batches: int,
+    offloaded: float,
+) -> _Rank:
+    """``offloaded``: bytes of optimizer states that a step copies from host memory or a file, and back."""
+    batch = _micro_batch(plan, stage_index)
+    mode = plan.config.activation_checkpoint.mode
+    forward, backward, costs = {}, {}, {}
+    for stage in stages:
+        forward[stage.index], backward[stage.index] = _Cost(), _Cost()
+        for name, frozen, has_backward in _kernel_parts(stage, 1 + plan.shape.num_nextn_predict_layers):
+            if (name, frozen) not in costs:
+                work = part_work(name, batch, mode, frozen)
+                costs[name, frozen] = tuple(map(roofline.kernels, (work.forward, work.backward, work.recomputed)))
+            of_forward, of_backward, recomputed = costs[name, frozen]
+            forward[stage.index].update(of_forward)
+            if has_backward:
+                backward[stage.index].update(of_backward)
+                again = recomputed.seconds
+                backward[stage.index].update({"recomputation": again} if again else {})
+    muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
+    of_muon = [each for each in traffic if each.what == MUON]
+    once = roofline.update(_updated(plan, stages), muon.flops, of_muon, offloaded)
+    beside = Counter()
+    # A collective of forward runs again with the recomputation, and backward has its counterpart.
+    shares = (1, 1) if mode == "none" else (1, 2)
+    for each in (each for each in traffic if each.what != MUON):
+        seconds = roofline.traffic(each)
+        if each.axis in _OVERLAPPED:
+            beside[each.kind] += seconds
+            if each.kind != "all_reduce":
+                once["copies of weights and gradients"] += roofline.copies(each)
+        elif each.axis == "world":
+            once[f"waiting for {each.axis}"] += seconds
+        elif each.axis != "pp":
+            for costs, share in zip((forward, backward), shares, strict=True):
+                for cost in costs.values():
+                    cost[f"waiting for {each.axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
+    rank = _Rank(forward, backward, once)
+    once["waiting for weights and gradients"] = _exposed(
+        beside, rank, micro_batches, plan.layout.pp > 1, roofline.overlap
+    )
+    return rank
+
+
+def _kernel_parts(stage: StagePart, heads: int) -> Iterator[tuple[PartOfModel, Frozen | None, bool]]:
+    """The parts of a stage as `part_work` takes them, and whether they have a backward; a head for each depth."""
+    frozen = None if stage.adapters is None else Frozen()
+    if stage.has_embedding:
+        yield "embedding", frozen, True
+    for index, block in enumerate(stage.blocks):
+        adapters = frozen if stage.adapters is None else Frozen(stage.adapters[index], stage.base_in_float8)
+        yield block, adapters, index >= stage.backward_from
+    for _ in range(heads * stage.has_head):
+        yield "head", frozen, True
+
+
+def _exposed(beside: Counter[str], rank: _Rank, micro_batches: int, is_piped: bool, overlap: float) -> float:
+    """Seconds per step of FSDP2's collectives that no kernel hides; `Efficiencies.overlap` of them could be hidden.
+
+    A pipeline gathers weights beside its first forward and reduces gradients after its last backward. Otherwise both
+    run beside every micro-batch.
+    """
+    first = sum(cost.seconds for cost in rank.forward.values())
+    hidden, hiding = (beside["all_gather"], first) if is_piped else (beside.total(), rank.seconds * micro_batches)
+    return beside.total() - min(overlap * hidden, hiding)
+
+
+def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
+    config, stage, layout = plan.config, plan.text_stages[stage_index], plan.layout
+    tokens = config.training.local_batch_size * stage.seq_len / (layout.cp * layout.tp)
+    return MicroBatch(
+        shape=stage.shape,
+        layout=layout,
+        tokens=tokens,
+        seq_len=stage.seq_len,
+        document_tokens=plan.document_tokens,
+        param_dtype=config.training.mixed_precision_param,
+        is_compiled=config.compile.enable,
+        linear_fp8=config.float8.recipe_name is not None and not config.float8.emulate,
+        experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
+    )
+
+
+def _updated(plan: Plan, stages: list[StagePart]) -> dict[str, float]:
+    """Elements that one rank of a pipeline rank updates, by optimizer."""
+    elements = {"muon": 0.0, "adamw": 0.0}
+    for row, count, sizes in held_rows(stages, plan.shape, plan.layout):
+        if row.is_trained:
+            elements[row.choose_optimizer(plan.config.optimizer)] += count * prod(sizes)
+    return elements
+
+
+def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:
+    """Forward and backward of all micro-batches. A backward that is split spends equal times on inputs and weights;
+    with recomputation it runs whole in its first half (`compute/parallelize/pipeline.py`).
+
+    Args:
+        sending: seconds from one stage to the next.
+    """
+    forward = {stage: cost.seconds for rank in ranks for stage, cost in rank.forward.items()}
+    backward = {stage: cost.seconds for rank in ranks for stage, cost in rank.backward.items()}
+    weights = {
+        stage: 0.0 if cost["recomputation"] else cost.seconds / 2
+        for rank in ranks
+        for stage, cost in rank.backward.items()
+    }
+
+    def cost(kind: str, stage: int) -> float:
+        if kind == "forward":
+            return forward[stage]
+        if kind == "backward":
+            return backward[stage]
+        return weights[stage] if kind == "weight gradient" else backward[stage] - weights[stage]
+
+    return simulate(order, cost, lambda _: sending)

@@ -1,0 +1,132 @@
+"""A cluster to plan for: GPUs, the links between them, the shares of their peaks that a run reaches, and the price."""
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from glm46.run.layout import Layout
+from glm46.run.peaks import Accelerator
+
+GPUS_PER_NODE = 8
+STORAGE_GBYTES = 2.0
+"""GB/s that a node writes to the folder of checkpoints, assumed."""
+NETWORK_GBITS = 400.0
+"""Gbit/s of a GPU's own port between nodes: ConnectX-7, one port per GPU."""
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """Shares of the peaks that kernels and links reach, and fixed times.
+
+    The defaults are assumptions for large shapes on an H100, not measurements. `read` takes measured ones.
+    """
+
+    products: float = 0.72
+    """Of the peak, by products of large matrices."""
+    experts: float = 0.60
+    """Of the peak, by grouped products."""
+    attention: float = 0.50
+    """Of the peak, by attention over variable lengths."""
+    memory: float = 0.80
+    """Of the memory's bandwidth, by kernels that compute element by element."""
+    link: float = 0.75
+    """Of the bandwidth inside a node, by collectives of large tensors."""
+    network: float = 0.75
+    """Of the bandwidth between nodes."""
+    imbalance: float = 1.1
+    """Load of the busiest rank that shares experts with others, over the mean."""
+    overlap: float = 1.0
+    """Of FSDP2's collectives, what runs beside kernels without slowing them. 0 on a CPU, whose cores do both."""
+    launch_seconds: float = 5e-6
+    """Time of the host for one kernel: a layer takes at least that for each of its kernels."""
+    call_seconds: float = 25e-6
+    """Time of a collective of an empty tensor."""
+    host_bytes_per_second: float = 25e9
+    """Between a GPU and host memory in one direction, while all GPUs of a node copy both ways: half of PCIe 5.0's."""
+    disk_bytes_per_second: float = 2e9
+    """Between host memory and a GPU's share of its node's local disks in one direction, while all GPUs of the node read
+    and write: for each GPU one drive on PCIe 4.0, at half of the 4 GB/s that it writes alone."""
+    source: str = "assumed"
+    """Where the values come from."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Efficiencies":
+        """Read the values that a file of `scripts/gpu_report.sh` states; the others keep their defaults.
+
+        Raises:
+            ValueError: the file does not exist, is not JSON, or has a key or value that cannot be.
+        """
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        known = {each.name: each.type for each in fields(cls)}
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+            if key not in known or (key != "source" and not is_number):
+                raise ValueError(f"{path}: {key} = {value!r}: expected an object with {', '.join(known)}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the ranks of a group are connected."""
+
+    bytes_per_second: float
+    """That each rank sends when all send at once in a ring."""
+    exchange_bytes_per_second: float
+    """That each rank sends when each sends to all others."""
+    inside_node: bool
+
+
+@dataclass(frozen=True)
+class TargetCluster:
+    """Equal GPUs in equal nodes. Every GPU has its own port to the network."""
+
+    gpu: Accelerator
+    gpus: int
+    gpus_per_node: int = GPUS_PER_NODE
+    network_gbits: float = NETWORK_GBITS
+    """Gbit/s of a GPU's port, in one direction."""
+    price: float | None = None
+    """Of one GPU for one hour, in dollars."""
+    storage_gbytes: float = STORAGE_GBYTES
+    """GB/s that each node writes."""
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
+
+    def writing_seconds(self, nbytes: float) -> float:
+        """Time in which all nodes write so many bytes together, each its part."""
+        return nbytes / (max(self.gpus / self.gpus_per_node, 1) * self.storage_gbytes * 1e9)
+
+    def link(self, stride: int, ranks: int) -> Link:
+        """The link of a group of ranks with a constant distance between neighbours.
+
+        A ring of ranks of several nodes leaves a node through the ports of all its members, as NCCL's rings do; in an
+        exchange the part for other nodes goes through each rank's own port.
+        """
+        inside = self.gpu.link_bandwidth * self.efficiencies.link
+        port = self.network_gbits / 8 * 1e9 * self.efficiencies.network
+        of_node = min(max(self.gpus_per_node // stride, 1), ranks)
+        if of_node == ranks:
+            return Link(inside, inside, True)
+        away = (ranks - of_node) / (ranks - 1)
+        return Link(min(inside, port * of_node), 1 / (away / port + (1 - away) / inside), False)
+
+
+def groups(layout: Layout, key_heads: int) -> dict[str, tuple[int, int]]:
+    """The distance between neighbours and the number of ranks of each axis of the mesh, as `build_meshes` has them, and
+    of the tensor-parallel ranks that share one of the key heads."""
+    shards = layout.dp_shard * layout.cp
+    return {
+        "tp": (1, layout.tp),
+        "tp_head": (1, max(layout.tp // key_heads, 1)),
+        "cp": (layout.tp, layout.cp),
+        "ep": (1, layout.ep),
+        "shard": (layout.tp, shards),
+        "efsdp": (layout.ep, layout.expert_shards),
+        "dp_replicate": (layout.tp * shards, layout.dp_replicate),
+        "pp": (layout.world_size // layout.pp, layout.pp),
+        "stage": (1, layout.world_size // layout.pp),
+        "stage_experts": (layout.ep, layout.dp_replicate * layout.expert_shards),
+        "world": (1, layout.world_size),
+    }

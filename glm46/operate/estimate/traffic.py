@@ -1,0 +1,402 @@
+"""What a rank sends and receives in one optimizer step, by collective and mesh axis; without torch.
+
+It follows the code call by call: `parallelize/`, `compute/distributed/collectives.py`, torch's FSDP2 and pipelines, and
+`engine/training/step.py`. A test counts the calls and bytes of real steps on a fake process group and holds both equal.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, NamedTuple
+
+from glm46.config.float8_layers import linear_layers
+from glm46.config.rules_layout import values_of
+from glm46.operate.estimate.memory import LOSS_CHUNK_TOKENS, WIDTHS
+from glm46.operate.estimate.muon_cost import muon_cost
+from glm46.operate.estimate.rank_parts import (
+    Block,
+    FsdpUnit,
+    StagePart,
+    fsdp_units,
+    held_elements,
+    held_rows,
+    local_shape,
+    parts_of_ranks,
+    sharded_dim,
+)
+from glm46.run.activations import FP32, INDEX, attended_keys
+from glm46.run.layout import Layout
+from glm46.run.parameters import Parameter
+from glm46.run.plan import Plan
+from glm46.run.stages import rank_of_stage
+
+_FP64 = 8
+
+MUON = "matrices of Muon"
+"""`Traffic.what` of the exchange of sharded matrices, of which no rank sends itself a part."""
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls of one kind over one axis, for one purpose, in one optimizer step of one rank."""
+
+    axis: str
+    """Mesh axis as `compute/distributed/mesh.py` names it: shard (FSDP2, dp_shard x cp ranks), dp_replicate, efsdp, ep, cp, tp,
+    pp; "tp_head" for the ranks of tp that share a key head; "stage" for all ranks of a pipeline stage, "stage_experts"
+    for those that share experts; "world" for all ranks."""
+    kind: Kind
+    ranks: int
+    """Ranks of the group."""
+    calls: int
+    nbytes: int
+    """Of all calls together: bytes of the larger of the tensors that the rank passes in and gets, its own share
+    included. So an all_gather counts the gathered tensor, a reduce_scatter the one that is not reduced yet, an
+    all_reduce its tensor once, an all_to_all what the rank sends to all, a send what it sends; a receive is the send of
+    another rank and not counted."""
+    what: str
+
+
+class _Call(NamedTuple):
+    """Calls of equal size."""
+
+    axis: str
+    kind: Kind
+    ranks: int
+    what: str
+    calls: int
+    size: int
+    """Bytes of one call."""
+
+
+def replicas_reduce_once(plan: Plan) -> bool:
+    """True if replicas sum gradients after the last micro-batch only: FSDP2 adds up micro-batches in the reduce type,
+    on the device, where BF16 would lose small gradients and `parameter_offload` wants no gradients. Under a pipeline
+    all gradients are reduced once."""
+    training = plan.config.training
+    return (
+        plan.layout.dp_replicate > 1 and training.mixed_precision_reduce == "float32" and not training.parameter_offload
+    )
+
+
+def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
+    """What the first rank of each pipeline rank sends and receives in `train_step`.
+
+    Tokens are spread evenly over experts, and no token is padding. Groups of one rank are left out, as is the agreement
+    on a step before it. Calls and bytes are exact, but for the keys that context-parallel ranks exchange under a
+    sliding window: those are of rows that are one document.
+
+    Args:
+        stage_index: of `Plan.text_stages`.
+        micro_batches: of the step; absent: those of the largest step of the stage.
+    """
+    step, parts = _Step(plan, stage_index, micro_batches), parts_of_ranks(plan)
+    return [[*_merged(step.of_rank(rank, of_rank)), *_of_muon(plan, of_rank)] for rank, of_rank in enumerate(parts)]
+
+
+def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
+    """As `step_traffic`, of the forward passes of the reference of [finetune.preference], which precede the step: of
+    the policy without its adapters, or of a frozen network. Nothing without that section."""
+    if plan.config.preference is None:
+        return [[] for _ in range(plan.layout.pp)]
+    step = _Step(plan, stage_index, micro_batches, has_backward=False)
+    parts = [
+        [part if part.adapters is not None else replace(part, adapters=((),) * len(part.blocks)) for part in of_rank]
+        for of_rank in parts_of_ranks(plan)
+    ]
+    return [_merged(step.of_evaluation(rank, of_rank)) for rank, of_rank in enumerate(parts)]
+
+
+def _of_muon(plan: Plan, parts: list[StagePart]) -> list[Traffic]:
+    """Sharded matrices to their owners, and their updates back."""
+    exchanges = muon_cost(parts, plan.shape, plan.layout, plan.config.optimizer).exchanges
+    return [Traffic(each.axis, "all_to_all", each.ranks, 2 * each.buckets, each.nbytes, MUON) for each in exchanges]
+
+
+def _merged(calls: Iterator[_Call]) -> list[Traffic]:
+    counts, sizes = Counter(), Counter()
+    for call in calls:
+        if call.ranks > 1 and call.calls:
+            key = call.axis, call.kind, call.ranks, call.what
+            counts[key] += call.calls
+            sizes[key] += call.calls * call.size
+    return [
+        Traffic(axis, kind, ranks, calls, sizes[axis, kind, ranks, what], what)
+        for (axis, kind, ranks, what), calls in counts.items()
+    ]
+
+
+class _Runs(NamedTuple):
+    """How often a block runs for a micro-batch."""
+
+    forward: int
+    backward: int
+
+
+class _Step:
+    """One optimizer step of a plan in one stage of text, or forward passes over its micro-batches."""
+
+    def __init__(self, plan: Plan, stage_index: int, micro_batches: int | None, has_backward: bool = True):
+        stage = plan.text_stages[stage_index]
+        self._plan, self._shape, self._length, self._has_backward = plan, stage.shape, stage.seq_len, has_backward
+        self._micro_batches = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+        self._layout: Layout = plan.layout
+        training = plan.config.training
+        self._rows, length, shape = training.local_batch_size, stage.seq_len, stage.shape
+        self._mode = plan.config.activation_checkpoint.mode if has_backward else "none"
+        self._width = int(WIDTHS[training.mixed_precision_param])
+        self._reduce = int(WIDTHS[training.mixed_precision_reduce])
+        self._master = int(WIDTHS[training.dtype])
+        # Without a cast FSDP2 gathers the masters as they are.
+        self._gathered = self._width if training.mixed_precision_param != "float32" else self._master
+        float8 = plan.config.float8
+        layers = linear_layers(shape, float8, plan.layout.tp) if float8.enable_fsdp_float8_all_gather else ()
+        self._in_fp8 = {f"{layer.name}.weight" for layer in layers if layer.excluded_by is None}
+        self._depths = shape.num_nextn_predict_layers
+        self._tokens = self._rows * length // (self._layout.cp * self._layout.tp)
+        self._hidden = self._tokens * shape.hidden_size * self._width
+        self._forwards = 1 if self._mode == "none" else 2
+
+    def of_rank(self, rank: int, parts: list[StagePart]) -> Iterator[_Call]:
+        """All calls of a pipeline rank."""
+        for part in parts:
+            yield from self._fsdp(part)
+            if self._layout.tp > 1:
+                yield from self._replicated_gradients(part)
+            for call in self._of_micro_batch(rank, part):
+                yield call._replace(calls=call.calls * self._micro_batches)
+            yield from self._norms(part)
+        if in_fp8 := sum(
+            len(self._gathered_in_fp8(unit)) for part in parts for unit in fsdp_units(part, self._shape, self._layout)
+        ):
+            shards = self._layout.dense_shards
+            yield _Call("shard", "all_reduce", shards, "scales of weights", 1, in_fp8 * self._master)
+        yield from self._step_sums(parts)
+
+    def of_evaluation(self, rank: int, parts: list[StagePart]) -> Iterator[_Call]:
+        """All calls of forward passes without gradient."""
+        for part in parts:
+            yield from self._fsdp(part)
+            for call in self._of_micro_batch(rank, part):
+                yield call._replace(calls=call.calls * self._micro_batches)
+
+    def _of_micro_batch(self, rank: int, part: StagePart) -> Iterator[_Call]:
+        layout = self._layout
+        for index, block in enumerate(part.blocks):
+            # Forwards with those of recomputation, and backwards; the input of the first adapters has no gradient.
+            has_backward = self._has_backward and index >= part.backward_from
+            runs = _Runs(self._forwards, 1) if has_backward else _Runs(1, 0)
+            is_first = has_backward and part.adapters is not None and not part.index and index == part.backward_from
+            if layout.cp > 1:
+                yield from self._keys(runs)
+            if layout.tp > 1:
+                yield from self._around_block(block, runs, is_first)
+                yield from self._key_heads(runs)
+            if block != "dense":
+                yield from self._balance() if self._has_backward else ()
+                if layout.ep > 1:
+                    yield from self._tokens_to_experts(block, runs)
+        if layout.tp > 1:
+            yield from self._vocabulary(part)
+        if part.has_head and layout.cp > 1:
+            yield from self._whole_rows()
+        yield from self._pipeline(rank, part)
+
+    def _whole_rows(self) -> Iterator[_Call]:
+        """What is summed over whole rows: accepted drafts, or the halves of pairs."""
+        cp, tokens = self._layout.cp, self._rows * self._length
+        if self._plan.config.preference is None:
+            yield _Call("cp", "all_gather", cp, "predictions", 1, (1 + self._depths) * tokens * INDEX)
+            return
+        yield _Call("cp", "all_gather", cp, "log-probabilities", 1, tokens * FP32)
+        # Three sums of as many halves as a row has tokens, at most; and their gradients.
+        yield _Call("cp", "all_reduce", cp, "sums of pairs", 2 * self._has_backward, 3 * 2 * tokens * _FP64)
+
+    def _fsdp(self, part: StagePart) -> Iterator[_Call]:
+        """Weights in the compute type and gradients in the reduce type, both padded to equal shards."""
+        layout, count = self._layout, self._micro_batches
+        policy, is_piped = self._plan.config.parallelism.fsdp_reshard_after_forward, self._layout.pp > 1
+        # The first block with a backward prefetches the one before it, as all blocks do.
+        forward_only = part.prefixes[: max(part.backward_from - 1, 0)] if self._has_backward else part.prefixes
+        sizes: dict[int, dict[Parameter, int]] = {}  # equal blocks have one tuple of rows
+        for unit in fsdp_units(part, self._shape, layout):
+            axis = "efsdp" if unit.has_own_mesh else "shard"
+            shards = layout.expert_shards if unit.has_own_mesh else layout.dense_shards
+            if id(unit.rows) not in sizes:
+                sizes[id(unit.rows)] = {row: held_elements(row, self._shape, layout) for row in unit.rows}
+            held = sizes[id(unit.rows)]
+            in_fp8 = self._gathered_in_fp8(unit)
+            frees = not unit.is_root and (policy == "always" or (policy == "default" and not is_piped))
+            gathers, reduces = (2 * count if frees and unit.prefix not in forward_only else count), count
+            if not self._has_backward:
+                gathers, reduces = (count if frees else 1), 0  # released after the last one
+            elif is_piped:
+                # Forward frees the weights, and backward leaves them for what follows. So each forward is followed by a
+                # gather, whatever the order, and the first one preceded by one.
+                gathers, reduces = (count + 1 if frees else 1), 1
+            nbytes = sum(
+                size * (1 if row in in_fp8 else row.stored_bytes or self._gathered) for row, size in held.items()
+            )
+            yield _Call(axis, "all_gather", shards, "weights", gathers, shards * nbytes)
+            if not self._has_backward:  # a step computes them at once
+                yield _Call(axis, "all_reduce", shards, "scales of weights", gathers * len(in_fp8), self._master)
+            reduced = sum(size for row, size in held.items() if row.is_trained) * self._reduce
+            reduces *= reduced > 0
+            yield _Call(axis, "reduce_scatter", shards, "gradients", reduces, shards * reduced)
+            if replicas_reduce_once(self._plan):
+                reduces = min(reduces, 1)
+            yield _Call("dp_replicate", "all_reduce", layout.dp_replicate, "gradients", reduces, reduced)
+
+    def _norms(self, part: StagePart) -> Iterator[_Call]:
+        """DoRA's norms, once per step (`compute/parallelize/magnitudes.py`): A and the magnitude are gathered, and each rank
+        sums over its part of the weight."""
+        layout = self._layout
+        of_experts = ("efsdp" if layout.experts_have_own_mesh else "shard", layout.expert_shards), ("ep", layout.ep)
+        of_others = ("shard", layout.dense_shards), ("tp", layout.tp)
+        rows = [row for block in part.block_rows(self._shape) for row in block if row.rank is not None]
+        has_norms = {row.name.rpartition("magnitude")[0] for row in rows if row.group == "magnitude"}
+        for row in rows:
+            if row.name.removesuffix("lora_A").removesuffix("magnitude") not in has_norms:
+                continue
+            axes = of_experts if row.is_expert else of_others
+            if row.group == "magnitude":
+                for axis, ranks in axes:
+                    yield _Call(axis, "all_reduce", ranks, "norms of adapted rows", 1, row.numel(self._shape) * FP32)
+            (axis, shards), (inner_axis, inner) = axes
+            held, whole = held_elements(row, self._shape, layout), prod(local_shape(row, self._shape, layout))
+            dim = 0 if row.is_expert else row.tensor_dim
+            sizes = shards * held, inner * whole
+            if dim is None:
+                sizes = shards * held, 0
+            elif dim != sharded_dim(row, self._shape, layout):  # DTensor begins with the inner axis then
+                sizes = inner * shards * held, inner * held
+            yield _Call(axis, "all_gather", shards, "adapters of norms", 1, sizes[0] * self._master)
+            yield _Call(inner_axis, "all_gather", inner, "adapters of norms", sizes[1] > 0, sizes[1] * self._master)
+
+    def _gathered_in_fp8(self, unit: FsdpUnit) -> list[Parameter]:
+        """The rows of a unit whose weights FSDP2 gathers in FP8, with one scale for all shards."""
+        if not self._in_fp8:
+            return []
+        is_prediction = unit.prefix.startswith("mtp.")
+        inner = {row: "block." if is_prediction and row.part != "mtp" else "" for row in unit.rows}
+        return [row for row in unit.rows if f"{unit.prefix}{inner[row]}{row.name}" in self._in_fp8]
+
+    def _replicated_gradients(self, part: StagePart) -> Iterator[_Call]:
+        """Gradients of parameters that tensor-parallel ranks hold whole are parts of a sum."""
+        is_piped = self._layout.pp > 1
+        calls = 1 if is_piped else self._micro_batches
+        for row, count, _ in held_rows([part], self._shape, self._layout):
+            if row.tensor_dim is None and not row.is_expert and row.is_trained:
+                size = row.numel(self._shape) * self._reduce  # before torch 2.15 the compute type, but in a pipeline
+                yield _Call("tp", "all_reduce", self._layout.tp, "gradients of whole parameters", calls * count, size)
+
+    def _around_block(self, block: Block, runs: _Runs, is_first: bool) -> Iterator[_Call]:
+        """Attention, and a dense network or the shared experts: gather before, reduce-scatter after."""
+        networks = 2 if block == "dense" or self._shape.n_shared_experts else 1
+        # Recomputation of a dense layer ends before its last reduce-scatter, whose result backward does not need.
+        spared = (1 if block == "dense" and runs.forward > 1 else 0) + is_first
+        calls = networks * (runs.forward + runs.backward)
+        whole = self._hidden * self._layout.tp
+        yield _Call("tp", "all_gather", self._layout.tp, "rows of the sequence", calls, whole)
+        yield _Call("tp", "reduce_scatter", self._layout.tp, "rows of the sequence", calls - spared, whole)
+
+    def _key_heads(self, runs: _Runs) -> Iterator[_Call]:
+        """Beyond the number of key heads: the parts of a head's keys and values, and their gradients."""
+        ranks = self._layout.tp // self._shape.num_key_value_heads
+        size = self._tokens * self._layout.tp * self._shape.head_dim * self._width
+        yield _Call("tp_head", "all_gather", ranks, "parts of a key head", 2 * runs.forward, size)
+        yield _Call("tp_head", "reduce_scatter", ranks, "parts of a key head", 2 * runs.backward, size)
+
+    def _vocabulary(self, part: StagePart) -> Iterator[_Call]:
+        """Embedding and head, each for the main model and every prediction depth."""
+        tp, calls = self._layout.tp, 1 + self._depths
+        if part.has_embedding:
+            has_gradient = self._has_backward and part.adapters is None
+            yield _Call("tp", "all_gather", tp, "embeddings", calls * has_gradient, self._hidden * tp)
+            yield _Call("tp", "reduce_scatter", tp, "embeddings", calls, self._hidden * tp)
+        if part.has_head:
+            name = "rows of the sequence for the head"
+            yield _Call("tp", "all_gather", tp, name, calls, self._hidden * tp)
+            yield _Call("tp", "reduce_scatter", tp, name, calls * self._has_backward, self._hidden * tp)
+        if part.has_head:
+            tokens = self._tokens * tp
+            for start in range(0, tokens, LOSS_CHUNK_TOKENS):
+                # Largest logit, logarithm of the sum, log-probability of the label and prediction of each token.
+                size = min(LOSS_CHUNK_TOKENS, tokens - start) * 4 * _FP64 * tp
+                yield _Call("tp", "all_gather", tp, "softmax over parts of the vocabulary", calls, size)
+
+    def _balance(self) -> Iterator[_Call]:
+        """Sums of the balance loss over the ranks that share a sequence."""
+        if max(values_of(self._plan.config.moe.sequence_aux_loss_weight), default=0.0) > 0.0:
+            size = self._rows * (2 * self._shape.n_routed_experts + 1) * FP32
+            for axis, ranks in (("cp", self._layout.cp), ("tp", self._layout.tp)):
+                yield _Call(axis, "all_reduce", ranks, "balance of experts", self._forwards + 1, size)
+
+    def _tokens_to_experts(self, block: Block, runs: _Runs) -> Iterator[_Call]:
+        """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes."""
+        ep, assignments = self._layout.ep, self._tokens * self._shape.num_experts_per_tok
+        # Selective checkpointing keeps what was received.
+        again = runs.forward - 1 if self._mode == "full" else 0
+        rows = assignments * self._shape.hidden_size * self._width
+        # Recomputation needs the rows that come back only where a norm follows.
+        back = 1 + runs.backward + (again if block == "mtp" else 0)
+        sizes = self._shape.n_routed_experts * INDEX
+        yield _Call("ep", "all_to_all", ep, "numbers of tokens", 1 + again, sizes)
+        yield _Call("ep", "all_to_all", ep, "tokens to experts", 1 + runs.backward + again, rows)
+        yield _Call("ep", "all_to_all", ep, "weights of tokens", 1 + runs.backward + again, assignments * FP32)
+        yield _Call("ep", "all_to_all", ep, "tokens from experts", back, rows)
+
+    def _keys(self, runs: _Runs) -> Iterator[_Call]:
+        """Keys and values of one layer, and their gradients."""
+        layout, shape, cp = self._layout, self._shape, self._layout.cp
+        of_token = max(shape.num_key_value_heads // layout.tp, 1) * shape.head_dim
+        if self._plan.keys_travel(shape, (self._rows, self._length)):
+            part = 2 * self._rows * self._length // cp * of_token
+            sends = (runs.forward + runs.backward) * (cp - 1)
+            yield _Call("cp", "send", cp, "keys", sends, part * self._width)
+            yield _Call("cp", "send", cp, "gradients of keys", runs.backward * cp, part * FP32)
+        elif shape.sliding_window is not None:
+            _, received = attended_keys(shape.sliding_window, self._length, cp)
+            size = int(self._rows * received) * of_token * self._width
+            yield _Call("cp", "all_to_all", cp, "keys", 2 * runs.forward, size)
+            yield _Call("cp", "all_to_all", cp, "gradients of keys", 2 * runs.backward, size)
+        else:
+            size = self._rows * self._length * of_token * self._width
+            yield _Call("cp", "all_gather", cp, "keys", 2 * runs.forward, size)
+            yield _Call("cp", "reduce_scatter", cp, "gradients of keys", 2 * runs.backward, size)
+
+    def _pipeline(self, rank: int, part: StagePart) -> Iterator[_Call]:
+        """Hidden states and embeddings for prediction depths to the next stage, gradients to the one before."""
+        parallelism, pp = self._plan.config.parallelism, self._layout.pp
+        borders = ((part.index + 1, "hidden states"), (part.index - 1, "gradients of hidden states"))
+        for other, what in borders[: 1 + self._has_backward]:
+            if 0 <= other < parallelism.stages and rank_of_stage(parallelism, other) != rank:
+                yield _Call("pp", "send", pp, what, 1, self._hidden)
+                if self._depths:
+                    yield _Call("pp", "send", pp, what, 1, self._depths * self._hidden)
+
+    def _step_sums(self, parts: list[StagePart]) -> Iterator[_Call]:
+        """The gradient norm, and the sums of the step over all ranks."""
+        layout = self._layout
+        # Squares are summed once for each set of axes that shard a parameter.
+        of_experts = (("efsdp", "ep") if layout.ep > 1 else ("efsdp",)) if layout.experts_have_own_mesh else ("shard",)
+        trained = [each.row for each in held_rows(parts, self._shape, layout) if each.row.is_trained]
+        of_others = {True: ("shard",), False: ("shard", "tp") if layout.tp > 1 else ("shard",)}
+        sharded_over = dict.fromkeys(
+            of_experts if row.is_expert else of_others[row.tensor_dim is None] for row in trained
+        )
+        sizes = {"shard": layout.dense_shards, "efsdp": layout.expert_shards, "ep": layout.ep, "tp": layout.tp}
+        for axes in sharded_over:
+            for axis in axes:
+                yield _Call(axis, "all_reduce", sizes[axis], "gradient norm", 1, FP32)
+        yield _Call("pp", "all_reduce", layout.pp, "gradient norm", 1, FP32)
+        # Loss, and of each prediction depth loss and accepted drafts; two auxiliary losses and the norm.
+        # Of pairs loss, correct order, and two sums of each half.
+        own = 1 + 2 * self._depths if self._plan.config.preference is None else 6
+        sums = (own + 3) * _FP64
+        routers = self._shape.num_hidden_layers - self._shape.first_k_dense_replace + self._depths
+        counts = routers * (self._shape.n_routed_experts + 1) * INDEX
+        for what, size in (("sums of the step", sums), ("tokens of each expert", counts)):
+            yield _Call("world", "all_reduce", layout.world_size, what, 1, size)

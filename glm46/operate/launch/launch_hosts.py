@@ -1,0 +1,206 @@
+"""``launch --hostfile``: the launchers of all hosts, again on others after a host was lost."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from glm46.compute.distributed.environment import set_variables, variables_that_begin
+from glm46.compute.distributed.hostfile import Host, read_hostfile
+from glm46.config.check import check_config
+from glm46.config.command_line import replace_overrides
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.config.run_config import RunConfig
+from glm46.engine.observe.start_times import StartTimes
+from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED, code_before_training
+from glm46.operate.launch.hosts import PASSED_VARIABLES, HostNodes, describe_nodes, host_command, places
+from glm46.operate.launch.nodes import VARIABLES, refuse_hosts
+from glm46.operate.launch.restarts import keep_running
+from glm46.operate.launch.saved_steps import StorageLost, known_step, write_state
+from glm46.operate.launch.spares import Places, fewer_replicas
+from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
+
+_ADVICE = (
+    "the same command goes on from the newest checkpoint when the hostfile names enough hosts. Hosts beyond --nodes "
+    "are spares; with fault_tolerance.min_replicas a run goes on with fewer replicas"
+)
+
+Load = Callable[[argparse.Namespace, Sequence[str], int | None], RunConfig]
+
+
+def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: Load) -> int:
+    """Start this command on hosts of the hostfile. What can be refused without them is refused first.
+
+    Args:
+        arguments: of the verb ``launch``.
+        load: reads the config, with overrides and for a number of processes.
+
+    Returns:
+        0, or the exit code of the node that failed first in the last start.
+
+    Raises:
+        UserError: hostfile or config have faults, or hosts cannot train it.
+    """
+    hosts = read_hostfile(arguments.hostfile)
+    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
+    count = arguments.nodes or len(hosts)
+    if count > len(hosts):
+        raise UserError(
+            f"command line: --nodes {count}: {arguments.hostfile} has {counted(len(hosts), 'host')}; "
+            f"add hosts, or state at most "
+            "that number"
+        )
+    nproc = hosts[0].slots or arguments.nproc
+    config = load(arguments, overrides, None)
+    if nproc is not None and check_config(config, world_size=nproc * count):
+        load(arguments, overrides, nproc * count)  # raises the faults, with their origin
+    starts = _Starts(arguments, overrides, load, Places(hosts[:count], hosts[count:]), nproc)
+    starts.nodes.newest_step = known_step()
+    starts.write_state()  # hosts that an earlier call has lost are forgotten, a checkpoint is not
+    try:
+        return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts).code
+    finally:
+        starts.nodes.close()
+
+
+class _Starts:
+    """One start of all nodes after another, each on the hosts that are left."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        overrides: Sequence[str],
+        load: Load,
+        places: Places,
+        processes: int | None,
+    ):
+        self._arguments, self._overrides, self._load, self._places = arguments, overrides, load, places
+        self._processes = processes
+        """Of each node; None until the first nodes have answered, if they choose the number."""
+        self._full = self._count = len(places.training)
+        self._replicas: dict[str, str] = {}
+        self._code, self._lost = EXIT_FAILED_RANK, list[str]()
+        self._failed: tuple[Host, int] | None = None
+        """The host that failed first in the start before, and the newest checkpoint then."""
+        self.nodes = HostNodes(arguments.connect, restarts=arguments.max_restarts > 0)
+
+    def start(self, number: int, times: StartTimes) -> End:
+        """Start all nodes for the n-th time, counted from 0, and wait for their end."""
+        while True:
+            if len(self._places.training) < self._count and not self._use_fewer_replicas():
+                cause = f"hosts left: {len(self._places.training)} of {self._count}"
+                print(f"error: {cause}, and no spare; {_ADVICE}", file=sys.stderr)
+                return End(self._code, cause, is_final=True)
+            unfit, why = self._connect(number)
+            if not unfit:
+                break
+            self._remove(unfit, why)
+        training = list(self._places.training)
+        times.ends("answers of all nodes")
+        self._code = self.nodes.run(times)
+        self.write_state()
+        if self.nodes.signal_number is not None and self._code in (EXIT_FAILED_RANK, EXIT_HANG):
+            return End(code_before_training(self.nodes.signal_number))
+        if self._code in (EXIT_FAILED_RANK, EXIT_HANG) and self._arguments.max_restarts:
+            self._sort_out(training)
+        is_final = self.nodes.signal_number is not None or self._code == EXIT_STOPPED and self.nodes.is_final
+        cause = f"a node ended with exit code {self._code}"
+        return End(self._code, cause, is_final, self.nodes.failed_at)
+
+    def _connect(self, number: int) -> tuple[list[Host], str]:
+        """Connect to the hosts that are to train.
+
+        Returns:
+            The hosts that cannot train, and why; none if all can.
+
+        Raises:
+            UserError: hosts cannot train, and others would not help.
+        """
+        training = self._places.training
+        overrides = replace_overrides(self._overrides, self._replicas) if self._replicas else self._overrides
+        options = ["--config", str(self._arguments.config), "--nproc", str(self._processes or "auto")]
+        options += ["--hostfile", str(self._arguments.hostfile), "--max-restarts", str(self._arguments.max_restarts)]
+        variables = variables_that_begin(*PASSED_VARIABLES)
+        command = host_command(variables, [*options, *self._overrides])
+        order = {"number": number, "overrides": overrides, "newest_step": self.nodes.newest_step}
+        orders = [{**order, "variables": place} for place in places(training, variables)]
+        self.nodes.connect(training, self._places.spares, command, orders)
+        faults = self.nodes.faults(is_restart=number > 0)
+        if not faults:
+            self._processes = self._processes or self.nodes.processes()
+            return [], ""
+        texts = [f"{describe_nodes(nodes)}: {fault}" for fault, nodes in faults.items()]
+        # At the first start a fault that a launcher has found is one of the config or the installation.
+        found = {node for nodes in faults.values() for node in nodes}
+        is_replaceable = number > 0 or bool(self._places.spares) and not any(node.answer for node in found)
+        if not is_replaceable or len(found) == len(training):
+            raise (StorageLost if all(node.answer.get("is_stopped") for node in found) else UserError)(*texts)
+        return [node.host for node in found], "; ".join(texts)
+
+    def _sort_out(self, training: Sequence[Host]) -> None:
+        """Replace the hosts that were lost, and those that may have caused the failure, after a start on `training`.
+
+        A rank that ends with an error may do so by chance, or because of another rank. A host that fails first in two
+        starts in a row, without a checkpoint between them, is exchanged: the third start, the last one without a
+        checkpoint, runs without it. After a fault of the program the exchange changes nothing.
+        """
+        if lost := self.nodes.lost_hosts():
+            self._remove(lost, "no answer")
+        hung = [training[rank // self._processes] for rank in self.nodes.hung_ranks]
+        suspects = [*self.nodes.disconnected_hosts(), *hung]
+        first = self.nodes.first_failed_host()
+        failed = (first, self.nodes.newest_step) if first is not None and not lost and not suspects else None
+        if failed is not None and failed == self._failed:
+            suspects, failed = [first], None
+        self._failed = failed
+        for host in self._places.exchange([host for host in dict.fromkeys(suspects) if host not in lost]):
+            print(f"{host.name} changes its place with a spare host", file=sys.stderr, flush=True)
+
+    def _remove(self, hosts: Sequence[Host], why: str) -> None:
+        """Train on these hosts no more."""
+        before = len(self._places.spares)
+        self._places.remove(hosts)
+        names = " ".join(host.name for host in hosts)
+        replaced = counted(before - len(self._places.spares), "spare host")
+        print(f"without {names} from now on, {replaced} in place: {why}", file=sys.stderr, flush=True)
+        self._lost += [host.name for host in hosts]
+        self.write_state()
+
+    def write_state(self) -> None:
+        """Tell a job script the newest checkpoint and the hosts that are lost."""
+        with suppress(OSError):  # storage that is read only
+            write_state(state_file(self._arguments.hostfile), self.nodes.newest_step, self._lost)
+
+    def _use_fewer_replicas(self) -> bool:
+        """Choose fewer replicas of the model, as the config allows; False if too few hosts are left."""
+        if self._processes is None:
+            return False
+        config = self._load(self._arguments, self._overrides, None)
+
+        def accepts(values: dict[str, str], processes: int) -> bool:
+            if processes % self._processes:
+                return False
+            try:
+                self._load(self._arguments, replace_overrides(self._overrides, values), processes)
+            except UserError:
+                return False
+            return True
+
+        left = len(self._places.training) * self._processes
+        found = fewer_replicas(config, self._full * self._processes, left, accepts)
+        if found is None:
+            return False
+        self._replicas, processes = found
+        self._count = processes // self._processes
+        self._places.keep(self._count)
+        replicas = self._replicas["parallelism.data_parallel_replicate_degree"]
+        names = " ".join(host.name for host in self._places.training)
+        print(f"goes on with {counted(int(replicas), 'replica')} of the model, on {names}", file=sys.stderr, flush=True)
+        return True
+
+
+def state_file(hostfile: Path) -> Path:
+    """The file that tells a job script what the last start has left, as variables of a shell."""
+    return hostfile.with_name(f"{hostfile.name}.state")

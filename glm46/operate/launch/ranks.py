@@ -1,0 +1,88 @@
+"""Verbs that run a model on several ranks: their options, and the start of the ranks on this machine."""
+
+import argparse
+from collections.abc import Sequence
+
+from glm46.compute.distributed.environment import launched_world_size, set_variables, share_cores, visible_gpus
+from glm46.config.errors import UserError
+from glm46.config.generation_degrees import Degrees, degree_faults
+from glm46.config.model import ModelShape
+from glm46.config.options import positive
+from glm46.engine.observe.start_times import StartTimes
+from glm46.operate.estimate.machine import detect_machine
+from glm46.operate.launch.nodes import Nodes
+from glm46.operate.launch.rank_server import RankServer
+from glm46.operate.launch.rendezvous import rendezvous_options
+from glm46.operate.launch.torchrun import LauncherSignals, run_ranks
+
+_PROCESSES = "NGPU"
+"""The variable that run_train.sh takes, too."""
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--nproc`` and the degrees of parallelism."""
+    _add_nproc(parser)
+    for name, meaning in (
+        ("tensor", "share each matrix"),
+        ("pipeline", "hold different layers"),
+        ("expert", "share the experts, borrowed from those of a pipeline stage"),
+    ):
+        parser.add_argument(
+            f"--{name}-parallel-degree", type=positive, default=1, metavar="N", help=f"processes that {meaning}"
+        )
+
+
+def _add_nproc(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc", type=positive, metavar="N", help=f"processes, one for each GPU; default: {_PROCESSES}, or 1"
+    )
+
+
+def processes(arguments: argparse.Namespace) -> int:
+    """The number of processes of a verb: those that a launcher started, or those that its options ask for.
+
+    Raises:
+        UserError: it is not a number.
+    """
+    stated = set_variables([_PROCESSES]).get(_PROCESSES, "1")
+    if arguments.nproc is None and not (stated.isdecimal() and int(stated)):
+        raise UserError(f"{_PROCESSES} = {stated}: expected a number of processes; correct it, or give --nproc")
+    return launched_world_size() or arguments.nproc or int(stated)
+
+
+def degrees_of(arguments: argparse.Namespace, shape: ModelShape, size: int) -> Degrees:
+    """The degrees of these options.
+
+    Raises:
+        UserError: a degree does not split the model evenly, or does not divide the number of processes.
+    """
+    degrees = Degrees(*(getattr(arguments, f"{name}_degree") for name in Degrees._fields))
+    faults = degree_faults(degrees, shape, size, lambda name, degree: f"--{name.replace('_', '-')}-degree {degree}")
+    if faults:
+        raise UserError(*dict(reversed(faults)).values())  # the first of each degree
+    return degrees
+
+
+def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -> int | None:
+    """Start the processes that the options ask for and wait for them.
+
+    Returns:
+        Exit code; None in a process that is to do the work itself.
+
+    Raises:
+        UserError: the number of processes is not a number, or an option has no effect with several.
+    """
+    if launched_world_size() is not None or (count := processes(arguments)) == 1:
+        return None
+    if arguments.device is not None:
+        raise UserError(f"--device {arguments.device}: {count} processes take one GPU each, or the CPU; remove it")
+    share_cores(detect_machine(visible_gpus(), nodes=1).cores, count)
+    start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_nproc(start)
+    _, of_ranks = start.parse_known_args(argv)  # torchrun takes --nproc for an abbreviation of its own
+    signals, times, server = LauncherSignals(), StartTimes("the command"), RankServer([f"glm46.commands.{verb}_ranks"])
+    try:
+        return run_ranks(rendezvous_options(Nodes(), count, 0), [verb, *of_ranks], signals, server, times).code
+    finally:
+        server.close()
+        signals.close()

@@ -1,0 +1,40 @@
+"""What a run of reinforcement learning reads at its start, checked once before its ranks start; without torch."""
+
+from collections.abc import Callable
+
+from glm46.config.errors import UserError
+from glm46.config.faults import show
+from glm46.config.rl import RL
+from glm46.tasks.rl.rewards.answer import RewardRule
+from glm46.tasks.rl.rewards.environment import Environment
+from glm46.tasks.rl.rewards.scorer import Scorer
+
+
+def refuse_rl(rl: RL) -> None:
+    """Raise the faults of prompts, rewards, environment and filter that every rank would raise at its start. Functions
+    of the user's are imported in processes of their own.
+
+    Raises:
+        UserError: files cannot be read, or functions cannot be loaded.
+    """
+    faults: list[str] = []
+    files = {} if rl.prompts is None else {"rl.prompts.file": rl.prompts.file}
+    files |= {f"rl.validation[{number}].file": table.file for number, table in enumerate(rl.validation)}
+    for key, file in files.items():
+        try:
+            open(file, "rb").close()
+        except OSError as error:
+            faults.append(f"{key} = {show(file)}: {error.strerror}; state a file of prompts that can be read")
+    rewards = [RewardRule(one.name, one.weight, one.timeout_seconds, one.options) for one in rl.rewards]
+    loads: list[Callable[[], Scorer | Environment]] = [lambda: Scorer(rewards)]
+    if (table := rl.environment) is not None:
+        loads.append(lambda: Environment(table.function, table.options, table.timeout_seconds, table.max_turns))
+    if (name := rl.filter) is not None:
+        loads.append(lambda: Scorer([RewardRule(name)], key="rl.filter"))
+    for load in loads:
+        try:
+            load().close()
+        except UserError as error:
+            faults += error.faults
+    if faults:
+        raise UserError(*faults)

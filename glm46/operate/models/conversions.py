@@ -1,0 +1,212 @@
+"""The conversions of ``python -m glm46 convert``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import tomli
+import torch
+from torch import Tensor
+
+from glm46.compute.distributed.local_tensor import global_indices
+from glm46.compute.distributed.ranks import CheckpointError
+from glm46.config.adapter import Adapter
+from glm46.config.errors import UserError
+from glm46.config.loader import dump_config
+from glm46.config.model import Model, ModelShape
+from glm46.config.presets import PRESETS
+from glm46.config.run_config import RunConfig
+from glm46.engine.training.resume import BASES_KEY
+from glm46.files.local_disk import space_fault
+from glm46.files.progress import bytes_progress
+from glm46.run.curriculum import describe_attention
+from glm46.run.function import capacity_lines, moe_of_meta
+from glm46.run.parameters import named_rows
+from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+from glm46.storage.checkpoint.integrity import published_steps, step_folder
+from glm46.storage.checkpoint.step_tensors import StepTensors, write_model
+from glm46.storage.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
+from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config, shape_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.hub import local_tokenizer
+from glm46.storage.huggingface.import_weights import FolderReader, find_tensors, stored_shape
+from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
+from glm46.storage.huggingface.names import HFNames, raise_if
+from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
+from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
+
+_HF_CONFIG = "hf_config"
+"""Key of a checkpoint's meta: the config.json of the imported weights, so that an export keeps unknown fields."""
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Run the conversion that the options name; returns the exit code. Raises UserError if it is impossible."""
+    kinds = (_to_hf, _from_hf, _from_dcp, _adapter_to_hf, _merge)
+    run = {kind.__name__.removeprefix("_"): kind for kind in kinds}
+    try:
+        return run[arguments.kind](arguments)
+    except CheckpointError as error:
+        raise UserError(*error.faults) from error
+    except OSError as error:
+        raise UserError(f"{error.filename or arguments.output}: {error.strerror}") from error
+
+
+def _to_hf(arguments: argparse.Namespace) -> int:
+    if require_kind(arguments.checkpoint, Kind.STEP, Kind.HUGGING_FACE) is Kind.HUGGING_FACE:
+        if arguments.dtype is None:
+            raise UserError(
+                f"--checkpoint {arguments.checkpoint}: this is a Hugging Face folder already; state the type of the "
+                f"new one with --dtype, such as {', '.join(SCHEMES)}"
+            )
+        shape = stored_shape(arguments.checkpoint)
+        with FolderReader(arguments.checkpoint, shape) as reader:
+            return _export(arguments, reader, shape, read_config(arguments.checkpoint), str(arguments.checkpoint))
+    tensors = StepTensors(arguments.checkpoint)
+    config, raw = tomli.loads(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
+    shape, temperature = tensors.function
+    if "adapter" in config:
+        raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
+    raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
+    tokenizer = config["model"].get("tokenizer_path", "builtin")
+    tokenizer = tokenizer if arguments.tokenizer else local_tokenizer(tokenizer)
+    code = _export(arguments, tensors, shape, raw, tokenizer, tensors.meta.get(TOKENIZER_KEY), temperature)
+    for line in capacity_lines(moe_of_meta(tensors.meta), "what reads this folder"):
+        _report(line)
+    return code
+
+
+def _export(
+    arguments: argparse.Namespace,
+    source: StepTensors | FolderReader,
+    shape: ModelShape,
+    raw: dict[str, Any] | None,
+    tokenizer_path: str,
+    fingerprint: str | None = None,
+    router_temperature: float = 1.0,
+) -> int:
+    dtype = arguments.dtype or "bfloat16"
+    names = HFNames(shape, repeat_shared=arguments.mtp_copies)
+    tokenizer = tokenizer_of_checkpoint(
+        tokenizer_path, stated=arguments.tokenizer, fingerprint=fingerprint, vocab_size=shape.vocab_size
+    )
+    if arguments.config:
+        raw = read_config(arguments.config)
+        shape_of(raw, str(arguments.config / CONFIG))  # raises faults that name the file
+    stored = {name: source.stored(name) for name in names.entries}
+    options = ExportOptions(
+        dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
+        scheme=SCHEMES.get(dtype),
+        repeat_shared=arguments.mtp_copies,
+        router_temperature=router_temperature,
+        max_file_bytes=int(arguments.max_file_gb * 1e9),
+        other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
+    )
+    config = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(options.dtype).removeprefix("torch."))
+    if options.scheme is not None:
+        config[CONFIG_KEY] = config_of_scheme(options.scheme, names)
+    total = sum(tensor.nbytes for tensor in stored.values())
+    with bytes_progress("writing weights", total, _report) as report:
+        size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
+    print(f"{arguments.output}: {size:,} bytes of weights in {dtype}")
+    if router_temperature != 1.0:
+        print(f"router temperature of its last step: {router_temperature:g}; the gates are divided by it")
+    if shape.rope_scaling is not None:
+        print(f"RoPE scaling of its last step: {describe_attention(shape)[1]}; config.json has it")
+    if options.scheme is not None:
+        errors = json.loads((arguments.output / ERRORS_FILE).read_text(encoding="utf-8"))
+        worst = max(errors, key=lambda name: errors[name]["relative"])
+        print(f"largest relative error {errors[worst]['relative']:.4f}, of {worst}; all of them: {ERRORS_FILE}")
+    return 0
+
+
+def _from_hf(arguments: argparse.Namespace) -> int:
+    raw = read_config(arguments.model)
+    shape = stored_shape(arguments.model)
+    return _import(arguments, arguments.model, shape, raw, arguments.model)
+
+
+def _from_dcp(arguments: argparse.Namespace) -> int:
+    require_kind(arguments.checkpoint, Kind.DCP)
+    raw = read_config(arguments.config)
+    shape = stored_shape(arguments.checkpoint, shape_of(raw, str(arguments.config / CONFIG)))
+    return _import(arguments, arguments.checkpoint, shape, raw, arguments.config)
+
+
+def _import(
+    arguments: argparse.Namespace, source: Path, shape: ModelShape, raw: dict[str, Any], tokenizer: Path
+) -> int:
+    """Write the weights of a folder as step 0 of a checkpoint folder."""
+    if known := published_steps(arguments.output):
+        raise UserError(f"{step_folder(arguments.output, known[-1])}: exists already; name another folder")
+    entries = HFNames(shape, repeat_shared=False).entries
+    dtype = getattr(torch, arguments.dtype)
+    kinds = {name: (entry.shape, torch.float32 if entry.is_fp32 else dtype) for name, entry in entries.items()}
+    total = sum(prod(size) * dtype.itemsize for size, dtype in kinds.values())
+    if fault := space_fault(arguments.output / "step-000000", total):
+        raise UserError(fault)
+    with FolderReader(source, shape) as reader, bytes_progress("reading weights", total, _report) as report:
+
+        def fill(name: str, tensor: Tensor) -> None:
+            raise_if([f"{source}: {fault}" for fault in reader.fill(name, tensor, global_indices(tensor))])
+            report(tensor.nbytes)
+
+        meta = {"config": dump_config(RunConfig(model=_table_of(shape, tokenizer))), _HF_CONFIG: raw}
+        folder = write_model(arguments.output, kinds, fill, meta)
+    print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
+    return 0
+
+
+def _adapter_to_hf(arguments: argparse.Namespace) -> int:
+    tensors = StepTensors(arguments.checkpoint)
+    config = tomli.loads(tensors.meta["config"])
+    if "adapter" not in config:
+        raise UserError(f"{arguments.checkpoint}: holds a whole model, not adapters; use convert to-hf")
+    adapter, base = Adapter.model_validate(config["adapter"]), config["checkpoint"]["initial_load_path"]
+    stored = {name: tensors.stored(name) for name in tensors}
+    total = sum(tensor.nbytes for tensor in stored.values())
+    base_files = next(iter(tensors.meta[BASES_KEY].values()))
+    with bytes_progress("writing adapters", total, _report) as report:
+        size = export_adapter(
+            arguments.output,
+            tensors.function.shape,
+            stored,
+            scale=adapter.scale,
+            base=base,
+            base_files=base_files,
+            for_transformers_4=arguments.peft_for == "transformers-4",
+            report=report,
+        )
+    print(f"{arguments.output}: {size:,} bytes of adapters; its base is {base}")
+    if adapter.name == "dora":
+        print(DORA_NOTE)
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    target = None if arguments.dtype is None else FP8_SCHEMES.get(arguments.dtype) or getattr(torch, arguments.dtype)
+    total = sum(record.nbytes for _, record in find_tensors(arguments.base).values())
+    with bytes_progress("merging", total, _report) as report:
+        errors = merge_adapter(arguments.base, arguments.adapter, arguments.output, target=target, report=report)
+    for line in merge_lines(arguments.output, errors):
+        (_report if line.startswith("warning") else print)(line)
+    return 0
+
+
+def _table_of(shape: ModelShape, folder: Path) -> Model:
+    """[model] of a shape: the nearest preset, the keys that differ from it, and the folder's tokenizer."""
+
+    def differences(flavor: str) -> dict[str, Any]:
+        preset: Mapping[str, Any] = PRESETS[flavor].model_dump()
+        return {key: value for key, value in shape.model_dump().items() if preset[key] != value}
+
+    flavor = min(PRESETS, key=lambda flavor: len(differences(flavor)))
+    return Model.model_validate({"flavor": flavor, "tokenizer_path": str(folder.resolve())} | differences(flavor))
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,266 @@
+"""The work of ``python -m glm46 evaluate`` on one rank."""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import tomli
+
+from glm46.compute.distributed.environment import launched_rank, launched_world_size
+from glm46.config.errors import UserError
+from glm46.config.validation import validate_table
+from glm46.engine.evaluation.against import Against, compare
+from glm46.engine.evaluation.answers import Answers
+from glm46.engine.evaluation.drafts import Drafts, draft_scores
+from glm46.engine.evaluation.loss import Loss
+from glm46.engine.evaluation.needle import Needle
+from glm46.engine.evaluation.position import Position
+from glm46.engine.evaluation.report import draw, table
+from glm46.engine.evaluation.results import Results, measure_rows
+from glm46.engine.evaluation.rows import Measure
+from glm46.engine.evaluation.standard import PromptForm, StandardTasks, find_tasks, run_tasks
+from glm46.engine.evaluation.task_names import TASKS
+from glm46.engine.inference.loading import Loaded
+from glm46.files.progress import tokens_progress
+from glm46.operate.models.evaluate_checks import require_prediction, row_lengths
+from glm46.operate.models.evaluate_options import PICTURE, RESULTS
+from glm46.operate.models.loaded_model import load_model, on_all_ranks
+from glm46.run.curriculum import plan_stages
+from glm46.storage.checkpoint.integrity import META
+from glm46.storage.data.chat_template import raise_for_template
+from glm46.storage.data.manifest import Manifest, load_manifest
+
+
+class _Training(NamedTuple):
+    """What is known of the training of the model."""
+
+    window: int | None = None
+    """Longest sequence so far."""
+    seq_len: int | None = None
+    """Of its validation."""
+    document_mask: bool = False
+    sources: Mapping[str, Path] = MappingProxyType({})
+
+
+def evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
+    """Evaluate on this rank. Collective."""
+    work = on_all_ranks(lambda: _read(arguments, sources))
+    is_first, results, training = work.loaded.mesh.rank == 0, work.results, work.training
+    if work.loaded.mesh.layout.world_size > 1:
+        results.share()
+    total = sum(row.length for measure in work.measures.values() for row in results.missing(measure))
+    found: dict[str, Any] = {}
+    try:
+        with (
+            tokens_progress("evaluating", total, partial(print, file=sys.stderr))
+            if is_first
+            else nullcontext(lambda _: None)
+        ) as advance:
+            for task, measure in work.measures.items():
+                score = {"against": partial(compare, work.other), "drafts": draft_scores}.get(task)
+                found[task] = measure_rows(work.loaded, measure, results, training.document_mask, advance, score)
+        if work.other is not None:
+            found["against"]["other"] = str(arguments.against)
+        if work.has_standard:
+            found["standard"] = on_all_ranks(lambda: _standard(work))
+    finally:
+        results.save(found)
+    if not is_first:
+        return
+    for task, result in found.items():
+        print("\n".join(table(task, result, training.window)), end="\n\n")
+    _show(arguments, found, training.window)
+
+
+def _standard(work: "_Work") -> dict[str, Any] | None:
+    """The result of standard tasks on rank 0; on other ranks None. Collective."""
+    answers = Answers(work.loaded, work.results)
+    if work.standard is None:
+        return answers.follow()
+    from glm46.engine.evaluation.lm_eval_model import LmEvalModel
+
+    model, tokenizer, _ = work.loaded
+    positions, keys, form = model.shape.max_position_embeddings, work.standard.keys, work.standard.form
+    try:
+        return run_tasks(work.standard, LmEvalModel(answers, tokenizer, positions, keys, thinking=form.thinking))
+    finally:
+        answers.end()
+
+
+class _Work(NamedTuple):
+    """What is to be computed."""
+
+    loaded: Loaded
+    other: Loaded | None
+    """Of ``--against``."""
+    training: _Training
+    measures: dict[str, Measure]
+    results: Results
+    """With a file on rank 0."""
+    has_standard: bool
+    standard: StandardTasks | None
+    """On rank 0."""
+
+
+def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
+    """The model, the measures and earlier results. Collective."""
+    standard = _find_standard(arguments)
+    loaded = load_model(arguments, drafts="drafts" in arguments.tasks)
+    model, tokenizer, mesh = loaded
+    if arguments.apply_chat_template:
+        raise_for_template(tokenizer)
+    if "drafts" in arguments.tasks:
+        require_prediction(model.shape, arguments.model or arguments.checkpoint)
+    training = _training(arguments.checkpoint)
+    if set(arguments.tasks).isdisjoint(TASKS):
+        sources, training = {}, training._replace(sources={})
+    try:
+        manifests = {name: load_manifest(folder) for name, folder in (sources or training.sources).items()}
+    except UserError as error:
+        raise error if sources else UserError(*(f"{fault}; or give --data" for fault in error.faults)) from error
+    for manifest in manifests.values():
+        manifest.require_tokenizer(tokenizer.fingerprint)
+    lengths = row_lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)
+    measures = _measures(arguments, manifests, loaded, training, lengths)
+    other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None
+    if other is not None:
+        measures["against"] = Against(measures["loss"], _digest(_files([arguments.against])))
+    text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    identity = {"text": _digest(text), "dtype": dtype}
+    if model.router_temperature != 1.0:  # results of earlier versions were computed at 1
+        identity["router_temperature"] = model.router_temperature
+    results = _open_results(arguments, identity, keeps=mesh.rank == 0)
+    return _Work(loaded, other, training, measures, results, not set(arguments.tasks) <= set(TASKS), standard)
+
+
+def _other(arguments: argparse.Namespace, loaded: Loaded, length: int) -> Loaded:
+    """The model of ``--against``, on the same ranks. Collective. Raises UserError if it cannot be compared."""
+    stated = vars(arguments) | {"model": arguments.against, "checkpoint": None, "adapter": None}
+    other = load_model(argparse.Namespace(**stated), drafts=False)
+    known, found = ((one.tokenizer.fingerprint, one.model.shape.vocab_size) for one in (loaded, other))
+    if found != known:
+        raise UserError(f"--against {arguments.against}: has another tokenizer or vocab_size; give one with the same")
+    if length > (positions := other.model.shape.max_position_embeddings):
+        raise UserError(
+            f"--against {arguments.against}: has {positions} positions (max_position_embeddings), but rows of loss "
+            f"have {length} tokens; give a model with at least as many"
+        )
+    return other
+
+
+def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
+    """The tasks of lm-eval, on rank 0; None on others, or if there are none."""
+    names = [name for name in arguments.tasks if name not in TASKS]
+    if not names:
+        return None
+    if launched_world_size() is not None and launched_rank() != 0:
+        return None
+    stated = {name: getattr(arguments, name) for name in PromptForm._fields}
+    if stated["fewshot_as_multiturn"] is None:
+        stated["fewshot_as_multiturn"] = arguments.apply_chat_template
+    return find_tasks(
+        names,
+        arguments.task_folder,
+        fewshot=arguments.fewshot,
+        limit=arguments.limit,
+        run_code=arguments.run_code,
+        form=PromptForm(**stated),
+    )
+
+
+def _training(checkpoint: Path | None) -> _Training:
+    if checkpoint is None:
+        return _Training()
+    meta = json.loads((checkpoint / META).read_bytes())
+    config, _ = validate_table(tomli.loads(meta["config"]))
+    stages, samples = plan_stages(config), meta["progress"]["samples"]
+    return _Training(
+        window=max((stage.seq_len for stage in stages if stage.first < samples), default=stages[0].seq_len),
+        seq_len=config.training.seq_len,
+        document_mask=config.data.document_mask,
+        sources={source.name: Path(source.path) for source in config.data.sources},
+    )
+
+
+def _measures(
+    arguments: argparse.Namespace,
+    manifests: Mapping[str, Manifest],
+    loaded: Loaded,
+    training: _Training,
+    lengths: tuple[int, ...],
+) -> dict[str, Measure]:
+    """The tasks, in the order of `TASKS`."""
+    tokenizer, depths = loaded.tokenizer, loaded.model.shape.num_nextn_predict_layers
+    usual = {"samples": arguments.samples, "seed": arguments.seed}
+    of_loss = partial(
+        Loss,
+        manifests,
+        tokenizer,
+        length=training.seq_len or min(lengths),
+        samples=arguments.samples,
+        document_mask=training.document_mask,
+    )
+    make = {
+        "loss": of_loss,
+        "drafts": lambda: Drafts(of_loss(mtp_depth=depths), depths),
+        "position": lambda: Position(manifests, lengths=lengths, **usual),
+        "needle": lambda: Needle(manifests, tokenizer, lengths=lengths, depths=arguments.depths, **usual),
+    }
+    return {task: make[task]() for task in TASKS if task in arguments.tasks}
+
+
+def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, keeps: bool) -> Results:
+    """The results of an earlier call, or empty ones; ``identity`` beside the model and the seed. Without ``keeps`` no
+    file is read or written."""
+    folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
+    digest = _digest(_files(folders))
+    names = " + ".join(str(folder.absolute()) for folder in folders)
+    identity |= {"model": f"{names} {digest}", "seed": arguments.seed}
+    if arguments.output is None or not keeps:
+        return Results(None, identity)
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {arguments.output}: {error.strerror}; give a folder that can be written") from error
+    return Results(arguments.output / RESULTS, identity)
+
+
+def _files(folders: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file."""
+    files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
+    return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files]
+
+
+def _held_out_hashes(manifest: Manifest) -> list[str]:
+    return [shard.sha256 for shard in manifest.splits["validation"].shards]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _show(arguments: argparse.Namespace, found: Mapping[str, Any], window: int | None) -> None:
+    """Print the files that were written, and draw the picture."""
+    if arguments.output is None:
+        return
+    print(arguments.output / RESULTS)
+    if not found.keys() & {"position", "needle"}:
+        return
+    if find_spec("matplotlib") is None:
+        print(f"no {PICTURE}: matplotlib is not installed; pip install matplotlib, or glm46 with its extra [plot]")
+        return
+    picture = arguments.output / PICTURE
+    try:
+        draw(found, str(arguments.model or arguments.checkpoint), window, picture)
+    except OSError as error:
+        raise UserError(f"{picture}: {error.strerror}; make room, or give another --output folder") from error
+    print(picture)

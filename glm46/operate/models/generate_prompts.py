@@ -1,0 +1,84 @@
+"""The prompts of ``python -m glm46 generate`` as tokens, and the checks before ranks start; without torch."""
+
+import argparse
+from collections.abc import Sequence
+
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.config.model import ModelShape
+from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
+from glm46.storage.data.chat import chat_prompt
+from glm46.storage.data.chat_template import raise_for_template
+from glm46.storage.data.conversation import Message
+from glm46.storage.data.tokenizer import Tokenizer
+from glm46.storage.huggingface.tokenizer_files import stop_ids
+
+
+def check_generation(arguments: argparse.Namespace) -> None:
+    """Check what the ranks would refuse: folder, degrees, memory and prompts. Of a model of the hub, what config.json
+    tells.
+
+    Raises:
+        UserError: the model cannot run on this machine with these options.
+    """
+    folder = arguments.model or arguments.checkpoint
+    if (model := find_model(folder)) is None:
+        return
+    rows, longest = max(len(arguments.prompt), 1), 1
+    if not is_on_hub(folder) and not is_on_hub(arguments.tokenizer):
+        prompts, _ = read_prompts(arguments, model.tokenizer(arguments.tokenizer), model.shape)
+        longest = max(map(len, prompts), default=longest)
+    raise_for_length([range(longest)], arguments.max_new_tokens, model.shape.max_position_embeddings)
+    length = longest + arguments.max_new_tokens
+    require_fit(arguments, [model.shape], drafts=arguments.speculative, rows=rows, length=length)
+
+
+def read_prompts(
+    arguments: argparse.Namespace, tokenizer: Tokenizer, shape: ModelShape
+) -> tuple[list[list[int]], frozenset[int]]:
+    """The prompts, and the ids that end a text.
+
+    Raises:
+        UserError: the tokenizer has no chat template, the model has no prediction layers or too few positions, or a
+            prompt is empty.
+    """
+    if arguments.chat:
+        raise_for_template(tokenizer)
+    if arguments.speculative and not shape.num_nextn_predict_layers:
+        raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
+    prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
+    empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
+    if empty:
+        raise UserError(*(f"{fault}; give some text" for fault in empty))
+    if prompts:
+        raise_for_length(prompts, arguments.max_new_tokens, shape.max_position_embeddings)
+    return prompts, frozenset((*stop_ids(tokenizer), *(_token(tokenizer, text) for text in arguments.stop_token)))
+
+
+def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int) -> None:
+    """Raise UserError if the longest prompt and its new tokens exceed the positions of the model."""
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_new_tokens > positions:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} after a prompt of {counted(longest, 'token')}: the model has "
+            f"{positions} "
+            "positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
+        )
+
+
+def _prompt(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace) -> list[int]:
+    if arguments.chat:
+        system = [Message("system", arguments.system)] if arguments.system is not None else []
+        messages = [*system, Message("user", text)]
+        return chat_prompt(tokenizer, messages, tools=arguments.tools, thinking=arguments.thinking)
+    return tokenizer.encode(text).tolist()
+
+
+def _token(tokenizer: Tokenizer, text: str) -> int:
+    """Id of a special token, by its name, or of a text that is exactly one token."""
+    if text in tokenizer.special:
+        return tokenizer.special[text]
+    ids = tokenizer.encode(text).tolist()
+    if len(ids) != 1:
+        raise UserError(f"--stop-token {text!r}: {len(ids)} tokens; give a text that is one, or a special token's name")
+    return ids[0]

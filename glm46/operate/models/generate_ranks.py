@@ -1,0 +1,80 @@
+"""The work of ``python -m glm46 generate`` on one rank."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+
+from glm46.engine.inference.display import Display
+from glm46.engine.inference.generation import Continuation, Generation, decoder_for
+from glm46.engine.inference.loading import Loaded
+from glm46.engine.inference.sampling import Sampling
+from glm46.operate.models.generate_prompts import raise_for_length, read_prompts
+from glm46.operate.models.loaded_model import load_model, on_all_ranks
+from glm46.operate.models.terminal_chat import TerminalChat
+from glm46.run.curriculum import describe_attention
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """Generate on this rank. Collective."""
+    (model, tokenizer, mesh), prompts, stop = on_all_ranks(lambda: _read(arguments))
+    window, scaling = describe_attention(model.shape)
+    if (window, scaling) != ("none", "none") and mesh.rank == 0:
+        print(f"attention as in training: window {window}, RoPE scaling {scaling}", file=sys.stderr)
+    rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
+    share = -(-len(rows) // mesh.layout.dp_degree)  # of the ranks that share rows; the first have some
+    mine = rows[mesh.row_group * share :][:share]
+    generation = Generation(
+        decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
+        mine,
+        sampling=_sampling(arguments),
+        stop=stop,
+        vocab_size=tokenizer.vocab_size,
+    )
+    if mesh.rank == 0:
+        Display(generation, mine, tokenizer, stop=stop, total=len(rows), gather=mesh.gather_rows).run()
+    else:
+        generation.run()
+        mesh.gather_rows([one.text(stop) for one in mine])
+
+
+def chat(arguments: argparse.Namespace, send: Callable[[list[int]], None] | None) -> None:
+    """Talk in the terminal on rank 0, whose prompts the others get on standard input. Collective."""
+    (model, tokenizer, mesh), _, stop = on_all_ranks(lambda: _read(arguments))
+
+    def generation(prompt: list[int], is_stopped: Callable[[], bool] = lambda: False):
+        one = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
+        mine = [one] if mesh.row_group == 0 else []  # other ranks run their experts
+        return one, Generation(
+            decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
+            mine,
+            sampling=_sampling(arguments),
+            stop=stop,
+            vocab_size=tokenizer.vocab_size,
+            is_stopped=is_stopped,
+        )
+
+    def answer(prompt: list[int], is_stopped: Callable[[], bool]) -> tuple[Continuation, Generation]:
+        raise_for_length([prompt], arguments.max_new_tokens, model.shape.max_position_embeddings)
+        if send is not None:
+            send(prompt)
+        return generation(prompt, is_stopped)
+
+    if mesh.rank > 0:
+        for line in sys.stdin:
+            generation(json.loads(line))[1].run()
+        return
+    options = (arguments.system, arguments.tools, arguments.thinking)
+    TerminalChat(tokenizer, answer, stop, *options, is_alone=send is None).run()
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
+
+
+def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], frozenset[int]]:
+    """The model, the prompts and the ids that end a text. Collective."""
+    loaded = load_model(arguments, drafts=arguments.speculative)
+    model, tokenizer, _ = loaded
+    prompts, stop = read_prompts(arguments, tokenizer, model.shape)
+    return loaded, prompts, stop

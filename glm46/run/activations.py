@@ -1,0 +1,258 @@
+"""Bytes that forward keeps for backward, per token and layer, as `glm46/compute/model` computes it.
+
+The formulas count each tensor that autograd saves once; a test compares the sums with what a small model saves.
+Letters as in the model: D hidden, H and K query and key heads, C head width, F expert width, E experts, A experts per
+token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
+"""
+
+import math
+from dataclasses import dataclass
+
+from glm46.config.model import ModelShape
+from glm46.run.parameters import Parameter
+
+FP32 = 4
+INDEX = 8
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A layer whose own weights have no gradient, with adapters that have one."""
+
+    adapters: tuple[Parameter, ...] = ()
+    in_float8: bool = False
+    """Its projections are stored in FP8."""
+
+    def adapts(self, module: str) -> bool:
+        """True if there are adapters in the module of this name."""
+        return any(row.name.rpartition(".")[0].rpartition(".")[0] == module for row in self.adapters)
+
+
+def _norm(dim: int, width: int, frozen: Frozen | None = None) -> float:
+    """RMSNorm: its FP32 input, one statistic per row, and the normalised rows, which a GPU does not keep in FP32."""
+    return dim * (FP32 + width * (frozen is None)) + FP32
+
+
+def with_key_copies(shape: ModelShape, tp: int) -> ModelShape:
+    """The shape of what all ranks of a tensor-parallel group keep together: each keeps at least one whole key head."""
+    return shape.model_copy(update={"num_key_value_heads": max(shape.num_key_value_heads, tp)})
+
+
+def attention_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
+    """Norm and attention of one layer, per token of a rank.
+
+    Args:
+        tp: ranks of tensor parallelism, each of which keeps the whole sequence that it gathers, and its heads of it.
+        frozen: without it all weights are trained.
+    """
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    total = _norm(shape.hidden_size, width, frozen)
+    if frozen is None or frozen.adapts("self_attn"):
+        total += _gathered_input(shape, width, tp)  # of the q, k and v projections
+    if shape.use_qk_norm:
+        heads = shape.num_attention_heads + shape.num_key_value_heads
+        total += heads * _norm(shape.head_dim, width, frozen)
+    total += (queries + 2 * keys) * width  # rotated queries and keys, and values
+    total += queries * width + shape.num_attention_heads * FP32  # result, and the log-sum of the softmax
+    return total
+
+
+def kernel_runs(runs: float) -> int:
+    """Runs that attention kernels are given, the last ones empty: a power of two, at least 8. cuDNN, which
+    `varlen_attn` of torch 2.15 prefers for whole documents, makes a plan for each number of runs, and that takes longer
+    than a layer."""
+    return max(8, 1 << (math.ceil(runs) - 1).bit_length())
+
+
+def attention_backward_bytes(
+    shape: ModelShape, width: int, *, queries: float, keys: float, runs: float, tp: int = 1
+) -> float:
+    """What the backward of one layer's attention allocates on a rank: the gradients of result, queries, keys and
+    values, and the workspace of the flash kernel.
+
+    The workspace is that of `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp of
+    PyTorch: the sums of the gradient of the queries, FP32 [queries + 128 runs, heads, width of a head rounded up], one
+    more FP32 number for each of these rows and heads, and where query heads share keys, the gradients of keys and
+    values of each query head. cuDNN, which `varlen_attn` of torch 2.15 prefers for whole documents, does not publish
+    its workspace. With debug.deterministic the kernel has the FP32 sums several times, 132 / (runs x heads) rounded
+    up on an H100; that is not counted.
+
+    Args:
+        queries, keys: of all runs.
+        runs: documents, or the parts of documents, that a rank attends in.
+        tp: ranks of tensor parallelism, which share the heads.
+    """
+    heads, key_heads = shape.num_attention_heads / tp, max(shape.num_key_value_heads / tp, 1)
+    multiple = 32 if shape.head_dim <= 128 else 64
+    rounded = -(-shape.head_dim // multiple) * multiple
+    workspace = (queries + 128 * runs) * heads * (rounded + 1) * FP32
+    of_keys = key_heads + heads * (heads != key_heads)
+    return workspace + (2 * queries * heads + 2 * keys * of_keys) * shape.head_dim * width
+
+
+def freed_before_attention(
+    shape: ModelShape, width: int, block: str, tp: int = 1, frozen: Frozen | None = None
+) -> float:
+    """What the backward of a layer has freed of its tensors when that of its attention begins, per token of a rank."""
+    whole = dense_layer_bytes if block == "dense" else moe_layer_bytes  # the rest of an MTP layer comes before both
+    return whole(shape, width, tp, frozen) - attention_bytes(shape, width, tp, frozen)
+
+
+def _gathered_input(shape: ModelShape, width: int, tp: int) -> float:
+    return shape.hidden_size * width * tp
+
+
+def _swiglu(inner: int, width: int, has_gradient: bool = True) -> float:
+    """Gate, up and the input of the down projection, which only a gradient of that needs."""
+    return (2 + has_gradient) * inner * width
+
+
+def dense_layer_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
+    """One dense layer, per token."""
+    has_gradient = frozen is None or frozen.adapts("mlp")
+    norm = _norm(shape.hidden_size, width, frozen) + has_gradient * _gathered_input(shape, width, tp)
+    inner = _swiglu(shape.intermediate_size, width, has_gradient)
+    return attention_bytes(shape, width, tp, frozen) + norm + inner + adapter_bytes(shape, width, tp, frozen)
+
+
+def moe_layer_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
+    """One layer with experts, per token."""
+    chosen, experts = shape.num_experts_per_tok, shape.n_routed_experts
+    has_gradient = frozen is None or frozen.adapts("mlp.shared_experts")
+    total = attention_bytes(shape, width, tp, frozen) + adapter_bytes(shape, width, tp, frozen)
+    total += _norm(shape.hidden_size, width, frozen)
+    # Of the router, whose product in BF16 keeps its input in any case.
+    total += shape.hidden_size * width * (width < FP32 or frozen is None or (has_gradient and tp == 1))
+    if tp > 1 and shape.n_shared_experts:
+        total += has_gradient * _gathered_input(shape, width, tp)
+    total += 2 * experts * FP32 + chosen * (3 * FP32 + 4 * INDEX)
+    total += chosen * shape.hidden_size * width  # rows sorted by expert
+    total += chosen * _swiglu(shape.moe_intermediate_size, width)  # grouped products keep their inputs in any case
+    return total + _swiglu(shape.moe_intermediate_size * shape.n_shared_experts, width, has_gradient)
+
+
+def adapter_bytes(shape: ModelShape, width: int, tp: int, frozen: Frozen | None) -> float:
+    """What the adapters of a layer keep, per token of a rank: ``scale * A x`` of each, and under DoRA the sum that is
+    scaled to the magnitude."""
+    total = 0.0
+    for row in () if frozen is None else frozen.adapters:
+        # Ranks of a tensor-parallel group have all tokens of it: of A's results all, of the sum their rows of W.
+        times = shape.num_experts_per_tok if row.is_expert else tp
+        if row.group == "adapter A":
+            total += row.shape(shape)[-2] * width * times
+        elif row.group == "magnitude":
+            total += row.shape(shape)[-1] * width * (1 if row.tensor_dim == 0 else times)
+    return total
+
+
+def mtp_layer_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:
+    """One multi-token prediction layer with its own norms and projection, per token."""
+    joined = 3 * _norm(shape.hidden_size, width) + 2 * shape.hidden_size * width
+    return joined + moe_layer_bytes(shape, width, tp)
+
+
+def head_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
+    """The last norm, and for the main model and each prediction depth the gradient of the head's input, which forward
+    computes for the whole sequence; per token of a rank."""
+    heads = 1 + shape.num_nextn_predict_layers
+    return _norm(shape.hidden_size, width, frozen) + heads * (_gathered_input(shape, width, tp) + INDEX * tp)
+
+
+def layer_bytes(
+    shape: ModelShape, width: int, block: str, mode: str, *, tp: int, ep: int, frozen: Frozen | None = None
+) -> float:
+    """What forward keeps of a block, per token of a rank, under a mode of activation checkpointing."""
+    shape = with_key_copies(shape, tp)
+    if block == "mtp":
+        whole = mtp_layer_bytes(shape, width, tp)
+    else:
+        whole = {"dense": dense_layer_bytes, "moe": moe_layer_bytes}[block](shape, width, tp, frozen)
+    if mode == "none":
+        return whole
+    inputs = shape.hidden_size * width
+    if mode == "full":
+        # Besides, the order of its assignments and of those that it received, and the embeddings of a prediction depth.
+        indices = 0 if block == "dense" else shape.num_experts_per_tok * INDEX * (3 if ep > 1 else 1)
+        return (2 * inputs if block == "mtp" else inputs) + indices
+    kept = inputs + selective_attention_bytes(shape, width)
+    if block == "dense":
+        return kept
+    experts = () if frozen is None else tuple(row for row in frozen.adapters if row.is_expert and row.rank)
+    low = tuple(row for row in experts if row.group == "adapter A")  # kept beside the results of grouped products
+    kept += selective_experts_bytes(shape, width, ep=ep) + adapter_bytes(shape, width, tp, Frozen(low))
+    # Selective checkpointing covers only the decoder layer inside an MTP layer.
+    return kept + whole - moe_layer_bytes(shape, width, tp) if block == "mtp" else kept
+
+
+def output_gradient_bytes(shape: ModelShape, width: int, block: str, tp: int) -> float:
+    """Gradients of the results of all products and norms of a block, per token of a rank. A schedule that splits
+    backward keeps them from the gradients of inputs until those of weights."""
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    elements = queries + 2 * keys + (2 + tp) * shape.hidden_size  # of attention with its output, and both norms
+    if shape.use_qk_norm:
+        elements += queries + keys
+    if block == "dense":
+        return (elements + 2 * shape.intermediate_size + tp * shape.hidden_size) * width
+    chosen, shared = shape.num_experts_per_tok, shape.n_shared_experts
+    elements += (chosen + shared) * 2 * shape.moe_intermediate_size
+    elements += (chosen + tp * (shared > 0) + 4 * (block == "mtp")) * shape.hidden_size
+    return elements * width + shape.n_routed_experts * FP32
+
+
+def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
+    """Keys and values of one layer that a context-parallel rank holds while it attends, of whole rows as one document:
+    `attended_keys` of both."""
+    keys, _ = attended_keys(shape.sliding_window, length, cp)
+    return 2 * rows * keys * max(shape.num_key_value_heads / tp, 1) * shape.head_dim * width
+
+
+def attended_keys(window: int | None, length: int, cp: int) -> tuple[float, float]:
+    """Keys of a row as one document that the chunks of a context-parallel rank see together, and those that it gets.
+
+    The first chunk and the last one see 1 + 1 / (2 cp) times the row between them, and the rank gets all keys. Under a
+    window this holds for the part of the row where the window fills. Each rank has one chunk of the rest, which sees
+    itself and the window before it.
+    """
+    if window is None or window >= length:
+        return length * (1 + 1 / (2 * cp)), length
+    rest = (length - window) / cp
+    return window * (1 + 1 / (2 * cp)) + rest + window, min(rest + 2 * window, length)
+
+
+MOST_GATHERED_BYTES = 4 * 2**30
+"""Of the keys and values of one layer. GLM-4.6 reaches it at a million tokens without tensor parallelism."""
+
+
+SHARED_KEYS = 3
+"""Of the rows of reinforcement learning, whose samples share their prompts: keys that the runs of a row have together,
+at most, as a multiple of its tokens."""
+
+
+def keys_travel(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> bool:
+    """Whether context-parallel ranks pass keys from rank to rank, one part at a time, and do not gather them all."""
+    if cp == 1 or shape.sliding_window is not None:
+        return False
+    return gathered_key_bytes(shape, width, rows=rows, length=length, cp=cp, tp=tp) > MOST_GATHERED_BYTES
+
+
+def travelling_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
+    """Keys and values that a rank holds in backward while they travel: those that it has, those that come, and those of
+    its runs; and their gradients in FP32: of this rank, those that come, and their sum."""
+    heads = max(shape.num_key_value_heads / tp, 1)
+    return 2 * rows * length / cp * heads * shape.head_dim * (3 * width + 3 * FP32)
+
+
+def selective_attention_bytes(shape: ModelShape, width: int) -> float:
+    """Bytes of one layer's attention that selective checkpointing keeps, per token: result and log-sum of the
+    softmax."""
+    return shape.num_attention_heads * (shape.head_dim * width + FP32)
+
+
+def selective_experts_bytes(shape: ModelShape, width: int, *, ep: int) -> float:
+    """Bytes of one layer's experts that selective checkpointing keeps, per token: gate and up, results, chosen experts
+    with scores, an index per assignment; under expert parallelism also the received rows and weights, and a second
+    index."""
+    per_assignment = (2 * shape.moe_intermediate_size + shape.hidden_size) * width + FP32 + 2 * INDEX
+    if ep > 1:
+        per_assignment += shape.hidden_size * width + FP32 + INDEX
+    return shape.num_experts_per_tok * per_assignment

@@ -1,0 +1,171 @@
+"""FLOPs of a token in training: the matrix products of forward and backward.
+
+Backward costs twice the forward, so training costs three forwards. Causal attention is counted as causal (half of the
+square); the embedding look-up costs nothing. Recomputation under activation checkpointing is not counted: the result is
+the work that the model needs, so MFU falls when a layout does redundant work. A frozen weight costs two forwards, as it
+has no gradient.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import expm1
+
+from glm46.config.adapter import Adapter
+from glm46.config.model import ModelShape
+from glm46.run.parameters import (
+    Parameter,
+    adapter_rows,
+    dense_layer,
+    find_parameter,
+    layer_counts,
+    moe_layer,
+    mtp_layer,
+    part_rows,
+)
+
+_TRAINING_OVER_FORWARD = 3
+_FLOPS_PER_MULTIPLY_ADD = 2
+
+
+@dataclass(frozen=True)
+class TrainingFlops:
+    """FLOPs per token of forward and backward."""
+
+    matrices: float
+    """Products with weights in the main model, the head included."""
+    adapters: float
+    """Products with A and B."""
+    attention: float
+    """Scores and weighted values of attention in the main model."""
+    mtp: float
+    """All products of the MTP layers, with their use of the head."""
+
+    @property
+    def total(self) -> float:
+        return self.matrices + self.adapters + self.attention + self.mtp
+
+
+def _matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: Adapter | None = None) -> float:
+    """Under an adapter the rows are frozen: without products for gradients of weights."""
+    weights = sum(row.active_numel(shape) for row in rows if row.is_matrix and row.group != "magnitude")
+    return float((_TRAINING_OVER_FORWARD - (adapter is not None)) * _FLOPS_PER_MULTIPLY_ADD * weights)
+
+
+def _mean_keys(shape: ModelShape, seq_len: int, document: float | None) -> float:
+    """Keys that a query attends to, averaged over a sequence: half of it, or less under a sliding window or with
+    documents."""
+    if not seq_len:
+        return 0.0
+    window = min(shape.sliding_window or seq_len, seq_len)
+    if document is None:
+        return window - window * window / (2 * seq_len)
+    # With exponential lengths the way back to the start of the document is exponential too, cut at the start of the row
+    # and by the window. The mean of min(way, x) is `document` (1 - exp(-x / document)); here integrated over the row.
+    seen = -expm1(-window / document)
+    return document * (window - document * seen + (seq_len - window) * seen) / seq_len
+
+
+def pair_flops(shape: ModelShape) -> float:
+    """FLOPs of a layer's attention for one pair of query and key, forward and backward."""
+    width = shape.num_attention_heads * shape.head_dim
+    return float(_TRAINING_OVER_FORWARD * 2 * _FLOPS_PER_MULTIPLY_ADD * width)
+
+
+def attention_flops(shape: ModelShape, seq_len: int, document: float | None = None) -> float:
+    """FLOPs per token and layer of scores and weighted values, forward and backward.
+
+    Args:
+        seq_len: tokens of a row.
+        document: mean tokens of a document, with lengths taken as exponential; None: each row is one document.
+    """
+    return pair_flops(shape) * _mean_keys(shape, seq_len, document)
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """FLOPs per token of forward and backward, by layer."""
+
+    of_layer: list[float]
+    head_and_mtp: float
+
+
+def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
+    """`training_flops` of each decoder layer, and of the head and the MTP layers."""
+    core, total = attention_flops(shape, seq_len), training_flops(shape, seq_len)
+    dense, moe = _matrix_flops(dense_layer(shape), shape) + core, _matrix_flops(moe_layer(shape), shape) + core
+    of_layer = [dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)]
+    return LayerFlops(of_layer, _matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
+
+
+def training_flops(
+    shape: ModelShape, seq_len: int, document: float | None = None, adapter: Adapter | None = None
+) -> TrainingFlops:
+    """FLOPs per token of forward and backward, in parts; arguments of `attention_flops`.
+
+    Args:
+        adapter: [adapter] of a run that trains no other weights.
+    """
+    dense_layers, moe_layers, mtp_layers = layer_counts(shape)
+    core = attention_flops(shape, seq_len, document)
+    head, dense, moe, mtp = (
+        _matrix_flops(rows, shape, adapter)
+        for rows in (part_rows(shape, "head"), dense_layer(shape), moe_layer(shape), mtp_layer(shape))
+    )
+    return TrainingFlops(
+        matrices=dense_layers * dense + moe_layers * moe + head,
+        adapters=0.0 if adapter is None else _matrix_flops(adapter_rows(shape, adapter).values(), shape),
+        attention=shape.num_hidden_layers * core,
+        mtp=mtp_layers * (mtp + core + head),
+    )
+
+
+def training_flops_per_token(
+    shape: ModelShape, seq_len: int, document: float | None = None, adapter: Adapter | None = None
+) -> float:
+    """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal. Arguments of
+    `training_flops`."""
+    return training_flops(shape, seq_len, document, adapter).total
+
+
+def product_flops(names: Iterable[str], shape: ModelShape, adapter: Adapter | None = None) -> dict[str, float]:
+    """FLOPs per token of the products with each of these parameters, forward and backward, by name. The MTP layers
+    whose parameters are among them use the head too.
+
+    Args:
+        adapter: [adapter] of a network that trains no other weights.
+    """
+    names, flops = list(names), {}
+    adapters = {} if adapter is None else adapter_rows(shape, adapter)
+    for name in names:
+        row = adapters.get(name) or find_parameter(name)
+        if row.is_matrix and row.part != "embedding":
+            flops[name] = _matrix_flops([row], shape, None if name in adapters else adapter)
+    uses = 1 + sum(name.endswith("eh_proj.weight") for name in names)
+    return flops | {name: uses * flops[name] for name in names if name == "lm_head.weight"}
+
+
+def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: Adapter | None = None) -> float:
+    """FLOPs of forward and backward of tokens with the given number of attention pairs.
+
+    Args:
+        half_pairs: sum over the documents of `document_half_pairs`; with one document per row it gives
+            `training_flops_per_token` times the tokens.
+    """
+    of_pairs = sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
+    return tokens * training_flops_per_token(shape, 0, adapter=adapter) + of_pairs
+
+
+def document_half_pairs(length, window: int | None):
+    """Twice the number of (query, key) pairs of a document of this many tokens: its square, or less under a window.
+
+    Args:
+        length: integer, or integer tensor of any shape; the result has the same form.
+    """
+    reach = length if window is None else length - (length - window) * (length > window)
+    return 2 * reach * length - reach * reach
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
+    """Floating-point operations of ``steps`` iterations on one matrix: two S x S x L products and one S x S x S."""
+    short, long = min(rows, columns), max(rows, columns)
+    return steps * (4 * short * short * long + 2 * short**3)

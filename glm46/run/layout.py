@@ -1,0 +1,134 @@
+"""Degrees of the mesh, with -1 resolved."""
+
+import math
+from dataclasses import dataclass
+
+from glm46.config.generation_degrees import Degrees
+from glm46.config.parallelism import Parallelism
+from glm46.operate.estimate.machine import Machine
+
+_PROCESSES_WITHOUT_GPU = 2
+"""Enough for sharding and collectives to happen; more would only split the same cores further."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Resolved degrees. Their product, without the borrowed expert degree, is the number of processes."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dense_shards(self) -> int:
+        """Ranks that FSDP shards a dense parameter over."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that FSDP shards an expert over."""
+        return max(self.dp_shard * self.cp * self.tp // self.ep, 1)
+
+    @property
+    def experts_have_own_mesh(self) -> bool:
+        """True if FSDP shards experts over other ranks than the rest, as units of their own."""
+        return self.ep > 1 or self.tp > 1
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def non_dp_degree(self) -> int:
+        """Ranks that read the same sequences, over all pipeline stages."""
+        return self.pp * self.cp * self.tp
+
+    @property
+    def ranks_per_dp_rank(self) -> int:
+        """Ranks of one pipeline stage that read the same sequences."""
+        return self.cp * self.tp
+
+    @property
+    def sequence_pieces(self) -> int:
+        """Equal pieces that context and tensor parallelism split a sequence into."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
+    def describe(self) -> str:
+        """The degrees above 1 as a product: ``8,192 = pipeline 8 x context 128 x tensor 8, experts over 32``."""
+        degrees = {
+            "pipeline": self.pp,
+            "replicate": self.dp_replicate,
+            "shard": self.dp_shard,
+            "context": self.cp,
+            "tensor": self.tp,
+        }
+        named = " x ".join(f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1) or "one process"
+        experts = f", experts over {self.ep:,}" if self.ep > 1 else ""
+        return f"{self.world_size:,} = {named}{experts}"
+
+    def dp_rank(self, rank: int) -> int:
+        """The data-parallel rank of a rank: ranks with the same number read the same sequences.
+
+        See `build_meshes` for the order of the ranks.
+        """
+        return rank % (self.world_size // self.pp) // self.ranks_per_dp_rank
+
+
+def generation_layout(degrees: Degrees, world_size: int) -> Layout:
+    """The layout of ranks that generate; ``dp_shard`` is the number of those that draw different samples. A rule has
+    checked the degrees."""
+    replicas = world_size // degrees.ranks
+    return Layout(degrees.pipeline_parallel, 1, replicas, 1, degrees.tensor_parallel, degrees.expert_parallel)
+
+
+def fixed_processes(parallelism: Parallelism) -> int:
+    """Product of the degrees that the config sets: the number of processes, or a divisor of it if
+    ``data_parallel_shard_degree`` is -1."""
+    return max(parallelism.data_parallel_shard_degree, 1) * parallelism.stated_ranks
+
+
+def smallest_world(parallelism: Parallelism) -> int:
+    """The smallest number of processes that the config can run on: the expert degree must divide the degrees that it is
+    borrowed from."""
+    fixed = fixed_processes(parallelism)
+    if parallelism.data_parallel_shard_degree != -1:
+        return fixed
+    borrowed = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    return fixed * math.lcm(borrowed, parallelism.expert_parallel_degree) // borrowed
+
+
+def processes_of_node(parallelism: Parallelism, machine: Machine) -> int:
+    """Number of ranks of each node: one for each GPU, two without GPUs, as far as the degrees allow.
+
+    Args:
+        machine: one of ``machine.nodes`` equal nodes. The degrees divide the ranks of all of them.
+    """
+    if parallelism.data_parallel_shard_degree != -1:
+        return max(fixed_processes(parallelism) // machine.nodes, 1)
+    wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
+    smallest = smallest_world(parallelism)
+    step = smallest // math.gcd(smallest, machine.nodes)
+    return max(wanted - wanted % step, step)
+
+
+def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
+    """The degrees on this many processes; a rule of the config has checked that they multiply to it."""
+    fixed = fixed_processes(parallelism)
+    is_open = parallelism.data_parallel_shard_degree == -1
+    assert world_size % fixed == 0 and (is_open or world_size == fixed), f"{world_size} processes, degrees of {fixed}"
+    return Layout(
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=world_size // fixed if is_open else parallelism.data_parallel_shard_degree,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+    )

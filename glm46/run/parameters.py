@@ -1,0 +1,426 @@
+"""The one table of the model's parameters: name, Hugging Face name, shape, initial value, optimizer, sharding.
+
+Each fact about a parameter is stated here once, and the rooms read it: the planner counts with it, `compute/model/init.py`
+fills by it, `compute/optim/roles.py` and `compute/parallelize/tensor.py` assign by it, `storage/huggingface/names.py` and `storage/huggingface/fp8.py`
+convert by it. It needs no torch, so that planning is fast. A test holds the rows equal to the parameters and buffers of
+the model.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+from typing import Literal
+
+from glm46.config.adapter import Adapter, AdapterTarget
+from glm46.config.model import ModelShape
+from glm46.config.optimizer import Optimizer
+
+FP8_BLOCK = 128
+"""Rows and columns of a block of a weight in FP8. A frozen base has a scale for each row of a block, which holds the
+scales of blocks as well as those of whole rows."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row: a parameter, or a buffer, that its part of the model holds once."""
+
+    part: Literal["embedding", "head", "value", "layer", "dense", "moe", "mtp"]
+    """layer: every decoder layer and the block inside every MTP layer. dense, moe: the feed-forward network of such a
+    layer. head: the final norm and the output head. value: the head of a value network, which has it instead of the
+    output head and the MTP layers. mtp: an MTP layer without its block."""
+    name: str
+    """Our name inside the part."""
+    hf_names: tuple[str, ...]
+    """Hugging Face names inside the part; whole names for embedding and head. ``E`` is an expert's index. Several names
+    are equal blocks of rows that we fuse into one tensor; Muon updates each block as a matrix of its own."""
+    dims: str
+    """Dimensions of our tensor, outermost first, as keys of `dimensions`."""
+    group: str
+    """Line of the printed table of optimizer roles."""
+    optimizer: Literal["muon", "adamw", "router", "lm_head"] | None = "muon"
+    """router, lm_head: the key of [optimizer] that decides. None: a buffer, which no optimizer updates."""
+    initial: Literal["normal", "ones", "zeros", "uniform"] = "normal"
+    """normal: N(0, initializer_range). uniform: at most 1 / sqrt(the last dimension)."""
+    tensor_dim: int | None = None
+    """Dimension that tensor parallelism shards. None: every tensor-parallel rank holds it whole."""
+    is_expert: bool = False
+    """True for routed experts, which expert parallelism shards along their first dimension."""
+    needs: str | None = None
+    """Key of the shape without which the parameter does not exist."""
+    hf_repeat: str | None = None
+    """Hugging Face name inside an MTP layer under which GLM-4.5 and GLM-4.5-Air repeat the tensor."""
+    fp8_family: str | None = None
+    """Pattern of the modules that inference servers fuse or multiply in sequence: such a family is in FP8 as a whole or
+    not at all. None: never in FP8. In the main model the same rows are the targets of adapters."""
+    rank: int | None = None
+    """Of an adapter: the dimension r."""
+    is_frozen: bool = False
+    """Of the base of a run that trains adapters: no gradient and no state."""
+    stored_bytes: int | None = None
+    """Of an element, also while a layer is gathered. None: those of the type that a run computes with or trains in."""
+
+    @property
+    def is_trained(self) -> bool:
+        """True for what an optimizer updates."""
+        return self.optimizer is not None and not self.is_frozen
+
+    @property
+    def is_decayed(self) -> bool:
+        """True if weight decay applies: to all but norms, biases and magnitudes."""
+        return self.initial in ("normal", "uniform") or self.group == "adapter B"
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for a matrix or a stack of matrices."""
+        return " " in self.dims
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of rows that are matrices of their own."""
+        return len(self.hf_names)
+
+    def shape(self, shape: ModelShape) -> tuple[int, ...]:
+        """Shape of our whole tensor in a model of this shape."""
+        sizes = _all_dimensions(shape)
+        if self.rank is not None:
+            sizes = {**sizes, "r": self.rank}
+        return tuple([sizes[dim] for dim in self.dims.split()])
+
+    def numel(self, shape: ModelShape) -> int:
+        """Elements of our whole tensor."""
+        return prod(self.shape(shape))
+
+    def active_numel(self, shape: ModelShape) -> int:
+        """Elements that one token uses."""
+        numel = self.numel(shape)
+        return numel * shape.num_experts_per_tok // shape.n_routed_experts if self.is_expert else numel
+
+    def hf_shape(self, shape: ModelShape) -> tuple[int, ...]:
+        """Shape of each Hugging Face tensor that ours is made of."""
+        whole = self.shape(shape)
+        return (whole[1] // self.row_blocks, *whole[2:]) if self.is_expert else whole
+
+    def hf_tensors(self, shape: ModelShape) -> int:
+        """Tensors of a Hugging Face checkpoint that ours is made of: each expert's matrices are apart there."""
+        return len(self.hf_names) * (shape.n_routed_experts if self.is_expert else 1)
+
+    def choose_optimizer(self, config: Optimizer) -> str:
+        """The optimizer, "muon" or "adamw", that updates it under [optimizer]."""
+        assert self.optimizer is not None, f"{self.name} is a buffer"
+        if config.name == "AdamW":
+            return "adamw"
+        return getattr(config, self.optimizer) if self.optimizer in ("router", "lm_head") else self.optimizer
+
+    def states(self, config: Optimizer) -> int:
+        """Optimizer states per element: one momentum under Muon, two moments under AdamW."""
+        return 1 if self.choose_optimizer(config) == "muon" else 2
+
+
+def dimensions(shape: ModelShape) -> dict[str, int]:
+    """Sizes of the dimensions that `Parameter.dims` names.
+
+    V vocabulary, D hidden, H width of all query heads, K of all key heads, C of one head, I width of a dense layer,
+    E experts, F width of one expert, S of the shared experts.
+    """
+    width = shape.moe_intermediate_size
+    return {
+        "V": shape.vocab_size,
+        "D": shape.hidden_size,
+        "2D": 2 * shape.hidden_size,
+        "H": shape.num_attention_heads * shape.head_dim,
+        "K": shape.num_key_value_heads * shape.head_dim,
+        "C": shape.head_dim,
+        "I": shape.intermediate_size,
+        "E": shape.n_routed_experts,
+        "F": width,
+        "2F": 2 * width,
+        "S": width * shape.n_shared_experts,
+        "1": 1,
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def _all_dimensions(shape: ModelShape) -> Mapping[str, int]:
+    """`dimensions`, and the groups of columns of weights in FP8. A search of layouts asks millions of times."""
+    sizes = dimensions(shape)
+    return MappingProxyType(sizes | {f"{dim}/{FP8_BLOCK}": size // FP8_BLOCK for dim, size in sizes.items()})
+
+
+def _same(part, name: str, dims: str, group: str, **options) -> Parameter:
+    """A row whose Hugging Face name is ours."""
+    return Parameter(part, name, (name,), dims, group, **options)
+
+
+def _norm(part, name: str, dims: str, hf_name: str | None = None, **options) -> Parameter:
+    return Parameter(part, name, (hf_name or name,), dims, "norms", "adamw", "ones", **options)
+
+
+def _bias(name: str, dims: str) -> Parameter:
+    group = "attention biases"
+    return _same("layer", name, dims, group, optimizer="adamw", initial="zeros", tensor_dim=0, needs="attention_bias")
+
+
+def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Parameter, ...]:
+    family = prefix.replace(".", "[.]") + "[.](gate|up|down)_proj"
+    by_outputs = dict(dims=f"{width} D", group=group, tensor_dim=0, fp8_family=family, **options)
+    return (
+        _same(part, f"{prefix}.gate_proj.weight", **by_outputs),
+        _same(part, f"{prefix}.up_proj.weight", **by_outputs),
+        _same(part, f"{prefix}.down_proj.weight", **by_outputs | {"dims": f"D {width}", "tensor_dim": 1}),
+    )
+
+
+_QKV = dict(group="attention", tensor_dim=0, fp8_family="self_attn[.][qkv]_proj")
+_O = dict(group="attention", tensor_dim=1, fp8_family="self_attn[.]o_proj")
+_EXPERT = dict(is_expert=True, fp8_family="mlp[.]experts[.].*_proj")
+_SELECTION_BIAS = "e_score_correction_bias"
+
+PARAMETERS = (
+    Parameter(
+        "embedding",
+        "embed_tokens.weight",
+        ("model.embed_tokens.weight",),
+        "V D",
+        "embedding",
+        "adamw",
+        tensor_dim=0,
+        hf_repeat="embed_tokens.weight",
+    ),
+    _norm("layer", "input_layernorm.weight", "D"),
+    _norm("layer", "post_attention_layernorm.weight", "D"),
+    _same("layer", "self_attn.q_proj.weight", "H D", **_QKV),
+    _bias("self_attn.q_proj.bias", "H"),
+    _same("layer", "self_attn.k_proj.weight", "K D", **_QKV),
+    _bias("self_attn.k_proj.bias", "K"),
+    _same("layer", "self_attn.v_proj.weight", "K D", **_QKV),
+    _bias("self_attn.v_proj.bias", "K"),
+    _same("layer", "self_attn.o_proj.weight", "D H", **_O),
+    _norm("layer", "self_attn.q_norm.weight", "C", needs="use_qk_norm"),
+    _norm("layer", "self_attn.k_norm.weight", "C", needs="use_qk_norm"),
+    *_swiglu("dense", "mlp", "I", "dense feed-forward"),
+    Parameter("moe", "mlp.router.weight", ("mlp.gate.weight",), "E D", "router", "router"),
+    # Moved by the load of the experts, not by a gradient.
+    Parameter("moe", f"mlp.router.{_SELECTION_BIAS}", (f"mlp.gate.{_SELECTION_BIAS}",), "E", "router", None, "zeros"),
+    Parameter(
+        "moe",
+        "mlp.experts.gate_up",
+        ("mlp.experts.E.gate_proj.weight", "mlp.experts.E.up_proj.weight"),
+        "E 2F D",
+        "experts gate and up",
+        **_EXPERT,
+    ),
+    Parameter("moe", "mlp.experts.down", ("mlp.experts.E.down_proj.weight",), "E D F", "experts down", **_EXPERT),
+    *_swiglu("moe", "mlp.shared_experts", "S", "shared experts", needs="n_shared_experts"),
+    _norm("head", "norm.weight", "D", "model.norm.weight"),
+    _same(
+        "head", "lm_head.weight", "V D", "head", optimizer="lm_head", tensor_dim=0, hf_repeat="shared_head.head.weight"
+    ),
+    _same("value", "value_head.weight", "1 D", "value head", optimizer="adamw"),
+    _norm("mtp", "enorm.weight", "D"),
+    _norm("mtp", "hnorm.weight", "D"),
+    _norm("mtp", "norm.weight", "D", "shared_head.norm.weight"),
+    _same("mtp", "eh_proj.weight", "D 2D", "MTP projection"),
+)
+
+_TARGETS: dict[str, AdapterTarget] = {
+    "self_attn": "attention", "mlp": "dense", "mlp.shared_experts": "shared_experts", "mlp.experts": "experts"
+}  # fmt: skip
+PEFT_NAMES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+"""Last part of the name of an adapter's tensor -> what PEFT has in its place."""
+
+
+def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
+    """A, B and the magnitude of a weight W, in whose place ``W + scale * B A`` is; their Hugging Face names are PEFT's.
+
+    A has the columns of W, B and the magnitude have its rows, and are sharded as those are. The gate and the up matrix
+    of an expert share A.
+    """
+    outputs, inputs = row.dims.split()[-2:]
+    experts, separator = ("E ", "_") if row.is_expert else ("", ".")
+    sharded = {"tensor_dim": row.tensor_dim, "is_expert": row.is_expert, "needs": row.needs}
+
+    def of(key: str, dims: str, group: str, initial, **options) -> Parameter:
+        name, *hf_names = (name.removesuffix(".weight") for name in (row.name, *row.hf_names))
+        hf_names = tuple(f"{hf_name}.{PEFT_NAMES[key]}" for hf_name in hf_names)
+        name, options = f"{name}{separator}{key}", sharded | options
+        return Parameter(row.part, name, hf_names, experts + dims, group, "adamw", initial, **options)
+
+    a = {} if row.tensor_dim == 1 else {"tensor_dim": None}
+    b = {} if row.tensor_dim == 0 else {"tensor_dim": None}
+    return (
+        of("lora_A", f"r {inputs}", "adapter A", "uniform", **a),
+        of("lora_B", f"{outputs} r", "adapter B", "zeros", **b),
+        of("magnitude", outputs, "magnitude", "ones", **b),
+    )
+
+
+ADAPTER_PARAMETERS = tuple(adapter for row in PARAMETERS if row.fp8_family for adapter in _adapters_of(row))
+"""The adapters of every weight that can have them, as rows without their rank; see `adapter_rows`."""
+
+
+def _scales_of(row: Parameter) -> Parameter:
+    """The scales of a frozen weight in FP8, which are sharded as it is; a folder has them in other shapes."""
+    *lead, inputs = row.dims.split()
+    dims, name = " ".join([*lead, f"{inputs}/{FP8_BLOCK}"]), scales_name(row.name)
+    scales = replace(row, name=name, hf_names=(), dims=dims, group="scales", initial="zeros", fp8_family=None)
+    return replace(scales, is_frozen=True, stored_bytes=4)
+
+
+def scales_name(weight: str) -> str:
+    """Name of the scales of a frozen weight in FP8."""
+    return f"{weight}_scale"
+
+
+_SCALES = {row.name: _scales_of(row) for row in PARAMETERS if row.fp8_family}
+
+
+def fp8_families(shape: ModelShape) -> frozenset[str]:
+    """The `fp8_family` values whose weights consist of whole blocks; the others are never stored in FP8 blocks."""
+    rows = [row for row in PARAMETERS if row.fp8_family and (row.needs is None or getattr(shape, row.needs))]
+    unfit = {row.fp8_family for row in rows if any(size % FP8_BLOCK for size in row.hf_shape(shape)[-2:])}
+    return frozenset(row.fp8_family for row in rows) - unfit
+
+
+def in_float8(rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
+    """Rows of a frozen base in FP8, each such weight followed by its scales."""
+    families, found = fp8_families(shape), []
+    for row in rows:
+        is_in_fp8 = row.fp8_family in families
+        found += [replace(row, stored_bytes=1), _SCALES[row.name]] if is_in_fp8 else [row]
+    return found
+
+
+def float8_numel(shape: ModelShape) -> int:
+    """Weights of a model that a base in FP8 keeps so, scales not counted."""
+    rows = in_float8(list(named_rows(shape).values()), shape)
+    return sum(row.numel(shape) for row in rows if row.stored_bytes == 1)
+
+
+_PREFIX = re.compile(r"(?:(layers\.\d+|mtp\.\d+\.block)|mtp\.\d+)\.(.+)")
+_SCOPES = dict.fromkeys(("embedding", "head", "value"), "model") | dict.fromkeys(("layer", "dense", "moe"), "layer")
+_SCOPES["mtp"] = "mtp"
+_BY_NAME = {(_SCOPES[row.part], row.name): row for row in (*PARAMETERS, *ADAPTER_PARAMETERS, *_SCALES.values())}
+
+
+def find_parameter(name: str) -> Parameter:
+    """The row of a parameter, an adapter or a buffer by its full name, such as ``layers.3.mlp.experts.down``.
+
+    Raises:
+        KeyError: no row has this name.
+    """
+    prefixed = _PREFIX.fullmatch(name)
+    if prefixed is None:
+        return _BY_NAME["model", name]
+    return _BY_NAME["layer" if prefixed[1] else "mtp", prefixed[2]]
+
+
+def part_rows(shape: ModelShape, *parts: str) -> list[Parameter]:
+    """The rows of these parts that a model of this shape has, in the order of the table."""
+    return [row for row in PARAMETERS if row.part in parts and (row.needs is None or getattr(shape, row.needs))]
+
+
+def dense_layer(shape: ModelShape) -> list[Parameter]:
+    """The rows of one layer with a dense feed-forward network."""
+    return part_rows(shape, "layer", "dense")
+
+
+def moe_layer(shape: ModelShape) -> list[Parameter]:
+    """The rows of one layer with experts."""
+    return part_rows(shape, "layer", "moe")
+
+
+def mtp_layer(shape: ModelShape) -> list[Parameter]:
+    """The rows of one MTP layer with its block; embedding and head are those of the main model."""
+    return part_rows(shape, "mtp", "layer", "moe")
+
+
+def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
+    """Number of dense, of expert and of MTP layers."""
+    dense = min(shape.first_k_dense_replace, shape.num_hidden_layers)
+    return dense, shape.num_hidden_layers - dense, shape.num_nextn_predict_layers
+
+
+def named_rows(shape: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, Parameter]:
+    """Every parameter and buffer of the model with this head by its full name, in the order of the model."""
+    dense, moe, mtp = layer_counts(shape)
+    without = {"lm": "value_head.weight", "value": "lm_head.weight"}[head]
+    prefixes = [("", part_rows(shape, "embedding"))]
+    prefixes += [(f"layers.{index}.", dense_layer(shape)) for index in range(dense)]
+    prefixes += [(f"layers.{dense + index}.", moe_layer(shape)) for index in range(moe)]
+    prefixes.append(("", [row for row in part_rows(shape, "head", "value") if row.name != without]))
+    for index in range(mtp):
+        prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", moe_layer(shape))]
+    return {prefix + row.name: row for prefix, rows in prefixes for row in rows}
+
+
+def adapter_layer(shape: ModelShape, adapter: Adapter, index: int) -> list[Parameter]:
+    """The rows of the adapters in one layer of the main model; magnitudes under DoRA only."""
+    if index not in adapter.layers_of(shape.num_hidden_layers):
+        return []
+    parts, rows = ("layer", "dense" if index < shape.first_k_dense_replace else "moe"), []
+    for row in ADAPTER_PARAMETERS:
+        module = row.name.rpartition(".")[0]
+        target = _TARGETS[module if row.is_expert else module.rpartition(".")[0]]
+        is_there = row.part in parts and (row.needs is None or getattr(shape, row.needs))
+        if is_there and target in adapter.targets and (row.group != "magnitude" or adapter.name == "dora"):
+            rank = adapter.rank if adapter.expert_rank is None or not row.is_expert else adapter.expert_rank
+            rows.append(replace(row, rank=rank))
+    return rows
+
+
+def adapter_rows(shape: ModelShape, adapter: Adapter) -> dict[str, Parameter]:
+    """Every parameter of the adapters by its full name, in the order of the layers."""
+    layers = adapter.layers_of(shape.num_hidden_layers)
+    return {f"layers.{i}.{row.name}": row for i in layers for row in adapter_layer(shape, adapter, i)}
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Elements and tensors of a model as Hugging Face counts them, the routers' selection biases included."""
+
+    main: int
+    """The decoder with embedding and head, without the MTP layers."""
+    mtp: int
+    """The MTP layers, without repetitions of embedding and head."""
+    embedding: int
+    head: int
+    active: int
+    """Elements of the main model that one token uses, the whole embedding and the head included."""
+    mtp_active: int
+    """Elements of the MTP layers that one token uses, without the shared head."""
+    buffers: int
+    """Selection biases: counted in main and mtp, but not trained by the optimizer."""
+    main_tensors: int
+    mtp_tensors: int
+
+    @property
+    def total(self) -> int:
+        """Main model and MTP layers, as GLM-4.6 is published."""
+        return self.main + self.mtp
+
+    @property
+    def trained(self) -> int:
+        """Elements that the optimizer updates: the sum of ``numel`` over the parameters of our model."""
+        return self.total - self.buffers
+
+
+def count_parameters(shape: ModelShape) -> ParameterCount:
+    """Count the elements and tensors of a model. Source of the shapes: config.json and the index of the releases."""
+    rows = named_rows(shape)
+    main = [row for name, row in rows.items() if not name.startswith("mtp.")]
+    mtp = [row for name, row in rows.items() if name.startswith("mtp.")]
+    vocabulary = shape.vocab_size * shape.hidden_size
+    return ParameterCount(
+        main=sum(row.numel(shape) for row in main),
+        mtp=sum(row.numel(shape) for row in mtp),
+        embedding=vocabulary,
+        head=vocabulary,
+        active=sum(row.active_numel(shape) for row in main),
+        mtp_active=sum(row.active_numel(shape) for row in mtp),
+        buffers=sum(row.numel(shape) for row in rows.values() if row.optimizer is None),
+        main_tensors=sum(row.hf_tensors(shape) for row in main),
+        mtp_tensors=sum(row.hf_tensors(shape) for row in mtp),
+    )

@@ -1,0 +1,95 @@
+"""A run's config with all that follows from it, resolved once and handed down."""
+
+from dataclasses import dataclass
+
+from glm46.config.model import ModelShape
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import RunConfig
+from glm46.run.activations import keys_travel
+from glm46.run.budget import budget_tokens
+from glm46.run.curriculum import TextStage, plan_stages, stage_at
+from glm46.run.flops import training_flops_per_token
+from glm46.run.layout import Layout, resolve_layout, smallest_world
+from glm46.run.schedule import batch_sequences
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config on a number of processes; equal on all ranks."""
+
+    config: RunConfig
+    shape: ModelShape
+    """Of [model]; a stage of text may have another window or RoPE scaling."""
+    layout: Layout
+    text_stages: tuple[TextStage, ...]
+    budget_tokens: int
+    """Tokens of this run, from its first step on."""
+    document_tokens: float | None = None
+    """Mean tokens of a document, for FLOPs only; None: each row is counted as one document."""
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Sequences of one micro-batch over all ranks."""
+        return self.config.training.local_batch_size * self.layout.dp_degree
+
+    @property
+    def end_tokens(self) -> int:
+        """Tokens of the curriculum at the end of this run: the end of a schedule without a total of its own."""
+        return self.config.lr_scheduler.start_tokens + self.budget_tokens
+
+    @property
+    def stage_tokens(self) -> list[int]:
+        """Tokens of each of `text_stages` in this run."""
+        left, tokens = self.budget_tokens, []
+        for stage in self.text_stages:
+            tokens.append(left if stage.stop is None else min(left, (stage.stop - stage.first) * stage.seq_len))
+            left -= tokens[-1]
+        return tokens
+
+    def stage_after(self, samples: int) -> TextStage:
+        """The stage in force after this many samples: that of the last one, or of the first one at the start."""
+        return stage_at(self.text_stages, max(samples - 1, 0))
+
+    def batches_of(self, index: int) -> tuple[int, int]:
+        """The smallest and the largest number of sequences of a step in one of `text_stages`."""
+        batch, rows = self.config.training.global_batch_size, self.rows_per_micro_batch
+        first = self.config.lr_scheduler.start_tokens + sum(self.stage_tokens[:index])
+        last = max(first, first + self.stage_tokens[index] - self.text_stages[index].seq_len)  # of the last sample
+        points = [tokens for tokens, _ in batch] if isinstance(batch, tuple) else []
+        clocks = {first, last, *(clock for point in points for clock in (point - 1, point) if first < clock <= last)}
+        sizes = [batch_sequences(batch, clock, rows) for clock in clocks]
+        return min(sizes), max(sizes)
+
+    @property
+    def step_tokens(self) -> int | None:
+        """Tokens of one optimizer step; None if steps differ."""
+        batch, lengths = self.config.training.global_batch_size, {stage.seq_len for stage in self.text_stages}
+        if isinstance(batch, tuple) or len(lengths) > 1:
+            return None
+        return batch_sequences(batch, 0, self.rows_per_micro_batch) * lengths.pop()
+
+    def keys_travel(self, shape: ModelShape, size: tuple[int, int]) -> bool:
+        """`keys_travel` of micro-batches of this many rows and tokens per row."""
+        width = 4 if self.config.training.mixed_precision_param == "float32" else 2
+        return keys_travel(shape, width, rows=size[0], length=size[1], cp=self.layout.cp, tp=self.layout.tp)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the whole run."""
+        options = self.document_tokens, self.config.adapter
+        per_token = (training_flops_per_token(stage.shape, stage.seq_len, *options) for stage in self.text_stages)
+        return sum(tokens * flops for tokens, flops in zip(self.stage_tokens, per_token, strict=True))
+
+
+def resolve_plan(config: RunConfig, world_size: int | None = None, document_tokens: float | None = None) -> Plan:
+    """Resolve a config on this many processes; absent: the fewest that the degrees allow."""
+    layout = resolve_layout(config.parallelism, world_size or smallest_world(config.parallelism))
+    stages = plan_stages(config)
+    return Plan(
+        config=config,
+        shape=resolve_shape(config.model),
+        layout=layout,
+        text_stages=stages,
+        budget_tokens=budget_tokens(config, stages, config.training.local_batch_size * layout.dp_degree),
+        document_tokens=document_tokens,
+    )

@@ -1,0 +1,283 @@
+"""Writing and reading tensors in the format of ``torch.distributed.checkpoint`` (DCP), without its silent failures.
+
+Planner, file format and resharding are DCP's, so its tools read these files. This module adds: one writer thread per
+rank (with more, DCP 2.13 loses write errors), hashes computed while files are written, fsync after Python's buffer is
+flushed (DCP syncs ``.metadata`` before), and checks of coverage, shapes and dtypes.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
+from os import PathLike, fsync
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from glm46.compute.distributed.ranks import Ranks
+from glm46.files.durable import Closer, FileRecord
+from glm46.files.tensor_file import WRITE_BYTES
+from glm46.storage.checkpoint.metadata import METADATA, check_metadata, read_checked_metadata
+
+_BUFFER_BYTES = WRITE_BYTES
+
+
+class _HashedFile:
+    """A file that is written and hashed: one thread hashes each piece while another one writes it."""
+
+    def __init__(self, path: Path, hasher: ThreadPoolExecutor):
+        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+        self._digest = hashlib.sha256()
+        self._hasher = hasher
+        self._length = 0
+
+    def write(self, piece: Any) -> int:
+        length = memoryview(piece).nbytes
+        if length < _BUFFER_BYTES:
+            self._digest.update(piece)
+            self._file.write(piece)
+        else:
+            hashed = self._hasher.submit(self._digest.update, piece)
+            try:
+                for start in range(0, length, WRITE_BYTES):
+                    self._file.write(memoryview(piece).cast("B")[start : start + WRITE_BYTES])
+            finally:
+                hashed.result()  # the memory of the piece is valid only until this call returns
+        self._length += length
+        return length
+
+    def tell(self) -> int:
+        return self._length
+
+    def flush(self) -> None:
+        """Does nothing, like `close`: DCP calls both at unsuitable times, or never, and would wait for the disk."""
+
+    close = flush
+
+    def end(self) -> FileRecord:
+        """Close; the content is then on the disk."""
+        try:
+            self._file.flush()
+            fsync(self._file.fileno())
+        finally:
+            self._file.close()
+        return FileRecord(bytes=self._length, sha256=self._digest.hexdigest())
+
+
+class _HashingFileSystem(FileSystem):
+    """DCP's file system, which records each written file once it is on the disk."""
+
+    def __init__(self, hasher: ThreadPoolExecutor, closer: Closer):
+        self.records: dict[str, FileRecord] = {}
+        self._hasher = hasher
+        self._closer = closer
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
+        if mode != "wb":
+            raise ValueError(f"{path}: mode {mode!r}, but a writer opens files with 'wb' only")
+        file = _HashedFile(Path(path), self._hasher)
+
+        def end() -> None:
+            self.records[Path(path).name] = file.end()
+
+        try:
+            yield file
+        finally:
+            self._closer.close(end)
+
+    def rename(self, path: str | PathLike, new_path: str | PathLike) -> None:
+        self._closer.finish()
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer on the hashing file system."""
+
+    def __init__(self, folder: Path, hasher: ThreadPoolExecutor, closer: Closer, *, file_per_tensor: bool):
+        single = not file_per_tensor
+        super().__init__(folder, single_file_per_rank=single, sync_files=False, thread_count=1, overwrite=False)
+        self.fs = _HashingFileSystem(hasher, closer)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # DCP would store the path of the temporary folder, as a pickled Path
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's planner for the live tensors, which reads the data from their staged copies if there are any."""
+
+    def __init__(self, staged: Mapping[str, Tensor] | None):
+        super().__init__()
+        self._staged = staged
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self._staged is None else self._staged[index.fqn]
+
+
+def write_tensors(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    staged: Mapping[str, Tensor] | None = None,
+    *,
+    file_per_tensor: bool = False,
+) -> dict[str, FileRecord]:
+    """Write tensors into an empty folder that all ranks see. Collective.
+
+    Args:
+        folder: exists already.
+        tensors: name to Tensor or DTensor. A plain tensor under one name on several ranks must be the same everywhere.
+        staged: this rank's part of each tensor in host memory, to be written instead of the live values.
+        file_per_tensor: DCP holds all tensors of a file in memory; with one file each, ``staged`` may be lazy.
+
+    Returns:
+        The files written by all ranks. They are on the disk.
+
+    Raises:
+        CheckpointError: on all ranks, when any rank failed.
+    """
+    check_replicas(tensors, ranks, staged)
+    with ThreadPoolExecutor(1) as hasher, Closer() as closer:
+        planner, writer = _Planner(staged), _Writer(folder, hasher, closer, file_per_tensor=file_per_tensor)
+        # A plan and the results have a record of each tensor: megabytes, which only the first rank gets from all.
+        with ranks.stage("planning the save", to="first") as stage:
+            planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=ranks.is_first)
+            writer.set_up_storage_writer(ranks.is_first)
+            stage.value = writer.prepare_local_plan(planner.create_local_plan())
+        metadata = None
+        with ranks.stage("planning the save", to="each") as central:
+            if ranks.is_first:
+                plans, metadata = planner.create_global_plan(stage.values)
+                central.value = writer.prepare_global_plan(plans)
+        with ranks.stage("writing tensors", to="first") as stage:
+            stage.value = writer.write_data(planner.finish_plan(central.value), planner).value()
+            closer.finish()
+        with ranks.stage("writing tensors") as records:
+            records.value = writer.fs.records
+        files = {name: record for found in records.values for name, record in found.items()}
+        with ranks.stage("writing metadata") as last:
+            if metadata is not None:
+                written = stage.values
+                writer.finish(metadata, written)
+                # torch 2.11 finishes a copy of the metadata.
+                metadata.storage_data = {result.index: result.storage_data for of_rank in written for result in of_rank}
+                faults = check_metadata(folder, metadata, files)
+                if faults:  # DCP 2.13 can report success with records missing
+                    raise OSError("; ".join(faults))
+                last.value = {METADATA: writer.fs.records[METADATA]}
+    return {**files, **last.values[0]}
+
+
+def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[str, Tensor] | None) -> None:
+    """Refuse a plain tensor that differs between ranks under one name; DCP would keep one rank's value. Collective.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    if ranks.size == 1:
+        return
+    plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    with ranks.stage("comparing replicated tensors") as stage:
+        stage.value = list(plain)
+    owners = Counter(chain(*stage.values))
+    with ranks.stage("comparing replicated tensors") as stage:
+        stage.value = {
+            name: _fingerprint(tensor if staged is None else staged[name])
+            for name, tensor in plain.items()
+            if owners[name] > 1
+        }
+    with ranks.stage("comparing replicated tensors"):
+        first: dict[str, tuple[int, str]] = {}
+        for rank, fingerprints in enumerate(stage.values):
+            for name, found in fingerprints.items():
+                known_rank, known = first.setdefault(name, (rank, found))
+                if found != known and rank == ranks.rank:
+                    raise ValueError(f"{name} differs from the one of rank {known_rank}; give it a name per rank")
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
+    digest.update(values.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def read_tensors(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, FileRecord],
+    *,
+    optional: Sequence[str],
+    ranks: Ranks,
+    ignored: Sequence[str] = (),
+) -> list[str]:
+    """Fill tensors in place from a folder whose files are verified. Collective.
+
+    If there is a fault, no tensor is changed on any rank. Mesh and world size may differ from the save's.
+
+    Args:
+        tensors: what to fill; the ranks may ask for different names.
+        files: the files of the checkpoint, as its manifest lists them.
+        optional: prefixes of names that may be absent from the checkpoint (the tensor keeps its value) or stay unread.
+        ignored: prefixes of names in the checkpoint that may stay unread; "" allows all.
+
+    Returns:
+        The faults of all ranks, one line each, equal on all ranks; empty when the tensors were filled.
+
+    Raises:
+        CheckpointError: on all ranks, when reading failed on any of them.
+    """
+    with ranks.stage("reading metadata") as stage:
+        metadata, faults = read_checked_metadata(folder, files)
+        stage.value = faults or _name_faults(folder, tensors, metadata, optional)
+    faults = sorted({fault for found in stage.values for fault in found})
+    if faults:
+        return faults
+    stored = sorted(metadata.state_dict_metadata)
+    asked = ranks.any([name in tensors for name in stored])
+    unread = [name for name, is_asked in zip(stored, asked, strict=True) if not is_asked]
+    may_stay = (*optional, *ignored)
+    faults = [
+        f"{folder}: holds {name}, which this run does not know" for name in unread if not name.startswith(may_stay)
+    ]
+    if faults:
+        return faults
+    wanted = {name: tensor for name, tensor in tensors.items() if name in metadata.state_dict_metadata}
+    with ranks.stage("reading tensors"):
+        fill_tensors(folder, metadata, wanted, is_first=ranks.is_first)
+    return []
+
+
+@torch.no_grad()
+def fill_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor], *, is_first: bool) -> None:
+    """Fill tensors in place; the metadata is checked and lists all of them. Not collective."""
+    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
+    planner.set_up_planner(tensors, metadata, is_first)
+    reader.set_up_storage_reader(metadata, is_first)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _name_faults(folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata, optional: Sequence[str]) -> list[str]:
+    faults = []
+    for name, tensor in tensors.items():
+        entry = metadata.state_dict_metadata.get(name)
+        if entry is None:
+            if not name.startswith(tuple(optional)):
+                faults.append(f"{folder}: lacks {name} {tuple(tensor.shape)}")
+        elif not isinstance(entry, TensorStorageMetadata):
+            faults.append(f"{folder}: {name} is not a tensor")
+        elif tuple(entry.size) != tuple(tensor.shape):
+            faults.append(f"{folder}: {name} has shape {tuple(entry.size)}, this run needs {tuple(tensor.shape)}")
+        elif entry.properties.dtype != tensor.dtype:
+            faults.append(f"{folder}: {name} is {entry.properties.dtype}, this run needs {tensor.dtype}")
+    return faults

@@ -1,0 +1,96 @@
+"""Checks for NaN and infinity in tensors to be saved and in checkpoints: training cannot continue from them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.ranks import CheckpointError, Ranks
+from glm46.files.durable import FileRecord
+from glm46.storage.checkpoint.metadata import read_checked_metadata
+from glm46.storage.checkpoint.stored_values import StoredTensor
+
+_PIECE_BYTES = 64 << 20
+_NAMES_SHOWN = 3
+
+
+class NotFiniteError(CheckpointError):
+    """Tensors to be saved hold NaN or infinity; nothing was published."""
+
+
+def refuse_not_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Raise if tensors hold NaN or infinity. Collective.
+
+    Args:
+        tensors: this rank's parts.
+
+    Raises:
+        NotFiniteError: on all ranks, when the tensors of any rank hold NaN or infinity.
+    """
+    with ranks.stage("looking for values that are not finite") as stage:
+        stage.value = names_not_finite(tensors)
+    if names := sorted({name for found in stage.values for name in found}):
+        raise NotFiniteError(describe(names))
+
+
+@torch.no_grad()
+def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors whose local part holds NaN or infinity; one pass over the memory, one wait per device."""
+    extremes: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        local = local_tensor(tensor)
+        if local.is_floating_point() and local.numel():
+            local = local.float() if local.dtype.itemsize == 1 else local
+            found = torch.stack(torch.aminmax(local)).double()  # NaN if any value is
+            extremes.setdefault(found.device, {})[name] = found
+    bad = set()
+    for of_device in extremes.values():
+        are_finite = torch.stack([*of_device.values()]).isfinite().all(1).tolist()  # sync: once per device
+        bad |= {name for name, is_finite in zip(of_device, are_finite, strict=True) if not is_finite}
+    return [name for name in tensors if name in bad]
+
+
+def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> list[str]:
+    """Faults of a checkpoint's values and of their index, one line each. Collective.
+
+    Args:
+        files: the files of the checkpoint, verified.
+    """
+    with ranks.stage(f"reading the values of {folder}") as stage:
+        metadata, faults = read_checked_metadata(folder, files)
+        stage.value = faults, [] if faults else _stored_names(folder, metadata, ranks)
+    faults = sorted({fault for found, _ in stage.values for fault in found})
+    names = sorted(name for _, found in stage.values for name in found)
+    return faults or ([f"{folder}: {describe(names)}; it cannot be trained on"] if names else [])
+
+
+def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:
+    """Names of tensors with values that are not finite, among this rank's share of the checkpoint."""
+    floating = [
+        name for name, entry in metadata.state_dict_metadata.items() if entry.properties.dtype.is_floating_point
+    ]
+    return [
+        name
+        for name in sorted(floating)[ranks.rank :: ranks.size]
+        if any(names_not_finite({name: piece}) for piece in _pieces(StoredTensor(folder, metadata, name)))
+    ]
+
+
+def _pieces(stored: StoredTensor) -> Iterable[Tensor]:
+    whole = (slice(None),) * len(stored.shape)
+    if not stored.shape or stored.nbytes <= _PIECE_BYTES:
+        yield stored[whole]
+        return
+    rows = max(_PIECE_BYTES * stored.shape[0] // stored.nbytes, 1)
+    for first in range(0, stored.shape[0], rows):
+        yield stored[(slice(first, first + rows), *whole[1:])]
+
+
+def describe(names: Collection[str]) -> str:
+    """One line with the names, shortened if there are many."""
+    more = f" and {len(names) - _NAMES_SHOWN} more tensors" if len(names) > _NAMES_SHOWN else ""
+    hold = "holds" if len(names) == 1 else "hold"
+    return f"{', '.join(list(names)[:_NAMES_SHOWN])}{more} {hold} values that are not finite"

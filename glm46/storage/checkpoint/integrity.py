@@ -1,0 +1,161 @@
+"""Checkpoint folders as they are read: their names, their manifest, and the checks of their files against it.
+
+``manifest.json`` is one canonical JSON text: ``{"body": {...}, "sha256": hash of the canonical body}``. A file whose
+bytes are not exactly the canonical text of its content is refused, so a change of any byte is found.
+"""
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm46.files.durable import FileRecord, create_durably, hash_file
+from glm46.files.file_content import known_fault
+
+if TYPE_CHECKING:  # the launcher reads the names of steps before torch is imported
+    from glm46.compute.distributed.ranks import Ranks
+
+MANIFEST = "manifest.json"
+META = "meta.json"
+FORMAT = 2
+_PUBLISHED = re.compile(r"step-(\d{6,})")
+_FILES_AT_ONCE = 8
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return folder / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a folder's name, or None if it is not the name of a published checkpoint."""
+    match = _PUBLISHED.fullmatch(path.name)
+    return int(match[1]) if match and step_folder(path.parent, int(match[1])) == path else None
+
+
+def published_steps(folder: Path) -> list[int]:
+    """Steps with a published folder, oldest first, complete or not."""
+    if not folder.is_dir():
+        return []
+    steps = (step_of(path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(step for step in steps if step is not None)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps whose manifest is whole and whose files have the right length; contents are not read."""
+    return [step for step in published_steps(folder) if not quick_faults(step_folder(folder, step), step)[1]]
+
+
+def write_manifest(folder: Path, step: int, files: dict[str, FileRecord], facts: dict[str, Any]) -> None:
+    """Write ``manifest.json``, the last file of a checkpoint. ``facts`` are further JSON values."""
+    body = {**facts, "format": FORMAT, "step": step, "files": {name: asdict(record) for name, record in files.items()}}
+    seal = hashlib.sha256(_canonical(body)).hexdigest()
+    create_durably(folder / MANIFEST, [_canonical({"body": body, "sha256": seal})])
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True).encode() + b"\n"
+
+
+def read_manifest(folder: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """The body of a folder's manifest, or None, and the faults found.
+
+    Args:
+        folder: a published checkpoint.
+        step: the step in the folder's name; None accepts any.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None, [f"{path}: missing, so the checkpoint is incomplete"]
+    except OSError as error:
+        return None, [f"{path}: cannot be read: {error.strerror}"]
+    try:
+        sealed = json.loads(content)
+        body, seal = sealed["body"], sealed["sha256"]
+        found = hashlib.sha256(_canonical(body)).hexdigest()
+        files = {name: FileRecord(**record) for name, record in body["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return None, [f"{path}: {known_fault(path) or f'damaged ({type(error).__name__}: {error})'}"]
+    if found != seal or content != _canonical(sealed):
+        return None, [f"{path}: damaged: its content has SHA-256 {found}, it states {seal}"]
+    if body["format"] != FORMAT:
+        return None, [f"{path}: format {body['format']}, but this version of glm46 reads format {FORMAT}"]
+    if step is not None and body["step"] != step:
+        return None, [f"{path}: manifest is for step {body['step']}, the folder name says step {step}"]
+    outside = [name for name in files if Path(name).name != name]
+    if outside:
+        return None, [f"{path}: names a file outside its folder: {name!r}" for name in outside]
+    return body, []
+
+
+def records_of(body: dict[str, Any]) -> dict[str, FileRecord]:
+    """The files that a manifest lists."""
+    return {name: FileRecord(**record) for name, record in body["files"].items()}
+
+
+def quick_faults(path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """The manifest's body, and the faults that can be found without reading the other files. Not collective."""
+    if not path.is_dir():
+        known = ", ".join(map(str, published_steps(path.parent))) or "none"
+        return None, [f"{path}: no such checkpoint; steps in {path.parent}: {known}"]
+    body, faults = read_manifest(path, step)
+    return body, faults if body is None else check_files(path, body)
+
+
+def check_files(folder: Path, body: dict[str, Any]) -> list[str]:
+    """Faults of a folder that must hold exactly the listed files, each an ordinary file of the listed length."""
+    records = records_of(body)
+    present = {entry.name: entry for entry in os.scandir(folder)}
+    faults = [f"{folder / name}: not in the manifest" for name in sorted(set(present) - set(records) - {MANIFEST})]
+    for name, record in sorted(records.items()):
+        entry = present.get(name)
+        if entry is None:
+            faults.append(f"{folder / name}: missing")
+        elif not entry.is_file(follow_symlinks=False):
+            faults.append(f"{folder / name}: not an ordinary file")
+        elif entry.stat().st_size != record.bytes:
+            found = known_fault(folder / name, allowed=(b"pk\x03\x04", b"\x80"))
+            faults.append(f"{folder / name}: {found or f'{entry.stat().st_size} bytes, expected {record.bytes}'}")
+    return faults
+
+
+def check_hash(path: Path, record: FileRecord) -> list[str]:
+    """The fault of one file whose content differs from its record, if any."""
+    try:
+        found = hash_file(path)
+    except OSError as error:
+        return [f"{path}: cannot be read: {error.strerror}"]
+    if found != record:
+        return [f"{path}: SHA-256 {found.sha256}, expected {record.sha256}"]
+    return []
+
+
+def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[str, Any] | None, list[str]]:
+    """The manifest's body, and all faults of a checkpoint, one line each, equal on all ranks. Collective.
+
+    Rank 0 makes the quick checks; each rank then hashes its share of the files.
+
+    Args:
+        path: the step folder.
+        step: the step that the manifest must state; None accepts any.
+    """
+    with ranks.stage(f"verifying {path}") as stage:
+        if ranks.is_first:
+            stage.value = quick_faults(path, step)
+    body, faults = stage.values[0]
+    if faults:
+        return body, faults
+    with ranks.stage(f"verifying {path}") as stage:
+        largest_first = sorted(records_of(body).items(), key=lambda item: -item[1].bytes)
+        mine = largest_first[ranks.rank :: ranks.size]
+        # Many ranks on one machine already keep its cores busy; one rank alone hashes several files at once.
+        with ThreadPoolExecutor(min(_FILES_AT_ONCE, max(1, (os.cpu_count() or 1) // ranks.size))) as pool:
+            checked = pool.map(lambda item: check_hash(path / item[0], item[1]), mine)
+            stage.value = [fault for faults in checked for fault in faults]
+    return body, [fault for faults in stage.values for fault in faults]

@@ -1,0 +1,299 @@
+"""Checkpoints for the trainer: save a step, find the newest whole one, load it. Loads are verified."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from glm46.compute.distributed.ranks import Ranks
+from glm46.config.errors import UserError
+from glm46.storage.checkpoint.background import BackgroundSaver
+from glm46.storage.checkpoint.dcp import read_tensors
+from glm46.storage.checkpoint.finite import NotFiniteError, refuse_not_finite, stored_not_finite
+from glm46.storage.checkpoint.gathering import NodeFolder, gather
+from glm46.storage.checkpoint.integrity import META, published_steps, records_of, step_folder, step_of, verify_folder
+from glm46.storage.checkpoint.publish import Retention, repair, set_aside
+from glm46.storage.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, encode_meta, save_now
+
+_LOG = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 1.0
+"""Between two exchanges of ranks that wait for a save."""
+
+
+class CheckpointManager:
+    """Checkpoints of one run, in ``folder/step-000123/``, seen by all ranks.
+
+    A checkpoint is tensors (``name -> Tensor or DTensor``, written through DCP) and ``meta`` (JSON). Making a manager
+    is collective. So is every method that says so: all ranks call it, and all return or all raise.
+
+    Args:
+        folder: holds the step folders; the first save makes it.
+        keep_latest_k: number of newest complete checkpoints to keep; 0 keeps all.
+        keep_every: multiples of this step are kept too; 0 adds none.
+        keep_best_k: number of checkpoints with the lowest validation loss that are kept too.
+        node_local_folder: a folder on the node's own disk; saves go there first, and from there to ``folder``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_latest_k: int,
+        keep_every: int = 0,
+        keep_best_k: int = 0,
+        node_local_folder: Path | None = None,
+    ):
+        self.folder = Path(folder)
+        rule = Retention(keep_latest_k=keep_latest_k, keep_every=keep_every, keep_best_k=keep_best_k)
+        self._ranks = Ranks.of_this_run()
+        node = None if node_local_folder is None else NodeFolder.of_this_rank(node_local_folder, self._ranks)
+        self._target = SaveTarget(self.folder, rule, node)
+        self._background = BackgroundSaver()
+        self._verified: dict[int, dict[str, Any]] = {}
+        self.before_publishing: Callable[[], None] = lambda: None
+        """Called on the first rank, by the thread that saves."""
+        self._in_use: set[int] = set()
+        self._branch_point: int | None = None
+
+    @property
+    def loaded_step(self) -> int | None:
+        """The step of ``folder`` that was loaded last, if any."""
+        return max(self._in_use, default=None)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        is_good: bool = True,
+    ) -> SaveOutcome:
+        """Write and publish a checkpoint, then remove old ones. Collective.
+
+        Waits for a background save first; if that one failed, the next ``poll`` raises.
+
+        Args:
+            tensors: the ranks may hold different names. A plain tensor that several ranks hold under one name must be
+                equal on all of them; what differs (an RNG state) carries the rank in its name.
+            meta: JSON values; rank 0's are stored.
+            validation_loss: the value for ``keep_best_k``; rank 0's is used.
+            is_good: whether the last step was applied, not skipped; the newest such checkpoint is never removed.
+
+        Raises:
+            CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
+            NotFiniteError: the tensors hold values that are not finite.
+        """
+        started = time.perf_counter()
+        self._wait_for_save()
+        snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
+        size = save_now(self._target, snapshot, self._ranks, self._in_use)
+        seconds = time.perf_counter() - started
+        return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
+
+    def save_in_background(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        is_good: bool = True,
+    ) -> bool:
+        """Copy the tensors to host memory and return; a thread saves the copies. Arguments as ``save``. Collective.
+
+        Returns:
+            Whether the save was started. No rank starts one while the previous one is running on some rank, so a slow
+            disk costs checkpoints, not training time.
+
+        Raises:
+            CheckpointError: on all ranks, when copying failed on some rank, such as for lack of memory.
+        """
+        if self._is_any_rank_saving():
+            return False
+        snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
+        with self._ranks.stage("copying tensors to host memory"):
+            self._background.stage(tensors)
+        self._background.start(self._target, snapshot, frozenset(self._in_use))
+        return True
+
+    def poll(self) -> list[SaveOutcome]:
+        """The background saves that ended since the last call. Call it every step; it costs nothing. Not collective.
+
+        All ranks get the same outcomes, but perhaps a step apart: report them, and base no decision on them.
+
+        Raises:
+            CheckpointError: one of them failed. The next save can be started.
+        """
+        return self._background.take_ended()
+
+    def abandon_saves(self) -> None:
+        """Wait for the background save and drop its outcome. Collective."""
+        self._wait_for_save()
+        self._background.forget_ended()
+
+    def not_finite(self, tensors: Mapping[str, Tensor]) -> str:
+        """One line naming the tensors that hold NaN or infinity on any rank; empty if there are none. Collective."""
+        try:
+            refuse_not_finite(tensors, self._ranks)
+        except NotFiniteError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> list[SaveOutcome]:
+        """Wait for the background save; returns and raises as ``poll``. Collective.
+
+        Call it before the process group is destroyed.
+        """
+        self._wait_for_save()
+        return self._background.take_ended()
+
+    def newest(self, *, before: int | None = None) -> int | None:
+        """The newest step whose files are all whole, or None if there is no checkpoint. Collective.
+
+        Gathers node-local saves first. Skips damaged checkpoints with a warning for each fault.
+
+        Args:
+            before: look only at smaller steps than this.
+
+        Raises:
+            UserError: every checkpoint is damaged. Starting from step 0 is then the user's decision.
+        """
+        self._wait_for_save()
+        if self._target.node is not None:
+            gather(self._target.node, self.folder, self._ranks)
+        with self._ranks.stage("listing checkpoints") as stage:
+            if self._ranks.is_first:
+                if self.folder.is_dir():
+                    repair(self.folder)
+                stage.value = [step for step in published_steps(self.folder) if before is None or step < before]
+        bad: list[str] = []
+        for step in reversed(stage.values[0]):
+            _, faults = self._verify(step)
+            if not faults:
+                return step
+            bad += faults
+            if self._ranks.is_first:
+                for fault in faults:
+                    _LOG.warning("checkpoint of step %d is not used: %s", step, fault)
+        if bad:
+            raise UserError(
+                *bad, f"{self.folder}: every checkpoint is damaged; move the folder away to start from step 0"
+            )
+        return None
+
+    def load(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        optional: Sequence[str] = (),
+        ignored: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Fill tensors in place from the checkpoint of a step, on any mesh and world size. Collective.
+
+        Strict: the checkpoint must hold each name with the same shape and dtype, and some rank must ask for each name
+        of the checkpoint. The next save sets aside later checkpoints, because the run has left their branch.
+
+        Args:
+            optional: prefixes of names that may be missing from the checkpoint, or from this run.
+            ignored: prefixes of names in the checkpoint that may stay unread; "" allows all.
+
+        Returns:
+            The checkpoint's meta.
+
+        Raises:
+            UserError: on all ranks, with every name that is missing, unknown, damaged, or of another shape or dtype.
+            CheckpointError: on all ranks, when reading failed on any of them.
+        """
+        self._wait_for_save()
+        body, faults = self._verify(step)
+        if faults:
+            raise UserError(*faults)
+        meta = self._fill(step_folder(self.folder, step), body, tensors, optional, ignored)
+        self._in_use = {step}
+        self._branch_point = step
+        return meta
+
+    def load_from(
+        self, path: Path, tensors: Mapping[str, Tensor], *, optional: Sequence[str] = (), ignored: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Like ``load``, from any checkpoint folder, such as the last one of the previous phase. Collective."""
+        path = Path(path)
+        body, faults = self._verify_folder(path, step_of(path))
+        if faults:
+            raise UserError(*faults)
+        return self._fill(path, body, tensors, optional, ignored)
+
+    def _fill(
+        self,
+        path: Path,
+        body: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        optional: Sequence[str],
+        ignored: Sequence[str],
+    ) -> dict[str, Any]:
+        files = records_of(body)
+        if faults := read_tensors(path, tensors, files, optional=optional, ranks=self._ranks, ignored=ignored):
+            raise UserError(*faults)
+        with self._ranks.stage("reading meta") as stage:
+            if self._ranks.is_first:
+                stage.value = json.loads((path / META).read_bytes())
+        return stage.values[0]
+
+    def _begin(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: dict[str, Any],
+        validation_loss: float | None,
+        is_good: bool,
+    ) -> Snapshot:
+        """The content of a save that starts now. Collective."""
+        self._set_aside_newer()
+        self._verified.pop(step, None)
+        with self._ranks.stage("writing meta as JSON"):
+            return Snapshot(step, dict(tensors), encode_meta(meta), validation_loss, is_good, self.before_publishing)
+
+    def _is_any_rank_saving(self) -> bool:
+        """Whether a background save is running on some rank. Collective."""
+        return any(self._ranks.all_gather(self._background.is_busy))
+
+    def _wait_for_save(self) -> None:
+        """Wait until no background save is running on any rank; its outcome stays for ``poll``. Collective."""
+        self._background.wait(_WAIT_SECONDS)
+        while self._is_any_rank_saving():
+            self._background.wait(_WAIT_SECONDS)
+
+    def _set_aside_newer(self) -> None:
+        """Set aside later checkpoints after a load: they belong to the branch that the run left. Collective."""
+        if self._branch_point is None:
+            return
+        with self._ranks.stage("setting aside later checkpoints"):
+            if self._ranks.is_first:
+                for step in published_steps(self.folder):
+                    if step > self._branch_point:
+                        aside = set_aside(step_folder(self.folder, step))
+                        _LOG.warning("%s: belongs to a branch that this run has left; it can be deleted", aside)
+        self._branch_point = None
+
+    def _verify(self, step: int) -> tuple[dict[str, Any] | None, list[str]]:
+        if step in self._verified:
+            return self._verified[step], []
+        body, faults = self._verify_folder(step_folder(self.folder, step), step)
+        if not faults:
+            self._verified[step] = body
+        return body, faults
+
+    def _verify_folder(self, path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+        """The manifest and the faults of a checkpoint. Checks its values too, unless the manifest says that the save
+        has. Collective."""
+        body, faults = verify_folder(path, step, self._ranks)
+        if not faults and not body.get("finite", False):
+            faults = stored_not_finite(path, records_of(body), self._ranks)
+        return body, faults

@@ -1,0 +1,143 @@
+"""Publishing and removing checkpoints: a checkpoint is complete or invisible.
+
+A save works in ``step-000123.tmp``. When tensors, meta and manifest are synced, the folder is renamed to
+``step-000123``, the parent folder is synced, then ``latest`` is replaced. A published folder is never written again.
+A step that is saved a second time moves the first one to ``step-000123.old`` until the new one has the name; ``repair``
+completes such an exchange after an interruption. Removal renames to ``step-000123.trash`` first, so that no
+half-removed folder looks published. Only rank 0 calls these functions.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm46.files.durable import FileRecord, create_durably, replace_durably, sync_folder
+from glm46.storage.checkpoint.integrity import META, step_folder, write_manifest
+
+LATEST = "latest"
+_LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
+
+
+def draft_folder(folder: Path, step: int) -> Path:
+    """The folder that a save of a step works in."""
+    return step_folder(folder, step).with_suffix(".tmp")
+
+
+def open_draft(folder: Path, step: int) -> Path:
+    """Make an empty folder for a save to work in, and remove what interrupted saves of any step have left.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    make_durably(folder)
+    repair(folder)
+    for path in folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path)
+    draft = draft_folder(folder, step)
+    draft.mkdir()
+    return draft
+
+
+def make_durably(folder: Path) -> None:
+    """Make a folder and its parents; without the sync, a power loss could remove the path to a whole checkpoint."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: bytes, facts: dict[str, Any]) -> Path:
+    """Write meta and manifest into a draft whose tensor files are on the disk, and rename it.
+
+    Raises:
+        OSError: the file system refuses; earlier checkpoints are untouched.
+    """
+    record = create_durably(draft / META, [meta])
+    write_manifest(draft, step, {**files, META: record}, facts)
+    return rename_draft(draft, step)
+
+
+def rename_draft(draft: Path, step: int) -> Path:
+    """Atomically rename a whole folder, manifest included, to its published name, and update ``latest``."""
+    sync_folder(draft)
+    target = step_folder(draft.parent, step)
+    aside = target.with_suffix(".old")
+    if target.exists():
+        target.rename(aside)
+    draft.rename(target)
+    sync_folder(draft.parent)
+    replace_durably(draft.parent / LATEST, [target.name.encode() + b"\n"])
+    if aside.exists():
+        remove(aside)
+    return target
+
+
+def repair(folder: Path) -> None:
+    """Complete interrupted exchanges of a step's checkpoint: the old one returns unless the new one has the name."""
+    for aside in folder.glob("step-*.old"):
+        target = aside.with_suffix("")
+        if target.exists():
+            remove(aside)
+        else:
+            aside.rename(target)
+            sync_folder(folder)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a published checkpoint to ``.abandoned``, so that no run loads it; returns the new path."""
+    aside = path.with_suffix(".abandoned")
+    if aside.exists():
+        remove(aside)
+    path.rename(aside)
+    sync_folder(path.parent)
+    return aside
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint folder; it is invisible before the first file goes."""
+    trash = path.with_suffix(".trash")
+    if trash.exists():
+        shutil.rmtree(trash)
+    os.rename(path, trash)
+    sync_folder(path.parent)
+    shutil.rmtree(trash)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The complete checkpoints to keep. The newest one is always kept."""
+
+    keep_latest_k: int
+    """Number of newest checkpoints; 0 keeps all."""
+    keep_every: int = 0
+    """Multiples of this step; 0 adds none."""
+    keep_best_k: int = 0
+    """Number of those with the lowest validation loss; 0 adds none."""
+
+
+def steps_to_remove(
+    complete: Mapping[int, float | None], rule: Retention, in_use: Collection[int] = (), doubtful: Collection[int] = ()
+) -> list[int]:
+    """The steps to delete after a save, oldest first. A pure function, so that any history can be tested.
+
+    Args:
+        complete: step to validation loss (None: not measured) of the complete checkpoints, and of no others.
+        in_use: steps to keep whatever their age, such as the one the run started from.
+        doubtful: steps saved while steps were being skipped. The newest of the others is kept, whatever its age.
+    """
+    if rule.keep_latest_k == 0:
+        return []
+    steps = sorted(complete)
+    # NaN compares false with everything: such a step is never among the best.
+    measured = sorted((loss, -step) for step, loss in complete.items() if loss is not None and loss == loss)
+    stay = {*steps[-rule.keep_latest_k :], *in_use}
+    stay |= {-negative for _, negative in measured[: rule.keep_best_k]}
+    stay |= set([step for step in steps if step not in doubtful][-1:])
+    if rule.keep_every:
+        stay |= {step for step in steps if step % rule.keep_every == 0}
+    return [step for step in steps if step not in stay]

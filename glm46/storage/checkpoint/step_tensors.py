@@ -1,0 +1,160 @@
+"""A checkpoint as a mapping of whole tensors, one in memory at a time, for conversion and inference in one process."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm46.compute.distributed.ranks import ALONE, Ranks
+from glm46.config.errors import UserError
+from glm46.run.function import NetworkFunction, function_of_meta
+from glm46.storage.checkpoint.dcp import write_tensors
+from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+from glm46.storage.checkpoint.integrity import META, records_of, step_of, verify_folder
+from glm46.storage.checkpoint.metadata import read_checked_metadata
+from glm46.storage.checkpoint.publish import open_draft, publish
+from glm46.storage.checkpoint.save import Snapshot, encode_meta
+from glm46.storage.checkpoint.stored_values import StoredTensor
+
+TensorKind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+MODEL_PREFIX = "model."
+"""The trainer's prefix for the names of parameters and buffers."""
+
+
+class StepTensors(Mapping[str, Tensor]):
+    """The model of a step folder: glm46 name -> whole tensor, read from the disk on access.
+
+    Attributes:
+        meta: the checkpoint's meta.
+
+    Raises:
+        UserError: the folder is not a checkpoint, or is damaged.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks = ALONE):
+        """Collective over ``ranks``, which share the verification."""
+        self._folder = folder
+        require_kind(folder, Kind.STEP)
+        body, faults = verify_folder(folder, step_of(folder.absolute()), ranks)
+        if not faults:
+            self._metadata, faults = read_checked_metadata(folder, records_of(body))
+        if faults:
+            raise UserError(*faults)
+        self.meta: dict[str, Any] = json.loads((folder / META).read_bytes())
+        names = self._metadata.state_dict_metadata
+        self._names = [name.removeprefix(MODEL_PREFIX) for name in names if name.startswith(MODEL_PREFIX)]
+
+    @property
+    def function(self) -> NetworkFunction:
+        """See `function_of_meta`."""
+        return function_of_meta(self.meta)
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self.stored(name)
+        return stored[(slice(None),) * len(stored.shape)]
+
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor whose parts are read when they are indexed."""
+        return StoredTensor(self._folder, self._metadata, MODEL_PREFIX + name)
+
+    def __contains__(self, name: object) -> bool:  # that of Mapping would read the tensor
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class ReadAhead(Mapping[str, Tensor]):
+    """Tensors accessed in order; a thread fills each one while the caller uses the previous one.
+
+    Two buffers alternate: a tensor is valid until the next one is accessed. Allocating memory for each tensor would
+    take longer than filling it.
+
+    Args:
+        kinds: name -> shape and dtype, in the order of access.
+        fill: writes the values of a named tensor into a CPU tensor.
+    """
+
+    def __init__(self, kinds: Mapping[str, TensorKind], fill: Callable[[str, Tensor], None]):
+        self._kinds = kinds
+        self._next = dict(zip(kinds, [*list(kinds)[1:], None], strict=True))
+        self._fill = fill
+        largest = max(prod(size) * dtype.itemsize for size, dtype in kinds.values())
+        self._idle, self._used = np.empty(largest, np.uint8), np.empty(largest, np.uint8)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._coming: tuple[str | None, Future[Tensor] | None] = (None, None)
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.shutdown(cancel_futures=True)
+
+    def __getitem__(self, name: str) -> Tensor:
+        coming, future = self._coming
+        if future is None or coming != name:
+            future = self._reader.submit(self._made, name, self._idle)
+        tensor = future.result()
+        self._idle, self._used = self._used, self._idle
+        following = self._next[name]
+        self._coming = following, following and self._reader.submit(self._made, following, self._idle)
+        return tensor
+
+    def _made(self, name: str, memory: np.ndarray) -> Tensor:
+        size, dtype = self._kinds[name]
+        nbytes = prod(size) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(size, dtype=dtype)
+        # A storage of exactly this size: DCP would copy a view of a larger one before it writes it.
+        tensor = torch.frombuffer(memory[:nbytes], dtype=torch.uint8).view(dtype).view(size)
+        self._fill(name, tensor)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:  # that of Mapping would make the tensor
+        return name in self._next
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._next)
+
+    def __len__(self) -> int:
+        return len(self._next)
+
+
+def write_model(
+    folder: Path, kinds: Mapping[str, TensorKind], fill: Callable[[str, Tensor], None], meta: dict[str, Any]
+) -> Path:
+    """Write a checkpoint of a model alone, as step 0 of a folder; one tensor is written while the next one is filled.
+
+    Args:
+        kinds: glm46 name -> shape and dtype.
+        fill: writes the values of a named tensor into a CPU tensor; called once for each name, in another thread.
+
+    Returns:
+        The step folder.
+
+    Raises:
+        CheckpointError: writing failed; nothing is published.
+    """
+    stored = {MODEL_PREFIX + name: kind for name, kind in kinds.items()}
+    meta_tensors = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in stored.items()}
+    snapshot = Snapshot(0, meta_tensors, encode_meta(meta))
+    draft = open_draft(folder, snapshot.step)
+    try:
+        with ReadAhead(stored, lambda name, tensor: fill(name.removeprefix(MODEL_PREFIX), tensor)) as made:
+            files = write_tensors(draft, meta_tensors, ALONE, made, file_per_tensor=True)
+        return publish(draft, snapshot.step, files, snapshot.meta, snapshot.facts(ALONE.size, is_finite=False))
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

@@ -1,0 +1,106 @@
+"""Build batches from rows of tokens and the ends of the documents in them.
+
+B rows of S tokens; K multi-token prediction layers. A row is read S + 1 + K tokens long.
+"""
+
+import numpy as np
+import torch
+
+from glm46.storage.data.shards import NOT_A_TARGET
+
+IGNORE = -100  # Label of a position that has no target. Source: the default of torch.nn.functional.cross_entropy.
+
+
+class BatchBuilder:
+    """Fills one batch row by row; `finish` returns it as tensors and starts the next.
+
+    With ``document_mask``, positions restart at the first token of each document. ``eos_id`` fills the rest of a row
+    after its last token.
+    """
+
+    def __init__(self, rows: int, seq_len: int, mtp_depth: int, document_mask: bool, eos_id: int):
+        self.seq_len, self.mtp_depth = seq_len, mtp_depth
+        self._rows, self._document_mask, self._eos_id = rows, document_mask, eos_id
+        self._count_up = np.arange(seq_len, dtype=np.int32)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        rows, length, depth = self._rows, self.seq_len, self.mtp_depth
+        self._filled = 0
+        self.input_ids = np.empty((rows, length), np.int64)
+        self.labels = np.empty((rows, length), np.int64)
+        self.positions = np.empty((rows, length), np.int32)
+        self.document_ids = np.empty((rows, length), np.int32)
+        self.mtp_input_ids = np.empty((rows, depth, length), np.int64)
+        self.mtp_labels = np.empty((rows, depth, length), np.int64)
+        self.sample_numbers = np.empty(rows, np.int64)
+
+    def add(self, number: int, row: np.ndarray, used: int, ends: list[np.ndarray], *, is_marked: bool = False) -> None:
+        """Append one row.
+
+        Args:
+            number: global sample number, or number of the validation row.
+            row: int64 [S + 1 + K]; modified.
+            used: tokens in it. If fewer than its length, a document ends there.
+            ends: exclusive ends of documents, ascending, as a list of arrays (`TokenStream.read`).
+            is_marked: the tokens that are no label have the bit `NOT_A_TARGET`.
+        """
+        length, b = self.seq_len, self._filled
+        row[used:] = self._eos_id
+        targets = row
+        if is_marked:
+            targets = np.where(row < NOT_A_TARGET, row, IGNORE)
+            row &= ~NOT_A_TARGET
+        self.sample_numbers[b] = number
+        self.input_ids[b] = row[:length]
+        self.labels[b] = targets[1 : length + 1]
+        for k in range(1, self.mtp_depth + 1):
+            self.mtp_input_ids[b, k - 1] = row[k : length + k]
+            self.mtp_labels[b, k - 1] = targets[k + 1 : length + k + 1]
+        ends = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
+        self._mask_targets(b, ends)
+        self._number_documents(b, ends[: np.searchsorted(ends, length)])
+        if used < length:
+            self._blank(b, used)
+        self._filled += 1
+
+    def add_padding(self) -> None:
+        """Append a row without documents, which keeps the number of batches equal on all ranks."""
+        b = self._filled
+        self.sample_numbers[b] = -1
+        self.input_ids[b] = self._eos_id
+        self.mtp_input_ids[b] = self._eos_id
+        self._blank(b, 0)
+        self._filled += 1
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Return the batch as the tensors that docs/data.md lists."""
+        assert self._filled == self._rows, f"batch has {self._filled} of {self._rows} rows"
+        names = ["input_ids", "labels", "positions", "document_ids", "mtp_input_ids", "mtp_labels", "sample_numbers"]
+        batch = {name: torch.from_numpy(getattr(self, name)) for name in names}
+        self._allocate()
+        return batch
+
+    def _mask_targets(self, b: int, ends: np.ndarray) -> None:
+        """Mask targets in another document: those k + 1 tokens ahead at the last k + 1 positions before each end."""
+        for ahead in range(1, self.mtp_depth + 2):
+            places = ends - ahead
+            places = places[np.searchsorted(places, 0) : np.searchsorted(places, self.seq_len)]
+            if ahead == 1:
+                self.labels[b, places] = IGNORE
+            self.mtp_labels[b, max(ahead - 2, 0) :, places] = IGNORE
+
+    def _number_documents(self, b: int, inner_ends: np.ndarray) -> None:
+        """Set document ids 0, 1, 2 ..., and positions within the document or the row."""
+        bounds = np.concatenate(([0], inner_ends, [self.seq_len]))
+        lengths = np.diff(bounds)
+        self.document_ids[b] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        self.positions[b] = self._count_up
+        if self._document_mask:
+            self.positions[b] -= np.repeat(bounds[:-1].astype(np.int32), lengths)
+
+    def _blank(self, b: int, start: int) -> None:
+        self.labels[b, start:] = IGNORE
+        self.mtp_labels[b, :, start:] = IGNORE
+        self.positions[b, start:] = 0
+        self.document_ids[b, start:] = -1

@@ -1,0 +1,105 @@
+"""Reading of an assistant's turn while it is sampled: thought, answer, tool calls; the inverse of the format."""
+
+from typing import Literal, NamedTuple
+
+from glm46.storage.data.chat import CALL, END_CALL, END_KEY, END_THINK, END_VALUE, KEY, THINK, VALUE
+from glm46.storage.data.conversation import Message, ToolCall
+from glm46.storage.data.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 4
+"""Bytes in UTF-8, and so the most tokens that a character is spread over."""
+
+
+class Part(NamedTuple):
+    """What a token adds to a turn."""
+
+    kind: Literal["thought", "answer", "call"]
+    text: str
+    """Of a call: ``name(key=value, ...)``."""
+
+
+class TurnReader:
+    """Reads the ids of a turn one by one. The format's markers count as special tokens only: as text they are text.
+
+    Args:
+        tokenizer: with the special tokens of the chat format.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        markers = (THINK, END_THINK, CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE)
+        self._tokenizer = tokenizer
+        self._names = {tokenizer.special[name]: name for name in markers}
+        self._kind: Literal["thought", "answer", "call"] = "answer"
+        self._ids: list[int] = []
+        """Of an incomplete character, or of the call that is open."""
+        self._texts = {"thought": "", "answer": ""}
+        self._calls: list[ToolCall] = []
+
+    def read(self, token: int) -> Part | None:
+        """Take the next id; returns the text that it completes."""
+        name = self._names.get(token)
+        if self._kind == "call":
+            if name != END_CALL:
+                self._ids.append(token)
+                return None
+            return self._end_call()
+        # A call inside a thought is a draft.
+        if name in (THINK, END_THINK) or (name == CALL and self._kind == "answer"):
+            part = self._flush()
+            if name == THINK:
+                self._texts["answer"] = ""  # GLM's template leaves out what is before a thought
+            self._kind = {THINK: "thought", END_THINK: "answer", CALL: "call"}[name]
+            return part
+        self._ids.append(token)
+        is_open = self._tokenizer.decode(self._ids).endswith(_REPLACEMENT) and len(self._ids) < _LONGEST_CHARACTER
+        return None if is_open else self._flush()
+
+    def end(self) -> tuple[Part | None, Message]:
+        """The text that was held back, and the turn as a message of the conversation.
+
+        A call that is cut off or malformed is text of the answer.
+        """
+        part = self._keep_as_text(CALL) if self._kind == "call" else self._flush()
+        content, reasoning = (self._texts[kind].strip() for kind in ("answer", "thought"))
+        return part, Message("assistant", content, reasoning, tuple(self._calls))
+
+    def _flush(self) -> Part | None:
+        text, self._ids = self._tokenizer.decode(self._ids), []
+        return self._add(text)
+
+    def _add(self, text: str) -> Part | None:
+        if not self._texts[self._kind]:
+            text = text.lstrip("\n")
+        self._texts[self._kind] += text
+        return Part(self._kind, text) if text else None
+
+    def _end_call(self) -> Part | None:
+        call = self._call()
+        if call is None:
+            return self._keep_as_text(CALL, END_CALL)
+        self._kind, self._ids = "answer", []
+        self._calls.append(call)
+        return Part("call", f"{call.name}({', '.join(f'{key}={value}' for key, value in call.arguments.items())})")
+
+    def _keep_as_text(self, begin: str, end: str = "") -> Part | None:
+        text, self._ids, self._kind = self._tokenizer.decode(self._ids), [], "answer"
+        return self._add(f"{begin}{text}{end}")
+
+    def _call(self) -> ToolCall | None:
+        """The open call; None if it is not in the format."""
+        markers: list[str] = []
+        texts: list[list[int]] = [[]]
+        for token in self._ids:
+            if token in self._names:
+                markers.append(self._names[token])
+                texts.append([])
+            else:
+                texts[-1].append(token)
+        if markers != [KEY, END_KEY, VALUE, END_VALUE] * (len(markers) // 4):
+            return None
+        name, *of_arguments = map(self._tokenizer.decode, texts)
+        if not name.strip():
+            return None
+        # Behind the name: a key, a line end, a value, a line end, and so on.
+        return ToolCall(name.strip(), dict(zip(of_arguments[::4], of_arguments[2::4], strict=True)))

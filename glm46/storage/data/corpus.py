@@ -1,0 +1,136 @@
+"""Tokenizer and sources of a run, checked against each other, the model and the token budget. Needs no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from glm46.config.data import Source
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.config.rules_data import chat_faults, pair_faults
+from glm46.run.plan import Plan
+from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest
+from glm46.storage.data.pack_plans import plan_of
+from glm46.storage.data.packing import full_rows
+from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
+
+
+class SourcePlan(NamedTuple):
+    """Tokens and passes that a run reads of one source."""
+
+    name: str
+    tokens: float
+    """The source's share of the token budget."""
+    epochs: float
+    """Largest number of passes over any of its documents, computed from tokens; infinite if it has no full row."""
+
+
+def load_text(plan: Plan, sources: Sequence[Source] | None = None) -> tuple[Tokenizer, dict[str, Manifest]]:
+    """Load the tokenizer and the manifests of the sources (by name), and check them against each other and the model.
+
+    Args:
+        sources: those of the plan to load; None: all.
+
+    Raises:
+        UserError: all faults at once.
+    """
+    config, vocab_size, positions = plan.config, plan.shape.vocab_size, plan.shape.max_position_embeddings
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    manifests, faults = {}, []
+    if tokenizer.vocab_size > vocab_size:
+        faults.append(
+            f"model.vocab_size = {vocab_size}: the tokenizer {config.model.tokenizer_path!r} has ids up to "
+            f"{tokenizer.vocab_size - 1}; set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+    prompt = len(tokenizer.encode(config.inference.prompt))
+    if prompt and prompt + config.inference.max_new_tokens > positions:
+        faults.append(
+            f"inference.max_new_tokens = {config.inference.max_new_tokens}: with {prompt} tokens of inference.prompt "
+            f"above model.max_position_embeddings = {positions}; lower it to at most {max(positions - prompt, 0)}"
+        )
+    for index, source in enumerate(config.data.sources):
+        if sources is not None and source not in sources:
+            continue
+        try:
+            manifests[source.name] = manifest = load_manifest(Path(source.path))
+            if source.recipe is None:
+                faults += [fault.message for fault in pair_faults(config, manifest.is_paired, source.path, source.path)]
+            if source.recipe is None and manifest.splits["train"].targets is not None:
+                named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
+                faults += [fault.message for fault in chat_faults(config, index, longest, named)]
+            manifests[source.name].require_tokenizer(tokenizer.fingerprint)
+            if config.validation.enable and not manifest.splits["validation"].labels:
+                count = sum(split.documents for split in manifest.splits.values())
+                remedy = held_out_remedy(count, manifest.settings.get("held_out"))
+                faults.append(
+                    f"{source.path}: validation.enable = true, but no text to predict is held out of {count:,} "
+                    f"documents; set validation.enable = false, or remove the folder, {remedy}, and prepare it again"
+                )
+        except UserError as error:
+            faults += error.faults
+    if faults:
+        raise UserError(*faults)
+    return tokenizer, manifests
+
+
+def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]:
+    """Return the planned tokens and passes of each source, in the order of data.sources."""
+    sources, depth = plan.config.data.sources, plan.shape.num_nextn_predict_layers
+    tokens = [0.0] * len(sources)
+    # Stages with equal length and range of documents share their passes; others read documents of their own.
+    rows: list[dict[tuple, float]] = [{} for _ in sources]
+    for stage, here in zip(plan.text_stages, plan.stage_tokens, strict=True):
+        for i, weight in enumerate(stage.weights):
+            share, grid = here * weight / sum(stage.weights), (stage.seq_len, stage.documents)
+            tokens[i] += share
+            if share:
+                rows[i][grid] = rows[i].get(grid, 0.0) + share / stage.seq_len
+    plans = []
+    for i, source in enumerate(sources):
+        manifest, folder = manifests[source.name], plan.config.data.plan_folder
+        split = manifest.splits["train"]
+        epochs = 0.0
+        for (seq_len, (low, high)), count in rows[i].items():
+            if split.targets is None:
+                whole = full_rows(round(split.tokens * (high - low)), seq_len, depth)
+            else:  # so few that their rows can be counted
+                packs = plan_of(manifest, seq_len, (low, high), folder=Path(folder) if folder else None)
+                whole = len(packs.row_starts) - 1
+            epochs = max(epochs, count / whole if whole else float("inf"))
+        plans.append(SourcePlan(source.name, tokens[i], epochs))
+    return plans
+
+
+def describe_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[str]:
+    """Return one line per source: its size, and the tokens and epochs planned; of chats also the tokens of an epoch,
+    padding of their rows included, and the share of targets."""
+    lines = []
+    for source in plan_sources(plan, manifests):
+        split = manifests[source.name].splits["train"]
+        line = (
+            f"source       {source.name}: {counted(split.tokens, 'token')} in {counted(split.documents, 'document')}; "
+            f"{source.tokens:,.0f} planned, {source.epochs:.3g} epochs"
+        )
+        if split.targets is not None and source.epochs:
+            line += f", {source.tokens / source.epochs:,.0f} tokens each; {describe_targets(split)}"
+        lines.append(line)
+    return lines
+
+
+def check_epochs(plan: Plan, manifests: dict[str, Manifest]) -> None:
+    """Check that no source is read more often than its ``max_epochs``.
+
+    Raises:
+        UserError: one fault for each such source.
+    """
+    faults = []
+    pairs = zip(plan.config.data.sources, plan_sources(plan, manifests), strict=True)
+    for index, (source, planned) in enumerate(pairs):
+        if source.max_epochs is not None and planned.epochs > source.max_epochs:
+            faults.append(
+                f"data.sources[{index}].max_epochs = {source.max_epochs:g}: {source.name} would be read "
+                f"{planned.epochs:.3g} times in {plan.budget_tokens:,} tokens; train on fewer tokens, lower its "
+                "weight, or add text"
+            )
+    if faults:
+        raise UserError(*faults)

@@ -1,0 +1,293 @@
+"""The stream of batches: the same samples in the same order for any number of ranks, workers or rows per batch.
+
+The only state is the global number of the next sample, so a run resumes at any sample under any layout. torchdata's
+StatefulDataLoader provides worker processes and prefetching.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from glm46.compat import quiet_libraries
+from glm46.config.errors import UserError
+from glm46.storage.data.batches import BatchBuilder
+from glm46.storage.data.best_fit import concatenate, plan_groups
+from glm46.storage.data.manifest import Manifest
+from glm46.storage.data.mixing import integer_weights, order, permute
+from glm46.storage.data.pack_plans import plan_of
+from glm46.storage.data.packing import ConcatenatedRows, PackedRows, SelectedTokens, TokenStream, full_rows, open_tokens
+
+# Samples located at once: for small arrays the calls cost more than the arithmetic. The first block is small, so that
+# the first batch after a seek does not wait for later ones.
+_FIRST_ORDER_BLOCK, _ORDER_BLOCK = 1, 1024
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Shape of a batch, and the share of the samples that this rank reads."""
+
+    seq_len: int
+    mtp_depth: int
+    """Multi-token prediction layers to make inputs and labels for."""
+    local_batch_size: int
+    dp_rank: int
+    """Data-parallel rank; ranks of one dp_rank read the same samples."""
+    dp_degree: int
+    document_mask: bool
+    """Restart positions at each document."""
+
+    @property
+    def global_rows(self) -> int:
+        """Samples in one micro-batch over all ranks."""
+        return self.local_batch_size * self.dp_degree
+
+    def builder(self, eos_id: int) -> BatchBuilder:
+        """Make an empty batch of this layout."""
+        return BatchBuilder(self.local_batch_size, self.seq_len, self.mtp_depth, self.document_mask, eos_id)
+
+
+class TrainSource(NamedTuple):
+    """One source of a mixture."""
+
+    name: str
+    """Name of the source; it decides the order of its samples."""
+    manifest: Manifest
+    """Loaded manifest of its shards."""
+    weight: float
+    """Share of the rows, which is also the share of the tokens."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    plan_folder: Path | None = None
+    """Folder of best-fit packing plans. None means the folder of the source."""
+
+
+class Span(NamedTuple):
+    """The samples of one stage of a run."""
+
+    first: int = 0
+    """Global number of the stage's first sample."""
+    stop: int | None = None
+    """Exclusive end of its sample numbers; rows from there on are padding. None means no end."""
+    rows_before: tuple[int, ...] = ()
+    """Rows of each source that earlier stages or runs have read; empty means none."""
+    documents: tuple[float, float] = (0.0, 1.0)
+    """Range of each source's documents that is read, as shares."""
+
+
+WHOLE_RUN = Span()
+
+
+class TrainStream(IterableDataset):
+    """Endless micro-batches; `__iter__` starts at ``start_sample``.
+
+    Micro-batch q of dp_rank r holds the samples start_sample + (q * dp_degree + r) * rows + (0 ... rows - 1).
+    """
+
+    def __init__(self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int, span: Span):
+        self.sources, self.seed, self.layout, self.start_sample = tuple(sources), seed, layout, start_sample
+        self.span = span
+        self.manifests = [source.manifest for source in self.sources]
+        self.weights = integer_weights([source.weight for source in self.sources])
+        streams = [self._open(i) for i in range(len(self.sources))]
+        self._plans = [
+            plan_of(manifest, layout.seq_len, span.documents, folder=source.plan_folder)
+            if source.packing == "best_fit"
+            else None
+            for source, manifest in zip(self.sources, self.manifests, strict=True)
+        ]
+        self._tokens = [stream.length for stream in streams]
+        self.rows_per_source = [
+            len(plan.row_starts) - 1 if plan else full_rows(tokens, layout.seq_len, layout.mtp_depth)
+            for plan, tokens in zip(self._plans, self._tokens, strict=True)
+        ]
+        self._require_rows()
+
+    def _open(self, source: int) -> TokenStream | SelectedTokens:
+        manifest = self.manifests[source]
+        return open_tokens(manifest.folder, manifest.splits["train"], self.span.documents, manifest.vocab_size)
+
+    def _require_rows(self) -> None:
+        counts = zip(self.manifests, self._tokens, self.rows_per_source, strict=True)
+        short = [
+            f"{manifest.folder}: {tokens} training tokens, fewer than one row of {self.layout.seq_len} with targets; "
+            "add text, remove the source, or lower training.seq_len"
+            for manifest, tokens, rows in counts
+            if rows == 0
+        ]
+        if short:
+            raise UserError(*short)
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return _TrainIterator(self, worker.id if worker else 0, worker.num_workers if worker else 1)
+
+    def open_rows(self, source: int) -> ConcatenatedRows | PackedRows:
+        """Open the rows of a source, in the process that reads them."""
+        plan, length, tokens = self._plans[source], self.layout.seq_len, self._open(source)
+        return PackedRows(tokens, length, plan) if plan else ConcatenatedRows(tokens, length)
+
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return source and row within it of global sample numbers, both int64 [n]."""
+        names = [source.name for source in self.sources]
+        places = numbers - self.span.first
+        return order(places, self.weights, names, self.rows_per_source, self.seed, self.span.rows_before)
+
+
+class _TrainIterator:
+    """Every ``workers``-th micro-batch of a rank."""
+
+    def __init__(self, stream: TrainStream, worker: int, workers: int):
+        self._stream, self._layout = stream, stream.layout
+        self._sources = [stream.open_rows(i) for i in range(len(stream.manifests))]
+        self._builder = stream.layout.builder(stream.manifests[0].eos_id)
+        self._row = np.empty(stream.layout.seq_len + 1 + stream.layout.mtp_depth, np.int64)
+        self._stride = workers * stream.layout.global_rows
+        self._next = stream.start_sample + worker * stream.layout.global_rows
+        self._located: dict[int, tuple] = {}
+        self._block = _FIRST_ORDER_BLOCK
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._next not in self._located:
+            self._locate_block()
+        first = self._next + self._layout.dp_rank * self._layout.local_batch_size
+        stop = self._stream.span.stop
+        for j, (source, sample) in enumerate(self._located.pop(self._next)):
+            if stop is not None and first + j >= stop:
+                self._builder.add_padding()
+                continue
+            rows = self._sources[source]
+            self._builder.add(first + j, self._row, *rows.read(sample, self._row), is_marked=rows.is_marked)
+        self._next += self._stride
+        return self._builder.finish()
+
+    def _locate_block(self) -> None:
+        rows = self._layout.local_batch_size
+        starts = self._next + self._stride * np.arange(max(1, self._block // rows))
+        self._block = _ORDER_BLOCK
+        numbers = starts[:, None] + self._layout.dp_rank * rows + np.arange(rows)
+        source, sample = self._stream.locate(numbers.ravel())
+        pairs = list(zip(source.tolist(), sample.tolist(), strict=True))
+        self._located = {start: pairs[i * rows : (i + 1) * rows] for i, start in enumerate(starts.tolist())}
+
+
+def validation_rows(manifest: Manifest, seq_len: int) -> tuple[ConcatenatedRows | PackedRows, list[int]]:
+    """The rows of a source's held-out text, and their numbers in the order of validation.
+
+    Rows of chats hold whole documents, whatever the packing: the rest of a cut document has lost its prompt.
+    """
+    split = manifest.splits["validation"]
+    tokens = open_tokens(manifest.folder, split, WHOLE_RUN.documents, manifest.vocab_size)
+    if split.targets is None:
+        rows, count = ConcatenatedRows(tokens, seq_len), -(-split.tokens // seq_len)
+    else:
+        plan = concatenate(plan_groups(tokens.doc_ends_by_shard(), seq_len))
+        rows, count = PackedRows(tokens, seq_len, plan), len(plan.row_starts) - 1
+    return rows, permute(np.arange(count), count, "validation").tolist()
+
+
+class ValidationStream(IterableDataset):
+    """Every held-out token once as an input, in a random order, so that the first batches are a fair sample."""
+
+    def __init__(self, manifest: Manifest, layout: BatchLayout, max_batches: int | None):
+        self.manifest, self.layout = manifest, layout
+        self._rows, self._order = validation_rows(manifest, layout.seq_len)
+        batches = -(-len(self._order) // layout.global_rows)
+        self.batches = batches if max_batches is None else min(batches, max_batches)
+
+    def __len__(self) -> int:
+        """Number of batches, equal on every rank."""
+        return self.batches
+
+    def __iter__(self):
+        layout = self.layout
+        builder = layout.builder(self.manifest.eos_id)
+        buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
+        for batch in range(self.batches):
+            first = batch * layout.global_rows + layout.dp_rank * layout.local_batch_size
+            for place in range(first, first + layout.local_batch_size):
+                if place < len(self._order):
+                    row = self._order[place]
+                    builder.add(row, buffer, *self._rows.read(row, buffer), is_marked=self._rows.is_marked)
+                else:
+                    builder.add_padding()
+            yield builder.finish()
+
+
+class _BatchLoader(StatefulDataLoader):
+    """A loader of streams whose items are whole batches."""
+
+    def __init__(self, stream: IterableDataset, **options):
+        quiet_libraries()
+        # Each iterator draws a seed. Drawing it from the generator of the process would change its state, and a resumed
+        # run, which makes more iterators, would differ from an uninterrupted one.
+        super().__init__(stream, batch_size=None, generator=torch.Generator(), **options)
+
+
+class TrainLoader(_BatchLoader):
+    """The loader of a `TrainStream`. Its state is the number of the next sample, valid for any ranks and workers."""
+
+    def __init__(self, stream: TrainStream, **options):
+        super().__init__(stream, **options)
+        self._next_sample = stream.start_sample
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self._next_sample = self.dataset.start_sample
+        # Called here, not in the generator: it starts the workers.
+        return self._count(super().__iter__())
+
+    def _count(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        for batch in batches:
+            self._next_sample += self.dataset.layout.global_rows
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the global number of the first sample that the newest iterator has not returned, over all ranks."""
+        return {"next_sample": self._next_sample}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Set the first sample of the next iterator."""
+        self.dataset.start_sample = self._next_sample = state["next_sample"]
+
+
+def build_train_loader(
+    sources: Sequence[TrainSource], layout: BatchLayout, *, seed: int, start_sample: int, span: Span = WHOLE_RUN,
+    num_workers: int = 0, prefetch_factor: int = 2, begin_worker: Callable[[int], None] | None = None,
+) -> TrainLoader:  # fmt: skip
+    """Build the endless training stream of one rank.
+
+    Args:
+        sources: at least one, with different names, which decide the order of samples.
+        start_sample: global number of the first sample.
+        span: part of the run; by default the whole run.
+        num_workers: processes that read ahead; 0 reads in this process.
+        prefetch_factor: micro-batches that each worker prefetches.
+        begin_worker: called first in each worker, with its number.
+
+    Returns:
+        A loader of dicts of tensors, as docs/data.md lists them.
+
+    Raises:
+        UserError: a weight is invalid, or a source is shorter than one row.
+    """
+    stream = TrainStream(sources, seed, layout, start_sample, span)
+    prefetch = prefetch_factor if num_workers else None
+    return TrainLoader(stream, num_workers=num_workers, prefetch_factor=prefetch, worker_init_fn=begin_worker)
+
+
+def build_validation_loader(
+    manifest: Manifest, layout: BatchLayout, *, max_batches: int | None = None
+) -> StatefulDataLoader:
+    """Build the loader of one source's held-out text: every token once over all ranks, equally many batches per rank.
+
+    Padding, in the last row with text and after it, has document id -1 and no labels.
+    """
+    return _BatchLoader(ValidationStream(manifest, layout, max_batches))

@@ -1,0 +1,197 @@
+"""The manifest of a prepared source: counts, tokenizer, settings, and the hashes of its shards.
+
+``manifest.json`` is in the folder of the shards and is written last: a folder without it is not a source.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from glm46.config.errors import UserError
+from glm46.config.text_recipe import PAIRS
+from glm46.files.durable import hash_file, replace_durably
+from glm46.storage.data.shards import open_shard
+
+FILE_NAME = "manifest.json"
+FORMAT = "glm46-data-1"
+
+# Up to this size each load checks the hash of every shard; above it only sizes, headers and counts, because reading
+# terabytes at every start would take too long. `load_manifest(full=True)` checks all hashes.
+_HASHED_AT_LOAD_BYTES = 2**30
+
+_USUAL_TARGETS = (0.01, 0.95)
+"""Share of the tokens of chats that are targets. Fewer: prompts are long for what they teach. More: a wrong format may
+make prompts targets."""
+
+_REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
+
+
+def held_out_remedy(documents: int, held_out: float | None) -> str:
+    """What gives a source both text to train on and held-out text, though its ``held_out`` does not: the hash of each
+    document decides, so that few documents are divided by chance."""
+    share = round(min(0.5, 5 / max(documents, 1)), 3)
+    if documents < 2 or share == held_out:
+        return "give more documents: few of them are all held out, or none, by chance"
+    return f"set held_out = {share:g}, which holds out about {share * documents:.0f} of {documents:,} documents"
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard: its file name, its counts, and the SHA-256 of the file. ``targets``: tokens to learn, of chats."""
+
+    file: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    sha256: str
+    targets: int | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training or validation part of a source. The order of the shards is the order of the tokens."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    shards: tuple[ShardEntry, ...]
+    targets: int | None = None
+    """Tokens to learn, of chats; None for text, whose tokens are all labels but the first of each document."""
+
+    @property
+    def labels(self) -> int:
+        """Tokens that are labels."""
+        return self.tokens - self.documents if self.targets is None else self.targets
+
+    @staticmethod
+    def of(shards: "tuple[ShardEntry, ...]") -> "Split":
+        """Make a split from its shards."""
+        return Split(
+            documents=sum(s.documents for s in shards),
+            tokens=sum(s.tokens for s in shards),
+            text_bytes=sum(s.text_bytes for s in shards),
+            shards=tuple(shards),
+            targets=sum(s.targets or 0 for s in shards) if any(s.targets is not None for s in shards) else None,
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A prepared source.
+
+    Attributes:
+        folder: folder of the shards; not part of the file.
+        source: name of the source.
+        tokenizer: fingerprint of the tokenizer (`Tokenizer.fingerprint`).
+        vocab_size: highest token id plus one; a model needs at least as many rows.
+        eos_id: the id that ends every document.
+        splits: "train" and "validation".
+        settings: settings of the recipe; the same settings on the same text give the same bytes.
+        dropped: number of skipped documents or conversations, by reason.
+        noted: other counts of chats, by what.
+    """
+
+    folder: Path
+    source: str
+    tokenizer: str
+    vocab_size: int
+    eos_id: int
+    splits: dict[str, Split]
+    settings: dict = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether each document is a pair, see `storage/data/pairs.py`."""
+        return self.settings.get("format") == PAIRS
+
+    def require_tokenizer(self, fingerprint: str) -> None:
+        """Raise UserError unless the shards were made with the tokenizer of this fingerprint."""
+        if fingerprint != self.tokenizer:
+            raise UserError(
+                f"{self.folder}: its tokens were made with another tokenizer ({self.tokenizer[:12]}…) than "
+                f"model.tokenizer_path names ({fingerprint[:12]}…); set that tokenizer, or prepare the source again"
+            )
+
+
+def describe_targets(split: Split) -> str:
+    """The share of targets of a split of chats in words, with a warning where it is unusual."""
+    share, (low, high) = split.labels / split.tokens, _USUAL_TARGETS
+    unusual = (
+        f"; warning: outside {low:.0%} to {high:.0%}, look at them with inspect" if not low <= share <= high else ""
+    )
+    return f"targets: {split.labels:,} of {split.tokens:,} tokens, {share:.1%}{unusual}"
+
+
+def save_manifest(manifest: Manifest) -> None:
+    """Write ``manifest.json`` into the folder atomically."""
+    # Without the ``targets`` of text.
+    fields = asdict(manifest, dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None})
+    content = {"format": FORMAT} | {key: value for key, value in fields.items() if key != "folder"}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    replace_durably(manifest.folder / FILE_NAME, [text.encode()])
+
+
+def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
+    """Read a manifest and verify that its shards exist and have the stated size, counts and tokenizer.
+
+    Args:
+        folder: a folder made by ``python -m glm46 prepare``.
+        full: also check the hash of each shard. None checks the hashes only if the source is small.
+
+    Raises:
+        UserError: all faults, each with its file.
+    """
+    folder = Path(folder)
+    manifest = _parse(folder)
+    faults = []
+    for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+        try:
+            opened = open_shard(folder / shard.file)
+        except UserError as error:
+            faults += error.faults
+            continue
+        targets = opened.metadata.get("targets", "None")
+        if (len(opened.tokens), len(opened.doc_ends), targets) != (shard.tokens, shard.documents, str(shard.targets)):
+            faults.append(
+                f"{folder / shard.file}: holds {len(opened.tokens)} tokens in {len(opened.doc_ends)} documents, "
+                f"targets {targets}, where the manifest says {shard.tokens} in {shard.documents}, targets "
+                f"{shard.targets}; {_REMEDY}"
+            )
+        elif opened.metadata.get("tokenizer") != manifest.tokenizer:
+            faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {_REMEDY}")
+        elif _hash_is_due(manifest, full) and hash_file(folder / shard.file).sha256 != shard.sha256:
+            faults.append(f"{folder / shard.file}: was changed (SHA-256 differs); {_REMEDY}")
+    if faults:
+        raise UserError(*faults)
+    return manifest
+
+
+def _hash_is_due(manifest: Manifest, full: bool | None) -> bool:
+    if full is not None:
+        return full
+    return 4 * sum(split.tokens for split in manifest.splits.values()) <= _HASHED_AT_LOAD_BYTES
+
+
+def _parse(folder: Path) -> Manifest:
+    file = folder / FILE_NAME
+    if not file.is_file():
+        state = "no such folder" if not folder.is_dir() else f"no {FILE_NAME} in it"
+        raise UserError(f"{folder}: {state}; make it with 'python -m glm46 prepare', or correct the path")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = content.pop("format", None)
+        if found != FORMAT:
+            raise UserError(f"{file}: format {found!r}, this version reads {FORMAT!r}; prepare the source again")
+        splits = {
+            name: Split(**{**split, "shards": tuple(ShardEntry(**shard) for shard in split["shards"])})
+            for name, split in content.pop("splits").items()
+        }
+        manifest = Manifest(folder=folder, splits=splits, **content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: not a manifest ({type(error).__name__}: {error}); {_REMEDY}") from error
+    for name, split in splits.items():
+        if split != Split.of(split.shards):
+            raise UserError(f"{file}: the totals of split {name} are not the sums over its shards; {_REMEDY}")
+    return manifest

@@ -1,0 +1,137 @@
+"""Plans of best-fit packing on disk: the first process makes them, every process that reads rows maps them.
+
+A plan is a safetensors file ``packs-<row length>-<key>.safetensors`` in the folder of its source, or in
+``data.plan_folder``. The key is a hash of the shards, the range of documents and the row length. A damaged file is made
+again.
+"""
+
+import errno
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from glm46.config.errors import UserError
+from glm46.files.array_file import map_arrays, write_arrays
+from glm46.files.lock import FileLock
+from glm46.storage.data.best_fit import PackPlan, concatenate, plan_groups
+from glm46.storage.data.manifest import Manifest
+from glm46.storage.data.packing import open_tokens
+from glm46.storage.data.shards import SHARD_REMEDY
+
+# Raise it when the same documents are packed differently than before.
+_FORMAT = "glm46-packs-1"
+
+_WHOLE = (0.0, 1.0)
+
+# Errors of a folder that cannot hold a plan: each process then makes the same plan for itself.
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+
+# Above this size a load checks only the header of a plan, not the hash of its content.
+_HASHED_AT_LOAD_BYTES = 2**30
+
+
+def plan_of(
+    manifest: Manifest, seq_len: int, share: tuple[float, float] = _WHOLE, *, folder: Path | None = None
+) -> PackPlan:
+    """Return the packing plan of a source's training split, from disk where a folder can hold it.
+
+    Args:
+        share: the range of documents, as in `open_tokens`.
+        folder: folder of plans; None means the folder of the source.
+    """
+    try:
+        return keep_plan(manifest, seq_len, share, folder=folder)
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+    tokens = open_tokens(manifest.folder, manifest.splits["train"], share, manifest.vocab_size)
+    return concatenate(plan_groups(tokens.doc_ends_by_shard(), seq_len))
+
+
+def keep_plan(
+    manifest: Manifest, seq_len: int, share: tuple[float, float] = _WHOLE, *, folder: Path | None = None
+) -> PackPlan:
+    """Return the same plan from its file, and make the file if it is missing or damaged.
+
+    Any number of processes may call this at once: one makes the plan, the others wait and read it.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    folder, key = folder or manifest.folder, _key(manifest, seq_len, share)
+    file = folder / f"packs-{seq_len}-{key[:16]}.safetensors"
+    if (plan := _read(file, key)) is not None:
+        return plan
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".packs.lock")
+    lock.acquire(timeout_seconds=None)
+    try:
+        if (plan := _read(file, key)) is not None:
+            return plan
+        scratch = folder / ".packs.partial"
+        # Left by a process that died; only the holder of the lock uses it.
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            tokens = open_tokens(manifest.folder, manifest.splits["train"], share, manifest.vocab_size)
+            _write(file, key, plan_groups(tokens.doc_ends_by_shard(), seq_len), scratch)
+        finally:
+            shutil.rmtree(scratch)
+    finally:
+        lock.release()
+    if (plan := _read(file, key)) is None:
+        raise OSError(errno.EIO, "a plan that was just written cannot be read", str(file))
+    return plan
+
+
+def _key(manifest: Manifest, seq_len: int, share: tuple[float, float]) -> str:
+    shards = [shard.sha256 for shard in manifest.splits["train"].shards]
+    return hashlib.sha256(json.dumps([_FORMAT, seq_len, share, shards]).encode()).hexdigest()
+
+
+def _read(file: Path, key: str) -> PackPlan | None:
+    """Read a plan; None if the file is missing or damaged."""
+    try:
+        tensors, metadata, _ = map_arrays(file, SHARD_REMEDY)
+        plan = PackPlan(**tensors)
+    except (UserError, TypeError):
+        return None
+    sizes = [len(tensor) for tensor in (plan.row_starts, plan.piece_starts, plan.piece_lengths)]
+    if (metadata.get("key"), metadata.get("sizes")) != (key, json.dumps(sizes)):
+        return None
+    if sum(tensor.nbytes for tensor in tensors.values()) <= _HASHED_AT_LOAD_BYTES and metadata["sha256"] != _hash(plan):
+        return None
+    return plan
+
+
+def _write(file: Path, key: str, groups: Iterable[PackPlan], scratch: Path) -> None:
+    """Write a plan group by group, so that memory does not grow with the documents. The file is complete or absent."""
+    parts = [scratch / name for name in ("row_starts", "piece_starts", "piece_lengths")]
+    rows, pieces = 0, 0
+    with parts[0].open("wb") as row_starts, parts[1].open("wb") as starts, parts[2].open("wb") as lengths:
+        row_starts.write(np.zeros(1, np.int64))
+        for group in groups:
+            row_starts.write(group.row_starts[1:] + pieces)
+            starts.write(group.piece_starts)
+            lengths.write(group.piece_lengths)
+            rows += len(group.row_starts) - 1
+            pieces += len(group.piece_starts)
+    sizes = (rows + 1, pieces, pieces)
+    plan = PackPlan(*map(_mapped, parts, sizes))
+    metadata = {"format": _FORMAT, "key": key, "sizes": json.dumps(sizes), "sha256": _hash(plan)}
+    write_arrays(file, vars(plan), metadata)
+
+
+def _mapped(file: Path, size: int) -> np.ndarray:
+    return np.memmap(file, np.int64, "r", shape=(size,)) if size else np.empty(0, np.int64)
+
+
+def _hash(plan: PackPlan) -> str:
+    digest = hashlib.sha256()
+    for tensor in (plan.row_starts, plan.piece_starts, plan.piece_lengths):
+        digest.update(tensor.view(np.uint8))
+    return digest.hexdigest()

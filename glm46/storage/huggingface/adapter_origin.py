@@ -1,0 +1,62 @@
+"""The base that an adapter was trained on: SHA-256 of its files, in the PEFT folder beside the tensors.
+
+Readers of PEFT folders do not know the file and leave it alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from glm46.compute.distributed.ranks import Ranks
+from glm46.config.errors import UserError
+from glm46.files.durable import hash_file
+from glm46.files.file_content import read_json_object
+from glm46.storage.huggingface.names import listed
+
+BASE_FILES = "base_files.json"
+
+
+def hash_files(files: Sequence[Path], ranks: Ranks) -> dict[str, str]:
+    """SHA-256 of each file by its name; each rank reads its share. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if a file cannot be read.
+    """
+    with ranks.stage(f"hashing {files[0].parent}") as stage:
+        stage.value = {file.name: hash_file(file).sha256 for file in files[ranks.rank :: ranks.size]}
+    return {name: value for hashes in stage.values for name, value in sorted(hashes.items())}
+
+
+def changed_files(saved: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """Names of the files that are not in both or have other hashes, for a message; empty if there are none."""
+    changed = sorted(name for name in {*saved, *found} if saved.get(name) != found.get(name))
+    return listed(changed) if changed else ""
+
+
+def require_base(base: Path, adapter: Path, ranks: Ranks) -> None:
+    """Check that a folder is the base of a PEFT folder, if that names the files of its base and any of them has its
+    name in the folder: a step folder and the Hugging Face folder made from it have no file in common. Collective.
+
+    Raises:
+        UserError: on all ranks: a file of the base is missing or has changed, or the list of them is damaged.
+    """
+    saved = read_base_files(adapter)
+    names = [name for name in sorted(saved) if (base / name).is_file()]
+    if names:
+        refuse_other_base(saved, hash_files([base / name for name in names], ranks), base, adapter)
+
+
+def read_base_files(adapter: Path) -> dict[str, str]:
+    """The hashes in a PEFT folder; none in a folder of another program. Raises UserError if they are damaged."""
+    file = adapter / BASE_FILES
+    if not file.is_file():
+        return {}
+    return read_json_object(file, "export the adapter again")
+
+
+def refuse_other_base(saved: Mapping[str, str], found: Mapping[str, str], base: Path, adapter: Path) -> None:
+    """Raise UserError if the hashes in the folder of an adapter are not those of a base."""
+    if changed := changed_files(saved, found):
+        raise UserError(
+            f"{base}: not the base that {adapter} was trained on: {changed} differ; give that base, or remove "
+            f"{adapter / BASE_FILES} to use the adapter on this one"
+        )

@@ -1,0 +1,261 @@
+"""Hugging Face's ``config.json``: read into a `ModelShape`, and written back with all other fields unchanged.
+
+The rotary keys have two forms: ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` at the top level
+(transformers 4, the published GLM files), or all inside ``rope_parameters`` (transformers 5). Both are read, and a file
+keeps its form. Defaults of library classes are never used: they are not GLM's.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape, RopeScaling
+from glm46.files.file_content import read_json_object
+from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+
+CONFIG = "config.json"
+
+_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "rope_scaling")
+_MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+_OURS_ONLY = ("sliding_window",)
+"""Keys of `ModelShape` that Hugging Face's GLM does not have."""
+
+_FIXED: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+"""Keys that select a computation -> the only implemented value."""
+
+_INERT: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (), "clip_qkv": (), "embedding_multiplier": (1,), "final_logit_softcapping": (),
+    "index_topk": (), "kv_lora_rank": (), "logit_scale": (1,), "logits_scaling": (1,), "mlp_bias": (False,),
+    "moe_layer_freq": (1,), "q_lora_rank": (), "residual_multiplier": (1,), "rope_interleave": (False,),
+    "scoring_func": ("sigmoid",), "sliding_window": (), "topk_method": ("noaux_tc",), "use_sliding_window": (False,),
+}  # fmt: skip
+"""Keys of related models that select a computation, and that GLM lacks -> values that leave GLM's, as null does."""
+_INERT_ROPE: dict[str, tuple[Any, ...]] = {"truncate": (True,), "finetuned": (True, False)}
+"""The same, of the keys of rope_scaling."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's ``config.json``.
+
+    Raises:
+        UserError: the file is missing or does not hold a JSON object.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        require_kind(folder, Kind.HUGGING_FACE)
+    return read_json_object(file, "download it: it has the shape of the model")
+
+
+def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
+    """The model shape of a config.
+
+    Args:
+        raw: content of config.json.
+        file: named in the messages.
+
+    Raises:
+        UserError: one fault for each key that is missing, invalid, or selects a computation that is not implemented.
+    """
+    if (kind := raw.get("model_type", _FIXED["model_type"])) != _FIXED["model_type"]:
+        of_images = ", of images and text" if "vision_config" in raw else ""
+        raise UserError(
+            f"{file}: model_type = {kind!r}: another model{of_images}; glm46 computes {_FIXED['model_type']!r}, which "
+            "GLM-4.5, 4.5-Air, 4.6 and 4.7 have; take one of them"
+        )
+    faults = [
+        f"{file}: {key} = {raw[key]!r}: glm46 computes the model without it; take a model that does not have it"
+        for key, plain in _INERT.items()
+        if raw.get(key) not in (None, *plain)
+    ]
+    faults += [f"{file}: {fault}" for fault in _layer_faults(raw)]
+    for key, value in _FIXED.items():
+        if key in raw and raw[key] != value:
+            faults.append(f"{file}: {key} = {raw[key]!r}: not a GLM-4.5/4.6 config; expected {value!r}")
+    if "model_type" not in raw:
+        faults.append(f"{file}: model_type is missing; expected {_FIXED['model_type']!r}")
+    keys, rope_faults = _rope(raw)
+    faults += [f"{file}: {fault}" for fault in rope_faults]
+    mtp = [raw[key] for key in _MTP_KEYS if key in raw]
+    if not mtp:
+        faults.append(f"{file}: num_nextn_predict_layers is missing; set it to 0 for a model without MTP layers")
+    elif any(value != mtp[0] for value in mtp):
+        faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; remove one of them")
+    else:
+        keys["num_nextn_predict_layers"] = mtp[0]
+    for name in ModelShape.model_fields:
+        if name in (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0]):
+            continue
+        if name not in raw:
+            faults.append(f"{file}: {name} is missing; add it")
+        else:
+            keys[name] = raw[name]
+    if faults:
+        raise UserError(*faults)
+    try:
+        return ModelShape.model_validate(keys)
+    except ValidationError as error:
+        rows = [(".".join(map(str, row["loc"])), row) for row in error.errors()]
+        raise UserError(*(f"{file}: {key} = {row['input']!r}: {row['msg']}" for key, row in rows)) from error
+
+
+def stated_ids(config: Mapping[str, Any], file: Path | str) -> list[int]:
+    """The ids of ``eos_token_id`` in a file, which is one id or a list of them.
+
+    Raises:
+        UserError: it is something else.
+    """
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(one) is not int for one in ids):
+        raise UserError(f"{file}: eos_token_id = {value!r}: must be an id or a list of ids; correct it or copy it anew")
+    return ids
+
+
+def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list[int], dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of a model.
+
+    Args:
+        shape: of the exported weights.
+        raw: a config to start from, such as that of the imported folder. Keys that agree with `shape`, and keys that
+            `ModelShape` lacks, stay unchanged. None: a new config in the form of GLM's published files.
+        eos_ids: ids that end a text, the padding id first; only used without `raw`.
+        dtype: type of the exported weights, such as "bfloat16".
+
+    Raises:
+        UserError: the shape has a sliding window, which readers of the export would ignore.
+    """
+    if shape.sliding_window is not None:
+        raise UserError(
+            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: "
+            f"{_FIXED['model_type']} has no sliding window, so readers of the export would attend to all tokens; train "
+            "without a window before exporting"
+        )
+    if raw is None:
+        config = _new(shape, eos_ids)
+    else:
+        config = json.loads(json.dumps(raw))  # a copy of all levels
+        known = shape_of(raw)
+        for name in ModelShape.model_fields:
+            if name not in _OURS_ONLY and getattr(known, name) != getattr(shape, name):
+                _put(config, name, shape)
+        stated = stated_ids(raw, CONFIG)
+        if stated and eos_ids and set(eos_ids).isdisjoint(stated):  # of another tokenizer; a file may list only some
+            config |= _stops(eos_ids)
+    config.pop("quantization_config", None)  # describes the imported weights, not the exported ones
+    # Keep the file's spelling; a new file gets the one that all versions of transformers read.
+    config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = dtype
+    assert shape_of(config) == shape
+    return config
+
+
+def _new(shape: ModelShape, eos_ids: list[int]) -> dict[str, Any]:
+    config = dict(_FIXED)
+    for name in ModelShape.model_fields:
+        if name not in _OURS_ONLY:
+            _put(config, name, shape)
+    return config | _stops(eos_ids) | {"use_cache": True}
+
+
+def _stops(eos_ids: list[int]) -> dict[str, Any]:
+    return {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
+
+
+def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:
+    """Write one key of a shape, under each name and place that the config already has for it."""
+    value = getattr(shape, name)
+    if name == _MTP_KEYS[0]:
+        for key in [key for key in _MTP_KEYS if key in config] or [name]:
+            config[key] = value
+    elif name == "rope_scaling":
+        _put_scaling(config, shape)
+    elif name in _ROPE_KEYS:
+        places = [place for place in (config, config.get("rope_parameters")) if place and name in place]
+        for place in places or [config]:
+            place[name] = value
+    else:
+        config[name] = value
+
+
+def _put_scaling(config: dict[str, Any], shape: ModelShape) -> None:
+    scaling: dict[str, Any] | None = None
+    if shape.rope_scaling is not None:
+        # Without the keys that only YaRN has, which a reader would warn of.
+        is_linear = shape.rope_scaling.rope_type == "linear"
+        scaling = shape.rope_scaling.model_dump(exclude_none=True, exclude_defaults=is_linear)
+    if "rope_parameters" in config:
+        kept = {key: config["rope_parameters"].get(key) for key in _ROPE_KEYS if key in config["rope_parameters"]}
+        config["rope_parameters"] = (scaling or {"rope_type": "default"}) | kept
+        config.pop("rope_scaling", None)
+    else:
+        config["rope_scaling"] = scaling
+
+
+def _layer_faults(raw: Mapping[str, Any]) -> list[str]:
+    """Faults of the keys that list a kind for each layer, which transformers 5 has."""
+    layers, dense = raw.get("num_hidden_layers"), raw.get("first_k_dense_replace")
+    if not (isinstance(layers, int) and isinstance(dense, int)):
+        return []
+    expected = {
+        "layer_types": ["full_attention"] * layers,
+        "mlp_layer_types": ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense),
+    }
+    return [
+        f"{key} has other kinds of layers than {', '.join(sorted(set(wanted)))}, or others in these places; take a "
+        "model that has not"
+        for key, wanted in expected.items()
+        if raw.get(key) not in (None, wanted)
+    ]
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The three rotary keys of a shape from either form, and their faults."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(name), dict | None):
+            return {}, [f"{name} = {raw[name]!r}: must be a table"]
+    inside = raw.get("rope_parameters") or {}
+    keys: dict[str, Any] = {}
+    faults = []
+    for name in _ROPE_KEYS[:2]:
+        values = [place[name] for place in (inside, raw) if name in place]
+        if not values:
+            # No default of 1: rotating whole heads of a GLM gives wrong text without an error.
+            faults.append(f"{name} is missing, at the top level and inside rope_parameters; add it")
+        elif any(value != values[0] for value in values):
+            faults.append(
+                f"{name} = {values[1]!r} at the top level, but {values[0]!r} inside rope_parameters; remove one of them"
+            )
+        else:
+            keys[name] = values[0]
+    scaling = dict(raw.get("rope_scaling") or {}) or {k: v for k, v in inside.items() if k not in _ROPE_KEYS}
+    for name in _ROPE_KEYS[:2]:
+        scaling.pop(name, None)
+    old_type = scaling.pop("type", None)
+    rope_type = scaling.get("rope_type", old_type)
+    known = ("rope_type", *RopeScaling.model_fields)
+    more = {k: v for k, v in scaling.items() if k not in known and v not in (None, *_INERT_ROPE.get(k, ()))}
+    scaling = {key: value for key, value in scaling.items() if key in known and value is not None}
+    if rope_type is None and (scaling or more):
+        faults.append("rope_scaling.rope_type is missing; add it")
+    elif rope_type not in (None, "default", "linear", "yarn"):
+        faults.append(f"rope_scaling.rope_type = {rope_type!r}: glm46 computes 'linear' and 'yarn'; take one of them")
+    elif more and (rope_type in ("linear", "yarn") or "mrope_section" in more):
+        stated = ", ".join(f"rope_scaling.{key} = {value!r}" for key, value in more.items())
+        faults.append(
+            f"{stated}: glm46 computes {rope_type} positions without these keys; take a model that does not have them"
+        )
+    elif rope_type not in (None, "default"):
+        scaling["rope_type"] = rope_type
+        if rope_type == "yarn":  # the default of transformers
+            scaling.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+        keys["rope_scaling"] = scaling
+    return keys, faults

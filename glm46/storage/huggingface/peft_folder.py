@@ -1,0 +1,233 @@
+"""Reading of PEFT folders, ours and those that PEFT saved: into adapters on any mesh, and as products for a merge.
+
+PEFT has two layouts for experts. With a tensor for each expert, gate and up have A and B of their own. The fused one,
+which PEFT saves, has `experts.base_layer.lora_A` [E R, D] and `.lora_B` [2F, R E] for gate and up, and
+`experts.lora_A`, `.lora_B` for down; rows of A are grouped by expert, columns of B by rank. We hold one A of gate and
+up, so those of a folder become A = [A_gate; A_up], B = [[B_gate, 0], [0, B_up]] of twice the rank, as in PEFT, and then
+of the plain rank again if both halves of A are equal. Sources: peft 0.21.2 `tuners/lora/layer.py` (ParamWrapper),
+`utils/transformers_weight_conversion.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from glm46.compute.model.adapters import merged_rows
+from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
+from glm46.files.tensor_file import Record, TensorFile, is_finite, read_records
+from glm46.storage.huggingface.names import HFEntry, HFNames, HFPart, listed, raise_if
+from glm46.storage.huggingface.peft_config import CONFIG, PeftConfig
+from glm46.storage.huggingface.peft_export import PREFIX, SUFFIXES, WEIGHTS, is_adaptable, module_of
+
+_TENSORS_SHOWN = 10
+_FUSED = (".mlp.experts", ".mlp.experts.base_layer")
+
+
+@dataclass(frozen=True)
+class Product:
+    """The adapter of one matrix, or of gate and up of one expert; all in FP32."""
+
+    lora_A: Tensor
+    """[R, I]"""
+    lora_B: Tensor
+    """[O, R], with the folder's scale: the change of the weight is B A."""
+    magnitude: Tensor | None
+    """[O] of DoRA, else None."""
+
+
+class AdapterFolder:
+    """A PEFT folder, checked against a model; its values are read when they are asked for.
+
+    Attributes:
+        folder: as given.
+        weights: our names of the adapted weights.
+        product: the adapter of a matrix, see `_product`; the last two are kept.
+
+    Raises:
+        UserError: all faults of the config; if it has none, all faults of names and shapes.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        self.folder = folder
+        self._config = PeftConfig.read(folder)
+        self._records = read_records(folder / WEIGHTS)
+        self._names = HFNames(shape, repeat_shared=False)
+        self._parts: dict[str, list[str]] = {}
+        """Our name of a weight -> modules of the file that adapt it: one for each part, or one in the fused form."""
+        raise_if([f"{folder / WEIGHTS}: {fault}" for fault in self._find()])
+        self._file = TensorFile(folder / WEIGHTS, self._records)
+        self._read_fused = lru_cache(maxsize=2)(self._fused)  # gate and up, and down, of one layer
+        self.product = lru_cache(maxsize=2)(self._product)  # the rows of a matrix, and gate and up, come in turn
+
+    def __enter__(self) -> "AdapterFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def weights(self) -> list[str]:
+        return list(self._parts)
+
+    def is_stacked(self, weight: str) -> bool:
+        """Whether a weight is a stack of experts."""
+        return self._names.entries[weight].row.is_expert
+
+    @property
+    def is_dora(self) -> bool:
+        return self._config.use_dora
+
+    def _find(self) -> list[str]:
+        """Assign every tensor to a weight; returns the faults."""
+        modules: dict[str, dict[str, Record]] = {}
+        unknown = []
+        for key, record in self._records.items():
+            kind = next((kind for kind, suffix in SUFFIXES.items() if key.endswith(suffix)), None)
+            if kind is None or not key.startswith(PREFIX):
+                unknown.append(key)
+            else:
+                modules.setdefault(key.removeprefix(PREFIX).removesuffix(SUFFIXES[kind]), {})[kind] = record
+        kinds = ["lora_A", "lora_B", *(["magnitude"] if self._config.use_dora else [])]
+        missing, faults = [], []
+        for module, found in modules.items():
+            unknown += [PREFIX + module + SUFFIXES[kind] for kind in found if kind not in kinds]
+            missing += [PREFIX + module + SUFFIXES[kind] for kind in kinds if kind not in found]
+            if module.endswith(_FUSED):
+                if {"lora_A", "lora_B"} <= set(found):
+                    faults += self._take_fused(module, found)
+            elif f"{module}.weight" in self._names.places and is_adaptable(self._names.places[f"{module}.weight"][0]):
+                entry, part = self._names.places[f"{module}.weight"]
+                self._parts.setdefault(entry.name, []).append(module)
+                faults += self._shape_faults(module, part, found)
+            else:
+                unknown += [PREFIX + module + SUFFIXES[kind] for kind in found if kind in kinds]
+        for weight, found_modules in self._parts.items():
+            of_parts = [module_of(part) for part in self._names.entries[weight].parts]
+            if not found_modules[0].endswith(_FUSED):
+                absent = sorted(set(of_parts) - set(found_modules))
+                missing += [PREFIX + module + SUFFIXES["lora_A"] for module in absent]
+        if missing:
+            faults.append(f"{len(missing)} tensors are missing: {listed(missing)}")
+        if unknown:
+            faults.append(
+                f"{len(unknown)} tensors adapt nothing in this model: {listed(unknown)}; adapters may be on the "
+                "projections of attention, dense layers and experts, but not on MTP layers"
+            )
+        return faults[:_TENSORS_SHOWN]
+
+    def _shape_faults(self, module: str, part: HFPart, found: Mapping[str, Record]) -> list[str]:
+        rows, columns = part.hf_shape
+        rank, _ = self._config.rank_and_scale(module)
+        expected = {"lora_A": (rank, columns), "lora_B": (rows, rank), "magnitude": (rows,)}
+        return [
+            f"{PREFIX}{module}{SUFFIXES[kind]} is {list(record.shape)}, the model and {CONFIG} have "
+            f"{list(expected[kind])}"
+            for kind, record in found.items()
+            if record.shape != expected[kind]
+        ]
+
+    def _take_fused(self, module: str, found: Mapping[str, Record]) -> list[str]:
+        """Assign tensors in the fused form. PEFT names them by the order of wrapping, so their shapes decide."""
+        a, b = found["lora_A"].shape, found["lora_B"].shape
+        layer = module.removesuffix(".base_layer").removeprefix("model.")
+        entries = [self._names.entries.get(f"{layer}.{name}") for name in ("gate_up", "down")]
+        for entry in entries:
+            if entry is None:
+                continue
+            experts, rows, columns = entry.shape
+            rank, _ = self._config.rank_and_scale(self._fused_name(entry))
+            if (a, b) == ((experts * rank, columns), (rows, rank * experts)):
+                self._parts[entry.name] = [module]
+                return [f"{PREFIX}{module}: DoRA in the fused form is not known"] if self._config.use_dora else []
+            if (a, b) == ((experts * rank, rows), (columns, rank * experts)):
+                return [
+                    f"{PREFIX}{module}: A {list(a)} and B {list(b)} are exchanged, as PEFT 0.17 and 0.18 save them; "
+                    "load and save the adapter with the version that wrote it on a model with one Linear per expert"
+                ]
+        return [
+            f"{PREFIX}{module}: A {list(a)} and B {list(b)} fit no experts of this model with the ranks of {CONFIG}"
+        ]
+
+    @staticmethod
+    def _fused_name(entry: HFEntry) -> str:
+        return f"model.{entry.name}_proj"
+
+    def _value(self, module: str, kind: str) -> Tensor:
+        """A whole tensor of the file, FP32."""
+        key = PREFIX + module + SUFFIXES[kind]
+        values = self._file.read(key, tuple((0, size) for size in self._records[key].shape)).float()
+        if not is_finite(values):
+            raise UserError(f"{self.folder / WEIGHTS}: {key} holds NaN or infinite values; export an earlier step")
+        return values
+
+    def _fused(self, weight: str) -> tuple[Tensor, Tensor, float]:
+        """A [E, R, I], B [E, O, R] and scale of a weight in the fused form."""
+        (module,), entry = self._parts[weight], self._names.entries[weight]
+        rank, scale = self._config.rank_and_scale(self._fused_name(entry))
+        experts, rows, columns = entry.shape
+        by_expert = self._value(module, "lora_B").view(rows, rank, experts).permute(2, 0, 1).contiguous()
+        return self._value(module, "lora_A").view(experts, rank, columns), by_expert, scale
+
+    def _product(self, weight: str, expert: int = 0, *, scale: float = 1.0) -> Product:
+        """The adapter of a matrix, or of one expert's part of a stack.
+
+        Args:
+            weight: one of `weights`.
+            scale: B is divided by it.
+
+        Raises:
+            UserError: a value is not finite.
+        """
+        entry = self._names.entries[weight]
+        blocks, magnitude = len(entry.row.hf_names), None
+        if self._parts[weight][0].endswith(_FUSED):
+            of_a, of_b, factor = self._read_fused(weight)
+            lora_a, lora_b = of_a[expert], of_b[expert] * (factor / scale)
+        else:
+            modules = [module_of(part) for part in entry.parts[expert * blocks : (expert + 1) * blocks]]
+            factors = [self._config.rank_and_scale(module)[1] / scale for module in modules]
+            lora_a = torch.cat([self._value(module, "lora_A") for module in modules])
+            of_blocks = [self._value(m, "lora_B") * factor for m, factor in zip(modules, factors, strict=True)]
+            lora_b = torch.block_diag(*of_blocks)
+            if self.is_dora:
+                magnitude = torch.cat([self._value(module, "magnitude") for module in modules])
+        half = lora_a.shape[0] // 2
+        if blocks == 2 and lora_a.shape[0] == 2 * half and torch.equal(lora_a[:half], lora_a[half:]):
+            lora_a, lora_b = lora_a[:half], lora_b[:, :half] + lora_b[:, half:]
+        return Product(lora_a, lora_b, magnitude)
+
+    def merged(self, hf_name: str, values: Tensor, first: int = 0) -> Tensor:
+        """Rows of a weight with its adapter: W + B A, and with magnitudes m (W + B A) / |W + B A| for each row.
+
+        Args:
+            hf_name: Hugging Face name of the weight.
+            values: FP32 [rows, I]: rows of the base weight, from row `first` on.
+
+        Returns:
+            FP32 [rows, I] on the device of `values`.
+        """
+        entry, part = self._names.places[hf_name]
+        product = self.product(entry.name, part.start[0] if entry.row.is_expert else 0)
+        rows = slice(part.start[-2] + first, part.start[-2] + first + values.shape[0])
+        magnitude = None if product.magnitude is None else product.magnitude[rows].to(values.device)
+        b, a = product.lora_B[rows].to(values.device), product.lora_A.to(values.device)
+        return merged_rows(values, a, b, magnitude, 1.0)
+
+    def merge_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add the adapters to whole weights in memory, matrix by matrix, each sum in FP32 and rounded once.
+
+        Args:
+            tensors: our name -> whole tensor of any type and device; holds all of `weights`.
+
+        Raises:
+            UserError: a value of the adapter is not finite.
+        """
+        for weight in self.weights:
+            for part in self._names.entries[weight].parts:
+                matrix = tensors[weight][part.index()]
+                matrix.copy_(self.merged(part.hf_name, matrix.float()))

@@ -1,0 +1,204 @@
+"""Verify the steps and the final result of a worked solution: where it states its result, and whether that is right."""
+
+import re
+
+from glm46.storage.prepare.equal_results import has_words, number_of, same_answer
+
+_MARKS = re.compile(
+    r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#* ]{0,8}(?:final )?answer[*_]{0,4}$", re.I | re.M
+)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_LONGEST_JOINT = 60
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_NOT = re.compile(
+    r"(?:\b(?:not|never|neither|nor)\b|n't\b)(?: equal(?: to)?| be| choose)?[\s$*:(\[\\]*$", re.IGNORECASE
+)
+_IS_NOT = re.compile(r"[\s$*.)\]\\]{0,8}(?:is|was) (?:wrong|incorrect|not\b)", re.IGNORECASE)
+_JOINED = re.compile(
+    r"[\s$)\]\\]*(?:[,;]|[,;]?\s*(?:\\text\{\s*)?(?:or|and)\b(?:\s*\})?(?: maybe| perhaps| possibly| also)?)"
+    r"[\s$(\[\\]*(?:[A-Za-z]\w*\s*=\s*)?",
+    re.IGNORECASE,
+)
+_TAKES_BACK = re.compile(
+    r"\W{0,6}(?:but |hmm|oh\b)?\W{0,6}(?:wait|actually|no[,.!]|hold on|scratch that|oops|sorry|correction"
+    r"|on second thought|let me (?:re-?\w{1,20}|double|correct|fix|check again)|i made an? (?:mistake|error)"
+    r"|i (?:was|am) (?:wrong|mistaken)|or(?! equivalently| in )|maybe|perhaps|possibly"
+    r"|(?:it|this) (?:could|might|may) (?:also )?be(?= [-\d$\\])"
+    r"|(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|false|not (?:right|correct|true)))(?!\w)",
+    re.IGNORECASE,
+)
+_LEADS = re.compile(
+    r"(?:[\s:*=_]|(?:therefore|thus|simply|just|indeed|exactly|equal to|equals|given by|is"
+    r"|the (?:number|value|integer))\b,?)+",
+    re.IGNORECASE,
+)
+_CLAUSE = re.compile(
+    r"[.。!?](?=\s|$)|[;；]|,\s+(?=[A-Za-z])(?!(?:or|and)\b|[a-z]\s*=)|\s+\((?=[A-Za-z ]{4})"
+    r"|\s(?:because|since|which|so|as|where|when|by|after|but|not|than|that)\b"
+    r"|\s(?:and|or)\s+(?=[a-z]{2})"
+)
+_UNSURE = re.compile(
+    r"\W*(?:(?:and|but|though|although)\b)?\W*(?:or|maybe|perhaps|possibly|no(?! (?:matter|more|less|other|doubt|need))"
+    r"|wait|actually|sorry|rather|i mean|also|either|(?:(?:it|this|that) )?(?:could|might|may))\b(?! than)",
+    re.IGNORECASE,
+)
+"""Behind a result: another one is as good."""
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\s*$]+|\n")
+_DENIED = re.compile(r"not\b.*?\b(?:it is|it's|but|rather|is)\s+(.+)", re.IGNORECASE)
+_CONCLUSION = re.compile(
+    r".*(?:\b(?:is|are|equals?|makes?|gives?|gets?|has|have|leaves?|totals?)\b|=)(?: a total of)?(.+)", re.IGNORECASE
+)
+_VALUE = re.compile(r"\s*([A-Za-z])\s*=[^=]+")
+_DOUBTS = re.compile(
+    r"\b(?:or|either|maybe|perhaps|might|may|could|not|possibly|one of|between)\b|\?|=.*\band\b.*=", re.IGNORECASE
+)
+
+# A numbered step at the begin of a line: "Step 3:", "**Step 3** -", "### Step 3", "3.", "3)".
+_STEP = re.compile(
+    r"^[ \t]*(?:#{1,6}[ \t]*)?(?:\*\*)?(?:(step)[ \t]+)?(\d{1,4})(?(1)\b|[.)](?=\s))[*.:) \t-]*", re.I | re.M
+)
+_LEAST_STEPS = 2
+
+
+def maths_fault(text: str, answer: str | None) -> str | None:
+    """Return the reason if a solution does not end in the known result, else None.
+
+    Args:
+        text: a problem with its solution; `final_answer` extracts the result.
+        answer: the known result, alone or at the end of a solution.
+    """
+    if answer is None or not answer.strip():
+        return "no answer to check against"
+    given = stated_result(text)
+    if not given:
+        return "states no final answer"
+    return None if same_answer(given, stated_result(answer) or answer) else "wrong answer"
+
+
+def steps_fault(text: str, answer: str | None) -> str | None:
+    """Return the reason if a text is not reasoning in steps, else None.
+
+    Steps are numbered from 1 on without a gap, at the begins of lines ("Step 1:", or all as "1." or "1)"), and are at
+    least two. Each says something, and the last one, or what follows it, states the final answer.
+
+    Args:
+        text: a problem with its solution. Of several lists the last one counts, since the problem may have one.
+        answer: the known result; None is not compared.
+    """
+    marks = [*_STEP.finditer(text)]
+    if any(mark[1] for mark in marks):
+        marks = [mark for mark in marks if mark[1]]  # numbers inside steps are not steps
+    start = max((place for place, mark in enumerate(marks) if int(mark[2]) == 1), default=len(marks))
+    steps = marks[start:]
+    if len(steps) < _LEAST_STEPS:
+        return "no steps" if not steps else "a single step"
+    if [int(step[2]) for step in steps] != list(range(1, len(steps) + 1)):
+        return "steps out of order"
+    ends = [*(step.start() for step in steps[1:]), len(text)]
+    if any(not text[step.end() : end].strip() for step, end in zip(steps, ends, strict=True)):
+        return "an empty step"
+    given = stated_result(text[steps[-1].start() :])
+    if not given:
+        return "states no final answer behind its steps"
+    is_wrong = answer is not None and answer.strip() and not same_answer(given, stated_result(answer) or answer)
+    return "wrong answer" if is_wrong else None
+
+
+def final_answer(text: str) -> str | None:
+    r"""Return where a solution states its result: the inside of the last ``\boxed{...}``, else the rest of the line
+    after the last ``####`` (in GSM8K) or "answer is"; None without any of them, or if a box behind them is not closed,
+    because the text was cut."""
+    return last_box(text)[0] or _marked(text)[0]
+
+
+def stated_result(text: str) -> str | None:
+    """Return what `final_answer` finds, of a sentence the result alone."""
+    boxed, after = last_box(text)
+    marked, place = (boxed, None) if boxed else _marked(text)
+    if marked is None:
+        return None
+    behind = re.sub(r"[ \t]+", " ", after if boxed else text[place:].lstrip(" *_:$()[]\\\n"))
+    first, *later = _SENTENCE_END.split(behind)
+    later = [first, *later] if boxed else later
+    for number, sentence in enumerate(later):
+        if takes_back(sentence):
+            corrected = " ".join(later[number:])
+            return stated_result(corrected) or concluded_result(corrected) or ""
+    return boxed or _of_sentence(marked)
+
+
+def concluded_result(text: str) -> str | None:
+    """Return the result of an answer without box and mark: that of a last sentence such as "3 and 4 make 7", or a
+    result and nothing else; None for anything else, such as several candidates."""
+    if _BOX.search(text):
+        return None
+    text = text.strip()
+    last = re.split(r"[.。!?]\s+|\n", text.rstrip("."))[-1].strip()
+    for whole in (text.rstrip("."), last):
+        values = [_VALUE.fullmatch(part) for part in re.split(r"[,;\n]|\band\b", whole.replace("$", ""))]
+        if all(values) and len({value[1] for value in values}) > 1:
+            return ", ".join(value[0].strip() for value in values)
+    if _DOUBTS.search(last):
+        return None
+    found = _of_sentence(match[1]) if (match := _CONCLUSION.fullmatch(last)) else ""
+    if number_of(found) is not None:
+        return found
+    return text if "\n" not in text and (number_of(text) is not None or not has_words(text)) else None
+
+
+def _of_sentence(stated: str) -> str:
+    """What a sentence states behind "the answer is"."""
+    stated = " ".join(stated.split())
+    if match := _DENIED.match(stated):
+        return _of_sentence(match[1])
+    stated = stated[_LEADS.match(stated).end() :] if _LEADS.match(stated) else stated
+    if stated.count("$") % 2 == 0:
+        stated = stated.replace("$", "")
+    stated = re.sub(r"\\[()\[\]]|\*\*|`", "", stated)
+    end = _CLAUSE.search(stated)
+    return stated[: end.start()].strip() if end and not _UNSURE.match(stated, end.start()) else stated.strip()
+
+
+def last_box(text: str) -> tuple[str | None, str]:
+    r"""Return the inside of the last ``\boxed{...}`` and the text behind it. Boxes joined by "or", "and" or a comma are
+    one; the inside is empty if the text denies the box or is cut in it, and None without any box."""
+    found, after, following = [], "", 0
+    for box in reversed(list(_BOX.finditer(text))):
+        inside = _braced(text, box.end() - 1)
+        if inside is None:
+            break
+        end = box.end() + len(inside) + 1
+        if not found:
+            after = text[end:]
+            if _NOT.search(text[max(box.start() - 60, 0) : box.start()]) or _IS_NOT.match(after):
+                break
+        elif following - end > _LONGEST_JOINT or not _JOINED.fullmatch(text[end:following]):
+            break
+        found.append(inside.strip())
+        following = box.start()
+    return (" or ".join(reversed(found)) if _BOX.search(text) else None), after
+
+
+def takes_back(sentence: str) -> bool:
+    """Whether a sentence takes back what was said before it, as "Wait, it is 6." does."""
+    return _TAKES_BACK.match(sentence) is not None
+
+
+def _marked(text: str) -> tuple[str | None, int]:
+    """What stands behind the last mark in its line, or the next one that is not empty, and where the mark ends."""
+    *_, mark = [None, *_MARKS.finditer(text)]
+    *_, box = [None, *_BOX.finditer(text)]
+    if mark is None or (box is not None and box.start() > mark.start()):
+        return None, 0
+    lines = (line.strip() for line in text[mark.end() :].splitlines())
+    return next((line for line in lines if line.strip(" *_:$()[]\\")), None), mark.end()
+
+
+def _braced(text: str, start: int) -> str | None:
+    """Return the text between the brace at ``start`` and the matching one; None if there is no match."""
+    depth = 0
+    for part in _BRACES.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(part[0], 0)
+        if depth == 0:
+            return text[start + 1 : part.start()]
+    return None

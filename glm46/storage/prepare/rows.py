@@ -1,0 +1,98 @@
+"""Rows of a file as documents: a row holds a text, a conversation or a pair."""
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import NamedTuple
+
+from glm46.config.text_recipe import PAIRS, Recipe
+from glm46.storage.data.conversation import BadConversation, Conversation, parse_conversation
+from glm46.storage.data.pairs import parse_pair
+
+# The reason of a document that holds only white space.
+EMPTY = "empty"
+
+_CHAT_FIELDS = {
+    "messages": "messages", "sharegpt": "conversations", "prompt_completion": "prompt", "alpaca": "instruction",
+    PAIRS: "chosen",
+}  # fmt: skip
+"""A field that each row of a format has."""
+
+
+class BadDocument(Exception):
+    """A document that cannot be read. Arguments: the reason that it is counted under, and its place."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, one conversation, or one pair."""
+
+    text: str
+    """The text. Of conversations their identity: all that was parsed, as JSON."""
+    place: str
+    """Its place in the input."""
+    answer: str | None = None
+    """Its known result, if `Fields` names one."""
+    conversations: tuple[Conversation, ...] = ()
+    """The conversation, or both halves of the pair."""
+
+    @property
+    def prompt(self) -> str:
+        """Of a pair what both halves begin with, as JSON; else empty. Pairs of one prompt are in one split."""
+        pairs = (
+            zip(*(half.messages for half in self.conversations), strict=False) if len(self.conversations) > 1 else ()
+        )
+        shared = [asdict(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return json.dumps(shared, ensure_ascii=False) if shared else ""
+
+
+class Fields(NamedTuple):
+    """Fields of a row of a JSON file, or columns of a Parquet file."""
+
+    text: str
+    """That of the text; of conversations one that each row has."""
+    answer: str | None = None
+    """That of the known result. A row without it, and a text file, give no result."""
+    format: str = "text"
+    """As `Recipe.format`."""
+    json_is_text: bool = False
+    """Whether a .json file without rows is one text."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Fields":
+        """The fields of a recipe's input."""
+        if recipe.is_chat:
+            return cls(_CHAT_FIELDS[recipe.format], None, recipe.format)
+        answer = recipe.answer_key if recipe.verify in ("maths", "steps") else None
+        return cls(recipe.text_key, answer, json_is_text=recipe.verify == "json")
+
+
+def read_row(row: object, place: str, fields: Fields) -> Document | BadDocument:
+    """Read one row, as JSON or Parquet gives it; a `BadDocument` if it cannot be read."""
+    if fields.format != "text":
+        return _chat(row, place, fields.format)
+    row = row if isinstance(row, dict) else {}
+    text, answer = row.get(fields.text), row.get(fields.answer)
+    if not isinstance(text, str):
+        return BadDocument(f"no text in field '{fields.text}'", place)
+    if not _is_utf8(text):
+        return BadDocument("not UTF-8", place)
+    # Results are often stored as numbers; bool is an int in Python, but not a result.
+    answer = str(answer) if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else None
+    return Document(text, place, answer) if text.strip() else BadDocument(EMPTY, place)
+
+
+def _chat(row: object, place: str, format: str) -> Document | BadDocument:
+    try:
+        conversations = parse_pair(row) if format == PAIRS else (parse_conversation(row, format),)
+        text = "\n".join(json.dumps(asdict(conversation), ensure_ascii=False) for conversation in conversations)
+    except BadConversation as error:
+        return BadDocument(error.reason, f"{place} ({error.detail})" if error.detail else place)
+    except TypeError:  # a Parquet file can hold dates and bytes
+        return BadDocument("tools or arguments hold a value that JSON lacks", place)
+    return Document(text, place, None, conversations) if _is_utf8(text) else BadDocument("not UTF-8", place)
+
+
+def _is_utf8(text: str) -> bool:
+    # JSON can hold one half of a surrogate pair, which has no UTF-8 encoding.
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)

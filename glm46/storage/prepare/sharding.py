@@ -1,0 +1,91 @@
+"""The serial half of preparing text: remove duplicates, split by document hash, write shards of bounded size."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from glm46.config.text_recipe import Recipe
+from glm46.files.array_file import map_arrays
+from glm46.storage.data.manifest import ShardEntry, Split
+from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY, write_shard
+from glm46.storage.prepare.document_hashes import is_held_out
+from glm46.storage.prepare.duplicates import Duplicates
+from glm46.storage.prepare.tally import Tally
+
+# A shard is written when it reaches this size: 128 MiB on disk, and the memory that writing needs.
+SHARD_TOKENS = 2**25
+
+
+class SplitWriter:
+    """Collects the documents of one split and writes a shard each time `SHARD_TOKENS` is reached.
+
+    With ``is_chat``, the tokens have the bit `NOT_A_TARGET` where they are no target.
+    """
+
+    def __init__(self, folder: Path, name: str, metadata: dict[str, str], *, is_chat: bool = False):
+        self._folder, self._name, self._metadata = folder, name, metadata | {"split": name}
+        self._is_chat = is_chat
+        self._tokens: list[np.ndarray] = []
+        self._lengths: list[np.ndarray] = []
+        self._text_bytes = 0
+        self._entries: list[ShardEntry] = []
+
+    def add(self, piece: Mapping[str, np.ndarray], keep: np.ndarray) -> None:
+        """Append the texts or conversations of a piece (`make_part`) for which ``keep``, bool [n], is true."""
+        if not keep.any():
+            return
+        lengths, is_kept = np.diff(piece["doc_ends"], prepend=0), np.repeat(keep, piece.get("documents", 1))
+        self._tokens.append(piece["tokens"][np.repeat(is_kept, lengths)])
+        self._lengths.append(lengths[is_kept])
+        self._text_bytes += int(piece["text_bytes"][keep].sum())
+        if sum(len(t) for t in self._tokens) >= SHARD_TOKENS:
+            self._write()
+
+    def finish(self) -> Split:
+        """Write the remaining documents and return the split."""
+        if self._tokens:
+            self._write()
+        return Split.of(tuple(self._entries))
+
+    def _write(self) -> None:
+        tokens, doc_ends = np.concatenate(self._tokens), np.cumsum(np.concatenate(self._lengths))
+        file = f"{self._name}-{len(self._entries):05d}.safetensors"
+        targets = int((tokens < NOT_A_TARGET).sum()) if self._is_chat else None
+        metadata = self._metadata | ({"targets": str(targets)} if self._is_chat else {})
+        digest = write_shard(self._folder / file, tokens, doc_ends, metadata)
+        self._entries.append(ShardEntry(file, len(doc_ends), len(tokens), self._text_bytes, digest, targets))
+        self._tokens, self._lengths, self._text_bytes = [], [], 0
+
+
+def write_splits(
+    pieces: Sequence[Path], folder: Path, recipe: Recipe, metadata: dict[str, str], tally: Tally
+) -> dict[str, Split]:
+    """Write the shards of the training and validation split from the pieces, in their order.
+
+    The first of equal texts or conversations is kept. Only its own hash decides whether it is held out.
+
+    Args:
+        pieces: files of `make_part`; each is open only while it is read.
+        recipe: that of the pieces.
+        metadata: for the header of each shard.
+        tally: counts the duplicates, and the conversations or pairs.
+    """
+    memory = recipe.deduplicate_memory_mb * 10**6
+    duplicates = Duplicates(pieces, memory, pieces[0].parent if pieces else folder)
+    names = ("train", "validation")
+    writers = {name: SplitWriter(folder, name, metadata, is_chat=recipe.is_chat) for name in names}
+    for piece in pieces:
+        tensors = map_arrays(piece, SHARD_REMEDY)[0]
+        equal, similar = duplicates.take(len(tensors["hashes"]))
+        for reason, number in (("exact duplicate", equal.sum()), ("near duplicate", (similar & ~equal).sum())):
+            if number:
+                tally.count(tally.filtered, reason, [], int(number))
+        keep = ~(equal | similar)
+        held_out = is_held_out(tensors["hashes"][:, 0], recipe.held_out)
+        for name, part in zip(names, (~held_out, held_out), strict=True):
+            writers[name].add(tensors, keep & part)
+            if recipe.is_chat:
+                what = "pairs" if recipe.is_paired else "conversations"
+                tally.count(tally.noted, f"{what}, {name}", [], int((keep & part).sum()))
+    return {name: writer.finish() for name, writer in writers.items()}

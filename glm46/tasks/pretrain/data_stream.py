@@ -1,0 +1,132 @@
+"""Micro-batches of a run: stages of sequence length and mixture in order, each sample once."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from glm46.compute.distributed.mesh import Cluster
+from glm46.engine.reliability.workers import begin_worker, starting_workers
+from glm46.engine.training.state import Progress
+from glm46.engine.training.task import StepBatches
+from glm46.run.curriculum import TextStage, describe_attention, stage_at
+from glm46.run.plan import Plan
+from glm46.storage.data.loader import BatchLayout, Span, TrainSource, build_train_loader
+from glm46.storage.data.manifest import Manifest
+from glm46.storage.data.mixing import integer_weights, taken
+
+
+class DataStream:
+    """Reads the micro-batches step by step. The position depends on `Progress` alone."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, manifests: dict[str, Manifest]):
+        self._plan, self._cluster, self._manifests = plan, cluster, manifests
+        self._loader: Iterator[dict[str, Tensor]] | None = None
+        self._stage: TextStage | None = None
+        self._next = -1
+
+    def next(self, progress: Progress, sequences: int) -> StepBatches:
+        """Read the next micro-batches of this rank, for a step of `sequences` samples over all ranks."""
+        began = time.perf_counter()
+        stage, note = stage_at(self._plan.text_stages, progress.samples), ""
+        if stage != self._stage and len(self._plan.text_stages) > 1:
+            note = self._describe(stage)
+        if stage != self._stage or progress.samples != self._next:
+            self._open(stage, progress)
+        left = sequences if stage.stop is None else min(sequences, stage.stop - progress.samples)
+        rows = self._plan.rows_per_micro_batch
+        # A pipeline schedule needs a fixed number of micro-batches; those without samples are padding.
+        count = sequences // rows if self._cluster.meshes.pipeline is not None else -(-left // rows)
+        self._next = progress.samples + left
+        micro_batches = [next(self._loader) for _ in range(count)]
+        return StepBatches(micro_batches, left, stage.seq_len, time.perf_counter() - began, note)
+
+    def _describe(self, stage: TextStage) -> str:
+        stages, total = self._plan.text_stages, sum(stage.weights)
+        pairs = zip(self._plan.config.data.sources, stage.weights, strict=True)
+        mixture = ", ".join(f"{source.name} {weight / total:.1%}" for source, weight in pairs if weight > 0)
+        window, scaling = describe_attention(stage.shape)
+        is_plain = all(describe_attention(one.shape) == ("none", "none") for one in stages)
+        attention = "" if is_plain else f"window {window}, RoPE scaling {scaling}, "
+        return (
+            f"stage {stages.index(stage) + 1} of {len(stages)}: {stage.seq_len:,} tokens per sequence, "
+            f"{attention}{mixture}; "
+            f"samples {stage.first:,} {'on' if stage.stop is None else f'to {stage.stop - 1:,}'}"
+        )
+
+    def _open(self, stage: TextStage, progress: Progress) -> None:
+        plan, config = self._plan, self._plan.config
+        self._stage = stage
+        chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
+        before = rows_before(plan, self._manifests, stage, progress.read_before)
+        sources = [config.data.sources[i] for i in chosen]
+        folder = Path(config.data.plan_folder) if config.data.plan_folder is not None else None
+        with starting_workers():
+            self._loader = iter(
+                build_train_loader(
+                    [TrainSource(s.name, self._manifests[s.name], stage.weights[i], s.packing, folder)
+                     for i, s in zip(chosen, sources, strict=True)],
+                    BatchLayout(
+                        seq_len=stage.seq_len,
+                        mtp_depth=plan.shape.num_nextn_predict_layers,
+                        local_batch_size=config.training.local_batch_size,
+                        dp_rank=self._cluster.dp_rank,
+                        dp_degree=plan.layout.dp_degree,
+                        document_mask=config.data.document_mask,
+                    ),
+                    seed=config.debug.seed,
+                    start_sample=progress.samples,
+                    num_workers=config.data.num_workers,
+                    prefetch_factor=config.data.prefetch_factor,
+                    span=Span(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
+                    begin_worker=begin_worker,
+                )
+            )  # fmt: skip
+
+
+def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) -> list[list]:
+    """Rows of each source that this run and earlier phases have read, for the next phase.
+
+    Returns:
+        Lists of source identity, sequence length, first and last bound of the documents, and number of rows.
+    """
+    counts = {tuple(entry[:-1]): entry[-1] for entry in progress.read_before}
+    for stage in plan.text_stages:
+        stop = progress.samples if stage.stop is None else min(stage.stop, progress.samples)
+        if stop <= stage.first:
+            continue
+        for i, rows in _taken(stage, stop - stage.first).items():
+            key = _grid(plan, manifests, i, stage)
+            counts[key] = counts.get(key, 0) + rows
+    return [[*key, rows] for key, rows in sorted(counts.items())]
+
+
+def rows_before(plan: Plan, manifests: dict[str, Manifest], stage: TextStage, read_before: list[list]) -> list[int]:
+    """Rows of each source that earlier stages and phases have read from the same rows as this stage."""
+    counts = {tuple(entry[:-1]): entry[-1] for entry in read_before}
+    rows = (stage.seq_len, stage.documents)
+    same = [s for s in plan.text_stages if s.first < stage.first and (s.seq_len, s.documents) == rows]
+    before = []
+    for i in range(len(stage.weights)):
+        earlier = sum(_taken(s, s.stop - s.first).get(i, 0) for s in same)
+        before.append(earlier + counts.get(_grid(plan, manifests, i, stage), 0))
+    return before
+
+
+def _taken(stage: TextStage, samples: int) -> dict[int, int]:
+    """Rows of each source, by its index, in the first samples of a stage."""
+    chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
+    counts = taken(samples, integer_weights([stage.weights[i] for i in chosen]))
+    return dict(zip(chosen, counts, strict=True))
+
+
+def _grid(plan: Plan, manifests: dict[str, Manifest], source: int, stage: TextStage) -> tuple:
+    """Identity of a source's rows: its text, packing and order, sequence length and range of documents."""
+    described, config = plan.config.data.sources[source], plan.config
+    shards = [shard.sha256 for shard in manifests[described.name].splits["train"].shards]
+    facts = [described.name, described.packing, config.debug.seed, plan.shape.num_nextn_predict_layers, shards]
+    identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    return (f"{described.name}:{identity}", stage.seq_len, *stage.documents)

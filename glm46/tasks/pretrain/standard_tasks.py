@@ -1,0 +1,163 @@
+"""Tasks of lm-eval in validations: rank 0 runs them, and all ranks answer with the network that is trained."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from glm46.compute.distributed.collective_errors import run_on_all_ranks
+from glm46.config.errors import UserError
+from glm46.config.training import ValidationTask
+from glm46.engine.evaluation.answers import Answering, FirstRankLeads, Keys, Prompt, has_ended, text_of
+from glm46.engine.evaluation.rows import Batch, Figures, Row
+from glm46.engine.evaluation.standard import find_tasks, run_tasks
+from glm46.engine.inference.scoring import Request, Score
+from glm46.engine.training.network import Network
+from glm46.storage.data.batches import IGNORE
+from glm46.storage.data.tokenizer import Tokenizer
+from glm46.storage.huggingface.tokenizer_files import stop_ids
+from glm46.tasks.pretrain.network_rows import greedy_answers, measured_figures, tokens_at_once
+
+
+class StandardMeasure:
+    """The tasks of one entry of [[validation.tasks]]."""
+
+    def __init__(self, task: ValidationTask, place: str, tokenizer: Tokenizer, positions: int):
+        """Load the tasks and their data on rank 0, and make all requests once, so that each fault is found before the
+        first step.
+
+        Args:
+            place: of the entry, for messages.
+            positions: of the model.
+
+        Raises:
+            UserError: see `find_tasks` and `LmEvalModel`, or a task draws its answers.
+        """
+        self._tokenizer, self._positions, self._tasks = tokenizer, positions, None
+        if dist.get_rank() != 0:
+            return
+        code = "judge a step with evaluate --run-code"
+        keys = Keys(f"{place}.names", f"{place}.task_folders", f"{place}.fewshot", code, others=())
+        folders = [Path(folder) for folder in task.task_folders]
+        self._tasks = find_tasks(task.names, folders, fewshot=task.fewshot, limit=task.samples, keys=keys)
+        self._run(_NoAnswers(keys))
+
+    def columns(self, network: Network) -> dict[str, float]:
+        """The metrics by ``task/<task>/<metric>``. Collective."""
+        answers = NetworkAnswers(network, self._tokenizer)
+        found = [run_on_all_ranks(answers.follow if self._tasks is None else partial(self._lead, answers))]
+        dist.broadcast_object_list(found, src=0)
+        return {f"task/{name}": value for name, value in found[0].items()}
+
+    def _lead(self, answers: "NetworkAnswers") -> dict[str, float]:
+        try:
+            return self._run(answers)
+        finally:
+            answers.end()
+
+    def _run(self, answers: Answering) -> dict[str, float]:
+        from glm46.engine.evaluation.lm_eval_model import LmEvalModel
+
+        model = LmEvalModel(answers, self._tokenizer, self._positions, self._tasks.keys)
+        return run_tasks(self._tasks, model, has_errors=False)["columns"]
+
+
+class _NoAnswers:
+    """Takes requests and refuses those that a validation cannot answer."""
+
+    def __init__(self, keys: Keys):
+        self._keys = keys
+
+    def scores(self, requests: Sequence[Request]) -> list[Score]:
+        return [Score(0.0, False)] * len(requests)
+
+    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        for prompt in prompts:
+            if not prompt.sampling.is_greedy:
+                raise UserError(
+                    f"{self._keys.names}: a task with generation_kwargs.temperature {prompt.sampling.temperature:g} "
+                    "draws its answers; a validation takes the most likely tokens: judge a step with evaluate"
+                )
+        return [""] * len(prompts)
+
+
+class NetworkAnswers(FirstRankLeads):
+    """Answers requests with a network on any layout; see `Answering`."""
+
+    def __init__(self, network: Network, tokenizer: Tokenizer):
+        super().__init__(network.plan.layout.world_size)
+        self._network, self._tokenizer, self._stop = network, tokenizer, frozenset(stop_ids(tokenizer))
+
+    def scores(self, requests: Sequence[Request]) -> list[Score]:
+        """See `Answering`. The others run `follow`."""
+        return self._lead("_score", requests)
+
+    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """See `Answering`. The others run `follow`."""
+        return self._lead("_continue", prompts)
+
+    def _score(self, requests: Sequence[Request]) -> list[Score]:
+        """Collective."""
+        figures = measured_figures(self._network, _Requests(requests))
+        found = (figures[str(number)] for number in range(len(requests)))
+        return [Score(logprob, others == 0) for logprob, others in found]
+
+    def _continue(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Collective."""
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
+        texts: dict[int, str] = {}
+        while left := order[len(texts) :]:
+            most = max(prompts[number].max_new_tokens for number in left)
+            length = len(prompts[left[0]].tokens) + most
+            rows = max(1, tokens_at_once(self._network) // length) * self._network.plan.layout.dp_degree
+            some = [prompts[number] for number in left[:rows]]
+            answers = greedy_answers(
+                self._network, [one.tokens for one in some], max_new_tokens=most, has_ended=partial(self._is_done, some)
+            )
+            for number, prompt, tokens in zip(left, some, answers, strict=False):
+                written = tokens[:-1] if tokens[-1] in self._stop else tokens
+                texts[number] = text_of(self._tokenizer, written, prompt)
+        return [texts[number] for number in range(len(prompts))]
+
+    def _is_done(self, prompts: Sequence[Prompt], number: int, tokens: Sequence[int]) -> bool:
+        if tokens[-1] in self._stop or len(tokens) >= prompts[number].max_new_tokens:
+            return True
+        return has_ended(self._tokenizer, tokens, prompts[number])
+
+
+class _Requests:
+    """Requests as rows of a `Measure`: the log-probability, and the number of tokens that are not the most likely."""
+
+    width = 2
+
+    def __init__(self, requests: Sequence[Request]):
+        # Few lengths, so that a compiled model is compiled few times.
+        lengths = [1 << (len(one.inputs) - 1).bit_length() for one in requests]
+        rows = (
+            Row(str(number), length, partial(_row, one, length))
+            for number, (one, length) in enumerate(zip(requests, lengths, strict=True))
+        )
+        self.rows = sorted(rows, key=lambda row: -row.length)
+
+    def figures(self, labels_S: np.ndarray, logprobs_S: np.ndarray, predictions_S: np.ndarray) -> list[float]:
+        asked = labels_S != IGNORE
+        return [float(logprobs_S[asked].sum()), float((predictions_S != labels_S)[asked].sum())]
+
+    def result(self, figures: Figures) -> dict[str, Any]:
+        return {"columns": {}}
+
+
+def _row(request: Request, length: int) -> Batch:
+    """One document with padding behind it, whose labels are those of the continuation."""
+    ids, read = torch.tensor([(*request.context, *request.continuation)]), len(request.inputs)
+    batch = {name: torch.zeros(1, length, dtype=torch.int64) for name in ("input_ids", "positions")}
+    batch |= {"labels": torch.full((1, length), IGNORE), "document_ids": torch.full((1, length), -1)}
+    batch["input_ids"][:, :read], batch["positions"][:, :read] = ids[:, :-1], torch.arange(read)
+    batch["document_ids"][:, :read] = 0
+    first = len(request.context) - 1
+    batch["labels"][:, first:read] = ids[:, first + 1 :]
+    return batch

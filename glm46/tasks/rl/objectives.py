@@ -1,0 +1,281 @@
+"""What policy and critic minimise, on batches with the fields of `prepare_fields`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm46.compute.distributed.collectives import sum_over_ranks
+from glm46.compute.distributed.local_tensor import copy_to_device
+from glm46.compute.model.cross_entropy import IGNORE, summed_loss, token_logprobs
+from glm46.compute.model.transformer import LossSums
+from glm46.config.rl import RL
+from glm46.config.section import Section
+from glm46.engine.training.network import Batch, Network
+from glm46.run.plan import Plan
+from glm46.run.schedule import schedule_value
+from glm46.tasks.pretrain.next_token import count_targets
+from glm46.tasks.rl.correction import correction_weights
+from glm46.tasks.rl.policy_loss import (
+    TokenLosses,
+    clipped_loss,
+    kl_estimate,
+    masked_loss,
+    sequence_ratio,
+    sum_over_samples,
+    token_ratio,
+    value_loss,
+    weighted_loss,
+)
+
+_FAR = 2.0
+"""A ratio beyond this or its inverse counts in ``ratio_far``."""
+
+
+def critic_plan(plan: Plan) -> Plan:
+    """The plan with which `build_network` builds a critic: with its own learning rate."""
+    lr = plan.config.rl.resolved().critic.lr
+    if lr is None:
+        return plan
+    return _changed(plan, optimizer=plan.config.optimizer.model_copy(update={"lr": lr}))
+
+
+def reference_plan(plan: Plan) -> Plan:
+    """The plan with which `build_network` builds the reference, which is loaded from the start of the run or from
+    [rl.reference]."""
+    checkpoint, of, training = plan.config.checkpoint, plan.config.rl.reference, plan.config.training
+    if of is not None:
+        update = {"initial_load_path": of.load_path, "initial_load_in_hf": of.load_in_hf}
+        checkpoint = checkpoint.model_copy(update=update)
+    if plan.config.rl.reference_offload:
+        training = training.model_copy(update={"parameter_offload": True})
+    return _changed(plan, checkpoint=checkpoint, adapter=None, training=training)
+
+
+def _changed(plan: Plan, **sections: Section | None) -> Plan:
+    return replace(plan, config=plan.config.model_copy(update=sections))
+
+
+class PolicyGradient:
+    """The objective of the policy: loss of the ratio, penalty for the distance to the reference, entropy, and the loss
+    of multi-token prediction on drawn tokens, whose gradient is that of its layers alone. Its totals: ``targets``,
+    ``samples``, and those of `count_targets` for multi-token prediction. ``form`` is also the one that old
+    log-probabilities are computed with.
+    """
+
+    def __init__(self, network: Network, config: RL, temperature: float, *, is_on_policy: bool = False):
+        """
+        Args:
+            network: the policy.
+            config: resolved.
+            temperature: at which the samples were drawn.
+            is_on_policy: see `RL.is_on_policy`; batches need no ``old_logprobs`` and no ``correction``.
+        """
+        self._is_on_policy = is_on_policy
+        self._network, self._config = network, config
+        self._depths = network.plan.shape.num_nextn_predict_layers
+        self.form = partial(token_logprobs, entropy=True, temperature=temperature)
+        self.fields: tuple[str, ...] = ("sample", "sample_tokens", "advantages")
+        self.fields += ("rollout_logprobs",) if is_on_policy else ("old_logprobs", "correction")
+        if config.has_reference:
+            self.fields += ("reference_logprobs",)
+        self._own_fields = self.fields
+        if config.routing_replay:
+            self.fields += ("routes",)  # the model's
+
+    def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
+        """See `Objective.count`."""
+        samples = sum(len(batch["sample"][batch["labels"] != IGNORE].unique()) for batch in micro_batches)
+        return count_targets(micro_batches, self._depths) | {"samples": samples}
+
+    def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
+        """See `Objective.loss`. Collective under context parallelism."""
+        sequence = self._network.cluster.meshes.sequence
+        # The loss of a token depends on all ranks' parts of its sample.
+        sum_parts = partial(sum_over_ranks, group=sequence.group) if sequence is not None else lambda sums: sums
+        samples = max(totals["samples"], 1)  # without any, padding has a place to be summed into
+        batch = self._with_old(batch, output.logprobs, samples, sum_parts)
+        losses, _ = self._token_losses(output.logprobs, batch, samples, sum_parts)
+        # Without a weight its gradient is zeros, which cost a second tensor as large as the logits.
+        entropy = output.entropy if self._config.entropy_weight else output.entropy.detach()
+        figures = {"loss": losses.loss, "entropy": entropy, "kl": self._penalty(output.logprobs, batch)}
+        loss = self._total({name: self._reduced(value, batch).sum() for name, value in figures.items()}, totals)
+        if clock < self._config.critic.warmup_tokens:
+            loss = loss * 0.0
+        mtp_weight = schedule_value(self._network.plan.config.mtp.loss_weight, clock)
+        depths = totals["mtp_targets"]
+        for depth_loss, targets in zip(output.mtp_losses, depths, strict=False):
+            loss = loss + mtp_weight / len(depths) * depth_loss / max(targets, 1)
+        return loss
+
+    def _with_old(self, batch: Batch, logprobs: Tensor, samples: int, sum_parts: Callable[[Tensor], Tensor]) -> Batch:
+        """With what `prepare_fields` computes of old log-probabilities, where they are those of the step itself."""
+        if not self._is_on_policy:
+            return batch
+        old, sample = logprobs.detach(), batch["sample"]
+        sums = partial(sum_over_samples, sample=sample, samples=samples, sum_parts=sum_parts)
+        weights = correction_weights(old.double() - batch["rollout_logprobs"], sums, self._config.correction)
+        return batch | {"old_logprobs": old, "correction": weights.float().where(sample >= 0, 0.0)}
+
+    def _token_losses(
+        self, logprobs: Tensor, batch: Batch, samples: int, sum_parts: Callable[[Tensor], Tensor]
+    ) -> tuple[TokenLosses, Tensor]:
+        """Corrected losses of the tokens, and their ratios; of the shape of ``logprobs``."""
+        config, clip = self._config, self._config.clip
+        old, advantages = batch["old_logprobs"], batch["advantages"]
+        if config.ratio == "sequence":
+            ratio = sequence_ratio(logprobs, old, batch["sample"], batch["sample_tokens"], samples, sum_parts)
+        else:
+            ratio = token_ratio(logprobs, old)
+        if clip.kind == "cispo":
+            losses = weighted_loss(ratio, logprobs, advantages, clip.low, clip.high)
+        elif clip.kind == "tv":
+            losses = masked_loss(ratio, logprobs, old, advantages, clip.low, clip.high)
+        else:
+            losses = clipped_loss(ratio, advantages, clip.low, clip.high, clip.dual)
+        return losses._replace(loss=losses.loss * batch["correction"]), ratio
+
+    def _penalty(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        """KL estimate of each token that the loss contains; zeros without one."""
+        kl = self._config.kl
+        if kl.weight == 0 or kl.where == "reward":
+            return torch.zeros_like(logprobs)
+        return kl_estimate(logprobs, batch[f"{kl.to}_logprobs"], kl.estimator)
+
+    def _reduced(self, values: Tensor, batch: Batch) -> Tensor:
+        """Values of tokens with their weights in the sum that `_total` divides."""
+        return values / batch["sample_tokens"].clamp(min=1) if self._config.reduction == "sample_mean" else values
+
+    def _total(self, sums: Mapping[str, Any], totals: Mapping[str, Any]) -> Any:
+        """The loss from `_reduced` sums."""
+        config = self._config
+        denominator = {
+            "token_mean": totals["targets"],
+            "sample_mean": totals["samples"],
+            "constant": totals["samples"] * self._network.plan.config.training.seq_len,
+        }[config.reduction]
+        loss = sums["loss"] + config.kl.weight * sums["kl"] - config.entropy_weight * sums["entropy"]
+        return loss / max(denominator, 1)
+
+    def empty_sums(self) -> dict[str, Tensor]:
+        """FP64 []: over tokens; ``loss``, ``policy_kl`` and ``policy_entropy`` as the reduction weighs them. With
+        prediction depths ``mtp_losses`` [K]."""
+        names = (
+            "loss", "policy_kl", "policy_entropy", "clipped", "old_kl", "ratio_square", "ratio_far", "entropy",
+            "mismatch_kl", "mismatch", "correction", "dropped", "reference_kl",
+        )  # fmt: skip
+        sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
+        return sums | ({"mtp_losses": torch.zeros(self._depths, dtype=torch.float64)} if self._depths else {})
+
+    def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
+        """See `Objective.sums`. Collective under context parallelism.
+
+        If the old policy is that of the step, adds its ``old_logprobs`` and ``correction`` to the batch, FP32 [B, S] on
+        the device.
+        """
+        of_mtp = {"mtp_losses": output.mtp_losses} if "mtp_labels" in batch and self._depths else {}
+        own = torch.stack([output.logprobs, output.entropy])
+        logprobs, entropy = self._network.whole_rows(own, batch)
+        samples = max(int(batch["sample"].max()) + 1, 1)
+        names = (*self._own_fields, "rollout_logprobs")
+        of_loader, batch = batch, {name: copy_to_device(batch[name], logprobs.device) for name in names}
+        batch = self._with_old(batch, logprobs, samples, lambda sums: sums)
+        if self._is_on_policy:
+            of_loader |= {name: batch[name] for name in ("old_logprobs", "correction")}
+        losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)
+        is_token, old = batch["sample_tokens"] > 0, batch["old_logprobs"]
+        figures = {
+            "loss": self._reduced(losses.loss, batch),
+            "policy_kl": self._reduced(self._penalty(logprobs, batch), batch),
+            "policy_entropy": self._reduced(entropy, batch),
+            "clipped": losses.is_clipped & is_token,
+            "old_kl": kl_estimate(old, logprobs, "k3"),
+            "ratio_square": (ratio - 1).square() * is_token,
+            "ratio_far": ((ratio > _FAR) | (ratio < 1 / _FAR)) & is_token,
+            "entropy": entropy,
+            "mismatch_kl": kl_estimate(batch["rollout_logprobs"], old, "k3"),
+            "mismatch": (old - batch["rollout_logprobs"]).abs(),
+            "correction": batch["correction"],
+            "dropped": (batch["correction"] == 0) & is_token,
+        }
+        if self._config.has_reference:
+            figures["reference_kl"] = kl_estimate(logprobs, batch["reference_logprobs"], "k3")
+        share = self._network.cluster.layout.ranks_per_dp_rank
+        return {name: value.sum().double() / share for name, value in figures.items()} | of_mtp
+
+    def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
+        """See `Objective.metrics`."""
+        of = {name: sums[name].item() for name in self.empty_sums() if name != "mtp_losses"}
+        mean = {name: value / max(totals["targets"], 1) for name, value in of.items()}
+        weighted = {"loss": of["loss"], "kl": of["policy_kl"], "entropy": of["policy_entropy"]}
+        row = {
+            "loss": self._total(weighted, totals),
+            "clip_fraction": mean["clipped"],
+            "old_policy_kl": mean["old_kl"],
+            "ratio_deviation": mean["ratio_square"] ** 0.5,
+            "ratio_far": mean["ratio_far"],
+            "entropy": mean["entropy"],
+            "mismatch_kl": mean["mismatch_kl"],
+            "mismatch_logprob": mean["mismatch"],
+            "correction_mean": mean["correction"],
+            "correction_dropped": mean["dropped"],
+        }
+        if self._config.has_reference:
+            row["reference_kl"] = mean["reference_kl"]
+        if any(totals["mtp_targets"]):
+            losses = zip(sums["mtp_losses"].tolist(), totals["mtp_targets"], strict=True)
+            row["mtp_loss"] = sum(loss / max(targets, 1) for loss, targets in losses) / self._depths
+            row["mtp_loss_weight"] = schedule_value(self._network.plan.config.mtp.loss_weight, clock)
+        return row
+
+
+class ValueLoss:
+    """The objective of the critic: clipped squared error at each token with a label. Its total: ``targets``."""
+
+    form = staticmethod(summed_loss)
+    fields = ("old_values", "returns", "sample_tokens")
+
+    def __init__(self, network: Network, config: RL):
+        self._network, self._clip = network, config.critic.value_clip
+
+    def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
+        """See `Objective.count`."""
+        return {"targets": count_targets(micro_batches, 0)["targets"]}
+
+    def _losses(self, values: Tensor, batch: Batch) -> TokenLosses:
+        losses = value_loss(values, batch["old_values"], batch["returns"], self._clip)
+        is_token = batch["sample_tokens"] > 0
+        return TokenLosses(losses.loss * is_token, losses.is_clipped & is_token)
+
+    def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
+        """See `Objective.loss`."""
+        return self._losses(output.values, batch).loss.sum() / max(totals["targets"], 1)
+
+    def empty_sums(self) -> dict[str, Tensor]:
+        """FP64 []: over tokens."""
+        names = ("loss", "clipped", "error", "error_square", "return", "return_square")
+        return {name: torch.zeros((), dtype=torch.float64) for name in names}
+
+    def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
+        """See `Objective.sums`. Collective under context parallelism."""
+        values = self._network.whole_rows(output.values.unsqueeze(0), batch)[0]
+        batch = {name: copy_to_device(batch[name], values.device) for name in self.fields}
+        losses, returns = self._losses(values, batch), batch["returns"].double()
+        error = (returns - values) * (batch["sample_tokens"] > 0)
+        figures = {
+            "loss": losses.loss, "clipped": losses.is_clipped, "error": error, "error_square": error.square(),
+            "return": returns, "return_square": returns.square(),
+        }  # fmt: skip
+        share = self._network.cluster.layout.ranks_per_dp_rank
+        return {name: value.sum().double() / share for name, value in figures.items()}
+
+    def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
+        """See `Objective.metrics`. Explained variance: 1 - Var(return - value) / Var(return)."""
+        mean = {name: sums[name].item() / max(totals["targets"], 1) for name in self.empty_sums()}
+        of_error = mean["error_square"] - mean["error"] ** 2
+        of_returns = mean["return_square"] - mean["return"] ** 2
+        row = {"loss": mean["loss"], "clip_fraction": mean["clipped"], "return_mean": mean["return"]}
+        return row | ({"explained_variance": 1 - of_error / of_returns} if of_returns > 1e-12 else {})

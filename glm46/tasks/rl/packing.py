@@ -1,0 +1,272 @@
+"""Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks, with little padding."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm46.compute.model.cross_entropy import IGNORE
+from glm46.compute.model.routes import no_routes
+from glm46.config.model import ModelShape
+from glm46.engine.training.network import Batch
+from glm46.run.activations import SHARED_KEYS
+from glm46.tasks.rl.rollouts import Rollout
+
+_KEYS_OF_ROW = SHARED_KEYS - 1
+"""Most keys that the documents of a row see together, in rows, before the shared prefixes see their own."""
+
+
+class PackShape(NamedTuple):
+    """How micro-batches are cut."""
+
+    seq_len: int
+    """Tokens of a row."""
+    rows: int
+    """Most rows of a micro-batch on each rank; all have equally many."""
+    ranks: int
+    """Data-parallel ranks."""
+    micro_batches: int | None
+    """Of each rank, where a pipeline needs a fixed number, of fixed size."""
+    mtp_depth: int
+    """Prediction layers that batches have tokens for."""
+    model: ModelShape | None = None
+    """Given under routing replay."""
+    shares_prompts: bool = False
+    """The samples of a prompt that lie in one row have its tokens once."""
+
+
+class Item(NamedTuple):
+    """A sample that is to be packed."""
+
+    prompt: int
+    """Equal for samples that can share their prompt."""
+    shared: int
+    """Tokens that they share: those of the prompt but its last one, which predicts the completion."""
+    own: int
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has alone."""
+        return self.shared + self.own
+
+
+def items_of(rollout: Rollout, samples: range, shape: PackShape) -> list[Item]:
+    """Samples of a rollout; each has a prompt of its own unless they share them."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    groups, prompts, completions = (rollout.arrays[name].tolist() for name in ("groups", "prompt_lengths", "lengths"))
+    items = []
+    for sample in samples:
+        routes, shared = rollout.routes(sample), prompts[sample] - 1
+        key = (groups[sample], b"" if routes is None else routes[:shared].tobytes())
+        number = numbers.setdefault(key, len(numbers)) if shape.shares_prompts and shared else -1 - sample
+        items.append(Item(number, shared, completions[sample]))  # the last token is only a label
+    return items
+
+
+def pack(items: Sequence[Item], shape: PackShape) -> list[list[list[list[int]]]]:
+    """Distribute samples: for each rank its micro-batches, each a list of rows, each a list of numbers of samples.
+
+    A row holds at most ``seq_len`` tokens; rows do not depend on the ranks, and are dealt to them so that these compute
+    equally much attention and equally many micro-batches, at least one, of as many rows as their number needs. Rows
+    that are missing at the end are padding.
+    """
+    rows = _rows(items, shape.seq_len)
+    parts = [_documents(row, items) for row in rows]
+    cost = [sum((end - begin) * (shape.seq_len + end) for _, begin, end, _ in of_row) for of_row in parts]
+    count = len(rows)
+    batches, height = shape.micro_batches, shape.rows
+    if batches is None:
+        least = -(-max(count, 1) // shape.ranks)
+        batches = -(-least // shape.rows)
+        height = -(-least // batches)
+    per_rank = batches * height
+    of_ranks: list[list[int]] = [[] for _ in range(shape.ranks)]
+    loads = [0] * shape.ranks
+    for row in sorted(range(count), key=lambda row: -cost[row]):
+        rank = min((r for r in range(shape.ranks) if len(of_ranks[r]) < per_rank), key=loads.__getitem__)
+        of_ranks[rank].append(row)
+        loads[rank] += cost[row]
+    return [
+        [
+            [rows[row] for row in of_rank[first : first + height]]
+            + [[] for _ in range(height - len(of_rank[first : first + height]))]
+            for first in range(0, per_rank, height)
+        ]
+        for of_rank in of_ranks
+    ]
+
+
+def join(
+    of_ranks: Sequence[Sequence[Sequence[Sequence[int]]]], items: Sequence[Item], multiple: int, most: int
+) -> tuple[list[list[list[list[int]]]], int]:
+    """Put the rows of each micro-batch behind each other in one row, without the padding at their ends.
+
+    Args:
+        of_ranks: result of `pack`.
+        multiple: of the tokens of a row.
+        most: tokens that a micro-batch may have.
+
+    Returns:
+        The same with one row in each micro-batch, and the tokens of a row: as many as the longest one of all needs,
+        so that micro-batches have equal shapes.
+    """
+    found, longest = [], 1
+    for of_rank in of_ranks:
+        found.append([])
+        for rows in of_rank:
+            of_prompts: dict[int, list[int]] = {}
+            for number in chain(*rows):  # two rows may have samples of one prompt
+                of_prompts.setdefault(items[number].prompt, []).append(number)
+            row = [*chain(*of_prompts.values())]
+            shared = sum(items[numbers[0]].shared for numbers in of_prompts.values())
+            longest = max(longest, shared + sum(items[number].own for number in row))
+            found[-1].append([row])
+    return found, min(-(-longest // multiple) * multiple, most)
+
+
+def _rows(items: Sequence[Item], seq_len: int) -> list[list[int]]:
+    """Numbers of the samples of each row, those of a prompt together. Prompt by prompt, longest first, each goes
+    into the row that has the prompt, or else the fullest one that has room for both."""
+    of_prompts: dict[int, list[int]] = {}
+    for number, item in enumerate(items):
+        of_prompts.setdefault(item.prompt, []).append(number)
+    for numbers in of_prompts.values():
+        numbers.sort(key=lambda number: -items[number].own)
+    rows: list[list[int]] = []
+    free, keys = np.zeros(len(items), np.int64), np.full(len(items), _KEYS_OF_ROW * seq_len)
+    for numbers in sorted(of_prompts.values(), key=lambda numbers: -sum(items[n].length for n in numbers)):
+        here, room, keys_left = -1, 0, 0  # of the row of the prompt: reading arrays number by number is slow
+        for number in numbers:
+            _, shared, own = items[number]
+            length = needed = shared + own
+            if here >= 0 and room >= own and keys_left >= length:
+                needed = own
+            else:
+                if here >= 0:
+                    free[here], keys[here] = room, keys_left
+                has_room = (free[: len(rows)] >= length) & (keys[: len(rows)] >= length)
+                if has_room.any():
+                    here = int(np.where(has_room, free[: len(rows)], seq_len + 1).argmin())
+                else:
+                    here = len(rows)
+                    rows.append([])
+                    free[here] = seq_len
+                room, keys_left = int(free[here]), int(keys[here])
+            rows[here].append(number)
+            room, keys_left = room - needed, keys_left - length
+        free[here], keys[here] = room, keys_left
+    return rows
+
+
+def empty_batch(rows: int, seq_len: int) -> Batch:
+    """Padding: ``input_ids, positions, document_ids, labels``, int64 [rows, seq_len]."""
+    return {name: torch.from_numpy(values) for name, values in _empty(rows, seq_len, _PADDING).items()}
+
+
+_PADDING = {"input_ids": 0, "positions": 0, "document_ids": -1, "labels": IGNORE}
+
+
+def _empty(rows: int, width: int, fill: Mapping[str, int]) -> dict[str, np.ndarray]:
+    return {name: np.full((rows, width), value) for name, value in fill.items()}
+
+
+def build_batch(
+    rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape, items: Sequence[Item], width: int
+) -> Batch:
+    """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, and ``place``, the index of
+    each label in the rollout's tokens, int64 [B, S = width]; if samples share prompts ``prefix_ids``, int64 [B, S], see
+    `attention_layout`; under routing replay ``routes``, none where the rollout has none; for prediction layers
+    ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one and the token that
+    depth k predicts is drawn, too.
+
+    Args:
+        rows: numbers of samples in the step.
+        first: number in the rollout of the step's first sample.
+        items: of the step.
+        width: tokens of a row: ``shape.seq_len``, or those that `join` says.
+    """
+    fill = _PADDING | {"sample": -1, "place": -1} | ({"prefix_ids": -1} if shape.shares_prompts else {})
+    arrays, depths = _empty(len(rows), width, fill), range(1, shape.mtp_depth + 1)
+    if shape.model is not None:
+        arrays["routes"] = no_routes(arrays["labels"].shape, shape.model).numpy()
+    for name in ("input_ids", "labels") if depths else ():
+        arrays[f"mtp_{name}"] = np.full((len(rows), width, len(depths)), fill[name])
+    documents = np.array([
+        (row, document, sample, begin, end, -1 if prefix is None else prefix)
+        for row, samples in enumerate(rows)
+        for document, (sample, begin, end, prefix) in enumerate(_documents(samples, items))
+    ], np.int64).reshape(-1, 6)  # fmt: skip
+    lengths = documents[:, 4] - documents[:, 3]
+    row, document, sample, begin, _, prefix = documents.repeat(lengths, 0).T
+    token = np.arange(len(row))
+    position = begin + token - (lengths.cumsum() - lengths).repeat(lengths)
+    of, number, prompts = rollout.arrays, first + sample, len(rollout.arrays["prompt_tokens"])
+    prompt_starts, starts = (of[name].cumsum() - of[name] for name in ("prompt_lengths", "lengths"))
+    label, longest = position + 1 - of["prompt_lengths"][number], of["lengths"][number]  # index in the completion
+    tokens = np.concatenate([of["prompt_tokens"], of["tokens"]])
+
+    def source(ahead: int) -> np.ndarray:
+        """Places in ``tokens`` of the tokens so far behind each token, or of the last one of its sample."""
+        index = np.minimum(label - 1 + ahead, longest - 1)
+        return np.where(index >= 0, prompts + starts[number] + index, prompt_starts[number] + position + ahead)
+
+    def drawn(ahead: int) -> np.ndarray:
+        """Places in the rollout's tokens of the drawn tokens so far behind each token; -1 elsewhere."""
+        place = np.where((label >= 0) & (label + ahead <= longest), source(ahead) - prompts, -1)
+        place[of["is_reply"][place]] = -1
+        return place
+
+    def labels(place: np.ndarray) -> np.ndarray:
+        return np.where(place >= 0, of["tokens"][place], IGNORE)
+
+    place = drawn(1)
+    found = {
+        "input_ids": tokens[source(0)],
+        "positions": position,
+        "document_ids": document,
+        "prefix_ids": prefix,
+        "labels": labels(place),
+        "sample": np.where(place >= 0, sample, -1),
+        "place": place,
+    }
+    if "routes" in of:  # one fewer of each sample than tokens
+        found["routes"] = of["routes"][prompt_starts[number] + starts[number] - number + position]
+    if depths:
+        found["mtp_input_ids"] = np.stack([tokens[source(depth)] for depth in depths], 1)
+        # As the main model at these places, so that the loss does not depend on who shares a prompt.
+        targets = [labels(np.where(place >= 0, drawn(depth + 1), -1)) for depth in depths]
+        found["mtp_labels"] = np.stack(targets, 1)
+    for name in arrays.keys() & found.keys():
+        arrays[name][row, token - np.searchsorted(row, row)] = found[name]
+    batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    return batch | {name: batch[name].transpose(1, 2).contiguous() for name in batch if name.startswith("mtp_")}
+
+
+def _documents(samples: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[int, int, int, int | None]]:
+    """The documents of a row: a sample, the range of its tokens, and the number of the document before them."""
+    document = 0
+    for _, group in groupby(samples, key=lambda number: items[number].prompt):
+        of_prompt = list(group)
+        shared = items[of_prompt[0]].shared
+        if len(of_prompt) == 1:
+            yield of_prompt[0], 0, items[of_prompt[0]].length, None
+            document += 1
+            continue
+        yield of_prompt[0], 0, shared, None
+        for sample in of_prompt:
+            yield sample, shared, items[sample].length, document
+        document += 1 + len(of_prompt)
+
+
+def spread(values: Tensor, batch: Batch) -> Tensor:
+    """Values of all tokens of a rollout, FP32 [T], at their labels in a batch: FP32 [B, S], 0 elsewhere."""
+    return torch.cat([values, values.new_zeros(1)])[batch["place"]]  # -1 is the last one
+
+
+def collect(values: Tensor, batch: Batch, into: Tensor) -> None:
+    """The inverse of `spread`: write the values of a batch's labels, FP32 [B, S], into those of the rollout."""
+    is_label = batch["place"] >= 0
+    into[batch["place"][is_label]] = values[is_label].to(into.dtype)

@@ -1,0 +1,37 @@
+"""A calculator as an environment: the example of a tool. ``function = "glm46.tasks.rl.rewards.calculator:calculate"``."""
+
+import ast
+import operator
+import re
+from fractions import Fraction
+
+from glm46.tasks.rl.rewards.answer import Answer
+
+_CALL = re.compile(
+    r"<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>(.*?)</arg_value>\n</tool_call>", re.DOTALL
+)
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_LONGEST = 200
+
+
+def calculate(answer: Answer) -> str | None:
+    """The value of the expression in the last call of "calculator" in a turn, behind its thought, with + - * / and
+    brackets, as an integer or a fraction; what is wrong with it, which the policy can read; None for a turn without a
+    call."""
+    calls = _CALL.findall(answer.spoken)
+    if not calls:
+        return None
+    try:
+        return str(_value(ast.parse(calls[-1].strip()[:_LONGEST], mode="eval").body))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        return f"error: {error}"
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("not an expression of numbers, + - * / and brackets")

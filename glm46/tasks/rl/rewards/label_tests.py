@@ -1,0 +1,64 @@
+"""Whether tests of a label can fail: by their form, else by a run against programs that do nothing."""
+
+import ast
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from glm46.storage.prepare.limited import limited_process
+from glm46.tasks.rl.rewards import meaningless_programs, tested_program
+
+_TESTS_OF_PROCESS, _SECONDS_OF_PROCESS = 1_000, 60
+
+
+def compares(test: str) -> bool:
+    """Whether a statement asserts that a call of the program gives a value that says something, so that a program that
+    does nothing fails."""
+    names = tested_program.asked_names(test)
+    for node in ast.parse(test).body:
+        match node:
+            case ast.Assert(
+                test=ast.Compare(left=ast.Call(func=ast.Name(id=name)), ops=[ast.Eq()], comparators=[value])
+            ):
+                with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                    found = ast.literal_eval(value)
+                    if name in names and found is not None and not isinstance(found, bool):
+                        return True
+    return False
+
+
+def passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
+    """For each test the programs of `meaningless_programs` that pass it; none where there was no time."""
+    found = []
+    for start in range(0, len(tests), _TESTS_OF_PROCESS):
+        some, script = tests[start : start + _TESTS_OF_PROCESS], str(Path(meaningless_programs.__file__).absolute())
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryFile() as stdin,
+            tempfile.TemporaryFile() as out,
+        ):
+            asked = [(one, tested_program.asked_names(one), sorted(tested_program.module_names(one))) for one in some]
+            stdin.write(json.dumps(asked).encode())
+            stdin.seek(0)
+            arguments, quiet = [script, str(out.fileno())], subprocess.DEVNULL
+            with (
+                limited_process(
+                    arguments,
+                    folder,
+                    _SECONDS_OF_PROCESS,
+                    1,
+                    stdin=stdin,
+                    stdout=quiet,
+                    stderr=quiet,
+                    pass_fds=[out.fileno()],
+                ) as process,
+                suppress(subprocess.TimeoutExpired),
+            ):
+                process.wait(_SECONDS_OF_PROCESS)
+            out.seek(0)
+            lines = out.read().split(b"\n")[:-1][: len(some)]
+        found += [set(json.loads(line)) for line in lines] + [set()] * (len(some) - len(lines))
+    return found

@@ -1,0 +1,227 @@
+"""Scores answers by weighted rewards; what may hang or crash runs in processes that can be killed."""
+
+import importlib
+import math
+import numbers
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import Process
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from glm46.config.errors import UserError
+from glm46.storage.prepare.equal_results import load_math_verify
+from glm46.storage.prepare.workers import end_worker, start_worker
+from glm46.tasks.rl.rewards.answer import Answer, Reward, RewardRule
+from glm46.tasks.rl.rewards.code import code, code_label_faults
+from glm46.tasks.rl.rewards.maths import check_maths_label, maths
+from glm46.tasks.rl.rewards.remote import remote
+from glm46.tasks.rl.rewards.text import check_choice_label, check_exact_label, choice, exact, repetition, well_formed
+
+_HERE: dict[str, Reward] = {"exact": exact, "choice": choice, "format": well_formed, "repetition": repetition}
+"""Rewards that cannot hang."""
+_IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
+
+
+def _faults(check: Callable[[Any], None], labels: Sequence[Any]) -> list[str]:
+    found = []
+    for label in labels:
+        try:
+            check(label)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+READ_LABELS: dict[str, Callable[[Sequence[Any]], list[str]]] = {
+    "exact": partial(_faults, check_exact_label), "choice": partial(_faults, check_choice_label),
+    "math": partial(_faults, check_maths_label), "code": code_label_faults,
+}  # fmt: skip
+"""Built-in rewards that are nothing without a label, each with what finds why it cannot judge one; empty if it can."""
+
+_START_SECONDS = 120.0
+"""For a process to import what a reward of the user's imports."""
+
+
+class Score(NamedTuple):
+    """The judgement of an answer."""
+
+    total: float | None
+    """Weighted sum of the parts; None if a reward failed: the sample is to be dropped."""
+    parts: dict[str, float]
+    """By the name of each reward, before its weight; without those that failed."""
+    fault: str
+    """The first failure; empty if none."""
+
+
+class Reply(NamedTuple):
+    """What an environment says to a turn."""
+
+    text: str | None
+    """None: the conversation has ended."""
+
+
+class _Task(NamedTuple):
+    answer: int
+    rule: int
+
+
+class Scorer:
+    """Scores answers by the tables of [[rl.rewards]].
+
+    Args:
+        rules: all rewards; their names differ.
+        processes: at most so many answers are judged at once by rewards that may hang.
+        key: of the configuration, for messages.
+
+    Raises:
+        UserError: a function of the user's cannot be loaded.
+    """
+
+    def __init__(self, rules: Sequence[RewardRule], processes: int = 4, key: str = "rl.rewards"):
+        self._rules, self._most = tuple(rules), processes
+        self.names = [rule.name for rule in rules]
+        self._key = key
+        self._idle: list[tuple[Connection, Process]] = []
+        self._number = 0
+        """Of the last task that was handed out."""
+        if any(rule.name not in _HERE for rule in self._rules):
+            self._idle.append(self._start())
+
+    def score(self, answers: Sequence[Answer]) -> list[Score]:
+        """The scores of the answers in their order. An error, a value that is not a finite number, or no value
+        within the time of its rule drops the answer."""
+        is_here = [rule.name in _HERE for rule in self._rules]
+        others = [rule for rule, is_simple in enumerate(is_here) if not is_simple]
+        found = self._in_processes([_Task(n, rule) for n in range(len(answers)) for rule in others], answers)
+        return [
+            self._score([
+                _value(rule, _HERE, answer) if is_here[number] else found[_Task(n, number)]
+                for number, rule in enumerate(self._rules)
+            ])
+            for n, answer in enumerate(answers)
+        ]  # fmt: skip
+
+    def values(self, name: str, answers: Sequence[Any]) -> list[Any]:
+        """The result of one function for each answer, or a text that says why it has none: of a reward a number, of
+        an environment its `Reply`. It judges an `Answer`, the function of rl.filter a list of `Scored`."""
+        number = self.names.index(name)
+        if name in _HERE:
+            return [_value(self._rules[number], _HERE, answer) for answer in answers]
+        found = self._in_processes([_Task(n, number) for n in range(len(answers))], answers)
+        return [found[_Task(n, number)] for n in range(len(answers))]
+
+    def close(self) -> None:
+        """End the processes."""
+        for _, process in self._idle:
+            end_worker(process)
+        self._idle.clear()
+
+    def _score(self, values: Sequence[float | str]) -> Score:
+        parts, total, fault = {}, 0.0, ""
+        for rule, value in zip(self._rules, values, strict=True):
+            if isinstance(value, float):
+                parts[rule.name], total = value, total + rule.weight * value
+            else:
+                fault = fault or f"{rule.name}: {value}"
+        return Score(None if fault else total, parts, fault)
+
+    def _start(self) -> tuple[Connection, Process]:
+        """Start a process, and wait until it has loaded the functions."""
+        connection, process = start_worker(_load, (self._rules,), _judge)
+        connection.send((0, (0, None)))
+        if not connection.poll(_START_SECONDS):
+            end_worker(process)
+            raise UserError(f"{self._key}: its functions were not imported within {_START_SECONDS:g} s")
+        try:
+            number, error, _ = connection.recv()
+        except (EOFError, OSError):
+            raise UserError(f"{self._key}: the process that imports its functions ended") from None
+        if number is None:
+            own = ", ".join(name for name in self.names if ":" in name)
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{self._key}: a function cannot be loaded: {reason}; correct {own}") from error
+        return connection, process
+
+    def _in_processes(self, tasks: Sequence[_Task], answers: Sequence[Answer]) -> dict[_Task, Any]:
+        """The value of each task, or why there is none."""
+        waiting, found = deque(tasks), {}
+        busy: dict[Connection, tuple[Process, _Task, float, int]] = {}
+        while waiting or busy:
+            while waiting and len(busy) < self._most:
+                is_new, task = not self._idle, waiting.popleft()
+                connection, process = self._start() if is_new else self._idle.pop()
+                self._number += 1
+                try:
+                    connection.send((self._number, (task.rule, answers[task.answer])))
+                except OSError:  # it has ended
+                    end_worker(process)
+                    if is_new:
+                        found[task] = f"its process ended with code {process.exitcode}"
+                    else:
+                        waiting.appendleft(task)
+                    continue
+                busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds, self._number)
+            first = min((deadline for _, _, deadline, _ in busy.values()), default=0.0)
+            for connection in wait(list(busy), max(first - time.monotonic(), 0.0)):
+                process, task, _, asked = busy[connection]
+                try:
+                    number, value, _ = connection.recv()
+                except (EOFError, OSError):
+                    end_worker(process)
+                    found[task] = f"its process ended with code {process.exitcode}"
+                else:
+                    if number != asked:  # of a task before
+                        continue
+                    found[task] = value
+                    self._idle.append((connection, process))
+                del busy[connection]
+            now = time.monotonic()
+            for connection in [one for one, (_, _, deadline, _) in busy.items() if deadline <= now]:
+                process, task, *_ = busy.pop(connection)
+                end_worker(process)
+                found[task] = f"no value within {self._rules[task.rule].seconds:g} s"
+        return found
+
+
+_LOADED: list[Callable[[Answer], Any]] = []
+"""In a process of a Scorer: the rewards by the number of their rule."""
+
+
+def _load(rules: Sequence[RewardRule]) -> None:
+    if any(rule.name == "math" for rule in rules):
+        load_math_verify()  # not in the time of the first answer
+    _LOADED.extend(partial(_value, rule, {rule.name: _find(rule)}) for rule in rules)
+
+
+def _find(rule: RewardRule) -> Reward:
+    if ":" not in rule.name:
+        built_in = (_HERE | _IN_PROCESSES)[rule.name]
+        return lambda answer, options: built_in(answer, {**options, "timeout_seconds": rule.seconds})
+    module, _, function = rule.name.partition(":")
+    of_user = getattr(importlib.import_module(module), function)
+    return lambda answer, options: of_user(answer, **options)
+
+
+def _judge(rule: int, answer: Answer | None) -> Any:
+    return 0.0 if answer is None else _LOADED[rule](answer)  # None asks whether the functions are loaded
+
+
+def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> float | Reply | str:
+    """The value of a reward, or why there is none. Verifiers may raise a BaseException that is not an
+    Exception, as the timeout of math-verify is."""
+    try:
+        value: Any = rewards[rule.name](answer, rule.options)
+        if rule.is_environment:
+            is_reply = value is None or isinstance(value, str)
+            return Reply(value) if is_reply else f"gave {value!r:.60}, which is not a text"
+        if hasattr(value, "item"):  # of NumPy or torch
+            value = value.item()
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            return f"gave {value!r:.60}, which is not a finite number"
+        return float(value)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,152 @@
+"""Work of rank 0 alone, such as talking to servers, whose result all ranks get."""
+
+import io
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from glm46.config.errors import UserError
+from glm46.tasks.rl.rollout.records import FINISHES, Completion, Span
+from glm46.tasks.rl.rollout.server_state import EngineError
+
+_SIGN_OF_LIFE_SECONDS = 5.0
+_WORKING, _ASKED, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(6)
+
+
+class Interlude:
+    """Collective work that `run_on_first_rank` does in the middle of rank 0's work, when this asks for it."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.work = work
+        self.events: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
+        """Of the thread of rank 0: its result or error, or None when it asks."""
+        self.done, self.has_failed = threading.Event(), False
+
+    def ask(self) -> None:
+        """Have all ranks do it; in the thread of rank 0.
+
+        Raises:
+            RuntimeError: it failed; the error is raised where the ranks are.
+        """
+        self.done.clear()
+        self.events.put(None)
+        self.done.wait()
+        if self.has_failed:
+            raise RuntimeError("the ranks failed in collective work for the inference servers")
+
+
+def run_on_first_rank(work: Callable[[], bytes], interlude: Interlude | None = None) -> bytes:
+    """The result of `work`, which rank 0 runs in a thread, on all ranks. Collective.
+
+    Work with servers may take longer than the timeout of the process group. So while it runs, rank 0 says every few
+    seconds that it is alive: the other ranks' wait has the group's timeout, and lasts as long as the work.
+
+    Args:
+        interlude: whose `ask` the work may call.
+
+    Raises:
+        UserError, EngineError: on all ranks, if `work` raised it; the message is on rank 0.
+        RuntimeError: on the other ranks, if `work` raised anything else.
+    """
+    if dist.get_rank() != 0:
+        return _result_of_first_rank(interlude)
+    interlude = interlude or Interlude(lambda: None)
+    events = interlude.events
+
+    def run() -> None:
+        try:
+            events.put(work())
+        except BaseException as error:
+            events.put(error)
+            if not isinstance(error, Exception):
+                raise
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        try:
+            result = events.get(timeout=_SIGN_OF_LIFE_SECONDS)
+        except queue.Empty:
+            _send(_WORKING, b"")
+            continue
+        if result is not None:
+            break
+        try:
+            _send(_ASKED, b"")
+            interlude.work()
+        except BaseException:
+            interlude.has_failed = True
+            raise
+        finally:
+            interlude.done.set()
+    if isinstance(result, bytes):
+        _send(_DONE, result)
+        return result
+    kinds = ((EngineError, _ENGINE_ERROR), (UserError, _USER_ERROR), (BaseException, _FAILED))
+    _send(next(state for kind, state in kinds if isinstance(result, kind)), b"")
+    raise result
+
+
+def _send(state: int, content: bytes) -> None:
+    dist.broadcast(torch.tensor([state, len(content)]), 0)
+    if content:
+        dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0)
+
+
+def _result_of_first_rank(interlude: Interlude | None) -> bytes:
+    header = torch.tensor([_WORKING, 0])
+    while header[0] in (_WORKING, _ASKED):
+        dist.broadcast(header, 0)
+        if header[0] == _ASKED:
+            interlude.work()
+    state, length = header.tolist()
+    if state == _ENGINE_ERROR:
+        raise EngineError()
+    if state == _USER_ERROR:
+        raise UserError()
+    if state == _FAILED:
+        raise RuntimeError("rank 0 failed in its work with the inference servers; its output says why")
+    content = torch.empty(length, dtype=torch.uint8)
+    if length:
+        dist.broadcast(content, 0)
+    return content.numpy().tobytes()
+
+
+def pack(completions: Sequence[Completion]) -> bytes:
+    """Completions as bytes: no pickle, a few arrays whatever their number."""
+    arrays = {
+        "tokens": np.array([token for one in completions for token in one.tokens], np.int64),
+        "logprobs": np.array([value for one in completions for value in one.logprobs], np.float64),
+        "spans": np.array([span for one in completions for span in one.spans], np.int64).reshape(-1, 2),
+        "counts": np.array(
+            [(len(one.tokens), len(one.spans), FINISHES.index(one.finish)) for one in completions], np.int64
+        ).reshape(-1, 3),
+    }
+    arrays |= {f"routes {i}": one.routes for i, one in enumerate(completions) if one.routes is not None}
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def unpack(content: bytes) -> list[Completion]:
+    """The inverse of `pack`."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        counts, tokens = arrays["counts"], arrays["tokens"].tolist()
+        logprobs, spans = arrays["logprobs"].tolist(), [Span(*span) for span in arrays["spans"].tolist()]
+        completions, token, span = [], 0, 0
+        for index, (length, spans_here, finish) in enumerate(counts.tolist()):
+            ends, routes = (token + length, span + spans_here), f"routes {index}"
+            completions.append(
+                Completion(
+                    tokens[token : ends[0]],
+                    logprobs[token : ends[0]],
+                    FINISHES[finish],
+                    spans[span : ends[1]],
+                    arrays.get(routes),
+                )
+            )
+            token, span = ends
+    return completions

@@ -1,0 +1,139 @@
+"""What the pool of servers asks of one, whatever its kind, and what it checks in every reply."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from glm46.config.errors import UserError
+from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError
+from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
+from glm46.tasks.rl.rollout.weight_group import WeightGroup
+
+QUICK_SECONDS = 10.0
+"""Deadline of calls that a healthy server answers at once."""
+
+
+class InferenceServer(Protocol):
+    """One server by its URL. All methods raise `CallError`, within a bounded time."""
+
+    url: str
+    dtype: str
+    """Type that it computes in, after `check`."""
+    context: int | None
+    """Most tokens of prompt and completion, after `check`; None: it does not say."""
+
+    def check(self, *, routes: bool) -> None:
+        """Compare what it runs with what is needed.
+
+        Raises:
+            UserError: it was started in another way; the message has the option to start it with.
+        """
+        ...
+
+    def alive(self) -> None:
+        """Return if it answers."""
+        ...
+
+    def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
+        """Draw one completion. `name` is for `abort`; requests of another `salt` share no cache with it."""
+        ...
+
+    def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
+        """Tokens and finish of a completion of at most two tokens, whose logits have only `token` as a choice."""
+        ...
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests; their calls return what they have drawn, with finish "abort"."""
+        ...
+
+    def load(self, folder: Path, version: int, seconds: float) -> None:
+        """Take the weights of a folder, or its adapters beside the weights that it was started with: all requests
+        pause, and go on only if the whole update has succeeded.
+
+        Raises:
+            UserError: it was started without what these adapters need.
+        """
+        ...
+
+    def join(self, version: int, seconds: float) -> WeightGroup:
+        """Pause all requests, and have its workers wait for weights in a group. vLLM alone."""
+        ...
+
+    def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
+        """Go on, behind the broadcast, if all workers have loaded the weights of a version."""
+        ...
+
+    def score(self, tokens: list[int], seconds: float) -> list[float]:
+        """Log-probability of each token but the first, given those before it, at temperature 1."""
+        ...
+
+
+MOST_BIAS = 100.0
+"""Largest that both servers take for a logit."""
+
+
+def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
+    """Require that each stop token ends a completion: the chat format has three, a server's defaults perhaps one.
+
+    A server that takes no bias of a token, such as vLLM with drafts, cannot be asked. Each reply is checked, too.
+
+    Raises:
+        UserError: the server draws on behind one.
+        CallError: it does not answer.
+    """
+    for token in sorted(stop):
+        try:
+            tokens, finish = server.ended_by(token, stop, QUICK_SECONDS)
+        except RefusedError:
+            return
+        if tokens[:1] != [token]:
+            return
+        if len(tokens) > 1 or finish != "stop":
+            raise UserError(
+                f"rollout.urls: {server.url} does not end a completion at the stop token {token}: it drew {tokens}, "
+                f'finish reason "{finish}"; start it with the release of docs/rollout_servers.md'
+            )
+
+
+def checked(
+    request: Request,
+    rules: SamplingRules,
+    tokens: list[int],
+    logprobs: list[float],
+    finish: str,
+    spans: list[Span],
+    routes: np.ndarray | None = None,
+) -> Completion:
+    """The completion, if it is possible at all.
+
+    Raises:
+        CallError: it is not.
+    """
+    if finish not in FINISHES:
+        raise CallError(f"finish reason {finish!r}")
+    are_possible = all(isinstance(value, (int, float)) and math.isfinite(value) and value < 1e-3 for value in logprobs)
+    if len(tokens) != len(logprobs) or not are_possible:
+        raise CallError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities, {logprobs[:3]} ...")
+    if not tokens and finish != "abort" or len(tokens) > request.max_new_tokens:
+        raise CallError(f"{len(tokens)} tokens, asked for 1 to {request.max_new_tokens}")
+    wrong = [token for token in tokens if not 0 <= token < rules.vocab_size]
+    ended = bool(tokens) and tokens[-1] in rules.stop
+    if wrong or ended != (finish == "stop") or rules.stop.intersection(tokens[:-1]):
+        raise CallError(f"tokens {wrong or tokens[-1:]} with finish reason {finish!r}")
+    if finish == "length" and len(tokens) < request.max_new_tokens:
+        raise CallError(f"it ended after {len(tokens)} of {request.max_new_tokens} tokens: its context is full")
+    if rules.routes and tokens:
+        fed = len(request.prompt) + len(tokens) - 1
+        if routes is None or routes.ndim != 3 or len(routes) < fed:
+            raise CallError(f"experts {None if routes is None else routes.shape} of {fed} tokens")
+        routes = routes[:fed]
+    return Completion(tokens, logprobs, finish, spans, routes)
+
+
+def version_of(text: object) -> int:
+    """The version that a server names; -1 for a name that no update of ours gave, such as that of a restarted
+    server."""
+    return int(text) if str(text).isdecimal() else -1

@@ -1,0 +1,280 @@
+"""The engine whose completions inference servers draw, with weights that they load from a disk or get by broadcast."""
+
+import shutil
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from glm46.compute.distributed.collective_errors import on_first_rank
+from glm46.config.rollout import Rollout
+from glm46.files.durable import create_durably, hash_file, sync_folder
+from glm46.storage.huggingface.write_folder import json_bytes
+from glm46.tasks.rl.rollout.background import BackgroundDrawing
+from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_draws
+from glm46.tasks.rl.rollout.first_rank import Interlude, pack, run_on_first_rank, unpack
+from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
+from glm46.tasks.rl.rollout.server_pool import ServerPool
+from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServerState, Weights
+from glm46.tasks.rl.rollout.sglang_server import SglangServer
+from glm46.tasks.rl.rollout.vllm_server import VllmServer
+from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
+
+VERSION_FILE = "version.json"
+"""In a folder of weights: its version, and length and SHA-256 of each of its files."""
+
+_HASHED_AT_ONCE = 8
+_PROBES, _FIRST, _LONGEST = 4, 8, 256
+"""Prompts of the probe, completions that a server draws before all others, and tokens of each."""
+_SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
+
+
+class ServerEngine:
+    """See `Engine`. Rank 0 talks to the servers; all ranks get the completions."""
+
+    def __init__(
+        self,
+        config: Rollout,
+        *,
+        folder: Path,
+        policy: ServedPolicy,
+        prompts: Sequence[list[int]],
+        rules: SamplingRules,
+        padding: range,
+        base: Path | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        """
+        Args:
+            folder: of the versions of the weights, if rollout.weights_folder does not name one; on a disk that all
+                ranks and all servers see under this path.
+            prompts: all of the run, at least one of two or more tokens. Servers score the first ones after each
+                update, and answer some from all over them before they draw for the run.
+            rules: of training rollouts.
+            padding: ids of the head's padding rows.
+            base: Hugging Face folder that servers are started with, if the policy exports adapters for it alone. It
+                may be written by the first export. None: servers are started with the weights of the moment.
+            say: takes a line for the log, on rank 0.
+        """
+        self._folder = Path(config.weights_folder or folder)
+        self._policy, self._say = policy, say
+        self._probe = [tokens[:_LONGEST] for tokens in prompts if len(tokens) > 1][:_PROBES]
+        spread = prompts[:: max(len(prompts) // _FIRST, 1)]
+        length = min(config.max_new_tokens, _LONGEST)
+        self._first = [Request(spread[i % len(spread)], i, length) for i in range(_FIRST)]
+        self._rules, self._has_drawn, self._goes_on = rules, False, False
+        servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
+        self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
+        self._pool = ServerPool(
+            servers,
+            rules=rules,
+            longest=max(map(len, prompts)) + config.max_new_tokens,
+            most_running=config.samples_at_once,
+            deadline=config.deadline_seconds,
+            restart=config.restart_seconds,
+            say=say,
+            still_starting=self._launched.require_running,
+        )
+        self.background: BackgroundDrawing | None = None
+        """After `draw_ahead`, on rank 0."""
+        self._base, self._newest = base, base
+        self._is_fp8 = config.weights_dtype is not None
+        self._broadcasts = config.weights == "broadcast"
+        self._groups: Sequence[WeightGroup] = ()
+        self._interlude = Interlude(self._broadcast)
+        self._version = -1
+
+    def draw_ahead(self, folder: Path, *, goes_on: bool) -> None:
+        """Keep `background` in step with the weights from now on: it is halted while servers load, and while
+        `generate` draws, and goes on afterwards.
+
+        Args:
+            folder: of what it draws.
+            goes_on: it also draws while the policy trains. Otherwise `take` alone draws, by the weights of the policy.
+        """
+        self._goes_on = goes_on
+        if dist.get_rank() == 0:
+            self.background = BackgroundDrawing(self._pool.generate, self._rules, folder, goes_on=goes_on)
+
+    def take(
+        self, count: int, due: set[int], is_stopped: Callable[[], bool]
+    ) -> tuple[list[int], list[Completion]] | None:
+        """Numbers and completions of finished groups, see `BackgroundDrawing.take`. Collective; equal on all ranks."""
+        if not self._goes_on:
+            self._ready()
+
+        def wait() -> bytes:
+            self._pool.send = None if self._goes_on else self._send  # the policy may be newer than the servers' weights
+            try:
+                self.background.start()
+                groups = self.background.take(count, due, is_stopped)
+            finally:
+                if not self._goes_on:
+                    self.background.halt()  # it may need the weights until then
+                self._pool.send = None
+            if groups is None:
+                return b""
+            numbers = np.array([len(groups), *(group.number for group in groups)], np.int64)
+            return numbers.tobytes() + pack([one for group in groups for one in group.completions])
+
+        content = run_on_first_rank(wait, self._interlude)
+        if not content:
+            return None
+        end = 8 * (int(np.frombuffer(content[:8], np.int64)[0]) + 1)
+        return np.frombuffer(content[8:end], np.int64).tolist(), unpack(content[end:])
+
+    def _run(self, work: Callable[[], bytes]) -> bytes:
+        """The result of work of rank 0 that needs the servers without requests of the background, on all ranks, which
+        meanwhile broadcast the weights when a server needs them. Collective."""
+
+        def alone() -> bytes:
+            is_drawing = self.background is not None and self.background.halt()
+            self._pool.send = self._send
+            try:
+                found = work()
+            finally:
+                self._pool.send = None
+            if is_drawing:
+                self.background.start()
+            return found
+
+        return run_on_first_rank(alone, self._interlude)
+
+    def _send(self, groups: Sequence[WeightGroup]) -> None:
+        self._groups = groups
+        self._interlude.ask()
+
+    def _broadcast(self) -> None:
+        """Send the policy, which is that of the last update, to the servers that have joined groups. Collective."""
+        sender = WeightSender(self._groups) if dist.get_rank() == 0 else None
+        for name, tensor in self._policy.tensors():
+            if sender is not None:
+                sender.add(name, tensor)
+        if sender is not None:
+            sender.end()
+
+    def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
+        """See `Engine.generate` and `ServerPool.generate`.
+
+        Raises:
+            EngineError: no server is left.
+        """
+        self._ready()
+        return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
+
+    def _ready(self) -> None:
+        """Have servers that were lost join again, and check what they draw. Collective."""
+        if dist.get_rank() == 0:
+            self._launched.ensure(self._newest)
+
+        def join() -> bytes:
+            self._pool.join_again()
+            return self._has_new()
+
+        self._check_new(self._run(join))
+
+    def _has_new(self) -> bytes:
+        return b"new" if self._pool.has_new else b""
+
+    def _check_new(self, has_new: bytes) -> None:
+        """Compare what servers that have joined draw with the policy, which has the weights of the last update: the
+        probe asks what a server says of given tokens, this check what it says of those that it draws, and whether they
+        were drawn so. Collective; all ranks decide alike.
+
+        Raises:
+            EngineError: at the start of the run, of one that differs. Later that one is left out.
+        """
+        new: dict[ServerState, list[Completion]] = {}
+
+        def draw() -> bytes:
+            new.update(self._pool.first_draws(self._first, at_start=not self._has_drawn))
+            return pack([one for completions in new.values() for one in completions])
+
+        completions = unpack(self._run(draw)) if has_new else []
+        states, prompts = list(new), [request.prompt for request in self._first]
+        for number, start in enumerate(range(0, len(completions), _FIRST)):
+            drawn = list(zip(prompts, completions[start : start + _FIRST], strict=True))
+            said, is_right = compare_draws(self._policy, drawn, self._rules.temperature)
+            if not is_right and not self._has_drawn:
+                raise EngineError(
+                    *on_first_rank(
+                        f"rollout.urls: {states[number].server.url if states else ''}: {said}; start it with the "
+                        "options of docs/rollout_servers.md, and in the type of training.mixed_precision_param"
+                    )
+                )
+            if states:
+                self._pool.judge(states[number], said, is_right=is_right)
+        self._has_drawn |= bool(completions)
+
+    def update(self, version: int) -> None:
+        """Write the policy to the disk, or broadcast it, have all servers load it, and compare their log-probabilities
+        of the probe with the trainer's. Collective.
+
+        The first time a policy with a changed tensor of each kind comes before: steps of training are smaller than the
+        tolerance of the probe, and a server that loads nothing, or not all, may have been started with these weights.
+
+        Raises:
+            EngineError: no server has these weights now, or one did not take the changes, or draws from others.
+            UserError: the disk is full, or at the first update: a server runs with other options than needed.
+        """
+        if self._version < 0:
+            with self._policy.changed():
+                self._hand_over(CHANGED, self._folder / "version-check")
+        has_new = self._hand_over(version, self._folder / f"version-{version:08d}")
+        self._version = version
+        self._check_new(has_new)
+
+    def _hand_over(self, version: int, path: Path) -> bytes:
+        """What `_check_new` asks for."""
+        folder = None if self._broadcasts else path
+        if folder is not None:
+            self._export(folder)
+            self._newest = self._base or folder
+        elif self._launched.are_named and self._newest is None:
+            self._newest = path.with_name("version-start")  # its weights do not matter
+            self._export(self._newest)
+        if dist.get_rank() == 0:
+            self._launched.ensure(self._newest)
+        expected, _ = self._policy.score(self._probe, 1.0)
+
+        def load() -> bytes:
+            if folder is not None:
+                _write_manifest(folder, version)
+            self._pool.update(Weights(version, folder, self._probe, expected, self._is_fp8))
+            if folder is not None:
+                # A server that comes back loads the newest one, behind the one that it was started with.
+                self._remove(but={folder, *map(self._launched.folder_of, self._pool.awaited)})
+            return b"" if version == CHANGED else self._has_new()
+
+        return self._run(load)
+
+    def _export(self, path: Path) -> None:
+        if dist.get_rank() == 0 and path.exists():  # of a run that was killed; export begins with a collective
+            shutil.rmtree(path)
+        self._policy.export(path)
+
+    def close(self) -> None:
+        """Remove the weights from the disk, and end the servers that this run has started."""
+        if self.background is not None:
+            self.background.halt()
+        self._launched.stop()
+        if dist.get_rank() == 0:
+            self._remove()
+
+    def _remove(self, *, but: Set[Path | None] = frozenset()) -> None:
+        for folder in self._folder.glob("version-*"):
+            if folder not in but:
+                shutil.rmtree(folder)
+
+
+def _write_manifest(path: Path, version: int) -> None:
+    """Write `VERSION_FILE` of a folder of weights."""
+    names = sorted(path.iterdir())
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as threads:
+        records = list(threads.map(hash_file, names))
+    files = {name.name: vars(record) for name, record in zip(names, records, strict=True)}
+    create_durably(path / VERSION_FILE, [json_bytes({"version": version, "files": files})])
+    sync_folder(path)

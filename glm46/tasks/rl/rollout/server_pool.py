@@ -1,0 +1,225 @@
+"""Several inference servers: who draws, who is left out, and who comes back."""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from glm46.config.errors import UserError
+from glm46.tasks.rl.rollout.dispatch import Dispatch
+from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError
+from glm46.tasks.rl.rollout.inference_server import InferenceServer
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
+from glm46.tasks.rl.rollout.server_state import CHANGED, NEVER_JOINED, EngineError, ServerState, Weights
+from glm46.tasks.rl.rollout.weight_group import WeightGroup
+
+_RESTART_TICK_SECONDS = 2.0
+
+
+class ServerPool:
+    """Draws completions on the servers that answer, with weights that were compared with the trainer's."""
+
+    def __init__(
+        self,
+        servers: Sequence[InferenceServer],
+        *,
+        rules: SamplingRules,
+        longest: int,
+        most_running: int,
+        deadline: float,
+        restart: float,
+        say: Callable[[str], None],
+        still_starting: Callable[[], None] = lambda: None,
+    ):
+        """
+        Args:
+            rules: of training rollouts.
+            longest: tokens of a prompt and its completion.
+            most_running: requests that one server gets at a time.
+            deadline: seconds for one completion, and for one server's update.
+            restart: seconds to wait for a server to come back when none is left.
+            say: takes a line for the log.
+            still_starting: raises EngineError if no server can come up any more.
+        """
+        self._states = [ServerState(server) for server in servers]
+        self._rules, self._longest, self.most_running = rules, longest, most_running
+        self.deadline, self._restart = deadline, restart
+        self._say, self._still_starting = say, still_starting
+        self._weights: Weights | None = None
+        self.send: Callable[[Sequence[WeightGroup]], None] | None = None
+        """Broadcasts the present weights to servers that have joined groups. None: not now, all ranks are elsewhere."""
+        self._names = itertools.count()
+        self._session = f"{time.time_ns():x}"  # a server knows the requests of an earlier run
+
+    def update(self, weights: Weights) -> None:
+        """Load new weights into all servers that answer, those that were lost too. After `CHANGED` ones no server draws
+        before the next update.
+
+        Raises:
+            EngineError: none took them.
+        """
+        self._weights = weights
+        self._join(self._states)
+        self.ready()
+        if weights.version == CHANGED:
+            for state in self._drawing():
+                state.lost = NEVER_JOINED
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        rules: SamplingRules,
+        halt: threading.Event | None = None,
+        on_finish: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of the requests. All samples of one prompt go to one server, which then computes the
+        prompt once; a prompt goes to the server with the fewest requests. A request that fails is sent again, to
+        another server if there is one. After its deadline it is aborted, and its completion is what was drawn by then.
+
+        Args:
+            halt: when it is set, all requests are aborted, and what is not finished is returned as it is.
+            on_finish: gets number and completion of each request when it is drawn, or aborted after its deadline.
+
+        Raises:
+            EngineError: no server is left, or one request failed several times.
+            UserError: all servers refuse a request.
+        """
+        if not requests:
+            return []
+        self.join_again()
+        try:
+            return Dispatch(self, requests, rules, halt, on_finish).run()
+        finally:
+            self._abort_all()  # nothing, unless an error ends the call
+
+    @property
+    def awaited(self) -> list[str]:
+        """Addresses of the servers that do not draw, and may come."""
+        return [state.server.url for state in self._states if state.lost is not None and not state.is_refused]
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a server has drawn nothing since it joined."""
+        return any(not state.is_checked for state in self._drawing())
+
+    def first_draws(self, requests: Sequence[Request], *, at_start: bool) -> dict[ServerState, list[Completion]]:
+        """What each server that has drawn nothing since it joined draws of the same requests. One that fails is lost.
+
+        Raises:
+            UserError: a server refuses a request, at the start of the run or when no other one draws.
+        """
+        new = [state for state in self._drawing() if not state.is_checked]
+        if not new:
+            return {}
+
+        def draw(state: ServerState, request: Request) -> Completion | CallError:
+            try:
+                salt = f"{self._session}-{self.version}"
+                return state.server.generate(self.new_name(), request, self._rules, salt, self.deadline)
+            except CallError as error:
+                return error
+
+        found: dict[ServerState, list[Completion]] = {}
+        with ThreadPoolExecutor(len(new) * len(requests)) as threads:
+            calls = {state: [threads.submit(draw, state, request) for request in requests] for state in new}
+        for state, outcomes in ((state, [call.result() for call in of]) for state, of in calls.items()):
+            error = next((one for one in outcomes if isinstance(one, CallError)), None)
+            if isinstance(error, RefusedError) and (at_start or self._drawing() == [state]):
+                raise UserError(f"rollout.urls: {state.server.url} refuses a request: {error}")
+            if error is not None or not all(one.tokens for one in outcomes):
+                self.lose(state, str(error or "it was told to abort its first completions"))
+            else:
+                found[state] = outcomes
+        return found
+
+    def judge(self, state: ServerState, said: str, *, is_right: bool) -> None:
+        """Let a server draw after what was said of its first draws, or leave it out for good."""
+        state.is_checked, state.is_refused = is_right, not is_right
+        if is_right:
+            self._say(f"rollout: {state.server.url}: {said}")
+        else:
+            self.lose(state, said)
+
+    def _abort_all(self) -> None:
+        """End the requests that are still on their way."""
+        for state in self._drawing():
+            if state.running:
+                with contextlib.suppress(CallError):
+                    state.server.abort(list(state.running))
+                state.running.clear()
+
+    @property
+    def version(self) -> int:
+        return self._weights.version
+
+    def new_name(self) -> str:
+        """See `dispatch.Pool`."""
+        return f"{self._session}-{next(self._names)}"
+
+    def lose(self, state: ServerState, reason: str) -> None:
+        """See `dispatch.Pool`."""
+        if state.lost is None:
+            self._say(f"rollout: {state.server.url} is left out: {reason}")
+            state.lost = reason
+
+    def _drawing(self) -> list[ServerState]:
+        return [state for state in self._states if state.lost is None]
+
+    def join_again(self) -> None:
+        """Ask the servers that are lost, and wait for one if none is left.
+
+        Raises:
+            EngineError: none came back.
+        """
+        self._join([state for state in self._states if state.lost and state.refused != self.version])
+        self.ready()
+
+    def _join(self, states: Sequence[ServerState]) -> None:
+        """Bring servers to the present weights, all at once; those that fail are lost."""
+        states = [state for state in states if not state.is_refused]
+        if not states:
+            return
+
+        weights, deadline, rules = self._weights, self.deadline, self._rules
+        try:
+            with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
+                if weights.folder is None and self.send is None:
+                    reasons = dict.fromkeys(states, "it waits for the weights of the next update")
+                else:
+                    needed = {"rules": rules, "longest": self._longest, "deadline": deadline}
+                    begin = partial(ServerState.begin, weights=weights, **needed)
+                    reasons = dict(zip(states, threads.map(begin, states), strict=True))
+                begun = [state for state in states if reasons[state] is None]
+                if begun and weights.folder is None:
+                    self.send([state.group for state in begun])
+                complete = partial(ServerState.complete, weights=weights, rules=rules, deadline=deadline)
+                reasons |= dict(zip(begun, threads.map(complete, begun), strict=True))
+        finally:  # an error of one server, or in the broadcast, must not leave the others waiting
+            for state in states:
+                state.leave_group()
+        for state, reason in reasons.items():
+            if reason is None and state.lost is not None and self.version != CHANGED:
+                self._say(f"rollout: {state.server.url} draws with version {self._weights.version}")
+            if reason is not None and state.lost != reason:
+                self._say(f"rollout: {state.server.url} is left out: {reason}")
+            state.is_checked &= state.lost is None
+            state.lost, state.failures = reason, 0
+
+    def ready(self) -> list[ServerState]:
+        """See `dispatch.Pool`."""
+        end = time.monotonic() + self._restart
+        while not self._drawing():
+            if time.monotonic() > end:
+                reasons = "; ".join(f"{state.server.url}: {state.lost}" for state in self._states)
+                raise EngineError(
+                    f"rollout.urls: no server is left, and none came back within {self._restart:g} s "
+                    f"(rollout.restart_seconds): {reasons}. Start them again, then start this run again: it goes on "
+                    "from its last checkpoint"
+                )
+            self._still_starting()
+            time.sleep(min(_RESTART_TICK_SECONDS, self._restart))
+            self._join(self._states)
+        return self._drawing()

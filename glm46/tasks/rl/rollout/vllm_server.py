@@ -1,0 +1,223 @@
+"""vLLM 0.32 with the worker extension of ``deploy/vllm/``: tokens in and out, weights or adapters from a disk,
+or weights by broadcast."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from glm46.config.errors import UserError
+from glm46.storage.huggingface.peft_export import CONFIG, is_for_experts
+from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, StatusError, call, exchange
+from glm46.tasks.rl.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, version_of
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.tasks.rl.rollout.weight_group import WeightGroup
+
+_EXTENSION_REVISION = 5
+"""REVISION of deploy/vllm/glm_ext.py."""
+
+_ADAPTER = "glm46-version-"
+"""Names of adapters begin so. Each version has another one: requests name their adapter, and vLLM takes the cache of a
+prompt for that of all adapters of a name."""
+_REMEDY = "start it as deploy/vllm/serve_cpu.sh does (the options marked with *)"
+
+
+class VllmServer:
+    """See `InferenceServer`."""
+
+    def __init__(self, url: str, padding: range):
+        """Args:
+        padding: ids of the head's padding rows, which must not be drawn.
+        """
+        self.url, self.dtype, self.context = url, "", None
+        self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
+        self._facts: dict[str, Any] = {}
+        self._model: dict[str, str] = {}  # of each request: none for the server's own weights
+
+    def check(self, *, routes: bool) -> None:
+        """See `InferenceServer.check`."""
+        key = f"rollout.urls: {self.url}"
+        models = call(self.url, "/v1/models", seconds=QUICK_SECONDS)
+        try:
+            facts = self._extension("glm46_describe")
+        except StatusError as error:
+            raise UserError(f"{key}: runs without the worker extension ({error}); {_REMEDY}") from None
+        if facts["revision"] != _EXTENSION_REVISION:
+            raise UserError(
+                f"{key}: has revision {facts['revision']} of glm_ext.py, not {_EXTENSION_REVISION}; {_REMEDY}"
+            )
+        if facts["logprobs_mode"] != "processed_logprobs":
+            raise UserError(
+                f"{key}: its log-probabilities ({facts['logprobs_mode']}) are those of temperature 1 only; "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+        if routes and not facts["returns_routes"]:
+            if facts["prefix_caching"]:
+                raise UserError(
+                    f"{key}: tokens of its prefix cache meet no router, so their experts are unknown; start it with "
+                    "--enable-return-routed-experts on a GPU, with --no-enable-prefix-caching on a CPU, or turn off "
+                    "routing replay"
+                )
+            self._extension("glm46_record_routes")
+        self._facts = facts
+        self.dtype, self.context = facts["dtype"], models["data"][0]["max_model_len"]
+
+    def alive(self) -> None:
+        """See `InferenceServer.alive`."""
+        call(self.url, "/health", seconds=QUICK_SECONDS)
+
+    def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
+        """See `InferenceServer.generate`."""
+        sampling = {
+            "max_tokens": request.max_new_tokens,
+            "temperature": rules.temperature,
+            "seed": request.seed % 2**63,
+            "logprobs": 0,  # of the drawn token
+            "stop_token_ids": sorted(rules.stop),
+            "ignore_eos": True,  # only `stop` ends a completion, not what the folder's generation_config.json says
+            "detokenize": False,
+            **({"logit_bias": self._bias} if self._bias else {}),
+        }
+        body = {"request_id": name, "token_ids": request.prompt, "cache_salt": salt, "sampling_params": sampling}
+        reply = self._ask(body, seconds)
+        try:
+            choice = reply["choices"][0]
+            tokens, entries = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
+            if [entry["token_id"] for entry in entries] != tokens:
+                raise CallError("log-probabilities of other tokens")
+            spans = [Span(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()]
+            logprobs, finish = [entry["logprob"] for entry in entries], choice["finish_reason"]
+            encoded = choice.get("routed_experts")
+        except (LookupError, TypeError, ValueError) as error:
+            raise CallError(f"/inference/v1/generate: unknown reply ({type(error).__name__}: {error})") from None
+        skipped = self._facts["dense_layers"]  # in vLLM's own routes, whose rows of dense layers are 0
+        if rules.routes and encoded is None:
+            encoded, skipped = self._extension("glm46_take_routes", f"generate-tokens-{name}")["routes"], 0
+        routes = None
+        if encoded is not None:
+            routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)[:, skipped:]
+        return checked(request, rules, tokens, logprobs, finish, spans, routes)
+
+    def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
+        """See `InferenceServer.ended_by`."""
+        sampling = {"max_tokens": 2, "logit_bias": {str(token): MOST_BIAS}, "stop_token_ids": sorted(stop)}
+        body = {"token_ids": [token], "sampling_params": sampling | {"ignore_eos": True, "detokenize": False}}
+        try:
+            choice = self._ask(body, seconds)["choices"][0]
+            return choice["token_ids"], choice["finish_reason"]
+        except (KeyError, TypeError, IndexError) as error:
+            raise CallError(f"/inference/v1/generate: unknown reply ({type(error).__name__}: {error})") from None
+
+    def abort(self, names: Sequence[str]) -> None:
+        """See `InferenceServer.abort`."""
+        ids = [f"generate-tokens-{name}" for name in names]
+        call(self.url, "/abort_requests", {"request_ids": ids}, seconds=QUICK_SECONDS)
+
+    def load(self, folder: Path, version: int, seconds: float) -> None:
+        """See `InferenceServer.load`. After a failed load the server stays paused: the next forward would end it, or
+        draw from weights that are neither old nor new, while /health says 200."""
+        is_adapter = (folder / CONFIG).is_file()
+        if is_adapter:
+            self._require_room_for_adapter(json.loads((folder / CONFIG).read_text()))
+        self._pause()
+        path = str(folder.absolute())
+        if is_adapter:
+            loaded = self._extension("glm46_check", path, seconds=seconds)
+            self._load_adapter(path, f"{_ADAPTER}{version}", seconds)
+        else:
+            try:
+                loaded = self._extension("glm46_load", path, seconds=seconds)
+            except CallError:
+                loaded = self._extension("glm46_load", path, seconds=seconds)  # a whole load repairs it
+        self._resume(loaded, version)
+
+    def join(self, version: int, seconds: float) -> WeightGroup:
+        """See `InferenceServer.join`."""
+        if (replicas := self._facts["replicas"]) > 1:
+            raise UserError(
+                f'rollout.weights = "broadcast": {self.url} runs {replicas} replicas of the model '
+                "(--data-parallel-size), whose workers have the same ranks; start a server for each replica and name "
+                'them in rollout.urls, or set rollout.weights = "disk"'
+            )
+        backend = "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
+        self._pause()
+        group = WeightGroup(self.url, self._facts["workers"], backend, seconds)
+        group.join(version, lambda invitation: self._extension("glm46_receive", invitation, seconds=seconds))
+        return group
+
+    def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
+        """See `InferenceServer.receive`."""
+        self._resume(group.result(seconds), version)
+
+    def _pause(self) -> None:
+        call(self.url, "/abort_requests", {}, seconds=QUICK_SECONDS)  # of a run that was killed
+        call(self.url, "/pause?mode=keep", {}, seconds=QUICK_SECONDS)  # drops the caches too
+
+    def _resume(self, loaded: Any, version: int) -> None:
+        if loaded != {"version": version}:
+            raise CallError(f"loaded {loaded}, not version {version}")
+        call(self.url, "/update_weight_version", {"new_version": str(version)}, seconds=QUICK_SECONDS)
+        call(self.url, "/resume", {}, seconds=QUICK_SECONDS)
+
+    def _require_room_for_adapter(self, config: dict[str, Any]) -> None:
+        """Compare an adapter_config.json with the options of the server."""
+        key, rank = f"rollout.send_adapters: {self.url}", config["r"]
+        if self._facts["lora_rank"] < rank:
+            raise UserError(
+                f"{key}: takes adapters up to rank {self._facts['lora_rank']}, these have {rank}; start it with "
+                f"--enable-lora --max-lora-rank {rank}, or the next rank that vLLM knows, and with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        if is_for_experts(config) and not self._facts["expert_adapters"]:
+            raise UserError(
+                f'{key}: on a CPU vLLM ignores the adapters of experts; remove "experts" from adapter.targets, or '
+                "rollout.send_adapters"
+            )
+
+    def _load_adapter(self, path: str, name: str, seconds: float) -> None:
+        """Load an adapter by vLLM's own call, in place of the one before."""
+        for model in call(self.url, "/v1/models", seconds=QUICK_SECONDS)["data"]:
+            if model["id"].startswith(_ADAPTER):  # the version before, or of a run that was killed
+                exchange(self.url, "/v1/unload_lora_adapter", {"lora_name": model["id"]}, seconds=QUICK_SECONDS)
+        body = {"lora_name": name, "lora_path": path}
+        exchange(self.url, "/v1/load_lora_adapter", body, seconds=seconds)  # it answers in words
+        self._model = {"model": name}
+
+    def _ask(self, body: dict[str, Any], seconds: float) -> Any:
+        """The reply of the endpoint of tokens, from the weights of the last `load`."""
+        try:
+            return call(self.url, "/inference/v1/generate", body | self._model, seconds=seconds)
+        except RefusedError as error:
+            if self._model and "NotFoundError" in str(error):
+                raise ForgottenError(str(error)) from None
+            raise
+
+    def score(self, tokens: list[int], seconds: float) -> list[float]:
+        """See `InferenceServer.score`."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        reply = self._ask({"token_ids": tokens, "sampling_params": sampling}, seconds)
+        try:
+            places = zip(tokens[1:], reply["prompt_logprobs"][1:], strict=True)
+            return [float(place[str(token)]["logprob"]) for token, place in places]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
+
+    def _extension(self, method: str, *arguments: str, seconds: float = QUICK_SECONDS) -> Any:
+        """The result of a method of the extension, equal on all workers."""
+        try:
+            reply = call(self.url, "/collective_rpc", {"method": method, "args": arguments}, seconds=seconds)
+            results = reply["results"]
+            failed = [one["failed"] for one in results if one and "failed" in one]
+            found = next((one for one in results if one and one != {"routes": None}), results[0])
+        except RefusedError as error:  # no fault of a request for tokens
+            raise StatusError(str(error)) from None
+        except (KeyError, TypeError, IndexError) as error:
+            raise CallError(f"/collective_rpc {method}: unknown reply ({type(error).__name__}: {error})") from None
+        if failed:
+            raise CallError(f"{method} failed: {failed[0]}")
+        return found

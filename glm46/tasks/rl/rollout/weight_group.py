@@ -1,0 +1,254 @@
+"""Weights that rank 0 broadcasts to the workers of inference servers, in buckets, over one process group for each
+server and update: gloo, or NCCL between GPUs. The other side is ``deploy/vllm/glm_weights.py``.
+
+Group and store are new for each update and end with it, on both sides, so that no update meets what is left of another.
+Each side waits only while the other takes part: rank 0 looks at the server's reply and at what its workers say in the
+store, the workers look whether the store is still there.
+"""
+
+import json
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.compute.distributed.environment import temporary_variable
+from glm46.tasks.rl.rollout.http_calls import CallError
+
+BUCKET_BYTES = 256 << 20
+"""Of tensors that are sent at once; a larger tensor is a bucket of its own."""
+_LONGEST_WAIT = 60.0
+"""Seconds for a server to join, and to take one bucket: less than the timeout of the job's own process group, whose
+other ranks wait meanwhile. A server waits longer, for the other servers to join."""
+_OF_SERVER = 4
+_FOR_A_REASON = 5.0
+"""Seconds between what a server replies and what its workers do, whichever comes first."""
+_ALIGNED = 16
+_TICK_SECONDS = 0.002
+
+
+class WeightGroup:
+    """Rank 0 of the job and the workers of one server, for one update. All waits are bounded."""
+
+    def __init__(self, url: str, workers: int, backend: str, seconds: float):
+        """
+        Args:
+            url: of the server; the group meets at the address of this machine that the server is reached from.
+            workers: of the server.
+            seconds: for its whole update.
+
+        Raises:
+            CallError: the server does not answer, or the store does not start in time.
+        """
+        parts = urlsplit(url)
+        self._wait, self.backend, self._workers = min(seconds, _LONGEST_WAIT), backend, workers
+        try:
+            with socket.create_connection((parts.hostname, parts.port or 80), timeout=self._wait) as reached:
+                address, family = reached.getsockname()[0], reached.family
+            listener = socket.create_server((address, 0), family=family)
+            port, update = listener.getsockname()[1], secrets.token_hex(8)  # a later update may get this port
+            timeout, descriptor = timedelta(seconds=self._wait), listener.detach()
+            store = dist.TCPStore(
+                address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+            )
+        except (OSError, dist.DistNetworkError) as error:  # the second: this machine is too busy to answer itself
+            raise CallError(f"no connection for weights ({error})") from None
+        self._at = {"address": address, "port": port, "update": update}
+        self._store: dist.Store | None = dist.PrefixStore(update, store)
+        self._store.set("open", "")
+        self._group: list[dist.ProcessGroup] = []
+        self._reply: Future[Any] = Future()
+        self.fault: str | None = None
+        """Why it gets nothing any more."""
+
+    def join(self, version: int, load: Callable[[str], Any]) -> None:
+        """Meet the workers.
+
+        Args:
+            load: sends an invitation to the server and returns its reply, which comes when all workers have loaded.
+
+        Raises:
+            CallError: of `load`, or the workers do not come.
+        """
+        said = {**self._at, "size": 1 + self._workers, "seconds": _OF_SERVER * self._wait, "backend": self.backend}
+        invitation = json.dumps(said | {"version": version})
+
+        def ask() -> None:
+            error = CallError("the client failed; see the traceback above")
+            try:
+                self._reply.set_result(load(invitation))
+            except CallError as found:
+                error = found
+            finally:
+                if not self._reply.done():
+                    self._reply.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            self._await_workers()
+            if self.fault is not None:
+                self.result(0.0)  # raises
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_workers(self) -> None:
+        end, names = time.monotonic() + self._wait, [f"worker {number}" for number in range(self._workers)]
+        while not self._store.check(names):
+            if self._reply.done():
+                raise CallError(f"loaded without the trainer: {self._reply.result()}")
+            if time.monotonic() > end:
+                self._fail(f"its workers did not join within {self._wait:g} s")
+                return
+            time.sleep(_TICK_SECONDS)
+        try:
+            # Of its own: a group that still ends may not keep the store of the workers open.
+            wait = timedelta(seconds=self._wait)
+            store = dist.TCPStore(self._at["address"], self._at["port"], is_master=False, timeout=wait)
+            store = dist.PrefixStore(f"{self._at['update']}/group", store)
+            self._group = [_join(store, 1 + self._workers, self.backend, wait)]
+        except RuntimeError as error:
+            self._fail(_first_sentence(error))
+
+    def begin(self, values: Tensor) -> dist.Work | None:
+        """Broadcast without a wait; None after a fault."""
+        try:
+            return None if self.fault else self._group[0].broadcast(values, 0)
+        except RuntimeError as error:
+            self._fail(_first_sentence(error))
+            return None
+
+    def end(self, work: dist.Work | None, began: float) -> None:
+        """Wait for a broadcast that began at a time of `time.monotonic`, as long as its workers take part."""
+        end = began + self._wait
+        while work is not None and not work.is_completed():
+            now = time.monotonic()
+            if self._reply.done():
+                end = min(end, now + _FOR_A_REASON)
+            if self._store.check(["left"]) or now > end:
+                in_time = now < began + self._wait
+                self._fail("a worker has left" if in_time else f"a bucket was not taken within {self._wait:g} s")
+                return
+            time.sleep(_TICK_SECONDS)
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            self._fail(_first_sentence(error))
+
+    def _fail(self, said: str) -> None:
+        self.fault = f"the broadcast of the weights failed ({said})"
+        self.close()
+
+    def result(self, seconds: float) -> Any:
+        """The server's reply, after the last bucket.
+
+        Raises:
+            CallError: it failed, or did not come.
+        """
+        try:
+            found = self._reply.result(seconds if self.fault is None else _FOR_A_REASON)
+        except FutureTimeoutError:  # not the builtin one before Python 3.11
+            raise CallError(self.fault or f"it did not load the weights within {seconds:g} s") from None
+        except CallError as error:
+            raise CallError(f"{self.fault}; {error}" if self.fault else str(error)) from None
+        finally:
+            self.close()
+        if self.fault is not None:
+            raise CallError(self.fault)
+        return found
+
+    def close(self) -> None:
+        """End the update, for the workers too: they see that the store has gone. Does nothing the second time."""
+        self._store = None
+        if self._group:
+            self._group[0].abort()
+            # Gloo has no abort: the last reference waits for the end of a broadcast, by its timeout.
+            threading.Thread(target=self._group.clear, daemon=True).start()
+            self._group = []
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """What gloo says, without the place in its source."""
+    return re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
+
+
+def _join(store: dist.Store, size: int, backend: str, wait: timedelta) -> dist.ProcessGroup:
+    """A process group in which this process is rank 0; the others are workers of a server, not ranks of this job."""
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, 0, size, wait)
+    # Otherwise NCCL's watchdog ends this process when a server is lost, instead of the wait for the broadcast.
+    with temporary_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return dist.ProcessGroupNCCL(store, 0, size, wait)
+
+
+class WeightSender:
+    """Sends tensors to several groups at once. A group that fails gets no more, and the others go on."""
+
+    def __init__(self, groups: Sequence[WeightGroup]):
+        """
+        Args:
+            groups: all of one backend.
+        """
+        self._groups, self._tensors, self._nbytes = groups, [], 0
+        self._device = "cuda" if groups[0].backend == "nccl" else "cpu"
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Send a tensor of a name, perhaps with the next ones."""
+        if self._tensors and self._nbytes + tensor.nbytes > BUCKET_BYTES:
+            self._flush()
+        self._tensors.append((name, tensor))
+        self._nbytes += tensor.nbytes
+
+    def end(self) -> None:
+        """Send what is left, and that it was the last."""
+        self._flush()
+        self._broadcast(torch.zeros(2, dtype=torch.int64, device=self._device))
+
+    def _flush(self) -> None:
+        if self._tensors and not all(group.fault for group in self._groups):
+            text, block = _block(self._tensors, self._device)
+            self._broadcast(torch.tensor([text, len(block)], device=self._device))
+            self._broadcast(block)
+        self._tensors, self._nbytes = [], 0
+
+    def _broadcast(self, values: Tensor) -> None:
+        began = time.monotonic()
+        works = [group.begin(values) for group in self._groups]
+        for group, work in zip(self._groups, works, strict=True):
+            group.end(work, began)
+
+
+def _block(tensors: Sequence[tuple[str, Tensor]], device: str) -> tuple[int, Tensor]:
+    """A bucket, and the length of its text: the text with name, dtype, shape, start and end of each tensor, the
+    tensors, and a checksum."""
+    rows, at = [], 0
+    for name, tensor in tensors:
+        rows.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, at + tensor.nbytes])
+        at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+    text = json.dumps(rows).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    block = torch.zeros(len(text) + at + 8, dtype=torch.uint8, device=device)
+    block[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    for (_, tensor), (*_, start, end) in zip(tensors, rows, strict=True):
+        block[len(text) + start : len(text) + end].view(tensor.dtype).copy_(tensor.reshape(-1))
+    block[-8:] = checksum(block[:-8]).view(torch.uint8)
+    return len(text), block
+
+
+def checksum(block: Tensor) -> Tensor:
+    """int64 [1] of a block of bytes, a multiple of 8: its words times odd numbers, so that a change of one word, or two
+    words in each other's place, change it. Equal on all devices."""
+    words = block.view(torch.int64)
+    return (words * torch.arange(1, 2 * len(words), 2, device=block.device)).sum(0, keepdim=True)

@@ -1,0 +1,234 @@
+"""A rollout: prompts, completions and rewards of one or several optimizer steps, and its files in the journal.
+
+A rollout is two files in the folder rollouts/ of a run, `step_XXXXXX.safetensors` and, written after it, its manifest
+`step_XXXXXX.json`: without a manifest it does not exist. What networks computed for it is in `step_XXXXXX.fields`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm46.config.errors import UserError
+from glm46.files.durable import FileRecord, hash_file, replace_durably
+from glm46.files.tensor_file import TensorFile, lay_out, read_records
+from glm46.tasks.rl.rollout.records import FINISHES, Completion
+
+FOLDER = "rollouts"
+_REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
+
+
+@dataclass
+class Rollout:
+    """Samples in order, the arrays one entry for each sample or, of tokens, one sample behind the other."""
+
+    step: int
+    """Optimizer steps before it: the version of the weights that it was drawn from."""
+    first_prompt: int
+    next_prompt: int
+    """Numbers of the prompts that were handed out for it: [first, next)."""
+    part_names: tuple[str, ...]
+    """Names of the rewards."""
+    is_demonstration: bool
+    """True if the completions are labels."""
+    arrays: dict[str, np.ndarray]
+    """prompt_tokens int32, prompt_lengths int64 [N], tokens int32 [T], lengths int64 [N], logprobs float32 [T] of the
+    engine, versions int32 [T] of the weights that drew a token, is_reply bool [T]: of an environment, groups int64 [N]:
+    number of the prompt, rewards float64 [N], parts float64 [N, rewards], finish uint8 [N]: index in `FINISHES`; under
+    routing replay routes of the tokens of prompts and completions but each sample's last [tokens, MoE layers, experts
+    of a token], see `compute/model/routes.py`."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Columns of metrics."""
+    waiting: list[list[int]] = field(default_factory=list)
+    """Numbers of prompts that were handed out and are not in this rollout or an earlier one, and the versions of the
+    weights when they were."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """How it was drawn: what another run that trains on it must share."""
+
+    def __post_init__(self) -> None:
+        self._ends = np.cumsum(self.arrays["lengths"])
+        self._prompt_ends = np.cumsum(self.arrays["prompt_lengths"])
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all completions."""
+        return int(self._ends[-1]) if len(self) else 0
+
+    def bounds(self, sample: int) -> tuple[int, int]:
+        """Start and end of a sample's completion in the arrays of tokens."""
+        end = int(self._ends[sample])
+        return end - int(self.arrays["lengths"][sample]), end
+
+    def completion(self, sample: int) -> np.ndarray:
+        """Token ids of a completion."""
+        return self.arrays["tokens"][slice(*self.bounds(sample))]
+
+    def prompt(self, sample: int) -> np.ndarray:
+        """Token ids of a sample's prompt."""
+        end = int(self._prompt_ends[sample])
+        return self.arrays["prompt_tokens"][end - int(self.arrays["prompt_lengths"][sample]) : end]
+
+    def routes(self, sample: int) -> np.ndarray | None:
+        """Routes of a sample's tokens but the last; None without routing replay."""
+        if "routes" not in self.arrays:
+            return None
+        end = int(self._prompt_ends[sample] + self._ends[sample]) - sample - 1
+        length = int(self.arrays["prompt_lengths"][sample] + self.arrays["lengths"][sample]) - 1
+        return self.arrays["routes"][end - length : end]
+
+
+@dataclass
+class DrawnSample:
+    """A completion with its judgement."""
+
+    prompt: Sequence[int]
+    group: int
+    """Number of its prompt."""
+    completion: Completion
+    reward: float
+    parts: Mapping[str, float]
+
+
+def to_arrays(samples: Sequence[DrawnSample], part_names: Sequence[str]) -> dict[str, np.ndarray]:
+    """`Rollout.arrays` of samples."""
+
+    def joined(parts: Iterable[Sequence], dtype: type) -> np.ndarray:
+        return np.array(list(chain.from_iterable(parts)), dtype)
+
+    completions = [sample.completion for sample in samples]
+    lengths = np.array([len(one.tokens) for one in completions], np.int64)
+    versions, is_reply = np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.bool_)
+    for one, end in zip(completions, lengths.cumsum().tolist(), strict=True):
+        start = end - len(one.tokens)
+        for span in one.spans:
+            versions[start + span.start : end] = span.version
+        for first, last in one.replies:
+            is_reply[start + first : start + last] = True
+    routes = [one.routes for one in completions if one.routes is not None]
+    of_tokens = {"routes": np.concatenate(routes)} if routes else {}
+    return of_tokens | {
+        "prompt_tokens": joined((sample.prompt for sample in samples), np.int32),
+        "prompt_lengths": np.array([len(sample.prompt) for sample in samples], np.int64),
+        "tokens": joined([one.tokens for one in completions], np.int32),
+        "lengths": lengths,
+        "logprobs": joined([one.logprobs for one in completions], np.float32),
+        "versions": versions,
+        "is_reply": is_reply,
+        "groups": np.array([sample.group for sample in samples], np.int64),
+        "rewards": np.array([sample.reward for sample in samples], np.float64),
+        "parts": np.array([[s.parts[name] for name in part_names] for s in samples]).reshape(-1, len(part_names)),
+        "finish": np.array([FINISHES.index(one.finish) for one in completions], np.uint8),
+    }
+
+
+def write_rollout(folder: Path, rollout: Rollout, identity: str) -> None:
+    """Write a rollout so that after a kill at any moment it is complete or does not exist.
+
+    Args:
+        identity: of everything that decides its content; `read_rollout` asks for the same.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data, manifest = _paths(folder, rollout.step)
+    manifest.unlink(missing_ok=True)
+    record = _write(data, rollout.arrays)
+    facts = {
+        "identity": identity, "step": rollout.step, "first_prompt": rollout.first_prompt,
+        "next_prompt": rollout.next_prompt, "samples": len(rollout), "tokens": rollout.tokens,
+        "part_names": list(rollout.part_names), "is_demonstration": rollout.is_demonstration,
+        "figures": rollout.figures, "about": rollout.about,
+        "waiting": rollout.waiting, "bytes": record.bytes, "sha256": record.sha256,
+    }  # fmt: skip
+    replace_durably(manifest, [json.dumps(facts, indent=1).encode()])
+
+
+def read_rollout(folder: Path, step: int, identity: str | None = None) -> Rollout | None:
+    """A rollout of the journal; None if it does not exist, or not with this identity.
+
+    Raises:
+        UserError: its files are damaged.
+    """
+    data, path = _paths(folder, step)
+    if not path.is_file():
+        return None
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if identity is not None and facts["identity"] != identity:
+            return None
+        record = hash_file(data)
+        if (record.bytes, record.sha256) != (facts["bytes"], facts["sha256"]):
+            raise ValueError("its bytes are not those that were written")
+        keys = ("step", "first_prompt", "next_prompt", "is_demonstration", "figures", "waiting", "about")
+        return Rollout(
+            **{key: facts[key] for key in keys}, part_names=tuple(facts["part_names"]), arrays=_read(data)
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{data}: {error}; {_REMEDY}") from error
+
+
+def write_fields(folder: Path, step: int, fields: Mapping[str, Tensor]) -> None:
+    """Write what networks computed for the tokens of a rollout before its first step, FP32 [T] each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / f"step_{step:06d}.fields", {name: values.numpy() for name, values in fields.items()})
+
+
+def read_fields(folder: Path, step: int) -> dict[str, Tensor]:
+    """What `write_fields` wrote.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    path = folder / f"step_{step:06d}.fields"
+    if not path.is_file():
+        raise missing_inside(path)
+    return {name: torch.from_numpy(values) for name, values in _read(path).items()}
+
+
+def missing_inside(path: Path) -> UserError:
+    """What to raise if a file is missing of a rollout that weights have been trained on."""
+    return UserError(f"{path}: missing, and the run goes on inside of this rollout; {_REMEDY}")
+
+
+def remove_rollout(folder: Path, step: int) -> None:
+    """Remove the files of a rollout, the manifest first."""
+    data, manifest = _paths(folder, step)
+    for path in (manifest, data, data.with_suffix(".fields")):
+        path.unlink(missing_ok=True)
+
+
+def rollout_steps(folder: Path) -> list[int]:
+    """Steps of all rollouts of a journal, ascending."""
+    return sorted(int(path.stem.partition("_")[2]) for path in folder.glob("step_*.json"))
+
+
+def _paths(folder: Path, step: int) -> tuple[Path, Path]:
+    return folder / f"step_{step:06d}.safetensors", folder / f"step_{step:06d}.json"
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> FileRecord:
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
+    header, records = lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    ordered = sorted(records, key=lambda name: records[name].offset)
+    return replace_durably(path, [header, *(_bytes(tensors[name]) for name in ordered)])
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    records = read_records(path)
+    with TensorFile(path, records) as file:
+        return {name: file.read(name, tuple((0, n) for n in record.shape)).numpy() for name, record in records.items()}

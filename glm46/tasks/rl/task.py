@@ -1,0 +1,267 @@
+"""The task of reinforcement learning: a policy is trained on rewards of its own samples."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm46.compute.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
+from glm46.compute.distributed.mesh import Cluster
+from glm46.config.rl import RL
+from glm46.config.rl_data import WITHOUT_LABELS
+from glm46.config.run_config import RunConfig
+from glm46.engine.reliability.stop import StopRequest
+from glm46.engine.training import loop
+from glm46.engine.training.build import run
+from glm46.engine.training.hf_weights import load_weights, save_weights
+from glm46.engine.training.network import Batch, Network, build_network
+from glm46.engine.training.state import Progress
+from glm46.engine.training.task import StepBatches
+from glm46.files.durable import hash_file
+from glm46.run.plan import Plan
+from glm46.run.schedule import schedule_value
+from glm46.storage.data.corpus import load_text
+from glm46.storage.huggingface.tokenizer_files import stop_ids
+from glm46.storage.prepare.equal_results import math_verify_version
+from glm46.tasks.rl.asking import Asking
+from glm46.tasks.rl.engines import build_engine
+from glm46.tasks.rl.journal import Journal
+from glm46.tasks.rl.modes import broken_bound, evaluate_only, roll_out_only, steps_per_rollout
+from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
+from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
+from glm46.tasks.rl.rewards.answer import RewardRule
+from glm46.tasks.rl.rewards.environment import Environment
+from glm46.tasks.rl.rewards.scorer import READ_LABELS, Scorer
+from glm46.tasks.rl.rollout.records import SamplingRules
+from glm46.tasks.rl.rollouts import Rollout
+from glm46.tasks.rl.stepping import StepBuilder
+from glm46.tasks.rl.supply import RolloutSupply
+from glm46.tasks.rl.validation import PromptSet, answered_lines, validate_sets
+
+
+class Reinforcement:
+    """A policy, with a critic and a frozen reference where the algorithm needs them. See `Task`."""
+
+    identity_keys = (
+        "rl.prompts", "rl.prompts_per_rollout", "rl.group_size", "rl.warm_up_rollouts", "training.global_batch_size",
+        "debug.seed", "model.tokenizer_path",
+    )  # fmt: skip
+
+    def __init__(self, plan: Plan, cluster: Cluster):
+        """Read the prompts, load the rewards and build the networks. Collective.
+
+        Raises:
+            UserError: prompts, rewards or layout do not match the configuration.
+        """
+        self.plan, self.cluster = plan, cluster
+        self._config: RL = plan.config.rl.resolved()
+        self.tokenizer, _ = run_on_all_ranks(lambda: load_text(plan))
+        self._prompts, self._sets = run_on_all_ranks(self._read)
+        rewards = [RewardRule(r.name, r.weight, r.timeout_seconds, r.options) for r in self._config.rewards]
+        scorer = run_on_all_ranks(lambda: Scorer(rewards))
+        read_on_first_rank(lambda: self._require_reachable_labels(scorer))
+        environment = None
+        if (table := self._config.environment) is not None:
+            environment = run_on_all_ranks(
+                lambda: Environment(table.function, table.options, table.timeout_seconds, table.max_turns)
+            )
+        filter_ = None
+        if (name := self._config.filter) is not None:
+            filter_ = run_on_all_ranks(lambda: Scorer([RewardRule(name)], key="rl.filter"))
+        self.networks: dict[str, Network] = {"policy": build_network(plan, cluster)}
+        policy = PolicyGradient(
+            self.networks["policy"],
+            self._config,
+            plan.config.rollout.temperature,
+            is_on_policy=self._config.is_on_policy(int(plan.config.training.global_batch_size)),
+        )
+        self.objectives = {"policy": policy}
+        if self._config.has_reference and not plan.config.is_reference_in_policy:
+            self.networks["reference"] = build_network(reference_plan(plan), cluster, trainable=False)
+        if self._config.has_critic:
+            self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value")
+            self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
+        rules = SamplingRules(
+            plan.config.rollout.temperature,
+            frozenset(stop_ids(self.tokenizer)),
+            self.tokenizer.vocab_size,
+            self._config.routing_replay,
+        )
+        prompts = [one.tokens for some in (self._prompts, *(own for _, own in self._sets)) for one in some]
+        self._stop: StopRequest | None = None
+        self._progress: Progress | None = None
+        self._asking = Asking(
+            config=self._config,
+            section=plan.config.rollout,
+            tokenizer=self.tokenizer,
+            engine=build_engine(self.networks["policy"], self.tokenizer, prompts, rules, self._is_stopped),
+            scorer=scorer,
+            rules=rules,
+            seed=plan.config.debug.seed,
+            environment=environment,
+            filter=filter_,
+        )
+        journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
+        self._supply = RolloutSupply(plan, self._asking, self._prompts, journal, self._is_stopped)
+        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, journal.writer)
+        self._writer = journal.writer
+        self._rollout: Rollout | None = None
+        self._columns: dict[str, float] = {}
+        self._model_seconds = 0.0
+        self._steps: list[list[Batch]] = []
+        self._equal_rollouts = 0
+
+    def _is_stopped(self) -> bool:
+        return self._stop is not None and self._stop.signal_name is not None
+
+    def _read(self) -> tuple[list[Prompt], list[PromptSet]]:
+        config = self.plan.config
+        needs_label = any(reward.name in READ_LABELS for reward in self._config.rewards)
+        most = config.training.seq_len - config.rollout.max_new_tokens
+
+        def read(file: str) -> list[Prompt]:
+            keys = self._config.prompts
+            return read_prompts(Path(file), keys, self.tokenizer, most_tokens=most, needs_label=needs_label)
+
+        return read(self._config.prompts.file), [
+            PromptSet(table, read(table.file)) for table in self._config.validation
+        ]
+
+    def _require_reachable_labels(self, scorer: Scorer) -> None:
+        for prompts in (self._prompts, *(one.prompts for one in self._sets)):
+            require_reachable_labels(prompts, scorer, thinking=self._config.prompts.thinking)
+
+    def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
+        """See `Task.prepare`: at the first step of a rollout, the rollout of the journal, or a new one."""
+        self._stop, self._progress = stop, progress
+        if progress.step == 0 and "critic" in self.networks:
+            self._start_critic()
+        if self._rollout is None:
+            self._supply.begin(progress)
+        if self._config.mode != "rollout_only":  # whose weights are those of its start
+            self._supply.steps_made = progress.step
+        within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
+        first = progress.step - within
+        if self._rollout is None or self._rollout.step != first:
+            self._writer.finish()
+            temperature = schedule_value(self.plan.config.moe.router_temperature, progress.curriculum_tokens)
+            for name in self.objectives:  # samples are of the function that the first step on them learns with
+                self.networks[name].route_at(temperature)
+            self._builder.write_fields()  # while the next rollout is drawn
+            self._rollout = self._supply.rollout(progress, first, is_inside=within > 0)
+            if self._rollout is None:
+                return {}
+            is_equal = self._rollout.figures.get("equal_groups_ratio") == 1.0
+            self._equal_rollouts = self._equal_rollouts + 1 if is_equal else 0
+            if self._config.mode == "rollout_only":
+                progress.prompts = self._rollout.next_prompt
+                return self._rollout.figures
+            self._steps = self._builder.build(self._rollout, is_inside=within > 0)
+            self._columns = self._rollout.figures | self._builder.columns
+            self._model_seconds = self._columns.get("rollout_seconds", 0.0) + self._builder.seconds
+        return self._columns
+
+    @torch.no_grad()
+    def _start_critic(self) -> None:
+        """The critic begins with the policy's weights, but for its head."""
+        policy = self.networks["policy"].weights()
+        for name, tensor in self.networks["critic"].weights().items():
+            if name in policy:
+                tensor.copy_(policy[name])
+
+    def next(self, progress: Progress, sequences: int) -> StepBatches:
+        """See `Task.next`; without batches if a stop was requested."""
+        seq_len = self.plan.config.training.seq_len
+        if self._rollout is None:
+            return StepBatches([], sequences, seq_len, 0.0)
+        self._supply.steps_made = progress.step + 1
+        batches = self._steps[progress.step - self._rollout.step]
+        tokens = self.plan.layout.dp_degree * sum(batch["input_ids"].numel() for batch in batches)
+        model_seconds, self._model_seconds = self._model_seconds, 0.0
+        return StepBatches(batches, sequences, seq_len, 0.0, packed_tokens=tokens, model_seconds=model_seconds)
+
+    def complete(self, micro_batches: list[Batch]) -> list[Batch]:
+        """See `Task.complete`: `prepare` has done it. Only now the rollout's prompts are handed out: at a stop before
+        its first step, the checkpoint must lead to the same rollout again."""
+        self._progress.prompts = self._rollout.next_prompt
+        return micro_batches
+
+    def fingerprint(self) -> str:
+        """See `Task.fingerprint`."""
+        config = self._config
+        facts = [
+            hash_file(Path(config.prompts.file)).sha256, config.prompts.model_dump(exclude={"file"}),
+            config.prompts_per_rollout, config.group_size, config.warm_up_rollouts,
+            self.plan.config.training.global_batch_size, self.plan.config.debug.seed, self.tokenizer.fingerprint,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def fault(self, row: Mapping[str, float]) -> str | None:
+        """See `Task.fault`: the bounds of [rl.stop]."""
+        return broken_bound(self._config.stop, row, self._equal_rollouts)
+
+    def state(self, progress: Progress) -> dict[str, Any]:
+        """See `Task.state`: rollouts are in the journal. Collective."""
+        self._builder.write_fields()
+        self._writer.finish()
+        return {}
+
+    def validate(self, progress: Progress) -> dict[str, float]:
+        """See `Task.validate`: rewards and pass@k of the answers to each set of prompts."""
+        self._supply.update_engine()
+        return validate_sets(self._asking, self._sets)
+
+    def describe(self) -> list[str]:
+        """See `Task.describe`."""
+        config = self._config
+        names = ", ".join(f"{reward.weight:g} {reward.name}" for reward in config.rewards)
+        labelled = sum(prompt.label is not None for prompt in self._prompts)
+        reads_none = WITHOUT_LABELS.issuperset(reward.name for reward in config.rewards)
+        unread = [
+            f"warning      rl.rewards: none of these reads labels, and {labelled:,} prompts have one under "
+            f"'{config.prompts.label_key}': right answers are worth no more than wrong ones"
+        ]
+        unjudged = [
+            "warning      rl.rewards: math-verify is not installed, and math compares expressions as text; "
+            "pip install 'glm46[rl]'"
+        ]
+        has_judge = math_verify_version() is not None or all(reward.name != "math" for reward in config.rewards)
+        return [
+            f"prompts      {len(self._prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
+            f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
+            f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
+            *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
+            *([] if has_judge else unjudged),
+        ]
+
+    def export(self, progress: Progress) -> str:
+        """See `Task.export`: the policy."""
+        return save_weights(self.networks["policy"], self.tokenizer, progress)
+
+    def load_exported(self, folder: Path) -> None:
+        """See `Task.load_exported`."""
+        load_weights(self.networks["policy"], folder)
+
+    def close(self) -> None:
+        """See `Task.close`: the processes of rewards and environment, the engine, and the thread of the journal."""
+        self._asking.close()
+        self._writer.close()
+
+    def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
+        """See `Task.sample`: answers to a few prompts with their rewards."""
+        self._stop = stop
+        self._builder.write_fields()
+        self._writer.finish()  # at the end of a run without checkpoints
+        self._supply.steps_made = progress.step
+        self._supply.update_engine()
+        prompts = self._sets[0].prompts if self._sets else self._prompts
+        return answered_lines(self._asking, prompts, progress.step)
+
+
+def train(config: RunConfig, stop: StopRequest | None = None) -> int:
+    """Train a policy as configured, on this rank; see `run`. Collective."""
+    work = {"eval_only": evaluate_only, "rollout_only": roll_out_only}
+    return run(config, Reinforcement, stop, work.get(config.rl.mode, loop.train))

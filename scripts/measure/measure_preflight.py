@@ -1,0 +1,278 @@
+#!/usr/bin/env python
+"""How many of thirty injected faults `preflight` finds, and how often it fails without one.
+
+    python scripts/measure/measure_preflight.py [--clean 50] [--only NAME]
+
+Each fault is made for one run alone: limits, mounts in a namespace of its own, programs in front of PATH, damaged
+files, ranks that end, or compute or add wrongly or slowly. Runs are forks: torch is imported once. Needs root.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the launcher sets it for two ranks on two cores
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from glm46.config.loader import dump_config  # noqa: E402
+from glm46.storage.data.tokenizer import load_tokenizer  # noqa: E402
+from tests.ranks.forked_launch import ForkedRank, end_with  # noqa: E402
+from tests.ranks.preflights import preflight  # noqa: E402
+from tests.small_run import small_config, write_source  # noqa: E402
+from tests.unit.operate.cluster.test_gpu import GPU  # noqa: E402
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+NEW_MOUNTS, NEW_NAME, PRIVATE = 0x20000, 0x4000000, (1 << 18) | (1 << 14)
+KEPT = {"clock", "share of a core"}
+"""Warnings that are true of a machine without NTP whose cores other programs use."""
+
+
+class Fault(NamedTuple):
+    """One fault: the check that must not pass, what makes it in the process of the host, and options."""
+
+    check: str
+    make: Callable[[Path], None] = lambda folder: None
+    options: tuple[str, ...] = ("--local",)
+    rank: Callable[[int], None] = lambda rank: None
+    """Called in each rank before it starts."""
+    nodes: int = 1
+    """With 2, the fault is made on the second host."""
+
+
+def limit(kind: int, value: int) -> Callable[[Path], None]:
+    return lambda folder: resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
+
+def mounted(place: str, options: str, flags: int = 0) -> Callable[[Path], None]:
+    """A memory file system over a folder, for this process and its children."""
+
+    def make(folder: Path) -> None:
+        target = bytes(folder / place)
+        os.makedirs(target, exist_ok=True)
+        if LIBC.unshare(NEW_MOUNTS) or LIBC.mount(b"none", b"/", None, PRIVATE, None):
+            raise OSError(ctypes.get_errno(), "unshare")
+        if LIBC.mount(b"none", target, b"tmpfs", flags, options.encode()):
+            raise OSError(ctypes.get_errno(), "mount")
+
+    return make
+
+
+def program(name: str, text: str) -> Callable[[Path], None]:
+    """A program in front of PATH."""
+
+    def make(folder: Path) -> None:
+        (folder / "bin").mkdir(exist_ok=True)
+        path = folder / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        os.environ["PATH"] = f"{path.parent}:{os.environ['PATH']}"
+
+    return make
+
+
+def gpus(good: str, bad: str, count: int = 2) -> Callable[[Path], None]:
+    """nvidia-smi with two GPUs, the first of which has a fault."""
+    xml = f"<nvidia_smi_log>{GPU.replace(good, bad)}{GPU * (count - 1)}</nvidia_smi_log>"
+    return program("nvidia-smi", f'[ "$1" = -q ] || exit 1\ncat <<END\n{xml}\nEND')
+
+
+def variable(name: str, value: str) -> Callable[[Path], None]:
+    return lambda folder: os.environ.update({name: value})
+
+
+def change_shard(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda folder: change(next((folder / "source").glob("train*")))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def pipe(path: Path) -> None:
+    """A file whose reader waits for ever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def take_port(folder: Path) -> None:
+    global taken
+    taken = socket.create_server(("", 29877))
+
+
+def unknown_name(folder: Path) -> None:
+    LIBC.unshare(NEW_NAME)
+    socket.sethostname("host-that-nobody-knows")
+
+
+def late_clock(folder: Path) -> None:
+    now = time.time
+    time.time = lambda: now() + 2.0
+
+
+def end_soon(number: int) -> Callable[[int], None]:
+    """Rank 1 gets a signal half a second after its start."""
+
+    def make(rank: int) -> None:
+        if rank == 1 and os.fork() == 0:
+            target = os.getppid()
+            time.sleep(0.5)
+            os.kill(target, number)
+            os._exit(0)
+
+    return make
+
+
+def on_rank_1(owner: object, name: str, changed: Callable) -> Callable[[int], None]:
+    """Rank 1 calls ``changed(original, ...)`` in place of a function."""
+
+    def make(rank: int) -> None:
+        if rank == 1:
+            original = getattr(owner, name)
+            setattr(owner, name, lambda *args, **options: changed(original, *args, **options))
+
+    return make
+
+
+def wrong_sum(original, tensor, *args, **options):
+    work = original(tensor, *args, **options)
+    if tensor.numel() > 10_000:
+        tensor.view(-1)[7] += 1
+    return work
+
+
+def wrong_product(original, left, right):
+    out = original(left, right)
+    if out.ndim == 2:
+        out[3, 5] += 1
+    return out
+
+
+def slow_product(original, left, right):
+    original(left, right), original(left, right)
+    return original(left, right)
+
+
+RANKS = ("--quick",)
+FAULTS = {
+    "ulimit -n": Fault("open files", limit(resource.RLIMIT_NOFILE, 500)),
+    "ulimit -u": Fault("user processes", limit(resource.RLIMIT_NPROC, 1000)),
+    "small /dev/shm": Fault("/dev/shm", mounted("/dev/shm", "size=1m")),
+    "full disk": Fault("job.dump_folder", mounted("out", "size=1m")),
+    "read-only disk": Fault("job.dump_folder", mounted("out", "size=64m", flags=1)),
+    "small disk": Fault("space for checkpoints", mounted("out", "size=48m"),
+                        ("--local", "--model.hidden_size", "1024", "--checkpoint.interval", "2")),
+    "damaged shard": Fault("data test", change_shard(flip)),
+    "missing shard": Fault("data test", change_shard(Path.unlink)),
+    "storage hangs": Fault("data", change_shard(pipe)),
+    "no tokenizer": Fault("tokenizer", options=("--local", "--model.tokenizer_path", "nowhere.tiktoken")),
+    "incomplete checkpoint": Fault("start", lambda folder: (folder / "out/checkpoint/step-000002").mkdir(parents=True)),
+    "port taken": Fault("port metrics.prometheus_port", take_port, ("--local", "--metrics.prometheus_port", "29877")),
+    "NCCL_ALGO": Fault("NCCL variables", variable("NCCL_ALGO", "Tree")),
+    "NCCL_IB_HCA": Fault("NCCL variables", variable("NCCL_IB_HCA", "mlx5_0")),
+    "interface": Fault("NCCL_SOCKET_IFNAME", variable("NCCL_SOCKET_IFNAME", "ib9")),
+    "Xid 79": Fault("kernel log", program("dmesg", "echo 'NVRM: Xid (PCI:0000:19:00): 79, pid=1, fallen off the bus'")),
+    "out of memory": Fault("kernel log", program("dmesg", "echo 'Out of memory: Killed process 7 (python)'")),
+    "nvidia-smi fails": Fault("GPU", program("nvidia-smi", "echo 'Unable to determine the device handle'; exit 15")),
+    "nvidia-smi hangs": Fault("GPU", program("nvidia-smi", "exec sleep 60")),
+    "GPU missing": Fault("GPU count", gpus("", "", count=1)),
+    "GPU remap": Fault("GPU remapped rows", gpus("row_pending>No", "row_pending>Yes")),
+    "GPU throttled": Fault("GPU throttling", gpus("hw_slowdown>Not Active", "hw_slowdown>Active")),
+    "own name": Fault("own name", unknown_name),
+    "Prometheus down": Fault("monitoring", options=("--local", "--prometheus", "http://127.0.0.1:9")),
+    "rank killed": Fault("ranks", options=RANKS, rank=end_soon(signal.SIGKILL)),
+    "wrong sums": Fault("all-reduce sums", options=RANKS, rank=on_rank_1(dist, "all_reduce", wrong_sum)),
+    "wrong products": Fault("product sums", options=RANKS, rank=on_rank_1(torch.Tensor, "__matmul__", wrong_product)),
+    "slow rank": Fault("product speed", options=RANKS, rank=on_rank_1(torch.Tensor, "__matmul__", slow_product)),
+    "clock off": Fault("clock offset", late_clock, ("--quick", "--nproc", "1"), nodes=2),
+    "folder not shared": Fault("shared folder", mounted("out", "size=64m"), ("--quick", "--nproc", "1"), nodes=2),
+}  # fmt: skip
+
+
+def start(folder: Path, node: int, fault: Fault | None, ports: int) -> int:
+    """Fork one host; returns the process id."""
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()
+    output = os.open(folder / f"output-{node}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1), os.dup2(output, 2)
+    nodes = fault.nodes if fault else 1
+    if nodes > 1:
+        os.environ |= {
+            "NNODES": str(nodes),
+            "NODE_RANK": str(node),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(ports),
+        }
+    if fault and node == nodes - 1:
+        fault.make(folder)
+    options = fault.options if fault else RANKS
+    argv = [*options, "--config", str(folder / "run.toml"), "--json", str(folder / "found.json")]
+    argv += [] if "--nproc" in options else ["--nproc", "2"]
+    end_with(lambda: preflight(*argv, prepare=fault.rank if fault else ForkedRank.prepare))
+
+
+def run(fault: Fault | None, tokenizer, number: int) -> tuple[set[str], float]:
+    """The checks that warn or fail in one run, and its seconds."""
+    with tempfile.TemporaryDirectory(prefix="measure-preflight-") as name:
+        folder = Path(name)
+        (folder / "out").mkdir()
+        (folder / "source").mkdir()
+        write_source(folder / "source", tokenizer)
+        (folder / "run.toml").write_text(dump_config(small_config(folder / "source", folder / "out")))
+        began = time.monotonic()
+        hosts = [start(folder, node, fault, 31000 + 2 * (number % 500)) for node in range(fault.nodes if fault else 1)]
+        for host in hosts:
+            os.waitpid(host, 0)
+        seconds = time.monotonic() - began
+        if not (folder / "found.json").is_file():
+            print((folder / "output-0").read_text()[-2000:])
+            return set(), seconds
+        found = json.loads((folder / "found.json").read_text())
+        results = [*found["group"], *(result for host in found["hosts"] for result in host["results"])]
+        return {result["check"] for result in results if result["verdict"] in ("WARN", "FAIL")} - KEPT, seconds
+
+
+def main() -> None:
+    """Print a line for each fault, then the count of faults found and of clean runs without an alarm."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--clean", type=int, default=50, metavar="N", help="runs without a fault")
+    parser.add_argument("--only", action="append", choices=FAULTS, help="this fault; again for more")
+    arguments = parser.parse_args()
+    tokenizer, missed = load_tokenizer("builtin"), []
+    faults = {name: FAULTS[name] for name in arguments.only or FAULTS}
+    for number, (name, fault) in enumerate(faults.items()):
+        bad, seconds = run(fault, tokenizer, number)
+        missed += [] if fault.check in bad else [name]
+        others = ", ".join(sorted(bad - {fault.check})) or "nothing"
+        print(
+            f"{name}: {'found' if fault.check in bad else 'MISSED'} in {seconds:.1f} s, beside it {others}", flush=True
+        )
+    print(f"{len(faults) - len(missed)} of {len(faults)} found; missed: {', '.join(missed) or 'none'}", flush=True)
+    alarms, times = [], []
+    for number in range(arguments.clean):
+        bad, seconds = run(None, tokenizer, number)
+        times.append(seconds)
+        if bad:
+            alarms.append(f"run {number}: {', '.join(sorted(bad))}")
+    slowest = f"; {sorted(times)[len(times) // 2]:.1f} s in the median, {max(times):.1f} at most" if times else ""
+    print(f"{len(alarms)} alarms in {arguments.clean} clean runs{slowest}", *alarms, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Both forms of the output head equal the plain formula, and their memory grows with the chunk, not with tokens times
+vocabulary."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from glm46.compute.model.cross_entropy import IGNORE, HeadOutput, summed_loss, token_logprobs
+
+CHUNKS = [1, 2, 7, 22, 23, 24, 1024]
+
+
+def example(tokens=23, vocabulary=61, width=12, dtype=torch.float32, seed=0, spread=2.0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (spread * torch.randn(tokens, width, generator=generator)).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < 0.2] = IGNORE
+    return hidden, weight, labels
+
+
+def plain(hidden, weight, labels, temperature=1.0) -> HeadOutput:
+    """Both forms with all logits at once, as the formulas are written down."""
+    logprobs = torch.log_softmax((hidden @ weight.t()) / temperature, -1)
+    is_target = labels != IGNORE
+    of_labels = logprobs.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).where(is_target, 0)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return HeadOutput(logprobs.argmax(-1), -of_labels.sum(), of_labels, entropy.where(is_target, 0))
+
+
+def in_fp64(*tensors):
+    return [x.detach().double().requires_grad_() for x in tensors]
+
+
+def token_weights(labels):
+    """Weights of log-probabilities and of entropies, of both signs and some of them 0, as advantages have them."""
+    generator = torch.Generator().manual_seed(7)
+    weights = torch.randn(2, *labels.shape, generator=generator)
+    return weights.where(torch.rand(weights.shape, generator=generator) < 0.8, 0)
+
+
+def weighted(output: HeadOutput, weights):
+    """The objective of a policy gradient with an entropy bonus."""
+    objective = (weights[0].to(output.logprobs.dtype) * output.logprobs).sum()
+    return objective if output.entropy is None else objective + (weights[1].to(objective.dtype) * output.entropy).sum()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_loss_and_both_gradients_equal_the_plain_formula(chunk, relative_error):
+    hidden, weight, labels = example()
+    found = summed_loss(hidden, weight, labels, chunk_tokens=chunk)
+    exact = in_fp64(hidden, weight)
+    want = plain(*exact, labels)
+    assert found.loss.dtype == torch.float32 and relative_error(found.loss, want.loss) < 1e-6
+    assert torch.equal(found.predictions, want.predictions)
+    # A factor, because the caller divides by its token count.
+    got = torch.autograd.grad(found.loss * 0.37, (hidden, weight))
+    for ours, theirs in zip(got, torch.autograd.grad(want.loss * 0.37, exact), strict=True):
+        assert relative_error(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_entropies_and_both_gradients_equal_the_plain_formula(chunk, entropy, temperature, relative_error):
+    """Logits up to 30 have rounding errors up to 30 x 2**-24, about 2e-6, which an exponential makes relative ones."""
+    hidden, weight, labels = example()
+    found = token_logprobs(hidden, weight, labels, chunk_tokens=chunk, entropy=entropy, temperature=temperature)
+    exact, weights = in_fp64(hidden, weight), token_weights(labels)
+    want = plain(*exact, labels, temperature)
+    assert found.logprobs.dtype == torch.float32 and relative_error(found.logprobs, want.logprobs) < 2e-6
+    assert (found.logprobs[labels == IGNORE] == 0).all() and torch.equal(found.predictions, want.predictions)
+    if entropy:
+        assert found.entropy.dtype == torch.float32 and relative_error(found.entropy, want.entropy) < 2e-6
+        assert (found.entropy[labels == IGNORE] == 0).all()
+    else:
+        assert found.entropy is None
+        want = want._replace(entropy=None)
+    got = torch.autograd.grad(weighted(found, weights), (hidden, weight))
+    for ours, theirs in zip(got, torch.autograd.grad(weighted(want, weights), exact), strict=True):
+        assert relative_error(ours, theirs) < 2e-6
+
+
+@pytest.mark.parametrize("which", ["logprobs", "entropy"])
+def test_an_objective_may_use_one_of_the_two_alone(which, relative_error):
+    hidden, weight, labels = example()
+    exact = in_fp64(hidden, weight)
+    found = getattr(token_logprobs(hidden, weight, labels, chunk_tokens=5, entropy=True), which).square().sum()
+    want = getattr(plain(*exact, labels), which).square().sum()
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(want, exact), strict=True
+    ):
+        assert relative_error(ours, theirs) < 2e-6
+
+
+def test_equal_weights_of_all_tokens_give_the_gradient_of_the_sum(relative_error):
+    hidden, weight, labels = example()
+    fast = torch.autograd.grad(summed_loss(hidden, weight, labels, chunk_tokens=5).loss, (hidden, weight))
+    by_token = -token_logprobs(hidden, weight, labels, chunk_tokens=5).logprobs.sum()
+    for ours, theirs in zip(torch.autograd.grad(by_token, (hidden, weight)), fast, strict=True):
+        assert relative_error(ours, theirs) < 1e-6
+
+
+FORMS = {
+    "summed": lambda *arguments: summed_loss(*arguments).loss,
+    "by token": lambda *arguments: -token_logprobs(*arguments).logprobs.sum(),
+    "with entropy": lambda *arguments: weighted(
+        token_logprobs(*arguments, entropy=True), -torch.ones(2, *arguments[2].shape)
+    ),
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+@every_form
+def test_positions_without_label_cost_nothing(form):
+    hidden, weight, labels = example()
+    labels[4:12] = IGNORE  # two whole chunks of four
+    (grad,) = torch.autograd.grad(form(hidden, weight, labels, None, 4), hidden)
+    assert (grad[labels == IGNORE] == 0).all() and (grad[labels != IGNORE].abs().sum(-1) > 0).all()
+    nothing = form(hidden, weight, torch.full_like(labels, IGNORE), None, 4)
+    grads = torch.autograd.grad(nothing, (hidden, weight))
+    assert nothing == 0 and all((grad == 0).all() for grad in grads)
+
+
+def test_what_an_objective_gives_to_positions_without_label_is_ignored():
+    """exp(0 - old) of a position without label may be anything."""
+    hidden, weight, labels = example()
+    weights = token_weights(labels)
+    clean = torch.autograd.grad(weighted(token_logprobs(hidden, weight, labels, entropy=True), weights), weight)[0]
+    found = token_logprobs(hidden, weight, labels, entropy=True)
+    spoilt = weights.masked_fill(labels == IGNORE, torch.nan)
+    grad = torch.autograd.grad((found.logprobs, found.entropy), weight, tuple(spoilt))[0]
+    assert torch.equal(grad, clean)
+
+
+@every_form
+def test_huge_logits_do_not_overflow(form):
+    hidden, weight, labels = example()
+    value = form(hidden * 1e4, weight, labels, None, 5)
+    assert torch.allclose(value.double(), plain(*in_fp64(hidden * 1e4, weight), labels).loss, rtol=1e-5)
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(value, (hidden, weight)))
+
+
+def test_batched_labels_keep_their_shape():
+    hidden, weight, labels = example(tokens=24)
+    hidden, labels = hidden.view(2, 3, 4, 12), labels.view(2, 3, 4)
+    found = summed_loss(hidden, weight, labels, chunk_tokens=5)
+    assert found.loss.shape == () and found.predictions.shape == (2, 3, 4)
+    by_token = token_logprobs(hidden, weight, labels, chunk_tokens=5, entropy=True)
+    assert {x.shape for x in (by_token.predictions, by_token.logprobs, by_token.entropy)} == {(2, 3, 4)}
+    assert not by_token.logprobs._is_view() and not by_token.entropy._is_view()  # FSDP warns of views
+    turned = token_logprobs(hidden.transpose(0, 1), weight, labels.transpose(0, 1), chunk_tokens=5)
+    torch.testing.assert_close(turned.logprobs.transpose(0, 1), by_token.logprobs)
+
+
+def test_bf16_sums_stay_fp32(relative_error):
+    """Against the exact loss of the same BF16 numbers: each logit and each term of a gradient is rounded by at most
+    2**-8 relative, and errors of many terms average out."""
+    hidden, weight, labels = example(tokens=300, dtype=torch.bfloat16)
+    loss = summed_loss(hidden, weight, labels, chunk_tokens=32).loss
+    exact = in_fp64(hidden, weight)
+    want = plain(*exact, labels).loss
+    assert loss.dtype == torch.float32 and relative_error(loss, want) < 2e-3
+    for ours, theirs in zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(want, exact), strict=True):
+        assert ours.dtype == torch.bfloat16 and relative_error(ours, theirs) < 1e-2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_bf16_logprobs_err_by_no_more_than_their_roundings(temperature):
+    """Bounds of every element, from the exact numbers: a logit z is rounded by at most u |z|, a gradient of a logit and
+    each product of a chunk by u of itself, with u = 2**-8. Log-probabilities change by the rounding of their logit and
+    the mean one, probabilities by the same as a factor; second orders of these, and FP32, are the last 5 %."""
+    unit, second_order = 2.0**-8, 1.05
+    hidden, weight, labels = example(tokens=300, dtype=torch.bfloat16, spread=0.4)
+    weights = token_weights(labels)
+    found = token_logprobs(hidden, weight, labels, chunk_tokens=32, temperature=temperature)
+    exact = in_fp64(hidden, weight)
+    want = plain(*exact, labels, temperature)
+    got = torch.autograd.grad(weighted(found, weights), (hidden, weight))
+    grads = torch.autograd.grad((weights[0].double() * want.logprobs).sum(), exact)
+
+    h, w = (x.detach() for x in exact)
+    logits = h @ w.t() / temperature
+    probability, rounding = logits.softmax(-1), unit * logits.abs()
+    mean_rounding = (probability * rounding).sum(-1, keepdim=True)
+    of_label = rounding.gather(1, labels.clamp(min=0).unsqueeze(1)) + mean_rounding
+    is_target = labels != IGNORE
+    assert found.logprobs.dtype == torch.float32
+    assert ((found.logprobs - want.logprobs).abs() <= second_order * of_label.squeeze(1) * is_target).all()
+
+    factor = (weights[0].double() * is_target / temperature).unsqueeze(1)
+    one_hot = torch.nn.functional.one_hot(labels.clamp(min=0), 61)
+    grad_logits = (factor * (one_hot - probability)).abs()
+    error = factor.abs() * probability * (rounding + mean_rounding) + unit * grad_logits
+    bounds = (
+        second_order * error @ w.abs() + unit * grads[0].abs(),
+        second_order * error.t() @ h.abs() + 2 * unit * grad_logits.t() @ h.abs(),
+    )
+    for ours, theirs, bound in zip(got, grads, bounds, strict=True):
+        assert ours.dtype == torch.bfloat16 and ((ours - theirs).abs() <= bound).all()
+        assert bound.norm() < 0.1 * theirs.norm()
+
+
+class Operations(TorchDispatchMode):
+    """Counts matrix products, and remembers the most bytes that one operation's result holds, views not counted."""
+
+    def __init__(self, *inputs):
+        super().__init__()
+        self.known = {x.untyped_storage().data_ptr() for x in inputs}
+        self.largest = self.products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        result = function(*args, **(kwargs or {}))
+        for x in tree_flatten(result)[0]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return result
+
+
+@every_form
+def test_only_the_gradients_that_are_asked_for_are_made(form):
+    hidden, weight, labels = example()
+    chunks = 12 if form is FORMS["with entropy"] else 6
+    again = 0 if form is FORMS["summed"] else 1  # logits in backward
+    for frozen, products in (((), 3 + again), ((weight,), 2 + again), ((hidden,), 2 + again)):
+        inputs = [x.detach() if any(x is y for y in frozen) else x for x in (hidden, weight)]
+        with Operations() as counter:
+            form(*inputs, labels, None, 4).backward()
+        assert counter.products == products * chunks
+    with Operations() as counter, torch.no_grad():
+        value = form(hidden, weight, labels, None, 4)
+    assert counter.products == chunks and value.grad_fn is None
+
+
+def test_logprobs_keep_no_logits_for_backward():
+    hidden, weight, labels = example(tokens=64, vocabulary=500)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        token_logprobs(hidden, weight, labels, chunk_tokens=16, entropy=True)
+    inputs = {x.untyped_storage().data_ptr() for x in (hidden, weight, labels)}
+    others = [x for x in saved if x.untyped_storage().data_ptr() not in inputs]
+    assert others and all(x.numel() == 64 for x in others)
+
+
+def peak_bytes(form, tokens, vocabulary, width, chunk):
+    """Most bytes allocated at once during forward and backward, beyond what existed before: the allocator's own record
+    of every allocation and release on the CPU, summed in order; and the largest single tensor."""
+    hidden, weight, labels = example(tokens, vocabulary, width)
+    with Operations(hidden, weight, labels) as recorder:
+        form(hidden, weight, labels, None, chunk).backward()
+    hidden, weight, labels = example(tokens, vocabulary, width)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        form(hidden, weight, labels, None, chunk).backward()
+    held = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak, recorder.largest
+
+
+@every_form
+def test_memory_grows_with_the_chunk_and_not_with_tokens_times_vocabulary(form):
+    tokens, vocabulary, width = 1024, 2048, 16
+    all_logits = 4 * tokens * vocabulary
+    gradients = 4 * (tokens + vocabulary) * width
+    peaks = {}
+    for chunk in (64, 128, 256):
+        logits = 4 * chunk * vocabulary
+        peaks[chunk], largest = peak_bytes(form, tokens, vocabulary, width, chunk)
+        # Entropies take two tensors of half a chunk.
+        assert largest == max(logits // (2 if form is FORMS["with entropy"] else 1), 4 * vocabulary * width)
+        # One chunk of logits, which become their gradients; and some numbers per token.
+        assert peaks[chunk] < logits + 2 * gradients + 4 * 20 * tokens < all_logits
+    assert peaks[256] - peaks[128] == pytest.approx(2 * (peaks[128] - peaks[64]), rel=0.05)
+    twice, _ = peak_bytes(form, 2 * tokens, vocabulary, width, 64)
+    assert twice - peaks[64] < 4 * 4 * tokens * width + 1e5  # hidden and its gradient; the logits do not grow
+
+
+def test_the_plain_formula_does_grow_with_tokens_times_vocabulary():
+    """The measurement above sees what it should."""
+    hidden, weight, labels = example(1024, 2048, 16)
+    with Operations(hidden, weight, labels) as recorder:
+        plain(hidden, weight, labels).loss.backward()
+    assert recorder.largest == 4 * 1024 * 2048

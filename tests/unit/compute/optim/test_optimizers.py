@@ -1,0 +1,201 @@
+"""Muon and AdamW as one optimizer: rates, states that exist from the start, and resuming from them."""
+
+import pytest
+import torch
+
+from glm46.compute.optim.compact_state import local_state, make_state
+from glm46.compute.optim.optimizers import build_optimizers
+from glm46.config.optimizer import Optimizer
+
+SHAPES = {
+    "embed_tokens.weight": (32, 16),
+    "layers.0.input_layernorm.weight": (16,),
+    "layers.0.self_attn.q_proj.weight": (24, 16),
+    "layers.0.self_attn.q_proj.bias": (24,),
+    "layers.0.mlp.router.weight": (4, 16),
+    "layers.0.mlp.experts.gate_up": (4, 12, 16),
+    "layers.0.mlp.experts.down": (4, 16, 6),
+    "lm_head.weight": (32, 16),
+}
+MATRICES = {name for name in SHAPES if "layers" in name and len(SHAPES[name]) > 1}
+
+
+def make_parameters():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def train(parameters, group, steps, lr_factor=1.0):
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        group.step(lr_factor)
+
+
+def test_states_exist_before_the_first_step_under_their_names():
+    parameters = make_parameters()
+    states = build_optimizers(list(parameters.items()), Optimizer()).state_tensors()
+    expected = {f"{name}.momentum_buffer" for name in MATRICES}
+    expected |= {f"{name}.{key}" for name in set(SHAPES) - MATRICES for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(states) == expected
+    assert all(state.count_nonzero() == 0 for state in states.values())
+
+
+def test_adamw_equals_torch_with_lazy_states():
+    config = Optimizer(name="AdamW", lr=0.01)
+    mine, theirs = make_parameters(), make_parameters()
+    group = build_optimizers(list(mine.items()), config)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in theirs.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.005,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+    train(mine, group, range(4), lr_factor=0.5)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(100 + step)
+        for parameter in theirs.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        reference.step()
+    assert all(torch.equal(mine[name], theirs[name]) for name in SHAPES)
+
+
+def test_states_written_in_place_continue_bit_for_bit():
+    config = Optimizer(lr=0.01, ns_dtype="float32")
+    first = make_parameters()
+    group = build_optimizers(list(first.items()), config)
+    train(first, group, range(3))
+    saved = {name: state.clone() for name, state in group.state_tensors().items()}
+    second = make_parameters()
+    resumed = build_optimizers(list(second.items()), config)
+    with torch.no_grad():
+        for name, parameter in second.items():
+            parameter.copy_(first[name])
+        for name, state in resumed.state_tensors().items():
+            state.copy_(saved[name])
+    train(first, group, range(3, 6))
+    train(second, resumed, range(3, 6))
+    assert all(torch.equal(first[name], second[name]) for name in SHAPES)
+
+
+def test_own_rate_of_adamw_and_factor():
+    config = Optimizer(lr=0.01, adamw_lr=0.002, weight_decay=0.0, ns_dtype="float32")
+    moved = {}
+    for factor in (1.0, 0.5):
+        parameters, start = make_parameters(), make_parameters()
+        train(parameters, build_optimizers(list(parameters.items()), config), range(1), factor)
+        moved[factor] = {name: (parameters[name] - start[name]).abs().mean().item() for name in SHAPES}
+    # AdamW's first step is the rate in every entry.
+    assert moved[1.0]["lm_head.weight"] == pytest.approx(0.002, rel=1e-3)
+    for name in SHAPES:
+        assert moved[0.5][name] == pytest.approx(0.5 * moved[1.0][name], rel=1e-3)
+
+
+def test_fused_gate_and_up_are_two_matrices_per_expert():
+    parameters = make_parameters()
+    group = build_optimizers(list(parameters.items()), Optimizer())
+    tasks = [task for task in group.muon.plan().local if task.columns == 16]
+    fused = [task for task in tasks if task.matrices == (0, 4) and task.rows[1] - task.rows[0] == 6]
+    assert sorted(task.rows for task in fused) == [(0, 6), (6, 12)]
+
+
+def test_parameters_without_gradient_stay():
+    parameters, start = make_parameters(), make_parameters()
+    group = build_optimizers(list(parameters.items()), Optimizer())
+    group.step(1.0)
+    assert all(torch.equal(parameters[name], start[name]) for name in SHAPES)
+    assert all(state.count_nonzero() == 0 for state in group.state_tensors().values())
+
+
+def test_zero_grad_forgets_all_gradients():
+    parameters = make_parameters()
+    group = build_optimizers(list(parameters.items()), Optimizer())
+    train(parameters, group, range(1))
+    group.zero_grad()
+    assert all(parameter.grad is None for parameter in parameters.values())
+
+
+def test_role_table_covers_all_parameters():
+    parameters = make_parameters()
+    rows = build_optimizers(list(parameters.items()), Optimizer()).role_table()
+    assert sum(row.tensors for row in rows) == len(SHAPES)
+    assert sum(row.parameters for row in rows) == sum(p.numel() for p in parameters.values())
+
+
+BIG = {"layers.0.mlp.experts.gate_up": (4, 96, 100), "lm_head.weight": (80, 130), "norm.weight": (130,)}
+
+
+def trained_with_states(state_dtype, name, steps, **options):
+    generator = torch.Generator().manual_seed(0)
+    parameters = {key: torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for key, shape in BIG.items()}
+    config = Optimizer(name=name, lr=0.01, state_dtype=state_dtype, ns_dtype="float32", weight_decay=0.0, **options)
+    group = build_optimizers(list(parameters.items()), config)
+    train(parameters, group, range(steps))
+    return parameters, group
+
+
+@pytest.mark.parametrize(("state_dtype", "tolerance"), [("bfloat16", 0.02), ("8bit", 0.1)])
+@pytest.mark.parametrize("name", ["Muon", "AdamW"])
+def test_small_states_follow_float32(state_dtype, tolerance, name):
+    start, _ = trained_with_states("float32", name, steps=0)
+    exact, _ = trained_with_states("float32", name, steps=20)
+    rounded, group = trained_with_states(state_dtype, name, steps=20)
+    for key in BIG:
+        # BF16 rounds each state to 2**-9, eight bits to about 2 % of the block's values at the usual sizes.
+        assert (rounded[key] - exact[key]).norm() <= tolerance * (exact[key] - start[key]).norm(), key
+    states = group.state_tensors()
+    stored = sum(state.numel() * state.element_size() for name, state in states.items() if "norm" not in name)
+    entries = sum(torch.Size(shape).numel() for key, shape in BIG.items() if key != "norm.weight")
+    entries += torch.Size(BIG["lm_head.weight"]).numel()
+    if name == "Muon":
+        # One state for experts, two for the head; scales and counts on top.
+        assert stored <= entries * {"bfloat16": 2.001, "8bit": 1.13}[state_dtype]
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("name", ["Muon", "AdamW"])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_offloaded_states_change_no_bit_and_no_name(monkeypatch, tmp_path, place, state_dtype, name):
+    # So small that every parameter is an item of its own.
+    monkeypatch.setattr("glm46.compute.optim.adamw.OFFLOADED_ITEM_BYTES", 1)
+    plain, group = trained_with_states(state_dtype, name, steps=4)
+    keys = {"state_offload": place} | ({"state_offload_folder": str(tmp_path)} if place == "nvme" else {})
+    offloaded, other = trained_with_states(state_dtype, name, steps=4, **keys)
+    assert all(torch.equal(plain[key], offloaded[key]) for key in BIG)
+    states, host = group.state_tensors(), other.state_tensors()
+    assert states.keys() == host.keys()
+    for key in states:
+        assert torch.equal(states[key], host[key]) and states[key].dtype == host[key].dtype, key
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("name", ["Muon", "AdamW"])
+def test_small_states_resume_bit_for_bit(state_dtype, name):
+    first, group = trained_with_states(state_dtype, name, steps=2)
+    second, resumed = trained_with_states(state_dtype, name, steps=0)
+    with torch.no_grad():
+        for key, parameter in second.items():
+            parameter.copy_(first[key])
+        for key, state in resumed.state_tensors().items():
+            state.copy_(group.state_tensors()[key])
+    train(first, group, range(2, 4))
+    train(second, resumed, range(2, 4))
+    assert all(torch.equal(first[key], second[key]) for key in BIG)
+
+
+def test_quantised_values_are_near_and_zero_stays_zero():
+    parameter = torch.zeros(64, 100)
+    state = local_state(make_state("x", parameter, "8bit", True), True)
+    assert state.load().count_nonzero() == 0
+    values = torch.randn(64, 100, generator=torch.Generator().manual_seed(3))
+    state.store(values)
+    # Nearest of 256 levels, spaced by at most 1/64 of the block's largest value near its top.
+    scale = state.scales.repeat_interleave(64, dim=-1)[:, :100]
+    assert ((state.load() - values).abs() / scale).max() <= 1 / 128 + 1e-6
+    state.store(torch.zeros(64, 100))
+    assert state.load().count_nonzero() == 0

@@ -1,0 +1,507 @@
+"""Generation with a cache, in batches, with drafts and by the command line, against generation without a cache."""
+
+import io
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.cells import cell_len
+from transformers import AutoModelForCausalLM
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from glm46.cli import main
+from glm46.compute.model.transformer import Transformer
+from glm46.config.loader import dump_config
+from glm46.config.model import Model
+from glm46.config.presets import resolve_shape
+from glm46.config.run_config import RunConfig
+from glm46.engine.inference import decoder as decoder_module
+from glm46.engine.inference import display, few_tokens, sampling
+from glm46.engine.inference.decoder import Decoder
+from glm46.engine.inference.generation import Continuation, Generation, continue_tokens, decoder_for
+from glm46.engine.inference.sampling import Sampling
+from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.peft_export import export_adapter
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from tests.unit.storage.huggingface.adapters import adapters
+
+TABLE = dict(
+    flavor="debug", hidden_size=32, num_hidden_layers=3, intermediate_size=48, moe_intermediate_size=16,
+    n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+)  # fmt: skip
+PROMPTS = [[5, 1, 4, 1, 3], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3]]
+
+
+def random_model(**changes):
+    torch.manual_seed(1)
+    model = Transformer(resolve_shape(Model.model_validate(TABLE | changes)))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        torch.nn.init.normal_(tensor, 1.0 if name.endswith("norm.weight") else 0.0, 0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def predictable():
+    """A model trained to count in steps of one and two, so that its drafts are often accepted."""
+    torch.manual_seed(0)
+    changes = dict(vocab_size=24, num_hidden_layers=2, num_nextn_predict_layers=2)
+    model = Transformer(resolve_shape(Model.model_validate(TABLE | changes)))
+    for name, parameter in model.named_parameters():
+        torch.nn.init.constant_(parameter, 1.0) if name.endswith("norm.weight") else torch.nn.init.normal_(
+            parameter, 0, 0.1
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(120):
+        step = torch.randint(1, 3, (16, 1))
+        text = (torch.randint(0, 24, (16, 1)) + step * torch.arange(28)) % 24
+        ahead = torch.stack([text[:, k : k + 24] for k in range(1, 4)], 1)
+        sums = model(text[:, :24], labels=ahead[:, 0], mtp_input_ids=ahead[:, :2], mtp_labels=ahead[:, 1:])
+        ((sums.loss + sums.mtp_losses.sum()) / text.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def generate(model, prompts, *, new=20, stop=(), speculative=False, seed=0, **sampling):
+    rows, rounds = [Continuation(prompt, new, seed) for prompt in prompts], 0
+    generation = Generation(
+        decoder_for(model, rows, drafts=speculative), rows, sampling=Sampling(**sampling), stop=frozenset(stop),
+        vocab_size=model.shape.vocab_size - 3,
+    )  # fmt: skip
+    for _ in generation:
+        rounds += 1
+    return [row.text(frozenset(stop)) for row in rows], rounds, rows
+
+
+def without_cache(model, prompt, *, new=20, stop=()):
+    """Generation without a cache."""
+    return continue_tokens(
+        model, prompt, max_new_tokens=new, temperature=0.0, stop=frozenset(stop),
+        vocab_size=model.shape.vocab_size - 3, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_qk_norm": False}, {"sliding_window": 4}, {"num_nextn_predict_layers": 3}]
+)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_cache_batch_and_drafts_do_not_change_greedy_tokens(changes, speculative):
+    model = random_model(vocab_size=61, **changes)
+    want = [without_cache(model, prompt, stop=(13, 14)) for prompt in PROMPTS]
+    batched, _, _ = generate(model, PROMPTS, stop=(13, 14), speculative=speculative)
+    alone = [generate(model, [prompt], stop=(13, 14), speculative=speculative)[0][0] for prompt in PROMPTS]
+    assert batched == alone == want
+    assert any(len(row) == 20 for row in want)
+
+
+def test_hidden_states_with_a_cache_equal_those_of_the_whole_sequence():
+    model = random_model(vocab_size=61, num_nextn_predict_layers=2)
+    tokens = torch.randint(0, 61, (2, 15))
+    with torch.inference_mode(), Decoder(model, batch=2, max_length=16) as decoder:
+        whole = decoder.hidden(tokens, [0, 0])
+    with torch.no_grad():
+        torch.testing.assert_close(model.lm_head(whole), model(tokens), rtol=0, atol=2e-5)  # FP32, logits of order 1
+    with torch.inference_mode(), Decoder(model, batch=2, max_length=16) as decoder:
+        # Rows of different length: 3 and 5 tokens, then pieces of 4, with wrong tokens after the shorter row's end.
+        first = decoder.hidden(torch.stack([tokens[0, :5], tokens[1, :5]]), [0, 0])
+        torch.testing.assert_close(first, whole[:, :5], rtol=0, atol=2e-5)
+        second = decoder.hidden(torch.stack([tokens[0, 3:7], tokens[1, 5:9]]), [3, 5])
+        torch.testing.assert_close(second[0], whole[0, 3:7], rtol=0, atol=2e-5)
+        torch.testing.assert_close(second[1], whole[1, 5:9], rtol=0, atol=2e-5)
+    assert model.layers["0"].self_attn.core.__name__ == "attend"  # the decoder restored the model
+
+
+def first_logits(model, tokens, **options):
+    rows = len(tokens)
+    with torch.inference_mode(), Decoder(model, batch=rows, max_length=4, **options) as decoder:
+        return decoder.logits(decoder.hidden(tokens, [0] * rows))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 65])
+@pytest.mark.parametrize("packed_from", [0, 2**16])
+def test_the_cpu_kernel_equals_the_general_path(rows, packed_from, monkeypatch):
+    model = random_model(vocab_size=61, n_group=2, topk_group=1)
+    tokens = torch.randint(0, 61, (rows, 1))
+    monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
+    monkeypatch.setattr(few_tokens, "_PACKED_FROM_ROWS", 3)
+    outcome = [first_logits(model, tokens, cpu_kernels=kernels) for kernels in (True, False)]
+    torch.testing.assert_close(*outcome, rtol=0, atol=2e-5)  # FP32, logits of order 1
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "layers.0.self_attn.v_proj", "layers.1.self_attn.o_proj", "layers.0.mlp.down_proj", "layers.1.mlp.experts",
+        "layers.2.mlp.shared_experts.up_proj", "lm_head",
+    ],
+)  # fmt: skip
+def test_decoding_uses_a_replaced_product(where):
+    model, tokens = random_model(vocab_size=61), torch.randint(0, 61, (3, 1))
+    before = first_logits(model, tokens)
+    module = model.get_submodule(where)
+    own = module.product
+    module.product = lambda *arguments: 1.5 * own(*arguments)
+    after = first_logits(model, tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(after, model(tokens), rtol=0, atol=2e-5)  # FP32, logits of order 1
+    assert (after - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("packed_from", [0, 2**16])
+@pytest.mark.parametrize("biases", [0, 2])
+def test_a_product_equals_that_of_the_concatenated_weights(packed_from, biases, monkeypatch):
+    monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
+    weights = [torch.randn(size, 24) for size in (5, 12)]
+    added = [torch.randn(5), torch.randn(12)] if biases else [None, None]
+    product = few_tokens.Product(*weights, biases=added)
+    for rows in (1, 2, 3, 8, 9):
+        x = torch.randn(rows, 24)
+        want = torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True)], 1)
+        got = product(x)
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-5)  # FP32 sums of 24 numbers of order 1
+
+
+def test_drafts_equal_the_predictions_in_training(predictable):
+    text = torch.randint(0, 24, (1, 14))
+    ahead = torch.stack([text[:, k : k + 11] for k in range(1, 4)], 1)
+    sums = predictable(text[:, :11], labels=ahead[:, 0], mtp_input_ids=ahead[:, :2], mtp_labels=ahead[:, 1:])
+    with torch.inference_mode(), Decoder(predictable, batch=1, max_length=16, drafts=True) as decoder:
+        hidden = decoder.hidden(text[:, :11], [0])
+        for k in range(2):
+            hidden = torch.cat(
+                [decoder.draft_hidden(k, hidden[:, i : i + 1], text[:, i + k + 1 : i + k + 2], [i]) for i in range(11)],
+                1,
+            )
+            assert torch.equal(decoder.logits(hidden).argmax(-1), sums.predictions[k + 1])
+
+
+@pytest.mark.parametrize("prompts", [[[0, 1, 2, 3]], [[0, 1, 2, 3], [4, 6, 8, 10, 12, 14], [20, 22, 0]]])
+def test_good_drafts_save_rounds_and_keep_all_tokens(predictable, prompts):
+    plain, rounds, _ = generate(predictable, prompts, new=24)
+    fast, fewer, rows = generate(predictable, prompts, new=24, speculative=True)
+    assert fast == plain and plain[0][:4] == [4, 5, 6, 7]
+    assert rounds == 24 and fewer <= 16
+    assert all(0 < row.accepted <= row.drafted for row in rows)
+    assert 0.4 * sum(row.drafted for row in rows) < sum(row.accepted for row in rows)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_when_drawing(predictable):
+    options = dict(temperature=1.5, top_k=12, seed=3)
+    for speculative in (False, True):
+        batched, _, _ = generate(predictable, PROMPTS[:2] * 2, speculative=speculative, **options)
+        alone = [generate(predictable, [p], speculative=speculative, **options)[0][0] for p in PROMPTS[:2]]
+        assert batched == alone * 2
+    assert generate(predictable, PROMPTS[:1], temperature=1.5, seed=4)[0] != batched[:1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02)],
+    ids=str,
+)
+def test_filters_equal_transformers(options):
+    logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(0))
+    ours = sampling.scores(logits, Sampling(temperature=0.8, **options)).softmax(-1)
+    theirs = TemperatureLogitsWarper(0.8)(None, logits[None])
+    for key, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        if key in options:
+            theirs = warper(options[key])(None, theirs)
+    torch.testing.assert_close(ours, theirs.softmax(-1)[0], rtol=1e-5, atol=1e-7)
+
+
+def test_random_numbers_are_those_of_splitmix64():
+    # The first output of seed 0 in the implementation by its author; a state of 0 then adds the constant of one step.
+    assert sampling._mixed(torch.tensor([0])).item() % 2**64 == 0xE220A8397B1DCDAF
+    assert [sampling.signed(seed) for seed in (0, 2**63 - 1, 2**63, 2**64 - 1, -1)] == [0, 2**63 - 1, -(2**63), -1, -1]
+    seeds, positions = torch.arange(200).unsqueeze(1), torch.arange(200)
+    numbers = sampling.uniform(seeds, positions)
+    assert numbers.min() >= 0 and numbers.max() < 1 and numbers.unique().numel() == numbers.numel()
+    # Four standard errors: of the mean of 40,000 numbers, and of the correlation of neighbours in either direction.
+    assert abs(numbers.mean() - 0.5) < 4 * 12**-0.5 / 200
+    for lines in (numbers, numbers.t()):
+        pair = torch.stack([lines[:, :-1].flatten(), lines[:, 1:].flatten()])
+        assert abs(torch.corrcoef(pair)[0, 1]) < 4 / 200
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_frequencies_are_the_probabilities_of_the_model(predictable, speculative):
+    """The first two tokens after a prompt, together, by a chi-square test; their log-probabilities exactly."""
+    rows = [Continuation([3, 4], 2, seed) for seed in range(2_500)]
+    rules = {"sampling": Sampling(2.0), "stop": frozenset(), "vocab_size": 21}
+    decoder = Decoder(predictable, batch=64, max_length=8, drafts=speculative)
+    Generation(decoder, rows, **rules).run()
+    with torch.no_grad():
+        ahead = torch.tensor([[3, 4, token] for token in range(21)])
+        logprobs = (predictable(ahead)[..., :21] / 2.0).log_softmax(-1)
+    wanted = (logprobs[0, 1].unsqueeze(1) + logprobs[:, 2]).exp()
+    drawn = torch.zeros(21, 21)
+    for row in rows:
+        drawn[row.tokens[0], row.tokens[1]] += 1
+        exact = [logprobs[0, 1, row.tokens[0]], logprobs[row.tokens[0], 2, row.tokens[1]]]
+        assert row.logprobs == pytest.approx([x.item() for x in exact], abs=2e-5)  # FP32, logits of order 10
+    common = wanted * len(rows) >= 5  # the approximation holds for expected counts from about 5 on
+    found = torch.cat([drawn[common], drawn[~common].sum()[None]])
+    expected = torch.cat([wanted[common], wanted[~common].sum()[None]]) * len(rows)
+    chi_square, freedom = ((found - expected) ** 2 / expected).sum(), len(found) - 1
+    assert freedom > 20 and chi_square < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations
+
+
+def test_a_continuation_does_not_depend_on_rows_neighbours_or_drafts_and_can_be_resumed():
+    model = random_model(vocab_size=61, num_nextn_predict_layers=1)
+    requests = [(PROMPTS[i % 4], 5 + 3 * i % 11, 100 + i) for i in range(23)]
+    rules = {"sampling": Sampling(0.8), "stop": frozenset({13, 14, 20, 31}), "vocab_size": 58}
+
+    def drawn(numbers, rows, drafts=False):
+        found = [Continuation(*requests[number]) for number in numbers]
+        decoder = Decoder(model, batch=rows, max_length=40, drafts=drafts)
+        Generation(decoder, found, **rules).run()
+        return {number: one for number, one in zip(numbers, found, strict=True)}
+
+    alone = {number: drawn([number], 1)[number] for number in range(23)}
+    assert {one.finish for one in alone.values()} == {"stop", "length"}
+    assert all((one.tokens[-1] in rules["stop"]) == (one.finish == "stop") for one in alone.values())
+    for numbers, rows, drafts in ((range(23), 16, False), (range(22, -1, -1), 5, False), (range(23), 6, True)):
+        for number, one in drawn(list(numbers), rows, drafts).items():
+            assert (one.tokens, one.finish) == (alone[number].tokens, alone[number].finish)
+            assert one.logprobs == pytest.approx(alone[number].logprobs, abs=2e-5)  # FP32, logits of order 1
+    for prompt, new, seed in requests[:4]:
+        first = Continuation(prompt, 3, seed)
+        Generation(Decoder(model, batch=1, max_length=40), [first], **rules).run()
+        rest = Continuation([*prompt, *first.tokens], new - 3, seed)
+        Generation(Decoder(model, batch=1, max_length=40), [rest], **rules).run()
+        whole = next(one for one in alone.values() if one.seed == seed)
+        assert first.finish == "stop" or first.tokens + rest.tokens == whole.tokens
+
+
+def test_equal_prompts_are_computed_once_and_long_ones_in_portions(monkeypatch):
+    model = random_model(vocab_size=61)
+    rows = [Continuation(PROMPTS[i // 6], 4, i) for i in range(24)]
+    decoder, computed = Decoder(model, batch=5, max_length=40), []
+    fill = decoder.fill
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
+    monkeypatch.setattr(decoder, "fill", lambda prompts, rows: computed.extend(prompts) or fill(prompts, rows))
+    Generation(decoder, rows, sampling=Sampling(1.0), stop=frozenset(), vocab_size=58).run()
+    assert computed == [prompt for prompt in PROMPTS if len(prompt) > 1]
+
+
+@pytest.mark.parametrize("cpu_kernels", [False, True])
+def test_recorded_experts_are_those_that_the_model_chooses(cpu_kernels):
+    model = random_model(vocab_size=61, num_nextn_predict_layers=1)
+    rows = [Continuation(PROMPTS[i % 4], 3 + i % 5, i) for i in range(11)]
+    decoder = Decoder(model, batch=4, max_length=24, drafts=True, record=True, cpu_kernels=cpu_kernels)
+    Generation(decoder, rows, sampling=Sampling(1.0), stop=frozenset(), vocab_size=58).run()
+    chosen = []
+    for layer in model.layers.values():
+        if not layer.is_dense:
+            layer.mlp.router.register_forward_hook(lambda module, inputs, routing: chosen.append(routing.experts))
+    for row in rows:
+        chosen.clear()
+        with torch.no_grad():
+            model(torch.tensor([[*row.prompt, *row.tokens[:-1]]]))
+        assert torch.equal(row.routes.long().sort(-1).values, torch.stack(chosen, 1).sort(-1).values)
+
+
+def test_a_stop_request_ends_all_continuations_with_what_they_have():
+    model, asked = random_model(vocab_size=61), iter(range(100))
+    rows = [Continuation(PROMPTS[0], new, 0) for new in (2, 30, 30, 30)]
+    rules = {"sampling": Sampling(), "stop": frozenset(), "vocab_size": 58}
+    generation = Generation(decoder_for(model, rows[:3]), rows, **rules, is_stopped=lambda: next(asked) == 5)
+    assert sum(1 for _ in generation) == 5
+    assert [(one.finish, len(one.tokens), len(one.logprobs)) for one in rows] == [
+        ("length", 2, 2), ("abort", 5, 5), ("abort", 5, 5), ("abort", 3, 3),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same random model as a step folder and as a Hugging Face folder."""
+    folder, model, tokenizer = tmp_path_factory.mktemp("models"), random_model(), load_tokenizer("builtin")
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    meta = {"config": dump_config(RunConfig(model=Model.model_validate(TABLE)))}
+    CheckpointManager(folder, keep_latest_k=0).save(1, stored, meta)
+    config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
+    files = files_beside_weights(tokenizer, max_length=64)
+    options = ExportOptions(dtype=torch.float32, other_files=files)
+    export_weights(folder / "hf", model.shape, config, tensors, options=options)
+    return folder / "step-000001", folder / "hf", model
+
+
+def test_greedy_tokens_equal_transformers_generate(folders):
+    _, hf, model = folders
+    theirs = AutoModelForCausalLM.from_pretrained(hf)
+    for prompt in PROMPTS[:2]:
+        want = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        for speculative in (False, True):
+            (row,) = rows = [Continuation(prompt, 24)]
+            decoder = decoder_for(model, rows, drafts=speculative)
+            Generation(decoder, rows, sampling=Sampling(), stop=frozenset(), vocab_size=8192).run()
+            assert prompt + row.tokens == want[0].tolist()
+
+
+@pytest.mark.parametrize("options", [[], ["--speculative"], ["--temperature", "0.9", "--top-p", "0.8"], ["--chat"]])
+def test_command_gives_the_same_text_from_both_kinds_of_folder(options, folders, capsys):
+    step, hf, _ = folders
+    texts = []
+    for source in (["--checkpoint", str(step)], ["--model", str(hf)]):
+        assert main(["generate", *source, "--prompt", "def f(", "--max-new-tokens", "12", *options]) == 0
+        out = capsys.readouterr()
+        texts.append(out.out)
+        assert "12 tokens" in out.err and "tokens/s" in out.err
+    assert texts[0] == texts[1] and texts[0].strip()
+    assert main(["generate", *source, "--prompt", "def f(", "--prompt", "x", "--max-new-tokens", "12", *options]) == 0
+    assert texts[0].strip("\n") in capsys.readouterr().out
+
+
+def test_an_adapter_in_memory_gives_the_text_of_the_merged_folder(folders, tmp_path, capsys):
+    step, hf, model = folders
+    adapter, out = str(tmp_path / "adapter"), str(tmp_path / "merged")
+    export_adapter(tmp_path / "adapter", model.shape, adapters(shape=model.shape, dora=True), scale=1.0, base=str(hf))
+    assert main(["convert", "merge", "--base", str(hf), "--adapter", adapter, "--output", out]) == 0
+    capsys.readouterr()
+    texts = []
+    for source in (["--model", out], ["--checkpoint", str(step), "--adapter", adapter], ["--model", str(hf)]):
+        assert main(["generate", *source, "--prompt", "def f(", "--max-new-tokens", "6"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("where", ["terminal", "log"])
+def test_progress_of_a_batch_is_shown_and_does_not_change_its_text(where, folders, capsys, monkeypatch):
+    command = ["generate", "--model", str(folders[1]), "--max-new-tokens", "12", "--seed", "3", "--temperature", "2"]
+    command += [word for text in ("def f(", "x", "中文") for word in ("--prompt", text)]
+    assert main(command) == 0
+    plain = capsys.readouterr()
+    assert plain.err.count("\n") == 1 and plain.out.count("--- prompt ") == 3
+    monkeypatch.setattr(display, "_SECONDS_PER_VIEW", 0.0)
+    monkeypatch.setattr(display, "_SECONDS_PER_LINE", 0.0)
+    stream = Terminal() if where == "terminal" else io.StringIO()
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert main(command) == 0
+    shown = stream.getvalue()
+    assert capsys.readouterr().out == plain.out
+    assert "6 tokens of at most 36, " in shown and "at most 0 s left, 0 of 3 prompts done" in shown
+    assert "36 tokens, first after " in shown.splitlines()[-1] and "3 of 3 prompts done" in shown
+    if where == "terminal":
+        text = plain.out.split("--- prompt 2\n")[1].split("\n--- prompt 3")[0]
+        assert (
+            "".join(c if c.isprintable() else " " for c in text).rstrip()[-20:] in shown
+        )  # the end of a row, last drawn
+        assert all(cell_len(line) <= 100 for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()[:-1])
+    else:
+        assert len(shown.splitlines()) == 13 and "\x1b" not in shown
+
+
+def test_a_row_ends_at_a_stop_token(folders, capsys):
+    command = ["generate", "--model", str(folders[1]), "--prompt", "def f(", "--max-new-tokens"]
+    assert main([*command, "1"]) == 0
+    first = capsys.readouterr().out[:-1]
+    assert first and main([*command, "12", "--stop-token", "<think>", "--stop-token", first]) == 0
+    said = capsys.readouterr()
+    assert said.out == "\n" and said.err.startswith("0 tokens")
+
+
+def test_the_benchmark_runs_a_folder_on_text_with_and_without_drafts(folders, capsys):
+    step, hf, _ = folders
+    for folder in (step, hf):
+        command = ["benchmark", "generate", "--model", str(folder), "--batch", "2", "--new-tokens", "4"]
+        assert main([*command, "--speculative", "--rounds", "1", "--threads", "1"]) == 0
+        out = capsys.readouterr().out
+        assert f"greedy decoding of {folder}, batch 2" in out and "drafts accepted" in out
+    assert main([*command, "--samples", "2", "--rounds", "1", "--threads", "1"]) == 0
+    assert f"2 samples per prompt at temperature 1 of {folder}, batch 2" in capsys.readouterr().out
+    assert main([*command, "--samples", "3"]) == 2
+    assert "--batch 2: must be a multiple of --samples 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--temperature", "-1", "--top-p", "0"], ["--temperature -1.0", "--top-p 0.0"]),
+        (["--top-k", "5"], ["set a --temperature"]),
+        (["--system", "x"], ["belong to --chat"]),
+        (["--prompt", ""], ["--prompt 2 of 2 is empty"]),
+        (["--temperature", "nan"], ["--temperature nan"]),
+        (["--temperature", "inf"], ["--temperature inf"]),
+        (["--seed", "1" + "0" * 20], ["--seed 1000", "must be between"]),
+        (["--prompt", "a\udcffb"], [r"--prompt 'a\udcffb'", "not UTF-8"]),
+        (["--chat", "--system", "\udcff"], ["--system", "not UTF-8"]),
+        (["--tokenizer", "nowhere"], ["no such file"]),
+        (["--max-new-tokens", "2048"], ["2048 after a prompt of 1 tokens", "2048 positions"]),
+        (["--stop-token", "two tokens"], ["--stop-token 'two tokens'", "give a text that is one"]),
+        (["--device", "nonsense"], ["--device nonsense: unknown device; use cpu"]),
+        (["--device", "meta"], ["--device meta: glm46 runs on"]),
+        (["--device", "cuda:99"], ["--device cuda:99: torch finds"]),
+        (["--prompt", "x" * 20_000], ["positions (max_position_embeddings)"]),
+    ],
+)
+def test_mistakes_are_named_with_exit_code_2(arguments, words, folders, capsys):
+    assert main(["generate", "--model", str(folders[1]), "--prompt", "x", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words)
+
+
+def test_a_path_that_is_not_a_model_folder_is_named(folders, tmp_path, capsys):
+    for option, folder, words in (
+        ("--model", tmp_path / "none", "none: no such folder"),
+        ("--checkpoint", tmp_path, "neither a Hugging Face folder (config.json) nor a step folder"),
+        ("--checkpoint", folders[0].parent, f"it holds steps; give one of them, such as {folders[0]}"),
+        ("--model", folders[1] / "config.json", "config.json: is a file; give its folder"),
+    ):
+        assert main(["generate", option, str(folder), "--prompt", "x"]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "width, dtype, words",
+    [(18, "float32", ["multiple of 4", "can be converted"]), (20, "bfloat16", ["multiple of 8", "use float32"])],
+)
+def test_widths_that_grouped_mm_refuses_are_named_and_still_converted(width, dtype, words, tmp_path, capsys):
+    model, tokenizer = random_model(moe_intermediate_size=width), load_tokenizer("builtin")
+    config = config_of(model.shape, None, eos_ids=[0], dtype="bfloat16")
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    options = ExportOptions(other_files=files_beside_weights(tokenizer, max_length=64))
+    export_weights(tmp_path / "hf", model.shape, config, tensors, options=options)
+    assert main(["convert", "from-hf", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
+    for source in (["--model", str(tmp_path / "hf")], ["--checkpoint", str(tmp_path / "in/step-000000")]):
+        assert main(["generate", *source, "--prompt", "x", "--dtype", dtype]) == 2
+        error = capsys.readouterr().err
+        assert all(word in error for word in (source[1], f"moe_intermediate_size = {width}", *words))
+
+
+def test_speculation_needs_prediction_layers(folders, tmp_path, capsys):
+    model = random_model(num_nextn_predict_layers=0)
+    config = config_of(model.shape, None, eos_ids=[0], dtype="bfloat16")
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    export_weights(tmp_path / "hf", model.shape, config, tensors)
+    command = ["generate", "--model", str(tmp_path / "hf"), "--tokenizer", "builtin", "--prompt", "x"]
+    assert main([*command, "--speculative"]) == 2
+    assert "no prediction layers" in capsys.readouterr().err
+    assert main([*command, "--max-new-tokens", "1"]) == 0
+
+
+def test_chat_refuses_a_folder_with_the_template_of_another_model(folders, tmp_path, capsys):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folders[1] / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    command = ["generate", "--model", str(folders[1]), "--tokenizer", str(tmp_path), "--prompt", "x"]
+    assert main([*command, "--max-new-tokens", "1"]) == 0
+    assert main([*command, "--chat"]) == 2
+    assert "chat_template.jinja: this chat template is not that of GLM-4.5" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""Writes in a thread: in order, waited for, and no longer than a moment where storage does not answer."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from glm46.engine.observe import writes
+from glm46.engine.observe.console import ConsoleView
+from glm46.engine.observe.heartbeat import Heartbeat, os, read_heartbeat
+from glm46.engine.observe.history import LineFile, read_history
+from glm46.engine.observe.report import Report
+from glm46.engine.observe.writes import Writes
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(writes, "_PATIENCE_SECONDS", 0.3)
+
+
+def test_calls_are_made_in_order_and_waited_for():
+    made, thread = [], Writes("test", most_waiting=100)
+    for number in range(50):
+        thread.make(lambda number=number: made.append(number))
+        assert made == list(range(number + 1))
+    thread.close()
+
+
+def test_an_error_reaches_the_caller_and_every_later_one(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    made, thread = [], Writes("test", most_waiting=100)
+    with pytest.raises(ZeroDivisionError):
+        thread.make(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        thread.make(lambda: made.append(1))
+    thread.close()
+    assert made == []
+
+
+def test_a_call_that_stalls_is_waited_for_once_and_the_oldest_of_too_many_are_dropped():
+    made, answers, thread = [], threading.Event(), Writes("test", most_waiting=3)
+    began = time.monotonic()
+    thread.make(answers.wait)
+    for number in range(10):
+        thread.make(lambda number=number: made.append(number))
+    assert 0.3 <= time.monotonic() - began < 2.0 and made == []
+    threading.Timer(0.2, answers.set).start()
+    thread.finish()
+    assert made == [7, 8, 9]
+    thread.make(lambda: made.append(10))  # waited for again
+    assert made == [7, 8, 9, 10]
+    thread.close()
+
+
+def test_the_end_of_a_run_waits_for_storage_a_while_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writes, "_END_SECONDS", 0.5)
+    answers, append, put = threading.Event(), LineFile._append, os.pwrite
+    report = Report(tmp_path, is_main=True, tensorboard_folder=None, total_tokens=99)
+    beat = Heartbeat(tmp_path, is_main=True)
+    monkeypatch.setattr(LineFile, "_append", lambda *call: (answers.wait(), append(*call)))
+    monkeypatch.setattr(os, "pwrite", lambda *call: answers.wait() and put(*call))
+    report.message("the last words")
+    beat.stops()
+    began = time.monotonic()
+    beat.close()
+    report.close()
+    assert 1.0 <= time.monotonic() - began < 5.0
+    assert f"{tmp_path}: storage does not answer" in capsys.readouterr().out.replace("\n", "")
+    answers.set()  # the threads are left behind, and end once it answers
+    deadline = time.monotonic() + 10
+    while "the last words" not in (tmp_path / "log.txt").read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "the last words" in (tmp_path / "log.txt").read_text() and read_heartbeat(tmp_path).phase == "stop"
+
+
+def test_storage_that_stalls_holds_no_step_up_and_loses_no_row(tmp_path, monkeypatch):
+    answers, append, put = threading.Event(), LineFile._append, os.pwrite
+    answers.set()
+    monkeypatch.setattr(LineFile, "_append", lambda *call: (answers.wait(), append(*call)))
+    monkeypatch.setattr(os, "pwrite", lambda *call: answers.wait() and put(*call))
+    report = Report(tmp_path, is_main=True, tensorboard_folder=None, total_tokens=99, console=ConsoleView(99))
+    beat = Heartbeat(tmp_path, is_main=True)
+    beat.begins(step=0, tokens=0, budget=99, save_interval=None, info={})
+
+    def train(steps: range) -> None:
+        for step in steps:
+            row = {"step": step, "tokens": step, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_second": 5.0}
+            report.train(row)
+            beat.step(step, step, was_skipped=False, is_finite=True, loss=1.0)
+
+    def written() -> list[int]:
+        return [row["step"] for row in read_history(tmp_path / "metrics.jsonl")]
+
+    train(range(1, 4))
+    assert written() == [1, 2, 3] and read_heartbeat(tmp_path).step == 3
+    answers.clear()
+    began = time.monotonic()
+    train(range(4, 54))
+    assert time.monotonic() - began < 3.0 and written() == [1, 2, 3]
+    answers.set()
+    report.finish_writes()
+    beat.close()
+    assert written() == list(range(1, 54)) and read_heartbeat(tmp_path).step == 53
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == 1.0
+    report.close()
+    assert [line for line in (tmp_path / "log.txt").read_text().splitlines() if "loss" in line][49:]

@@ -1,0 +1,196 @@
+"""The hang report on GPUs: flight recorders of NCCL and gloo, as torch 2.11 wrote them on an H100 and torch 2.14 on a
+CPU, from 8 and 64 ranks with one fault, and the rank that the report names."""
+
+import json
+import sys
+import threading
+
+import pytest
+from torch.distributed.flight_recorder.components.types import Op
+
+from glm46.compat import flight_recorders
+from glm46.engine.reliability import hang_report
+from glm46.engine.reliability.hang_report import collectives_here, describe_hang, find_culprits, innermost_frames
+
+GUILTY = 3
+
+
+def entry(
+    group: str, name: str, number: int, state: str, *, p2p: int = 0, sizes=((1024,),), timed: bool = True
+) -> dict:
+    started = 5 * (timed and state != "scheduled")
+    return {
+        "collective_seq_id": number, "input_dtypes": ["Float"] * len(sizes), "input_sizes": [list(s) for s in sizes],
+        "is_p2p": "->" in name or "<-" in name, "op_id": number, "output_dtypes": ["Float"], "output_sizes": [[1024]],
+        "p2p_seq_id": p2p, "pg_id": 0, "process_group": [group, "mesh"], "profiling_name": name, "record_id": number,
+        "retired": state == "completed", "state": state, "thread_id": "1", "thread_name": "python3",
+        "time_created_ns": 4, "time_discovered_completed_ns": 6 * (state == "completed"),
+        "time_discovered_started_ns": started, "timeout_ms": 1800000,
+    }  # fmt: skip
+
+
+def gloo(number: int, *, waits: bool) -> dict:
+    """gloo never changes a state, and fills pg_config with nothing."""
+    entries = [entry("0", "gloo:all_reduce", n, "scheduled", timed=False) for n in range(1, number + 1)]
+    for each in entries:
+        each["retired"] = not waits or each is not entries[-1]
+    return {"pg_config": {"": {"desc": "", "name": "", "ranks": "[0, 1]"}}, "entries": entries, "version": "2.10"}
+
+
+class Rank:
+    """A rank of nodes of 8: `ep` inside a node, `shard` over the nodes; groups of one axis share their name."""
+
+    def __init__(self, rank: int, size: int):
+        node = rank // 8
+        self.rank, self.gloo = rank, gloo(12, waits=False)
+        self.stack = ["glm46/engine/training/named_sums.py:57 to_host waits for the device"]
+        self.groups = {"1": [*range(8 * node, 8 * node + 8)], "2": [*range(rank % 8, size, 8)], "3": [*range(size)]}
+        self.entries = [entry(group, "nccl:all_gather", n, "completed") for group in self.groups for n in (1, 2)]
+
+    def launch(self, group: str, name: str, number: int, state: str, **options) -> None:
+        self.entries.append(entry(group, name, number, state, **options))
+
+    def answer(self, monkeypatch) -> dict:
+        config = {
+            str(i): {"name": n, "desc": "mesh", "ranks": json.dumps(r)} for i, (n, r) in enumerate(self.groups.items())
+        }
+        nccl = {"pg_config": config, "entries": self.entries, "version": "2.10"}
+        traces = {"gloo": json.dumps(self.gloo), "nccl": json.dumps(nccl)}
+        monkeypatch.setattr(hang_report, "flight_recorders", lambda: traces)
+        return {"operation": "training step", "step": 7, "stack": self.stack} | collectives_here()[0]
+
+
+def stuck_kernel(rank: Rank) -> None:
+    """All hosts have launched the same; on one GPU a kernel in front of the exchange does not end."""
+    peers = GUILTY in rank.groups["1"]
+    rank.launch("1", "nccl:all_to_all", 3, "scheduled" if rank.rank == GUILTY else "started" if peers else "completed")
+    rank.launch("3", "nccl:all_reduce", 3, "scheduled" if peers else "started")
+
+
+def stuck_port(rank: Rank) -> None:
+    """Both collectives that the GPU with a dead port runs at once: inside its node, and over the nodes."""
+    for group in ("1", "2"):
+        rank.launch(group, "nccl:_all_gather_base", 3, "started" if GUILTY in rank.groups[group] else "completed")
+    rank.launch("3", "nccl:all_reduce", 3, "scheduled" if GUILTY in rank.groups["1"] + rank.groups["2"] else "started")
+
+
+def other_collective(rank: Rank) -> None:
+    rank.launch("3", "nccl:_reduce_scatter_base" if rank.rank == GUILTY else "nccl:all_reduce", 3, "started")
+
+
+def other_size(rank: Rank) -> None:
+    rank.launch("3", "nccl:all_reduce", 3, "started", sizes=((7,),) if rank.rank == GUILTY else ((8,),))
+
+
+def dead_loader(rank: Rank) -> None:
+    """The others wait in the agreement on the step, in gloo, with nothing left to do on the GPU."""
+    rank.gloo = gloo(12 if rank.rank == GUILTY else 13, waits=rank.rank != GUILTY)
+    rank.stack = (
+        ["glm46/storage/data/loader.py:9 next"] if rank.rank == GUILTY else ["torch/distributed/x.py:9 all_reduce"]
+    )
+
+
+def in_python(rank: Rank) -> None:
+    """One rank's host launches nothing more; the other GPUs of its node run the exchange and wait."""
+    if rank.rank == GUILTY:
+        rank.stack = ["glm46/compute/model/block.py:9 forward"]
+        return
+    peers = GUILTY in rank.groups["1"]
+    rank.launch("1", "nccl:all_to_all", 3, "started" if peers else "completed")
+    rank.launch("3", "nccl:all_reduce", 3, "scheduled" if peers else "started")
+
+
+def pipeline(rank: Rank, *, batched: bool = False) -> None:
+    """Each rank of a node receives from the one before it, up to the guilty one, which sends nothing."""
+    place, node = rank.rank % 8, rank.rank - rank.rank % 8
+    if node or place <= GUILTY:
+        return
+    name, state = f"nccl:recv {place}<-{place - 1}", "started"
+    rank.launch("1", name, 2, "scheduled" if batched else state, p2p=1)
+    if batched:
+        rank.launch("1", "nccl:coalesced", 2, state, p2p=1, sizes=())
+
+
+def batched_pipeline(rank: Rank) -> None:
+    pipeline(rank, batched=True)
+
+
+FAULTS = (stuck_kernel, stuck_port, other_collective, other_size, dead_loader, in_python, pipeline, batched_pipeline)
+
+
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
+def test_the_rank_at_fault_is_named(fault, size, monkeypatch):
+    answers = {}
+    for number in range(size):
+        rank = Rank(number, size)
+        fault(rank)
+        answers[number] = rank.answer(monkeypatch)
+    # On one node the collective over nodes has one rank: what is stuck is one group, of eight equal ranks.
+    found = [] if fault is stuck_port and size == 8 else [GUILTY]
+    assert find_culprits(answers, size) == found
+    if not found:
+        text = describe_hang(answers, [], {}, 9.0, "hang")
+        assert "no rank can be told" in text and "8 ranks, the first is 0, are all in nccl:_all_gather_base" in text
+    hidden = {number: answer | {"collectives": {}, "peers": []} for number, answer in answers.items()}
+    seen = [GUILTY] if fault in (dead_loader, in_python) else []
+    assert find_culprits(hidden, size) == seen  # by the frames: who waits for the device is not accused
+
+
+def test_without_timing_what_the_host_has_launched_counts(monkeypatch):
+    """All GPUs look alike behind a stuck kernel then, and none is named; a host that launches nothing still is."""
+    for fault, found in ((stuck_kernel, []), (in_python, [GUILTY])):
+        answers = {}
+        for number in range(8):
+            rank = Rank(number, 8)
+            fault(rank)
+            for each in rank.entries:
+                each["time_discovered_started_ns"] = 0
+                each["state"] = {"started": "scheduled"}.get(each["state"], each["state"])
+            answers[number] = rank.answer(monkeypatch)
+        assert find_culprits(answers, 8) == found
+
+
+def test_more_than_half_are_not_accused():
+    answers = {rank: {"stack": ["glm46/compute/model/block.py:9 forward"], "collectives": {}} for rank in range(4)}
+    assert find_culprits(answers, 4) == []
+    answers |= {rank: {"stack": ["torch/x.py:1 wait"], "collectives": {}} for rank in (0, 1)}
+    assert find_culprits(answers, 4) == [2, 3]
+
+
+def test_torch_reads_the_dumps_of_these_tests():
+    """Its own analyser names the fields that this module writes."""
+    for name, options in (
+        ("nccl:all_reduce", {}),
+        ("nccl:send 0->1", {"p2p": 1}),
+        ("gloo:all_reduce", {"timed": False}),
+    ):
+        event = entry("1", name, 3, "started", **options)
+        op = Op(event, {"1": {0, 1}}, "1")
+        assert op.state == "started" and op.collective_seq_id == 3
+    assert flight_recorders().keys() == {"gloo", "nccl"}
+
+
+@pytest.mark.parametrize("method", ["cpu", "item", "tolist", "synchronize", "numel"])
+def test_a_frame_that_waits_for_the_device_says_so(method):
+    """A method in C has no frame: the code of its caller names it, also within other calls and several lines."""
+    begun, end = threading.Event(), threading.Lock()
+
+    class Blocks:
+        cpu = item = tolist = synchronize = numel = property(lambda self: end.acquire)
+
+    calls = {name: compile(f"x = [1, (\nt.{name}())]", "glm46/a.py", "exec") for name in dir(Blocks) if name[0] != "_"}
+
+    def work() -> None:
+        begun.set()
+        exec(calls[method], {"t": Blocks()})
+
+    end.acquire()
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    while not (frames := innermost_frames(sys._current_frames()[thread.ident]))[0].startswith("glm46/a.py:2"):
+        pass
+    end.release()
+    thread.join()
+    assert frames[0] == "glm46/a.py:2 <module>" + " waits for the device" * (method != "numel")

@@ -1,0 +1,71 @@
+"""Runs in FP8: they repeat, resume, and hand their checkpoints to runs in higher precision and back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from glm46.config.float8 import Float8
+from glm46.config.float8_layers import describe_float8
+from glm46.config.presets import PRESETS
+from glm46.tasks.pretrain.task import train
+
+TENSORWISE = {"recipe_name": "tensorwise", "experts_recipe_name": "rowwise", "emulate": True}
+GATHERED = TENSORWISE | {"enable_fsdp_float8_all_gather": True}
+
+
+def run(make_config, folder: Path, steps: int, float8: dict, dtype: str = "float32") -> tuple[list[float], dict]:
+    """Losses of all steps in this folder, and the tensors of its last checkpoint."""
+    config = make_config(
+        job={"dump_folder": str(folder)},
+        training={"steps": steps, "mixed_precision_param": dtype},
+        optimizer={"name": "Muon", "ns_dtype": "float32"},
+        lr_scheduler={"total_tokens": 1000},  # the same rates, however many steps
+        checkpoint={"interval": 100, "last_save_in_hf": True},
+        float8=float8,
+    )
+    assert train(config) == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (exported,) = folder.rglob("*.safetensors")
+    return [row["loss"] for row in rows if "loss" in row], load_file(exported)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_goes_from_fp8_to_higher_precision_and_back(make_config, tmp_path, dtype):
+    through, weights = run(make_config, tmp_path / "through", 6, GATHERED, dtype)
+    first, _ = run(make_config, tmp_path / "stopped", 3, GATHERED, dtype)
+    assert first == through[:3]
+    shutil.rmtree(next((tmp_path / "stopped").rglob("*.safetensors")).parent)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "other")
+    again, same = run(make_config, tmp_path / "stopped", 6, GATHERED, dtype)
+    assert again == through and all((same[name] == weights[name]).all() for name in weights)
+    # Without FP8 the next step sees the same weights: it differs by what FP8 rounds, and no more.
+    plain, _ = run(make_config, tmp_path / "other", 4, {}, dtype)
+    assert plain[3] != through[3] and plain[3] == pytest.approx(through[3], rel=0.02)
+    shutil.rmtree(next((tmp_path / "other").rglob("*.safetensors")).parent)
+    back, _ = run(make_config, tmp_path / "other", 6, TENSORWISE, dtype)
+    assert len(back) == 6 and back[:4] == plain and back[-1] < back[0]
+
+
+@pytest.mark.slow
+def test_gathering_in_fp8_changes_no_bit(make_config, tmp_path):
+    """On one rank: the scale of a whole weight is the same before and after the gather."""
+    losses, weights = run(make_config, tmp_path / "gathered", 3, GATHERED)
+    expected, others = run(make_config, tmp_path / "plain", 3, TENSORWISE)
+    assert losses == expected
+    assert all((weights[name] == others[name]).all() for name in others)
+
+
+def test_the_start_message_says_what_is_converted_and_why_the_rest_is_not():
+    text = describe_float8(PRESETS["debug"], Float8(recipe_name="rowwise", filter_fqns=("k_proj", "mtp.")), tp=1)
+    assert text == (
+        "rowwise for 24 of 36 linear layers; not converted: embedding, router and output head by design; k_proj by "
+        'filter_fqns "k_proj"; eh_proj, q_proj, v_proj, o_proj, gate_proj, up_proj, down_proj by filter_fqns "mtp."; '
+        "routed experts, because experts_recipe_name is absent"
+    )
+    text = describe_float8(PRESETS["debug"], Float8(filter_min_features=200, **GATHERED), tp=1)
+    assert text.startswith("tensorwise for ") and "gathered in FP8, rowwise for the routed experts, emulated" in text
+    assert "by filter_min_features = 200" in text

@@ -1,0 +1,77 @@
+"""A run leaves a Hugging Face folder, and another run starts from it where the first one was."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from glm46.config.errors import UserError
+from glm46.config.loader import load_config
+from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.tasks.pretrain.task import train
+
+
+@pytest.mark.slow
+def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_config, tmp_path):
+    first = make_config(
+        checkpoint={"last_save_in_hf": True},
+        validation={"enable": True, "freq": 4},
+        training={"steps": 4},
+        moe={"balance": "proportional", "bias_update_rate": 0.01},
+    )
+    assert train(first) == 0
+    folder = tmp_path / "out/huggingface/step-000004"
+    trained = StepTensors(tmp_path / "out/checkpoint/step-000004")
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(theirs.lm_head.weight, trained["lm_head.weight"].bfloat16())
+    bias = trained["layers.1.mlp.router.e_score_correction_bias"]
+    assert bias.abs().max() > 0
+    assert torch.equal(theirs.model.layers[1].mlp.gate.e_score_correction_bias, bias)
+
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"their_field": 5}))
+    second = make_config(
+        job={"dump_folder": str(tmp_path / "second")},
+        checkpoint={"initial_load_path": str(folder), "initial_load_in_hf": True, "last_save_in_hf": True},
+        validation={"enable": True, "freq": 4},
+        training={"steps": 1},
+        optimizer={"lr": 1e-9},
+    )
+    assert train(second) == 0
+    lines = [json.loads(line) for line in Path(tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    ended = [line["validation_loss"] for line in lines if "validation_loss" in line][-1]
+    lines = [json.loads(line) for line in Path(tmp_path / "second/metrics.jsonl").read_text().splitlines()]
+    began = [line["validation_loss"] for line in lines if "validation_loss" in line][0]
+    assert ended == pytest.approx(began, rel=2e-3)  # the folder holds BF16, the first run held FP32
+    again = tmp_path / "second/huggingface/step-000001"
+    assert json.loads((again / "config.json").read_text())["their_field"] == 5
+
+
+def test_a_folder_of_another_model_ends_the_start(make_config, tmp_path):
+    first = make_config(checkpoint={"last_save_in_hf": True}, training={"steps": 1})
+    assert train(first) == 0
+    folder = str(tmp_path / "out/huggingface/step-000001")
+    other = make_config(
+        job={"dump_folder": str(tmp_path / "second")},
+        model={"hidden_size": 64, "routed_scaling_factor": 1.0},
+        checkpoint={"initial_load_path": folder, "initial_load_in_hf": True},
+    )
+    with pytest.raises(UserError) as error:
+        train(other)
+    assert len(error.value.faults) == 2
+    assert "hidden_size = 32, but the config has model.hidden_size = 64" in str(error.value)
+
+
+def test_keys_that_cannot_work_are_refused_before_the_start(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[model]\nflavor = "debug"\nsliding_window = 64\n[training]\nsteps = 1\n'
+        "[checkpoint]\ninitial_load_in_hf = true\nlast_save_in_hf = true\n"
+    )
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    text = "\n".join(error.value.faults)
+    assert "checkpoint.initial_load_in_hf = true: has no effect without checkpoint.initial_load_path" in text
+    assert "model.sliding_window = 64" in text

@@ -1,0 +1,922 @@
+"""A whole run in one process: it logs, validates, saves, resumes bit for bit, skips bad steps and stops when asked."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from glm46.commands.checkpoint import checkpoint_command
+from glm46.compute.distributed.ranks import CheckpointError
+from glm46.config.ablation import Ablation, require_one_run
+from glm46.config.errors import UserError
+from glm46.config.loader import load_config
+from glm46.engine.inference.generation import continue_tokens
+from glm46.engine.observe import writes
+from glm46.engine.observe.heartbeat import read_heartbeat
+from glm46.engine.observe.history import LineFile, read_history
+from glm46.engine.reliability.run_lock import lock_run, refuse_small_disk
+from glm46.engine.reliability.stop import Diverged, StopRequest
+from glm46.engine.training import build, loop
+from glm46.engine.training.saving import SaveFailed, SavesFail
+from glm46.engine.training.state import Progress
+from glm46.engine.training.totals import count_step
+from glm46.run.plan import resolve_plan
+from glm46.storage.checkpoint import save
+from glm46.storage.checkpoint.inspection import summarise
+from glm46.storage.checkpoint.integrity import published_steps
+from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.tasks.pretrain import next_token
+from glm46.tasks.pretrain.task import Pretraining, train
+from tests.ranks.training_kills import contents
+
+SLOW = pytest.mark.slow
+TIMED = ("seconds", "second", "device", "mfu", "gib", "overhead_ratio")
+
+
+def rows(config) -> list[dict]:
+    lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.partition("/")[0].endswith(TIMED)} for line in lines]
+
+
+def training_rows(config) -> list[dict]:
+    return [row for row in rows(config) if "loss" in row]
+
+
+def test_a_deterministic_run_is_prepared_before_it_uses_a_gpu(make_config, monkeypatch):
+    """cuBLAS reads the variable when it starts, and torch refuses products without it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+
+    def joined(_seconds):
+        found = os.environ["CUBLAS_WORKSPACE_CONFIG"], torch.backends.cuda.cudnn_sdp_enabled()
+        assert found == (":4096:8", False) and torch.are_deterministic_algorithms_enabled()
+        raise InterruptedError
+
+    monkeypatch.setattr(build, "join", joined)
+    try:
+        with pytest.raises(InterruptedError):
+            train(make_config(debug={"deterministic": True}))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_a_step_is_published_after_its_row_however_slow_the_storage_of_rows(mode, make_config, monkeypatch):
+    """Otherwise a run that is killed in between goes on after a step without a row."""
+    config = make_config(training={"steps": 6}, checkpoint={"interval": 2, "keep_latest_k": 0, "async_mode": mode})
+    at_publishing, append, publish = {}, LineFile._append, save.publish
+
+    def late(*call) -> None:
+        time.sleep(0.3)
+        append(*call)
+
+    def watched(draft, step, *more) -> None:
+        at_publishing[step] = [row["step"] for row in training_rows(config)]
+        publish(draft, step, *more)
+
+    monkeypatch.setattr(writes, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(LineFile, "_append", late)
+    monkeypatch.setattr(save, "publish", watched)
+    assert train(config) == 0
+    assert 2 in at_publishing and 6 in at_publishing
+    assert all(step in done for step, done in at_publishing.items())
+    assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_what_the_readme_promises(make_config, tmp_path):
+    config = make_config(
+        training={"steps": 30},
+        checkpoint={"interval": 10, "keep_latest_k": 2},
+        validation={"enable": True, "freq": 10},
+        metrics={"log_freq": 10, "enable_tensorboard": True},
+        inference={"prompt": "def function_1(", "max_new_tokens": 3},
+    )
+    assert train(config) == 0
+    folder = Path(config.job.dump_folder)
+    steps = [row["step"] for row in training_rows(config)]
+    assert steps == [1, 10, 20, 30]
+    assert {"tokens", "loss", "grad_norm", "lr", "mtp_loss", "mtp_acceptance"} <= training_rows(config)[0].keys()
+    validation = [row["validation_loss"] for row in rows(config) if "validation_loss" in row]
+    assert len(validation) == 4
+    # ln(8192) is 9.01; the text repeats a handful of tokens, so any working optimizer is far below after 30 steps.
+    assert 8.8 < validation[0] < 9.3 and validation[-1] < 6.0
+    assert sorted(p.name for p in (folder / "checkpoint").glob("step-*")) == ["step-000020", "step-000030"]
+    assert list((folder / "tb").iterdir())
+    assert "Continuation" in (folder / "log.txt").read_text()
+    # The resolved configuration runs again as it is.
+    assert load_config(folder / "config.toml", []) == config
+
+
+def test_a_signal_ends_the_continuation_and_a_warmup_beyond_the_run_is_told(make_config, monkeypatch):
+    asked = []
+
+    def continue_three(*arguments, is_stopped, **keys):
+        """Three tokens, then somebody presses Ctrl-C."""
+
+        def is_stopped_then() -> bool:
+            if len(asked) == 3:
+                stop.signal_name = "SIGINT"
+            asked.append(is_stopped())
+            return asked[-1]
+
+        return continue_tokens(*arguments, is_stopped=is_stopped_then, **keys)
+
+    monkeypatch.setattr("glm46.tasks.pretrain.task.continue_tokens", continue_three)
+    stop = StopRequest()
+    config = make_config(
+        inference={"prompt": "def function_1(", "max_new_tokens": 1000, "temperature": 1.0},
+        lr_scheduler={"warmup_tokens": 640},
+    )
+    assert train(config, stop) == 0
+    assert asked == [False, False, False, True]
+    text = (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert "lr_scheduler.warmup_tokens = 640, and the run ends at 128 tokens: its learning rate reaches 20%" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stop_after", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)]
+)
+def test_stopping_after_any_step_and_starting_again_changes_no_bit(make_config, tmp_path, stop_after):
+    settings = dict(
+        # Waited for: a save behind training is left out while the one before is under way.
+        checkpoint={"interval": 1, "keep_latest_k": 0, "async_mode": "disabled"},
+        validation={"enable": True, "freq": 2},
+        moe={"balance": "proportional", "bias_update_rate": 0.01},
+        training={"steps": 4, "global_batch_size": 4},
+        metrics={"log_freq": 2},
+    )
+    whole = make_config(job={"dump_folder": str(tmp_path / "whole")}, **settings)
+    torch.seed()  # as each process begins
+    assert train(whole) == 0
+    figures = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[-2])
+    # Weights and both AdamW states in FP32: 12 bytes for each of 556,392 parameters, and some KB for each tensor.
+    assert 1 < figures["checkpoint_gib"] * 2**30 / (12 * 556_392) < 1.1
+    assert figures["checkpoint_save_seconds"] == figures["checkpoint_seconds"] > 0  # it was waited for
+    again = make_config(job={"dump_folder": str(tmp_path / "again")}, **settings)
+    (tmp_path / "again").mkdir()
+    for step in range(1, stop_after + 1):
+        shutil.copytree(tmp_path / f"whole/checkpoint/step-{step:06d}", tmp_path / f"again/checkpoint/step-{step:06d}")
+    shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "again/metrics.jsonl")
+    torch.seed()
+    assert train(again) == 0
+    assert rows(again) == rows(whole)
+    assert contents(again, 4) == contents(whole, 4), "the states of generators, too"
+    # Rows are of steps 1, 2 and 4; the mean is over the steps since the row before, also where the run was stopped.
+    means = [row["loss_mean"] for row in training_rows(whole)]
+    losses = [row["loss"] for row in training_rows(whole)]
+    assert means[:2] == losses[:2] and means[1] > means[2] != losses[2]
+
+
+@pytest.mark.slow
+def test_a_run_that_continues_another_one_changes_no_bit(make_config, tmp_path, capsys):
+    def config(name: str, steps: int = 6, interval: int = 2, **checkpoint):
+        return make_config(
+            job={"dump_folder": str(tmp_path / name)},
+            checkpoint={"interval": interval, "keep_latest_k": 0, "async_mode": "disabled", **checkpoint},
+            moe={"balance": "proportional", "bias_update_rate": 0.01, "z_loss_weight": [[0, 0.0], [384, 0.1]]},
+            lr_scheduler={"warmup_tokens": 256, "total_tokens": 2000},
+            training={"steps": steps, "global_batch_size": 4},
+            metrics={"log_freq": 2},
+        )
+
+    def files(name: str, step: int) -> dict[str, Any]:
+        """Hashes of the tensor files, and the counters."""
+        folder = tmp_path / name / f"checkpoint/step-{step:06d}"
+        manifest, meta = (json.loads((folder / file).read_text()) for file in ("manifest.json", "meta.json"))
+        tensors = {file: hashes for file, hashes in manifest["body"]["files"].items() if file.endswith(".distcp")}
+        return {**tensors, "progress": meta["progress"], "read": meta["read"], "spikes": meta["spikes"]}
+
+    whole = config("whole")
+    assert train(whole) == 0
+    (tmp_path / "link").symlink_to(tmp_path / "whole/checkpoint/step-000002")
+    keys = {"load_path": str(tmp_path / "link")}
+    # An attempt that fails before its first save leaves rows, and no checkpoint.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "end_step", fail_after(3, loop.end_step))
+        with pytest.raises(InterruptedError):
+            train(config("again", interval=50, **keys))
+    assert not list((tmp_path / "again").rglob("step-*"))
+    capsys.readouterr()
+    assert train(config("again", **keys)) == 0
+    assert (
+        f"resumed after step 2, 128 tokens, from checkpoint.load_path = '{keys['load_path']}'"
+        in capsys.readouterr().out
+    )
+    assert training_rows(whole)[0]["step"] == 1
+    assert training_rows(config("again")) == training_rows(whole)[2:]
+    assert files("again", 4) == files("whole", 4) and files("again", 6) == files("whole", 6)
+    # Its own checkpoints come first: nobody looks at the other run's folder any more.
+    (tmp_path / "link").unlink()
+    assert train(config("again", steps=8, **keys)) == 0 == train(config("whole", steps=8))
+    assert "resumed after step 6, 384 tokens\n" in capsys.readouterr().out
+    assert training_rows(config("again")) == training_rows(whole)[2:] and files("again", 8) == files("whole", 8)
+    # A budget that is spent before a step is trained, too, leaves a checkpoint of its own.
+    assert train(config("spent", load_path=str(tmp_path / "whole/checkpoint/step-000006"))) == 0
+    assert files("spent", 6) == files("whole", 6)
+
+
+@pytest.mark.slow
+def test_outputs_events_and_checkpoints_may_lie_apart(make_config, tmp_path, capsys):
+    apart = {"checkpoint.folder": tmp_path / "big/run/steps", "metrics.save_tb_folder": tmp_path / "boards/run"}
+
+    def config(name: str = "out", steps: int = 4, **checkpoint):
+        return make_config(
+            job={"dump_folder": str(tmp_path / name)},
+            checkpoint={"folder": str(apart["checkpoint.folder"]), "interval": 2, "keep_latest_k": 1, **checkpoint},
+            metrics={"enable_tensorboard": True, "save_tb_folder": str(apart["metrics.save_tb_folder"])},
+            training={"steps": steps},
+            lr_scheduler={"total_tokens": 1000},
+        )
+
+    def steps() -> list[str]:
+        return sorted(path.name for path in apart["checkpoint.folder"].glob("step-*"))
+
+    whole = make_config(job={"dump_folder": str(tmp_path / "whole")}, lr_scheduler={"total_tokens": 1000})
+    assert config().folders_apart == apart and whole.folders_apart == {}
+    assert train(config(steps=2)) == 0 and train(config()) == 0 == train(whole)
+    assert training_rows(config()) == training_rows(whole)
+    assert steps() == ["step-000002", "step-000004"]  # the one that the run started from is kept
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.toml",
+        "heartbeat.json",
+        "log.txt",
+        "metrics.jsonl",
+        "run.lock",
+    }
+    assert list(apart["metrics.save_tb_folder"].glob("events*"))
+    said = capsys.readouterr().out
+    for path in (apart["checkpoint.folder"] / "step-000004", f"tensorboard --logdir {apart['metrics.save_tb_folder']}"):
+        assert str(path) in said
+    # Another run cannot take these checkpoints for its own, but go on from them.
+    with pytest.raises(UserError) as caught:
+        train(config("other"))
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"checkpoint.folder = '{apart['checkpoint.folder']}': has checkpoints of the run in ")
+    assert f"checkpoint.load_path = '{apart['checkpoint.folder'] / 'step-000004'}'" in fault
+    assert not (tmp_path / "other").exists() and len(steps()) == 2
+    inside = make_config(
+        job={"dump_folder": str(tmp_path / "other")}, checkpoint={"folder": str(tmp_path / "out/mine")}
+    )
+    with pytest.raises(
+        UserError, match=rf"checkpoint\.folder = .*: lies in the folder of the run in {tmp_path / 'out'};"
+    ):
+        train(inside)
+    # What a new run finds in the folder of event files is kept aside.
+    shutil.rmtree(apart["checkpoint.folder"])
+    assert train(config(steps=1)) == 0
+    assert sorted(path.name for path in (tmp_path / "boards").iterdir()) == ["run", "run.1", "run.run.lock"]
+
+
+def fail_after(calls: int, original: Callable) -> Callable:
+    """A function that raises InterruptedError in place of a later call."""
+    numbers = iter(range(calls + 1))
+
+    def called(*arguments):
+        if next(numbers) == calls - 1:
+            raise InterruptedError
+        return original(*arguments)
+
+    return called
+
+
+@pytest.mark.slow
+def test_what_cannot_be_continued_is_refused_with_its_key(make_config, tmp_path):
+    first = make_config(training={"steps": 2}, checkpoint={"interval": 1, "async_mode": "disabled"})
+    assert train(first) == 0
+    folder = Path(first.job.dump_folder) / "checkpoint"
+
+    def refusal(path: Path, **tables) -> str:
+        config = make_config(
+            job={"dump_folder": str(tmp_path / "new")}, checkpoint={"load_path": str(path)}, **tables
+        )  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            train(config)
+        assert not (tmp_path / "new/checkpoint").exists() and not (tmp_path / "new/metrics.jsonl").exists()
+        assert caught.value.faults[0].startswith(("checkpoint.load_path = ", "debug.seed = ", "optimizer.name = "))
+        return str(caught.value)
+
+    step = folder / "step-000002"
+    assert "no such folder; " in (text := refusal(folder / "step-000009")) and f"{folder} has steps 1, 2" in text
+    assert "not a step folder; " in (text := refusal(folder)) and f"such as {step}" in text
+    assert "no such folder; give one such as" in refusal(tmp_path / "nowhere")
+    wider = refusal(step, model={"moe_intermediate_size": 24})
+    assert "model.moe_intermediate_size = 24: " in wider and "saved with 16; restore it, or" in wider
+    assert "initial_load_path" in wider
+    assert "optimizer.name = " in refusal(step, optimizer={"name": "Muon", "lr": 0.5})
+    assert "debug.seed = 1: " in refusal(step, debug={"seed": 1})
+    (tensors,) = step.glob("*.distcp")
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "SHA-256" in (text := refusal(step)) and "give another one" in text
+    tensors.write_bytes(content[:-1])
+    assert f"{len(content) - 1} bytes, expected {len(content)}; restore" in refusal(step)
+    tensors.unlink()
+    assert "missing; restore what is missing, or give another step folder" in refusal(step)
+
+
+def test_the_mean_loss_weighs_labels_and_leaves_steps_without_labels_out():
+    progress = Progress()
+    progress.add_loss(30.0, 10)
+    progress.add_loss(10.0, 30)
+    assert Progress(**asdict(progress)).take_mean_loss() == 1.0  # as a checkpoint carries it
+    assert progress.take_mean_loss() == 1.0
+    assert progress.take_mean_loss() is None  # every step since then was skipped
+
+
+def test_a_save_behind_training_holds_the_step_it_was_started_at(make_config, tmp_path):
+    settings = dict(checkpoint={"interval": 3, "keep_every": 3, "keep_latest_k": 1}, training={"steps": 5})
+    whole = make_config(job={"dump_folder": str(tmp_path / "whole")}, **settings)
+    assert train(whole) == 0
+    assert "training waited" in (tmp_path / "whole/log.txt").read_text()
+    assert sorted(p.name for p in (tmp_path / "whole/checkpoint").glob("step-*")) == ["step-000003", "step-000005"]
+    shutil.copytree(tmp_path / "whole/checkpoint/step-000003", tmp_path / "again/checkpoint/step-000003")
+    shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "again/metrics.jsonl")
+    again = make_config(job={"dump_folder": str(tmp_path / "again")}, **settings)
+    assert train(again) == 0
+    assert rows(again) == rows(whole)
+
+
+def test_a_failed_save_is_reported_and_the_next_one_works(make_config, monkeypatch):
+    def agreed(*arguments, **keywords):
+        raise CheckpointError("rank 0: writing tensors: No space left on device")
+
+    monkeypatch.setattr(CheckpointManager, "save_in_background", agreed)
+    config = make_config(checkpoint={"interval": 2}, training={"steps": 4})
+    assert train(config) == 0  # a fault that all ranks know of costs a checkpoint, not the run
+    assert "No space left on device" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert [p.name for p in (Path(config.job.dump_folder) / "checkpoint").glob("step-*")] == ["step-000004"]
+
+
+@pytest.mark.slow
+def test_a_compiled_run_reports_what_an_eager_one_reports(make_config, tmp_path, monkeypatch):
+    # Inductor with recomputation is in the layout fsdp-full_ac-compiled-inductor.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    eager = make_config(job={"dump_folder": str(tmp_path / "eager")}, training={"steps": 2})
+    compiled = make_config(
+        job={"dump_folder": str(tmp_path / "compiled")}, training={"steps": 2}, compile={"enable": True},
+        activation_checkpoint={"mode": "full"},
+    )  # fmt: skip
+    assert train(eager) == 0 and train(compiled) == 0
+    for row, other in zip(training_rows(eager), training_rows(compiled), strict=True):
+        # Fused kernels round FP32 in other places: some units of 2**-24 in a sum.
+        assert other["loss"] == pytest.approx(row["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
+        assert other["dead_experts"] == row["dead_experts"]
+
+
+def test_news_of_a_failed_save_does_not_keep_a_rank_from_the_next_one(make_config, monkeypatch):
+    # Only this rank may have heard of it by now, and the next save is collective.
+    news = iter([[CheckpointError("rank 0: writing tensors: Input/output error")], [], [], []])
+
+    def poll(self):
+        for error in next(news):
+            raise error
+        return []
+
+    monkeypatch.setattr(CheckpointManager, "poll", poll)
+    config = make_config(checkpoint={"interval": 1, "async_mode": "disabled"}, training={"steps": 2})
+    assert train(config) == 0
+    assert "Input/output error" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    folder = Path(config.job.dump_folder) / "checkpoint"
+    assert sorted(p.name for p in folder.glob("step-*")) == ["step-000001", "step-000002"]
+
+
+def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, monkeypatch, tmp_path):
+    config = make_config(training={"steps": 6})
+    original, on_signal, is_noted = loop.train_step, StopRequest._on_signal, threading.Event()
+
+    def note(request, number):
+        on_signal(request, number)
+        is_noted.set()
+
+    def interrupted(*arguments):
+        outcome = original(*arguments)
+        signal.raise_signal(signal.SIGTERM)
+        assert is_noted.wait(60)  # a thread notes it, which may get no core for a while
+        return outcome
+
+    monkeypatch.setattr(StopRequest, "_on_signal", note)
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    assert train(config) == 75
+    assert [row["step"] for row in training_rows(config)] == [1]
+    assert "continues from here" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    monkeypatch.setattr(loop, "train_step", original)
+    assert train(config) == 0
+    assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4, 5, 6]
+    whole = make_config(training={"steps": 6}, job={"dump_folder": str(tmp_path / "whole")})
+    assert train(whole) == 0
+    assert training_rows(config) == training_rows(whole)
+
+
+def poison(monkeypatch, bad_steps: set[int]) -> list[dict]:
+    """Make the loss of some steps NaN; returns the weights before each step."""
+    original, weights, calls = next_token.next_token_loss, [], iter(range(1, 100))
+
+    def objective(*arguments):
+        loss = original(*arguments)
+        return loss * float("nan") if next(calls) in bad_steps else loss
+
+    original_step = loop.train_step
+
+    def recorded(task, *arguments):
+        weights.append({name: p.detach().clone() for name, p in task.network.parameters.items()})
+        weights[-1] |= {n: t.clone() for n, t in task.network.optimizer.state_tensors().items()}
+        return original_step(task, *arguments)
+
+    monkeypatch.setattr(next_token, "next_token_loss", objective)
+    monkeypatch.setattr(loop, "train_step", recorded)
+    return weights
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_a_step_with_a_nan_changes_no_weight_and_no_state(make_config, monkeypatch):
+    config = make_config(training={"steps": 4})
+    before = poison(monkeypatch, {2})
+    assert train(config) == 0
+    assert all(torch.equal(local(before[1][n]), local(before[2][n])) for n in before[1])
+    moved = [n for n in before[2] if not torch.equal(local(before[2][n]), local(before[3][n]))]
+    assert len(moved) > 0.9 * len(before[2])
+    assert [row["skipped_steps"] for row in training_rows(config)] == [0, 1, 1, 1]
+    assert "step 2 skipped" in (Path(config.job.dump_folder) / "log.txt").read_text()
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run(make_config, monkeypatch):
+    config = make_config(training={"steps": 9, "max_skipped_steps": 2})
+    poison(monkeypatch, {2, 3, 5, 6, 7})
+    with pytest.raises(Diverged, match="max_skipped_steps = 2: 3 steps in a row"):
+        train(config)
+    assert training_rows(config)[-1]["step"] == 7  # step 7 was the third in a row
+
+
+def spoil(monkeypatch, after_step: int) -> None:
+    """Put a NaN into a weight after a step whose figures are good, as an update that overflows does; once."""
+    original, calls = loop.train_step, iter(range(1, 100))
+
+    def train_step(task, *arguments):
+        outcome = original(task, *arguments)
+        if next(calls) == after_step:
+            local(task.network.parameters["layers.1.mlp.experts.down"].detach()).view(-1)[5] = float("nan")
+        return outcome
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+
+
+def saved_steps(config) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (Path(config.job.dump_folder) / "checkpoint").glob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_mode", ["async", pytest.param("disabled", marks=SLOW)])
+def test_ruined_weights_are_never_published_and_end_the_run_as_diverged(make_config, monkeypatch, async_mode):
+    settings = dict(checkpoint={"interval": 1, "keep_latest_k": 1, "async_mode": async_mode}, training={"steps": 8})
+    config = make_config(**settings)
+    spoil(monkeypatch, after_step=3)
+    with pytest.raises(Diverged, match=r"layers\.1\.mlp\.experts\.down.* not finite.*optimizer\.lr") as caught:
+        train(config)
+    assert caught.value.exit_code == 77
+    (kept,) = saved_steps(config)
+    assert kept <= 2  # a save behind training may still have been under way
+    assert checkpoint_command(["verify", str(Path(config.job.dump_folder) / "checkpoint")]) == 0
+    # With a way back the same run goes on from there, past the text that ruined it.
+    settings["training"] |= {"max_rollbacks": 1}
+    assert train(make_config(**settings)) == 0
+    assert saved_steps(config)[-1] == 8
+
+
+def test_weights_that_go_bad_send_the_run_back_and_leave_its_text_out(make_config, monkeypatch):
+    config = make_config(
+        checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 8, "max_rollbacks": 1},
+    )  # fmt: skip
+    spoil(monkeypatch, after_step=4)
+    assert train(config) == 0
+    assert "excluded     samples 4 to 7" in (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert saved_steps(config) == [2, 4, 6, 8]
+
+
+def test_a_row_of_skipped_steps_publishes_no_checkpoint(make_config, monkeypatch):
+    config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 7})
+    poison(monkeypatch, {3, 4, 5, 7})
+    assert train(config) == 0
+    assert saved_steps(config) == [2, 6, 7]
+    log = (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert "step 4: not saved, skipped 2 steps in a row" in log
+    # The last state is kept for whoever goes on, and marked.
+    folder = Path(config.job.dump_folder) / "checkpoint"
+    assert [one.is_good for one in summarise(folder, read_contents=False)] == [True, True, False]
+
+
+def test_a_ramp_makes_steps_larger_and_the_budget_counts_them(make_config):
+    config = make_config(training={"global_batch_size": [[0, 2.0], [64, 2.0], [64, 6.0]], "steps": 4})
+    assert train(config) == 0
+    assert [row["batch_tokens"] for row in training_rows(config)] == [32, 32, 96, 96]
+    assert training_rows(config)[-1]["tokens"] == 256
+
+
+@pytest.mark.slow
+def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_config, monkeypatch, capsys):
+    assert train(make_config(training={"steps": 2})) == 0
+    capsys.readouterr()
+    assert train(make_config(training={"steps": 2})) == 0
+    assert "finished     the budget of 64 tokens is spent" in capsys.readouterr().out
+    config = Path(make_config().job.dump_folder) / "config.toml"
+    before = config.read_text()
+
+    def refusal(**tables) -> list[str]:
+        with pytest.raises(UserError) as caught:
+            train(make_config(**tables))
+        assert config.read_text() == before  # what is refused leaves no trace
+        return caught.value.faults
+
+    (fault,) = refusal(debug={"seed": 1})
+    assert fault.startswith("debug.seed = 1: ") and "was saved with 0" in fault and "initial_load_path" in fault
+    assert "seq_len" not in fault and "data.sources" not in fault
+    with monkeypatch.context() as patch:  # prepared again from another text
+        patch.setattr(Pretraining, "fingerprint", lambda self: "another")
+        (fault,) = refusal()
+        assert fault.startswith("data.sources: the shards hold other text than before")
+    for tables, key, value, saved in (
+        ({"model": {"moe_intermediate_size": 24}}, "model.moe_intermediate_size", 24, 16),
+        ({"optimizer": {"name": "Muon", "lr": 0.5}}, "optimizer.name", '"Muon"', '"AdamW"'),
+        ({"optimizer": {"state_dtype": "bfloat16"}}, "optimizer.state_dtype", '"bfloat16"', '"float32"'),
+        ({"moe": {"balance": "proportional"}}, "moe.balance", '"proportional"', '"sign"'),
+    ):
+        cause, *examples = refusal(**tables)
+        assert cause.startswith(f"{key} = {value}: ") and f"was saved with {saved}" in cause, cause
+        assert "another job.dump_folder" in cause and len(examples) <= 4, examples
+
+
+def test_a_phase_starts_from_the_weights_of_the_one_before(make_config, tmp_path):
+    first = make_config(training={"steps": 3})
+    assert train(first) == 0
+    second = make_config(
+        job={"dump_folder": str(tmp_path / "second")},
+        checkpoint={"initial_load_path": str(Path(first.job.dump_folder) / "checkpoint/step-000003")},
+        lr_scheduler={"start_tokens": 96, "total_tokens": 1000},
+        training={"steps": 2, "seq_len": 24},
+    )
+    assert train(second) == 0
+    assert training_rows(second)[0]["curriculum_tokens"] == 96 + 48
+    assert training_rows(second)[0]["loss"] < training_rows(first)[0]["loss"]
+    with pytest.raises(UserError, match="no such folder"):
+        train(make_config(job={"dump_folder": str(tmp_path / "third")}, checkpoint={"initial_load_path": "nowhere"}))
+    with pytest.raises(UserError, match="not a step folder"):
+        folder = str(Path(first.job.dump_folder) / "checkpoint")
+        train(make_config(job={"dump_folder": str(tmp_path / "fourth")}, checkpoint={"initial_load_path": folder}))
+
+
+def test_a_run_starts_from_weights_that_another_program_saved_with_dcp(make_config, tmp_path, caplog):
+    first = make_config(training={"steps": 3})
+    assert train(first) == 0
+    step_path = Path(first.job.dump_folder) / "checkpoint/step-000003"
+    step = StepTensors(step_path)
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({"model": {name: step[name] for name in step}, "step": 3}, checkpoint_id=tmp_path / "step-3")
+    runs = []
+    for name, start in (("native", step_path), ("other", tmp_path / "step-3")):
+        runs.append(
+            make_config(
+                job={"dump_folder": str(tmp_path / name)},
+                checkpoint={"initial_load_path": str(start), "initial_load_model_only": True},
+                training={"steps": 2},
+            )
+        )
+        assert train(runs[-1]) == 0
+    losses = [[row["loss"] for row in training_rows(config)] for config in runs]
+    assert losses[0] == losses[1] and losses[0][0] < training_rows(first)[0]["loss"]
+    (warning,) = (record.getMessage() for record in caplog.records if "unverified" in record.getMessage())
+    assert str(tmp_path / "step-3") in warning
+    with pytest.raises(UserError, match="this is a folder of torch.distributed.checkpoint.*initial_load_in_hf = false"):
+        checkpoint = {"initial_load_path": str(tmp_path / "step-3"), "initial_load_in_hf": True}
+        train(make_config(job={"dump_folder": str(tmp_path / "third")}, checkpoint=checkpoint))
+
+
+def test_what_is_wrong_before_the_start_leaves_nothing_behind(make_config, tmp_path):
+    first = make_config(training={"steps": 1})
+    assert train(first) == 0
+    with pytest.raises(UserError, match=r"checkpoint\.load_step = 7: .*steps there: 1; give one of them"):
+        train(make_config(checkpoint={"load_step": 7}))
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/checkpoint").write_text("a file")
+    for name, checkpoint, reason in (
+        ("new", {"initial_load_path": "nowhere"}, "initial_load_path = 'nowhere': no such folder"),
+        ("new", {"initial_load_path": str(tmp_path / "llama"), "initial_load_in_hf": True}, "model_type"),
+        ("taken", {}, "checkpoint.folder = 'checkpoint': .* is a file"),
+    ):
+        folder = tmp_path / name
+        before = list(folder.iterdir()) if folder.exists() else None
+        with pytest.raises(UserError, match=reason):
+            train(make_config(job={"dump_folder": str(folder)}, checkpoint=checkpoint))
+        assert (list(folder.iterdir()) if folder.exists() else None) == before
+    with pytest.raises(UserError, match=r"job\.dump_folder = .*Not a directory"):
+        train(make_config(job={"dump_folder": str(tmp_path / "taken/checkpoint/out")}))
+
+
+@pytest.mark.parametrize("place", ["checkpoint.folder", "checkpoint.node_local_folder"])
+def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_before_the_start(make_config, tmp_path, small_disk, place):
+    """556,392 weights, two states each, in FP32: 6.4 MiB. What an interrupted save has left is removed by the next."""
+    mount, resize = small_disk
+    resize("6m")
+    keys = {"folder": str(mount / "steps"), "enable": True}
+    if place == "checkpoint.node_local_folder":
+        keys = {"node_local_folder": str(mount / "steps"), "enable": True}
+    config = make_config(checkpoint=keys, training={"steps": 1})
+    with pytest.raises(UserError) as caught:
+        train(config)
+    (fault,) = caught.value.faults
+    assert all(
+        part in fault for part in (f"{place} = ", "6.4 MiB", "6.0 MiB", "free space", "checkpoint.enable = false")
+    )
+    assert not (tmp_path / "out").exists() and list(mount.iterdir()) == []
+    plan = resolve_plan(config, 1)
+    refuse_small_disk(resolve_plan(make_config(checkpoint=keys | {"enable": False}), 1), 1)
+    resize("10m")
+    (mount / "steps/step-000007.tmp").mkdir(parents=True)
+    (mount / "steps/step-000007.tmp/shard").write_bytes(bytes(4 << 20))
+    refuse_small_disk(plan, 1)
+    (mount / "steps/step-000007.tmp").rename(mount / "steps/step-000007")
+    with pytest.raises(UserError, match="must fit beside those"):
+        refuse_small_disk(plan, 1)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_while_training_costs_what_cannot_be_written(make_config, small_disk):
+    mount, resize = small_disk
+    resize("400m")
+    config = make_config(
+        job={"dump_folder": str(mount)}, checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 4}
+    )
+    original, calls = loop.train_step, iter(range(1, 100))
+
+    def train_step(*arguments):
+        number = next(calls)
+        if number == 3:
+            (mount / "filler").write_bytes(b"x")
+            with suppress(OSError), (mount / "filler").open("ab", buffering=0) as file:
+                while file.write(bytes(1 << 16)) == 1 << 16:
+                    pass
+                while file.write(b"x"):
+                    pass
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        with pytest.raises(SaveFailed) as caught:
+            train(config)
+    (fault,) = caught.value.faults
+    assert caught.value.exit_code == 1 and "No space left on device" in fault
+    assert "continues from the checkpoint of step 2" in fault
+    assert [1, 2] <= [row["step"] for row in training_rows(config)] <= [1, 2, 3, 4]  # what fits into the last page
+    (mount / "filler").unlink()
+    assert train(config) == 0
+    assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", ["the folder", "a renamed folder", "its files", "a renamed log"])
+def test_a_run_whose_files_are_deleted_says_so_once_and_goes_on(make_config, tmp_path, capsys, deleted):
+    """Rows, log, event files, heartbeat, config and lock are there again, and the run saves and can be resumed."""
+    config = make_config(
+        checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 8},
+        metrics={"log_freq": 1, "enable_tensorboard": True},
+    )  # fmt: skip
+    folder, original, calls = Path(config.job.dump_folder), loop.train_step, iter(range(1, 100))
+
+    def train_step(*arguments):
+        number = next(calls)
+        if number == 4 and deleted == "the folder":
+            shutil.rmtree(folder)
+        elif number == 4 and deleted == "a renamed folder":
+            folder.rename(folder.with_name("before"))
+        elif number == 4 and deleted == "its files":
+            for path in [path for path in folder.rglob("*") if path.is_file() and "checkpoint" not in path.parts]:
+                path.unlink()
+        elif number == 4:
+            (folder / "log.txt").rename(folder / "log.1")
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        assert train(config) == 0
+    said = "".join(capsys.readouterr())
+    lost = {
+        "the folder": {f"{folder}: was deleted"},
+        "a renamed folder": {f"{folder}: was deleted or renamed"},
+        "its files": {f"{folder / name}: was deleted" for name in ("metrics.jsonl", "log.txt", "tb")},
+        "a renamed log": {f"{folder / 'log.txt'}: was deleted or renamed"},
+    }[deleted]
+    assert said.count("was deleted") == len(lost) and all(words in said for words in lost), said
+    assert "was changed" not in said and "cannot be written" not in said and "could not be saved" not in said
+    first = 1 if deleted == "a renamed log" else 4
+    assert [row["step"] for row in training_rows(config)] == list(range(first, 9))
+    logged = (folder / "log.txt").read_text()
+    assert "step       8" in logged and "step       3" not in logged
+    assert read_heartbeat(folder).step == 8 and any((folder / "tb").glob("events.*"))
+    assert (folder / "run.lock").exists() and load_config(folder / "config.toml") == config
+    if deleted == "a renamed folder":
+        before = folder.with_name("before")
+        assert [row["step"] for row in read_history(before / "metrics.jsonl")] == [1, 2, 3]
+        assert "step       4" not in (before / "log.txt").read_text() and read_heartbeat(before).step <= 4
+        assert published_steps(before / "checkpoint") == [2] and not (folder / "log.1").exists()
+    if "folder" in deleted:
+        assert published_steps(config.checkpoint_folder) == [4, 6, 8]
+    assert train(config) == 0
+
+
+def test_commands_to_copy_name_paths_with_blanks_as_one_word(make_config, tmp_path, capsys):
+    folder = tmp_path / "my runs" / "it's one"
+    assert train(make_config(job={"dump_folder": str(folder)}, training={"steps": 1},
+                             metrics={"enable_tensorboard": True})) == 0  # fmt: skip
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("TensorBoard")]
+    assert shlex.split(line) == ["TensorBoard", "tensorboard", "--logdir", str(folder / "tb")]
+    with pytest.raises(UserError) as caught:
+        require_one_run(Ablation(seeds=(1, 2)), folder / "a.toml", "glm46")
+    assert f"ablate --config {shlex.quote(str(folder / 'a.toml'))}, or" in caught.value.faults[0]
+
+
+def test_a_second_run_in_a_folder_that_was_deleted_is_named(tmp_path):
+    locks, folder = lock_run(tmp_path / "run"), tmp_path / "run"
+    assert locks.retake() == "" and (folder / "run.lock").exists()
+    shutil.rmtree(folder)
+    assert locks.retake() == "" and f"process {os.getpid()}" in (folder / "run.lock").read_text()
+    program = (
+        "import sys; from pathlib import Path; from glm46.engine.reliability.run_lock import lock_run\n"
+        "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    shutil.rmtree(folder)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        assert f"process {other.pid} on " in locks.retake()
+        other.stdin.close()
+    locks.close()
+
+
+@pytest.mark.slow
+def test_a_run_whose_saves_fail_in_a_row_ends_so_that_it_is_started_again(make_config, capsys):
+    """The folder of checkpoints is gone for two saves, and after a good one for three."""
+    config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 1000})
+    original, folder = loop.train_step, config.checkpoint_folder
+    away, step = folder.with_name("away"), 0
+
+    def train_step(*arguments):
+        nonlocal step
+        step += 1
+        if step in (3, 9):
+            folder.rename(away)
+            folder.write_text("a file, in which nobody can make a folder")
+        if step == 7:
+            folder.unlink()
+            away.rename(folder)
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        with pytest.raises(SavesFail) as caught:
+            train(config)
+    (fault,) = caught.value.faults
+    assert caught.value.exit_code == 75 and "3 saves in a row" in fault and "File exists" in fault, fault
+    folder.unlink()
+    away.rename(folder)
+    assert step == 14 and capsys.readouterr().out.count("could not be saved") == 5
+    assert train(config.model_copy(update={"training": config.training.model_copy(update={"steps": 12})})) == 0
+    assert [row["step"] for row in training_rows(config)] == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_a_phase_takes_what_its_patterns_say_and_no_more(make_config, tmp_path):
+    first = make_config(training={"steps": 3})
+    assert train(first) == 0
+    step = Path(first.job.dump_folder) / "checkpoint/step-000003"
+
+    def start(name: str, **keys):
+        config = make_config(
+            job={"dump_folder": str(tmp_path / name)}, checkpoint={"initial_load_path": str(step), **keys},
+            training={"steps": 1}, model={"num_nextn_predict_layers": 0 if name == "without" else 1},
+        )  # fmt: skip
+        assert train(config) == 0
+        return training_rows(config)[0]
+
+    whole = start("whole")
+    assert start("weights", initial_load_include=["model.*"])["loss"] == whole["loss"]
+    fresh = start("fresh", initial_load_exclude=["model.mtp.*"])
+    # The main model is the trained one, the prediction layer is new.
+    assert fresh["loss"] == whole["loss"] and fresh["mtp_loss"] > whole["mtp_loss"] + 0.3
+    with pytest.raises(UserError, match="holds model.mtp.0"):
+        start("without")
+    without = start("without", initial_load_exclude=["model.mtp.*"])
+    assert "mtp_loss" not in without and without["loss"] < 8.5  # ln(8192) is 9.01; its text is other text
+    for keys, reason in (
+        (
+            {"initial_load_exclude": ["model.mtp.7.*"]},
+            "initial_load_exclude: 'model.mtp.7.\\*' matches no tensor of this",
+        ),
+        ({"initial_load_exclude": ["*"]}, "nothing of .* is loaded"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            start("wrong", **keys)
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_padding_enters_no_statistic_and_no_balance_loss(make_config, monkeypatch, document_mask):
+    config = make_config(
+        data={"document_mask": document_mask},
+        training={"steps": 1, "max_norm": 1e9},
+        moe={"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001, "capacity_factor": 8.0},
+    )
+    original, real, outcomes = loop.train_step, 11, []
+
+    def padded(task, micro_batches, totals, *arguments):
+        for first in (7, 900):  # the same real tokens, before other padding: nothing may change
+            for batch in micro_batches:
+                batch["document_ids"][:, :real], batch["document_ids"][:, real:] = 0, -1
+                batch["input_ids"][:, real:] = first + torch.arange(batch["input_ids"].shape[1] - real)
+                batch["labels"][:, real - 1 :], batch["mtp_labels"][:, :, real - 2 :] = -100, -100
+                batch["mtp_input_ids"][:, :, real:] = first
+            totals = count_step(task, micro_batches)
+            # No step is made, so both see the same weights.
+            outcomes.append(original(task, micro_batches, totals, *arguments[:-1], lambda loss, norm: "kept"))
+        tokens = totals.real * task.plan.shape.num_experts_per_tok
+        assert totals.real == real * sum(batch["labels"].shape[0] for batch in micro_batches)
+        assert outcomes[0].main.tokens_per_expert.sum(1).tolist() == [tokens] * task.network.balance.layers
+        return outcomes[-1]
+
+    monkeypatch.setattr(loop, "train_step", padded)
+    assert train(config) == 0
+    for field in ("sums", "tokens_per_expert", "overflow", "grad_norm"):
+        first, second = (getattr(outcome.main, field) for outcome in outcomes)
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=0.0)
+
+
+def test_weights_of_the_auxiliary_losses_are_those_of_each_step(make_config, tmp_path):
+    def figures(name: str, balance, z) -> list[tuple[float, float]]:
+        moe = {"sequence_aux_loss_weight": balance, "z_loss_weight": z}
+        config = make_config(job={"dump_folder": str(tmp_path / name)}, moe=moe, checkpoint={"enable": False})
+        assert train(config) == 0
+        assert [row["z_loss"] > 0 for row in training_rows(config)] == [True] * 4
+        return [(row["loss"], row["grad_norm"]) for row in training_rows(config)]
+
+    constant = figures("constant", 0.5, 0.1)
+    assert figures("level", [[0, 0.5], [10_000, 0.5]], [[7, 0.1]]) == constant
+    # A step has 32 tokens: the third one begins at 64, and the fourth has weights that its gradients changed.
+    for name, balance, z in (("balance", [[64, 0.5], [64, 0.0]], 0.1), ("z", 0.5, [[63, 0.1], [64, 0.2]])):
+        found = figures(name, balance, z)
+        assert found[:2] == constant[:2]
+        assert found[2][0] == constant[2][0] and found[2][1] != constant[2][1]
+        assert found[3][0] != constant[3][0]
+
+
+def test_a_step_without_targets_changes_nothing_and_is_no_bad_step(make_config, monkeypatch):
+    """Neither the momentum of earlier steps nor weight decay moves a weight, and the run goes on although none may be
+    skipped."""
+    config = make_config(training={"max_skipped_steps": 0}, optimizer={"weight_decay": 0.1})
+    weights = poison(monkeypatch, set())  # of no step
+    recorded = loop.train_step
+
+    def without_labels(task, micro_batches, totals, *arguments):
+        if len(weights) == 1:
+            micro_batches = [
+                batch | {key: torch.full_like(batch[key], -100) for key in ("labels", "mtp_labels") if key in batch}
+                for batch in micro_batches
+            ]
+            totals = count_step(task, micro_batches)
+        return recorded(task, micro_batches, totals, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", without_labels)
+    assert train(config) == 0
+    moved = [any(not torch.equal(local(a[name]), local(b[name])) for name in a) for a, b in pairwise(weights)]
+    assert moved == [True, False, True]
+    assert [row["skipped_steps"] for row in training_rows(config)] == [0] * 4
+    log = (Path(config.job.dump_folder) / "log.txt").read_text()
+    assert log.count(" skipped: ") == 1 and "step 2 skipped: no rank has a token to learn from; samples 2 to 3" in log
+
+
+def test_the_first_step_of_a_warmup_has_its_share(make_config):
+    config = make_config(lr_scheduler={"warmup_tokens": 4 * 2 * 16}, optimizer={"lr": 0.01})
+    assert train(config) == 0
+    assert [row["lr"] for row in training_rows(config)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])

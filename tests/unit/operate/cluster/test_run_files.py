@@ -1,0 +1,118 @@
+"""Checks of what a run reads and writes, with a small run of the tests."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from glm46.operate.cluster import storage
+from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, Subject, run_checks
+from glm46.operate.cluster.run_files import RUN_CHECKS
+from glm46.operate.cluster.storage import STORAGE_CHECKS, probe_folder
+from glm46.operate.estimate.machine import Machine
+from glm46.run.plan import resolve_plan
+
+GIB = 2**30
+
+
+def examine(config, checks, *, ranks: int = 2, free: int = 8 * GIB, is_full: bool = False):
+    machine = Machine(2, 16 * GIB, free)
+    subject = Subject(machine=machine, processes=ranks, plan=resolve_plan(config, 2), is_full=is_full)
+    return {result.check: result for result in run_checks(subject, checks, 30)}
+
+
+def test_a_run_that_can_start_passes(make_config):
+    found = examine(make_config(), RUN_CHECKS | STORAGE_CHECKS)
+    assert {result.verdict for result in found.values()} == {PASS}
+    assert {"job.dump_folder", "space for checkpoints", "data test", "tokenizer", "layout"} <= set(found)
+
+
+def test_a_damaged_shard_is_named(make_config, source_folder, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(source_folder, tmp_path / "copy")
+    shard = next(folder.glob("train*"))
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    found = examine(make_config(data={"sources": [{"name": "test", "path": str(folder)}]}), RUN_CHECKS)
+    assert found["data test"].verdict == FAIL and shard.name in found["data test"].value
+
+
+def test_a_source_that_the_run_will_make_and_one_that_is_missing(make_config, tmp_path):
+    source = {"name": "test", "path": str(tmp_path / "later")}
+    recipe = {"recipe": {"input": ["builtin:python_stdlib"]}}
+    assert examine(make_config(data={"sources": [source | recipe]}), RUN_CHECKS)["data test"].verdict == SKIP
+    assert examine(make_config(data={"sources": [source]}), RUN_CHECKS)["data test"].verdict == FAIL
+
+
+def test_degrees_and_memory_that_do_not_fit(make_config):
+    config = make_config(parallelism={"data_parallel_shard_degree": 2})
+    assert examine(config, RUN_CHECKS, ranks=3)["layout"].verdict == FAIL
+    assert examine(config, RUN_CHECKS, free=2**20)["memory of the run"].verdict == FAIL
+
+
+def test_a_checkpoint_that_is_incomplete_or_of_nobody(make_config, tmp_path):
+    config = make_config(checkpoint={"interval": 2})
+    (config.checkpoint_folder / "step-000002").mkdir(parents=True)
+    found = examine(config, RUN_CHECKS)["start"]
+    assert found.verdict == FAIL and "manifest.json" in found.value
+    missing = make_config(job={"dump_folder": str(tmp_path / "new")}, checkpoint={"initial_load_path": "nowhere"})
+    assert examine(missing, RUN_CHECKS)["start"].verdict == FAIL
+
+
+def test_a_full_disk_and_too_little_space_for_checkpoints(make_config, small_disk):
+    mount, resize = small_disk
+    config = make_config(job={"dump_folder": str(mount / "out")}, checkpoint={"interval": 2})
+    found = examine(config, STORAGE_CHECKS)
+    assert found["job.dump_folder"].verdict == FAIL and "No space" in found["job.dump_folder"].value
+    assert list(mount.iterdir()) == []  # nothing is left behind
+    resize("48m")
+    assert examine(config, STORAGE_CHECKS)["job.dump_folder"].verdict == PASS
+    big = make_config(
+        job={"dump_folder": str(mount / "out")},
+        checkpoint={"interval": 2},
+        model={"flavor": "debug", "hidden_size": 512},
+    )
+    found = examine(big, STORAGE_CHECKS)["space for checkpoints"]
+    assert found.verdict == FAIL and "checkpoint.keep_latest_k" in found.remedy
+
+
+def test_a_slow_folder_is_a_warning(tmp_path):
+    found = {result.check: result for result in probe_folder("job.dump_folder", tmp_path, 1e6, 2**20)}
+    assert found["job.dump_folder"].verdict == WARN and ">= 1000000.00 GB/s" in found["job.dump_folder"].limit
+
+
+def test_states_are_written_as_their_ring_writes_and_must_pass_once_in_a_minute(make_config, tmp_path, monkeypatch):
+    states = {"state_offload": "nvme", "state_offload_folder": str(tmp_path / "nvme")}
+    written = []
+    monkeypatch.setattr(storage, "_write", lambda path, chunk, size: written.append(size) or path.write_bytes(chunk))
+    (tmp_path / "nvme").mkdir()
+    found = examine(make_config(optimizer={"name": "Muon", **states}), STORAGE_CHECKS, ranks=3)
+    result = found["optimizer.state_offload_folder"]
+    # 32 MiB by two threads of three ranks, in whole chunks of 8 MiB each; the states of a small model are small.
+    assert result.verdict == PASS and result.limit == ">= 0.00 GB/s"
+    assert written[-6:] == [8 * 2**20] * 6 and list((tmp_path / "nvme").iterdir()) == []
+    monkeypatch.setattr(storage, "largest_stage", lambda _: SimpleNamespace(disk=90e9))
+    result = examine(make_config(optimizer={"name": "Muon", **states}), STORAGE_CHECKS, ranks=8)[result.check]
+    assert result.verdict == WARN and result.limit == ">= 24.00 GB/s"  # 8 x 90 GB, both ways, in 60 s
+
+
+def test_storage_that_hangs_leaves_no_thread_that_the_end_of_the_program_would_wait_for(tmp_path, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(storage, "_write", lambda *_: answers.wait(20))
+    before = set(threading.enumerate())
+    checks = {"folders": lambda subject: probe_folder("job.dump_folder", tmp_path, 0, 2**20, threads=3)}
+    [found] = run_checks(Subject(machine=Machine(2, 16 * GIB, GIB), processes=1), checks, 0.3)
+    left = set(threading.enumerate()) - before
+    assert found.verdict == FAIL and "no answer" in found.value
+    assert len(left) == 4 and all(thread.daemon for thread in left)
+    answers.set()
+
+
+@pytest.mark.parametrize("folder", ["/proc/none", "/sys/none"])
+def test_a_folder_that_cannot_be_written(folder):
+    from pathlib import Path
+
+    [found] = probe_folder("job.dump_folder", Path(folder), 0, 2**20)
+    assert found.verdict == FAIL and found.remedy

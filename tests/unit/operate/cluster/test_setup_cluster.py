@@ -1,0 +1,162 @@
+"""scripts/setup_cluster.sh: wrong values and hosts change nothing; the files are those of the job scripts; hosts are
+asked over a stand-in for ssh."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm46.cli import main
+from glm46.commands.setup_cluster import examine_host
+from tests.fake_ssh import UNREACHABLE, write_ssh
+
+ROOT = Path(__file__).parents[4]
+GOOD = {"--nodes": "2", "--gpus-per-node": "2", "--master-addr": "127.0.0.2", "--master-port": "29500"}
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Arguments of the verb, for a type of cluster and changed options; None takes an option out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{write_ssh(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2\n127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
+
+    def arguments(kind: str = "ssh", **changed: str | None) -> list[str]:
+        options = {
+            "--type": kind, **GOOD, "--nvme-path": str(tmp_path / "nvme"), "--hostfile": "hosts",
+            "--config": str(ROOT / "train_configs/debug.toml"), "--output": "cluster",
+        }  # fmt: skip
+        options |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+        return [word for name, value in options.items() if value is not None for word in (name, value)]
+
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"type": "lsf"}, ("--type", "lsf", "slurm")),
+        ({"nodes": "0"}, ("--nodes", "0", "at least 1")),
+        ({"nodes": "1e3"}, ("--nodes", "1e3")),
+        ({"nodes": "4"}, ("--nodes 4", "3 hosts", "add hosts")),
+        ({"gpus_per_node": "8"}, ("slots", "2, 8", "same number")),
+        ({"master_addr": "127.0.0.9"}, ("--master-addr 127.0.0.9", "none of the hosts", "127.0.0.1")),
+        ({"master_addr": "fe80::1"}, ("--master-addr fe80::1", "IPv4")),
+        ({"master_port": "80"}, ("--master-port 80", "1024")),
+        ({"master_port": "70000"}, ("--master-port 70000", "restart")),
+        ({"nvme_path": "nvme"}, ("--nvme-path nvme", "absolute")),
+        ({"nvme_path": "/tmp/my disk"}, ("--nvme-path /tmp/my disk", "letters")),
+        ({"hostfile": None}, ("--hostfile", "not given", "NAME slots=N")),
+        ({"hostfile": "nowhere"}, ("nowhere", "cannot be read")),
+        ({"config": "nowhere.toml"}, ("nowhere.toml",)),
+        ({"output": "hosts/cluster"}, ("--output", "hosts/cluster", "cannot be written", "Not a directory")),
+    ],
+)
+def test_wrong_values_have_one_message_and_change_nothing(cluster, capsys, tmp_path, changed, words):
+    before = sorted(tmp_path.iterdir())
+    code = None
+    try:
+        code = main(["setup-cluster", *cluster(**changed)])
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr().err.splitlines()
+    lines = [line for line in said if "error: " in line]
+    assert code == 2 and len(said) <= 2 and len(lines) == 1 and all(word in lines[0] for word in words), lines
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "value", "words"),
+    [
+        ("slurm", "SLURM_JOB_NODELIST", "n[1-2]", "scontrol show hostnames 'n[1-2]'"),
+        ("pbs", "PBS_NODEFILE", "nowhere", "No such file"),
+        ("pbs", "PBS_NODEFILE", os.devnull, "names no host"),
+    ],
+)
+def test_an_allocation_that_cannot_be_read_is_one_message(cluster, capsys, monkeypatch, kind, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["setup-cluster", *cluster(kind, hostfile=None)]) == 2
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert variable in fault and words in fault and "--hostfile" in fault
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_answer_are_all_named_and_nothing_is_changed(cluster, capsys, tmp_path):
+    (tmp_path / "hosts").write_text(f"127.0.0.2 slots=2\nme@{UNREACHABLE} slots=2\n")
+    assert main(["setup-cluster", *cluster()]) == 2
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert (
+        fault.startswith(f"error: {UNREACHABLE}: ") and "No route to host" in fault and f"ssh me@{UNREACHABLE}" in fault
+    )
+    assert not (tmp_path / "nvme").exists() and not (tmp_path / "cluster").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "job", "directives"),
+    [
+        ("ssh", None, {}),
+        ("slurm", "submit_job.slurm", {"--nodes=3", "--gpus-per-node=2", "--no-kill"}),
+        ("pbs", "submit_job.pbs", {f"-l select=3:ncpus={len(os.sched_getaffinity(0))}:ngpus=2:mpiprocs=1"}),
+    ],
+)
+def test_a_cluster_is_set_up_and_again_gives_the_same(cluster, capsys, tmp_path, kind, job, directives):
+    """Three hosts, two of which train."""
+    (tmp_path / "debug.toml").symlink_to(ROOT / "train_configs/debug.toml")
+    words, folder = cluster(kind, config="debug.toml"), tmp_path / "cluster"
+    script = [ROOT / "scripts" / "setup_cluster.sh", *words]
+    path = os.pathsep.join(
+        [os.environ["PATH"].split(os.pathsep)[0], str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
+    done = subprocess.run(script, capture_output=True, text=True, env=os.environ | {"PATH": path})
+    assert done.returncode == 0, done.stderr
+    assert stat.S_IMODE((tmp_path / "nvme").stat().st_mode) == 0o700
+    hosts = (folder / "hostfile").read_text().splitlines()
+    assert hosts == [
+        "127.0.0.2 slots=2",
+        "127.0.0.1 slots=2",
+        "127.0.0.3 slots=2",
+    ]  # the master first, the last is a spare
+    texts = {file.name: file.read_text() for file in folder.iterdir()}
+    assert set(texts) == {"hostfile", "setup_env.sh", "launch.sh", *([job] if job else [])}
+    for name in set(texts) - {"hostfile"}:
+        assert subprocess.run(["bash", "-n", folder / name]).returncode == 0, name
+    assert "--nodes 2 " in texts["launch.sh"] and "MASTER_ADDR=127.0.0.2" in texts["launch.sh"]
+    assert f"\nexport CONFIG_FILE={tmp_path / 'debug.toml'}\n" in texts["setup_env.sh"]
+    assert "\nexport NGPU=2\n" in texts["setup_env.sh"]
+    if job:
+        assert "export MASTER_ADDR" not in texts[job] + texts["setup_env.sh"]  # the first node of the job
+        assert directives <= set(re.findall(r"^#(?:SBATCH|PBS) (.*)", texts[job], re.MULTILINE))
+        before, after = texts[job].split(f". {folder}/setup_env.sh\n")
+        assert "export NODES=2" in after and "\nif" not in before and "#SBATCH" not in after and "#PBS" not in after
+    if kind == "ssh":  # the same texts, and nothing is changed
+        (tmp_path / "nvme").rmdir()
+        assert main(["setup-cluster", *words, "--dry-run"]) == 0
+        printed = capsys.readouterr().out
+        assert all(f"--- cluster/{name}\n{text}" in printed for name, text in texts.items())
+        assert not (tmp_path / "nvme").exists()
+
+
+def test_a_host_names_its_network_and_what_is_against_its_folder(tmp_path):
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    for name, text in {
+        "proc/net/route": "Iface\tDestination\neth7\t00000000\n",
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 9 kB\n",
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5 2024\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = examine_host(tmp_path / "nvme", root=tmp_path)
+    assert found["network"] == "InfiniBand, 1 of 1 ports active" and found["interface"] == "eth7"
+    assert found["nvme"] == "" and not (tmp_path / "nvme").exists()
+    (tmp_path / "link").symlink_to("/tmp")
+    assert "symbolic link" in examine_host(tmp_path / "link", root=tmp_path, makes=True)["nvme"]
+    assert "is a file" in examine_host(tmp_path / "proc/meminfo", root=tmp_path)["nvme"]

@@ -1,0 +1,59 @@
+"""The machine is read from files that the kernel writes; these tests write such files."""
+
+from glm46.operate.estimate import machine
+from glm46.run.peaks import ACCELERATORS, find_accelerator
+
+
+def _files(root, **texts):
+    for name, text in texts.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_the_memory_limit_of_a_container_counts(tmp_path):
+    _files(tmp_path, proc__meminfo="MemTotal: 8000 kB\nMemAvailable: 6000 kB\n")
+    assert machine._memory(tmp_path) == (8000 * 1024, 6000 * 1024)
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert machine._memory(tmp_path) == (8000 * 1024, 6000 * 1024)
+    (group / "memory.max").write_text(str(4000 * 1024))
+    (group / "memory.current").write_text(str(1000 * 1024))
+    assert machine._memory(tmp_path) == (4000 * 1024, 3000 * 1024)
+
+
+def test_the_core_quota_of_a_container_counts(tmp_path):
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    unlimited = machine._cores(tmp_path)
+    (group / "cpu.max").write_text("max 100000")
+    assert machine._cores(tmp_path) == unlimited
+    (group / "cpu.max").write_text("50000 100000")
+    assert machine._cores(tmp_path) == 1
+
+
+def test_gpus_of_a_machine_without_nvml(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_gpus_from_nvml", lambda: [])
+    _files(tmp_path, proc__meminfo="MemTotal: 8000 kB\nMemAvailable: 6000 kB\n")
+    for index, bus in enumerate(("0000:01:00.0", "0000:02:00.0")):
+        folder = tmp_path / "proc/driver/nvidia/gpus" / bus
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nGPU UUID: \t GPU-{index}abc\n")
+    found = machine.detect_machine(root=tmp_path, nodes=3)
+    assert [gpu.name for gpu in found.gpus] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert found.gpus[0].memory_bytes == find_accelerator("H100").memory_bytes
+    assert found.nodes == 3
+    for visible, count in (("", 0), ("1", 1), ("0,1", 2), ("0,7,1", 1), ("GPU-1abc", 1), ("GPU-9", 0), ("-1", 0)):
+        assert len(machine.detect_machine(visible, root=tmp_path).gpus) == count, visible
+
+
+def test_names_of_the_driver_find_their_entry():
+    names = {
+        "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H200": "H200", "NVIDIA L4": "L4",
+        "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100 40GB", "NVIDIA L40S": "L40S",
+        "NVIDIA GeForce RTX 4090": "RTX 4090", "NVIDIA A10G": "A10G",
+    }  # fmt: skip
+    assert {name: find_accelerator(name).name for name in names} == names
+    assert find_accelerator("NVIDIA Quadro P400") is None
+    assert all(find_accelerator(accelerator.name) is accelerator for accelerator in ACCELERATORS)

@@ -1,0 +1,228 @@
+"""A run that this machine cannot hold is refused on one screen, with what it needs and what to do."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from glm46.config.float8 import Float8
+from glm46.config.run_config import RunConfig
+from glm46.operate.estimate import requirement
+from glm46.operate.estimate.machine import Gpu, Machine
+from glm46.operate.estimate.memory import plan_memory
+from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
+from glm46.operate.estimate.requirement import describe_requirement, judge_config, memory_lines, memory_parts
+from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.run.peaks import accelerator_of
+from glm46.run.plan import resolve_plan
+
+_GIB = 2**30
+SMALL = Machine(cores=2, memory_bytes=24 * _GIB, free_bytes=23 * _GIB)
+NODE = Machine(96, 1024 * _GIB, 1000 * _GIB, gpus=tuple([Gpu("NVIDIA H100 80GB HBM3", 80 * _GIB)] * 8))
+SEED_LAYOUT = {
+    "pipeline_parallel_degree": 16,
+    "tensor_parallel_degree": 8,
+    "expert_parallel_degree": 32,
+    "data_parallel_shard_degree": 64,
+}
+
+
+def _run(flavor, *, parallelism=None, **training) -> RunConfig:
+    sections = {"model": {"flavor": flavor}, "training": {"seq_len": 4096, "steps": 10} | training}
+    return RunConfig.model_validate(sections | {"parallelism": parallelism or {}})
+
+
+def _assert_one_screen(text):
+    assert len(text.splitlines()) <= 40
+    assert max(len(line) for line in text.splitlines()) <= 160
+
+
+def test_the_debug_model_fits_anywhere():
+    fits, text = describe_requirement(_run("debug", seq_len=512), SMALL, world_size=2)
+    assert fits
+    assert "2 = shard 2" in text
+
+
+def test_glm46_on_two_cores_is_refused():
+    fits, text = describe_requirement(_run("GLM-4.6", parallelism=SEED_LAYOUT), SMALL)
+    assert not fits
+    _assert_one_screen(text)
+    for part in ("8,192 = pipeline 16 x shard 64 x tensor 8", "none", "23.0 GiB free", "run it on 8,192 GPUs"):
+        assert part in text
+
+
+def test_too_few_gpus_are_named_with_both_numbers():
+    fits, text = describe_requirement(_run("debug", parallelism={"tensor_parallel_degree": 16}), NODE)
+    assert not fits
+    assert "needs 16 GPUs" in text and "found: 8" in text
+    assert describe_requirement(_run("debug", parallelism={"tensor_parallel_degree": 4}), NODE)[0]
+
+
+def test_too_little_gpu_memory_says_how_many_would_do():
+    # The sequence must be short: unsharded activations of 4,096 tokens over 92 layers alone exceed one GPU.
+    config = _run("GLM-4.6", seq_len=512)
+    fits, text = describe_requirement(config, NODE)
+    assert not fits
+    _assert_one_screen(text)
+    assert "each GPU needs" in text
+    number = int(text.split("run it on ")[1].split(" GPUs")[0].replace(",", ""))
+    usable = 0.92 * 80 * _GIB
+    assert plan_memory(config, number).total <= usable < plan_memory(config, number // 2).total
+
+
+def test_the_memory_of_all_local_processes_counts_on_a_cpu():
+    config = _run("100M", seq_len=512, mixed_precision_param="float32")
+    needed = plan_memory(config, 2, device="cpu").total * 2
+    # A run may fill 95 % of what is free: just above and just below that.
+    enough = Machine(2, 2 * int(needed), int(needed / 0.95) + 1)
+    short = Machine(2, 2 * int(needed), int(needed / 0.95) - 1)
+    assert describe_requirement(config, enough, world_size=2)[0]
+    fits, text = describe_requirement(config, short, world_size=2)
+    assert not fits and "2 processes need" in text
+
+
+def test_a_machine_without_fp8_is_named_with_what_to_do():
+    run = _run("debug", seq_len=512)
+    fp8 = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise"}
+    A100, L40S = (Machine(96, 2**40, 2**40, (Gpu(name, 40 * 2**30),)) for name in ("NVIDIA A100-SXM4", "NVIDIA L40S"))
+
+    def found(machine: Machine, **keys) -> str:
+        return describe_requirement(run.model_copy(update={"float8": Float8(**fp8 | keys)}), machine, world_size=1)[1]
+
+    for machine, name in ((SMALL, "found: none"), (A100, "found: NVIDIA A100-SXM4")):
+        text = found(machine)
+        assert 'float8.recipe_name = "rowwise" needs' in text and name in text and "float8.emulate = true" in text
+        assert "It fits." in found(machine, emulate=True)
+    assert 'float8.experts_recipe_name = "rowwise" needs' in found(L40S)
+    assert "It fits." in found(L40S, experts_recipe_name=None)
+    assert "it has none of these products" in found(L40S) and "can run BF16: remove the key" in found(A100)
+    text = found(NODE, experts_recipe_name="mxfp8")
+    assert "B200, B300); found: NVIDIA H100" in text and 'take "rowwise", which it can run' in text
+    assert "It fits." in found(NODE)
+
+
+def test_a_base_in_fp8_that_this_torch_cannot_shard_is_named(monkeypatch):
+    sections = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "adapter": {"base_dtype": "float8"}}
+    config = RunConfig.model_validate(sections | {"training": {"seq_len": 4096, "steps": 10}})
+    for torch, fits in (("2.11.0+cu130", False), ("2.13.0", True)):
+        monkeypatch.setattr(requirement.metadata, "version", {"torch": torch}.__getitem__)
+        text = describe_requirement(config, NODE)[1]
+        assert ("It fits." in text) == fits
+        assert (f'adapter.base_dtype = "float8" needs torch 2.13; found: {torch}; update torch, or' in text) != fits
+
+
+def test_a_schedule_that_this_torch_cannot_run_is_named(monkeypatch):
+    config = _run("debug", parallelism={"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"})
+    monkeypatch.setattr(requirement.metadata, "version", {"torch": "2.11.0+cu130"}.__getitem__)
+    text = describe_requirement(config, NODE)[1]
+    assert 'parallelism.pipeline_parallel_schedule = "ZBVZeroBubble" splits backward, which needs torch 2.13' in text
+    assert "found: 2.11.0+cu130" in text and 'take one of "GPipe", "1F1B", "Interleaved1F1B"' in text
+    assert "It fits." in describe_requirement(_run("debug", parallelism={"pipeline_parallel_degree": 2}), NODE)[1]
+    monkeypatch.setattr(requirement.metadata, "version", {"torch": "2.13.0"}.__getitem__)
+    assert "It fits." in describe_requirement(config, NODE)[1]
+
+
+def _planned(config: RunConfig, gpu="H100", world=None, here=None, **cluster) -> str:
+    """The text of the plan, without a pipeline."""
+    plan = resolve_plan(config, world)
+    run = plan_run(plan, TargetCluster(accelerator_of(gpu), plan.layout.world_size, **cluster), lambda *_: [])
+    return plan_text(run, here and (here, judge_config(config, here, world)))
+
+
+def test_a_plan_states_its_assumptions():
+    config = _run("GLM-4.6", parallelism={"expert_parallel_degree": 8}, seq_len=512)
+    text = _planned(config, world=1024, gpus_per_node=4, network_gbits=200.0, price=2.5)
+    assert "356,785,898,816" in text and "44,689" in text
+    for part in ("nodes of 4, 200 Gbit/s", "efficiencies: assumed", "(at $2.50)", "GPU-hours", "waiting for ep"):
+        assert part in text
+
+
+def test_a_plan_says_whether_it_fits_and_by_how_much():
+    """Against the GPU that is named and the machine that is given. No days for a run that does not fit."""
+    config = _run("GLM-4.6", seq_len=512)
+    for world, words in ((8, "no: each GPU needs"), (512, "yes: each GPU needs")):
+        total = plan_memory(config, world).total
+        spare = abs(0.92 * 140 - total / _GIB)
+        text = _planned(config, "H200", world)
+        assert f"does it fit on {world} x H200\n  {words} {total / _GIB:,.1f} GiB, and 128.8 GiB of 140.0 GiB" in text
+        assert f": {spare:,.1f} GiB {'to spare' if words[0] == 'y' else 'too much'}" in text
+        assert ("days" in text) == (words[0] == "y")
+    text = _planned(_run("debug", seq_len=512), here=SMALL)
+    assert "does it fit on this machine (no GPU, 2 cores)\n  yes: one process needs" in text
+    text = _planned(_run("GLM-4.6"), here=NODE)
+    assert "this machine (8 x NVIDIA H100 80GB HBM3, 96 cores)\n  no: each GPU needs" in text
+
+
+def test_the_numbers_of_a_plan_are_those_of_its_text():
+    config = _run("GLM-4.6", seq_len=512, tokens=512 * 10**9, steps=None)
+    plan = resolve_plan(config, 512)
+    run = plan_run(plan, TargetCluster(accelerator_of("H200"), 512, price=3.0), lambda *_: [])
+    numbers, text = json.loads(json.dumps(plan_numbers(run))), plan_text(run)
+    assert f"{numbers['days']:,.2f}" in text and f"${numbers['dollars']:,.0f}" in text
+    assert f"{numbers['gpu_hours']:,.0f}" in text and f"{numbers['steps']:,}" in text
+    assert numbers["fits"] and numbers["memory"][0]["total"] == plan_memory(config, 512).total
+    stage = numbers["stages"][0]
+    assert sum(stage["parts"].values()) == pytest.approx(stage["step_seconds"])
+    assert numbers["days"] == pytest.approx(numbers["gpu_hours"] / 512 / 24)
+
+
+def test_memory_is_listed_in_one_unit_which_hides_no_part():
+    for config in (_run("debug", seq_len=512), _run("GLM-4.6", seq_len=512)):
+        for device in ("cpu", "gpu"):
+            plan = plan_memory(config, 8, device=device)
+            *lines, total = memory_lines(plan)
+            assert total.split()[0] == "total"
+            for line, size in zip(lines, memory_parts(plan).values(), strict=True):
+                *_, number, unit = line.split()
+                assert (float(number) == 0) == (size == 0), line
+                assert unit == total.split()[-1] or 0 < size < 0.01 * 2**30, line
+
+
+def test_flops_of_a_published_run():
+    # 22T tokens at 4,096: 5.1e24 FLOPs with MTP, from the facts page.
+    assert resolve_plan(_run("GLM-4.6", tokens=22 * 10**12, steps=None), 1).flops == pytest.approx(5.1e24, rel=0.01)
+
+
+def test_budget_of_steps_and_of_a_ramp():
+    config = _run("debug", seq_len=128, local_batch_size=4)
+    plan = resolve_plan(config, 2)
+    assert (plan.step_tokens, plan.budget_tokens) == (1024, 10240)
+    ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=3)
+    # Eight sequences, then sixteen twice: the first step ends where the ramp does.
+    plan = resolve_plan(ramp, 1)
+    assert (plan.step_tokens, plan.budget_tokens) == (None, (8 + 16 + 16) * 128)
+
+
+def test_a_billion_steps_are_counted_at_once():
+    """As one by one: with a ramp, and with stages whose last step is shorter."""
+    began = time.process_time()
+    assert resolve_plan(_run("debug", seq_len=128, steps=10**9), 2).budget_tokens == 10**9 * 2 * 128
+    ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=10**9)
+    assert resolve_plan(ramp, 1).budget_tokens == (8 + 16 * (10**9 - 1)) * 128
+    assert time.process_time() - began < 2
+    sections = {"model": {"flavor": "debug"}, "training": {"seq_len": 128, "steps": 9, "global_batch_size": 4}}
+    stages = ({"start_tokens": 0, "seq_len": 64}, {"start_tokens": 640})
+    staged = RunConfig.model_validate(sections | {"data": {"stages": stages}})
+    # Ten samples of 64 tokens in three steps of 4, 4 and 2, then six steps of four samples of 128.
+    assert resolve_plan(staged, 1).budget_tokens == 640 + 6 * 4 * 128
+
+
+def test_a_step_whose_text_no_memory_holds_is_refused():
+    fits, text = describe_requirement(_run("debug", seq_len=256, global_batch_size=10**9), SMALL)
+    assert not fits and "lower training.global_batch_size: a rank reads" in text
+    fits, text = describe_requirement(_run("debug", seq_len=256, global_batch_size=10**10), NODE)
+    assert not fits and "lower training.global_batch_size: a rank reads" in text
+
+
+def test_planner_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "import glm46.operate.estimate.requirement, glm46.operate.estimate.report\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    root = Path(__file__).parents[4]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

@@ -1,0 +1,188 @@
+"""The search of layouts: what it returns fits, obeys the rules, is ranked, and can be typed as it says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from glm46.cli import main
+from glm46.compute.parallelize.pipeline_order import pipeline_order
+from glm46.config.check import check_config
+from glm46.config.loader import load_config
+from glm46.config.parallelism import ActivationCheckpoint
+from glm46.config.run_config import RunConfig
+from glm46.operate.estimate import search_layouts as search_command
+from glm46.operate.estimate.memory import largest_stage, stage_memory
+from glm46.operate.estimate.run_cost import run_cost
+from glm46.operate.estimate.search import options_of, search_layouts, smallest_cluster, what_if
+from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.run.parameters import Parameter
+from glm46.run.peaks import Accelerator, accelerator_of
+from glm46.run.plan import resolve_plan
+
+DEBUG = Path(__file__).parents[4] / "train_configs" / "debug.toml"
+GIB = 2**30
+SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86_400}
+
+
+def small_gpu(memory_gib: float) -> Accelerator:
+    return accelerator_of(f"small:bf16=1,memory={memory_gib},bandwidth=100,link=10")
+
+
+def run(**tables) -> RunConfig:
+    sections = {
+        "model": {"flavor": "debug"},
+        "data": {"sources": [{"name": "text", "path": "text"}]},
+        "training": {"seq_len": 2048, "steps": 10, "global_batch_size": 32},
+    }
+    return RunConfig.model_validate(sections | tables)
+
+
+def test_all_that_is_found_fits_and_is_ranked():
+    config = run(parallelism={"tensor_parallel_degree": 2})
+    cluster = TargetCluster(small_gpu(3), 8, 4)
+    found = search_layouts(config, cluster, pipeline_order)
+    assert found.best and found.fitting >= len(found.best)
+    six_heads = run(
+        model={"flavor": "debug", "num_attention_heads": 6}
+    )  # four tensor-parallel ranks do not divide them
+    assert set(search_layouts(six_heads, cluster, pipeline_order).refused) == {"parallelism.tensor_parallel_degree"}
+    days = [each.cost.days for each in found.best]
+    assert days == sorted(days)
+    for each in found.best:
+        assert check_config(each.plan.config, world_size=8) == [] and each.plan.layout.world_size == 8
+        assert each.memory == largest_stage(stage_memory(each.plan)).total <= 0.92 * 3 * GIB
+        assert each.cost.days == run_cost(each.plan, cluster, pipeline_order).days
+        assert each.plan.layout.tp <= 4  # a tensor-parallel group stays inside a node
+    assert len({tuple(options_of(each.plan, config)) for each in found.best}) == len(found.best)
+    # Layouts that a user would try first are not faster.
+    for parallelism in ({}, {"expert_parallel_degree": 8}, {"tensor_parallel_degree": 4}):
+        plan = resolve_plan(run(parallelism=parallelism), 8)
+        if largest_stage(stage_memory(plan)).total <= 0.92 * 3 * GIB:
+            assert run_cost(plan, cluster, pipeline_order).days >= days[0] * (1 - 1e-9)
+
+
+def test_the_options_give_the_layout():
+    config = load_config(DEBUG, ("--training.seq_len=1024", "--parallelism.tensor_parallel_degree=2"))
+    cluster = TargetCluster(small_gpu(8), 4, 4)
+    for each in search_layouts(config, cluster, pipeline_order).best:
+        overrides = ("--training.seq_len=1024", "--parallelism.tensor_parallel_degree=2")
+        again = load_config(DEBUG, (*overrides, *options_of(each.plan, config)), world_size=4)
+        assert resolve_plan(again, 4).layout == each.plan.layout
+        assert again.activation_checkpoint == each.plan.config.activation_checkpoint
+
+
+def test_without_a_fit_the_smallest_cluster_is_named():
+    config = run(model={"flavor": "GLM-4.5-Air"})
+    cluster = TargetCluster(accelerator_of("H100"), 4)
+    found = search_layouts(config, cluster, pipeline_order)
+    assert not found.best and found.too_large and found.least_memory > 0.92 * 79 * GIB
+    smallest = smallest_cluster(config, cluster)
+    gpus = smallest.layout.world_size
+    assert gpus > 4 and largest_stage(stage_memory(smallest)).total <= 0.92 * 79 * GIB
+    half = search_layouts(config, TargetCluster(accelerator_of("H100"), gpus // 2), pipeline_order)
+    assert not half.best
+    assert smallest_cluster(config, TargetCluster(small_gpu(0.5), 4)) is None
+
+
+def test_variants_change_one_thing_and_are_judged():
+    shorter = {"seq_len": 1024, "steps": 10, "global_batch_size": 32}
+    config = run(activation_checkpoint={"mode": "selective"}, training=shorter)
+    cluster = TargetCluster(small_gpu(40), 2)
+    variants = {each.name: each for each in what_if(resolve_plan(config, 2), cluster, pipeline_order)}
+    base = variants["as it is"]
+    assert variants["activation_checkpoint.mode = full"].memory < base.memory
+    assert variants["activation_checkpoint.mode = none"].memory > base.memory
+    assert variants["activation_checkpoint.mode = none"].cost.days < base.cost.days
+    longer = variants["sequences twice as long, as many tokens"]
+    assert longer.memory > base.memory and longer.cost.tokens == base.cost.tokens
+    assert variants["a batch twice as large"].cost.tokens == 2 * base.cost.tokens
+    large = what_if(
+        resolve_plan(run(model={"flavor": "GLM-4.5-Air"}), 16), TargetCluster(small_gpu(400), 16), pipeline_order
+    )
+    offloaded = next(each for each in large if "state_offload" in each.name)
+    assert large[0].name == "as it is" and offloaded.memory < large[0].memory - 10 * GIB
+    tight = {
+        each.name: each for each in what_if(resolve_plan(config, 2), TargetCluster(small_gpu(2), 2), pipeline_order)
+    }
+    assert all(each.cost is None for each in tight.values())
+    odd = run(training=shorter | {"global_batch_size": 2})
+    refused = what_if(resolve_plan(odd, 2), cluster, pipeline_order)
+    assert any(each.refusal and "global_batch_size" in each.refusal for each in refused)
+
+
+@pytest.mark.parametrize("columns", ["80", "30"])
+def test_the_command_prints_whole_numbers(columns, capsys, monkeypatch, tmp_path):
+    """In 80 columns, and unchanged in a narrower window or without a terminal; all candidates are in the JSON file."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(search_command, "_SECONDS_BETWEEN_LINES", 0.0)
+    file = tmp_path / "found.json"
+    wanted = ["plan", "--config", str(DEBUG), "--gpus", "4", "--gpu", "small:bf16=1,memory=8,bandwidth=100,link=10"]
+    assert main([*wanted, "--search", "--json", str(file), "--price=2"]) == 0
+    printed, progress = capsys.readouterr()
+    found = json.loads(file.read_text())
+    assert progress.splitlines()[-1] == "{0:,} of {0:,} layouts".format(
+        found["fitting"] + found["too_large"] + sum(found["refused"].values())
+    )
+    lines = printed.splitlines()
+    table = lines[lines.index(next(line for line in lines if "bubble" in line)) :][: 1 + len(found["candidates"][:10])]
+    assert "…" not in printed and max(map(len, table)) <= 80
+    for line, each in zip(table[1:], found["candidates"], strict=False):
+        layout, cells = each["layout"], line.split()
+        assert [int(cells[place]) for place in (0, 1, 3, 4, 5)] == [
+            layout[axis] for axis in ("tp", "pp", "cp", "ep", "dp_shard")
+        ]
+        assert cells[6] == each["recomputation"]
+        assert float(cells[7]) == pytest.approx(each["days"] * 86_400 / SECONDS[table[0].split()[7]], rel=0.01)
+        assert cells[8] == f"{each['mfu']:.1%}" and each["dollars"] == pytest.approx(each["days"] * 24 * 4 * 2)
+        assert float(cells[9]) == pytest.approx(each["memory"] / GIB, rel=0.01)
+    assert f"  {' '.join(found['candidates'][0]['options'])}" in lines
+    assert [each["name"] for each in found["changes"] if each["fits"]][0] == "as it is"
+    for part in ("layouts fit", "options of the first one", "smallest cluster that fits", "as it is", "tokens/s"):
+        assert part in printed
+    assert main([*wanted, "--search", "--model.flavor=GLM-4.6"]) == 1
+    printed = capsys.readouterr().out
+    assert "0 layouts fit" in printed and "GiB per GPU" in printed
+    assert main([*wanted, "--search", "--picture", str(tmp_path / "plan.png")]) == 2
+    assert "--picture with --search" in capsys.readouterr().err and [*tmp_path.iterdir()] == [file]
+
+
+def test_the_search_counts_documents():
+    """Attention of short documents is less, so every layout takes less time."""
+    searched = (search_layouts(run(), TargetCluster(small_gpu(8), 2), pipeline_order, document_tokens=documents)
+                for documents in (None, 100))  # fmt: skip
+    rows, documents = (
+        {tuple(options_of(each.plan, run())): each.cost.days for each in found.best} for found in searched
+    )
+    assert rows.keys() == documents.keys() and all(documents[options] < rows[options] for options in rows)
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble"])
+def test_the_schedule_of_the_config_is_tried(schedule):
+    config = run(parallelism={"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule})
+    found = search_layouts(config, TargetCluster(small_gpu(40), 2), pipeline_order)
+    names = {each.plan.config.parallelism.pipeline_parallel_schedule for each in found.best if each.plan.layout.pp > 1}
+    assert schedule in names
+
+
+def test_a_search_asks_for_each_size_once(monkeypatch):
+    """Sizes of parameters are counted once for equal layers: a deep model takes no more of them than a flat one."""
+    counts, sizes_of = [], Parameter.shape
+    monkeypatch.setattr(Parameter, "shape", lambda row, shape: counts.append(1) or sizes_of(row, shape))
+    asked = []
+    for layers in (8, 64):
+        counts.clear()
+        config = run(
+            model={"flavor": "debug", "num_hidden_layers": layers, "vocab_size": 8192 + 64 * layers},
+            parallelism={"tensor_parallel_degree": 1},
+            optimizer={"name": "AdamW"},  # Muon plans each matrix
+        )
+        plan = resolve_plan(config, 8)
+        for mode in ("none", "selective", "full"):
+            changed = config.model_copy(update={"activation_checkpoint": ActivationCheckpoint(mode=mode)})
+            memory = largest_stage(stage_memory(replace(plan, config=changed)))
+        run_cost(plan, TargetCluster(small_gpu(80), 8), pipeline_order)
+        asked.append(len(counts))
+        assert memory.total > 0
+    assert asked[1] <= 1.1 * asked[0]

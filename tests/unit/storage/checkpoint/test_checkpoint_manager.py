@@ -1,0 +1,368 @@
+"""One process: a checkpoint loads bit for bit, or is refused with the reason."""
+
+import enum
+import json
+import os
+import pickle
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from glm46.config.errors import UserError
+from glm46.storage.checkpoint.manager import CheckpointManager
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def make_tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model.weight": torch.randn(33, 7, generator=generator),
+        "model.half": torch.randn(5, 4, generator=generator).to(torch.bfloat16),
+        "model.scale": torch.randn((), generator=generator),
+        "model.empty": torch.zeros(0, 3),
+        "optimizer.counts": torch.randint(0, 9, (8,), generator=generator),
+        "rng.rank0": torch.get_rng_state(),
+    }
+
+
+def save_steps(folder: Path, *steps: int, keep_latest_k: int = 0) -> CheckpointManager:
+    manager = CheckpointManager(folder, keep_latest_k=keep_latest_k)
+    for step in steps:
+        manager.save(step, make_tensors(step), {"step": step, "loss": 1 / 3})
+    return manager
+
+
+def fresh(folder: Path) -> CheckpointManager:
+    return CheckpointManager(folder, keep_latest_k=0)
+
+
+def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], expected[name]) for name in expected) and found.keys() == expected.keys()
+
+
+def test_round_trip_is_bitwise_and_in_place(tmp_path):
+    save_steps(tmp_path, 5)
+    target = {name: torch.zeros_like(tensor) for name, tensor in make_tensors(5).items()}
+    address = target["model.weight"].data_ptr()
+    meta = fresh(tmp_path).load(5, target)
+    assert same_bits(target, make_tensors(5))
+    assert target["model.weight"].data_ptr() == address
+    assert meta == {"step": 5, "loss": 1 / 3}
+    assert (tmp_path / "latest").read_text() == "step-000005\n"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_parameters_that_require_gradients_are_saved_and_filled(tmp_path):
+    layer = torch.nn.Linear(4, 3)
+    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    fresh(tmp_path).save(1, dict(layer.named_parameters()), {})
+    torch.nn.init.zeros_(layer.weight)
+    fresh(tmp_path).load(1, dict(layer.named_parameters()))
+    assert same_bits({name: parameter.detach() for name, parameter in layer.named_parameters()}, before)
+
+
+def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path):
+    large = torch.arange(1_000_000)
+    fresh(tmp_path).save(1, {"view": large[10:20], "across": large.view(1000, 1000)[:, 3]}, {})
+    target = {"view": torch.zeros(10, dtype=torch.int64), "across": torch.zeros(1000, dtype=torch.int64)}
+    fresh(tmp_path).load(1, target)
+    assert torch.equal(target["view"], large[10:20]) and torch.equal(target["across"], large[3::1000])
+    # 8 kB of values; the storage behind them has 8 MB
+    assert (tmp_path / "step-000001" / "__0_0.distcp").stat().st_size < 20_000
+
+
+def test_stock_dcp_tools_read_the_folder(tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    save_steps(tmp_path, 2)
+    dcp_to_torch_save(tmp_path / "step-000002", tmp_path / "one.pt")
+    assert same_bits(torch.load(tmp_path / "one.pt", weights_only=True), make_tensors(2))
+
+
+def test_newest_is_none_without_checkpoints(tmp_path):
+    assert fresh(tmp_path / "absent").newest() is None
+    (tmp_path / "step-000007.tmp").mkdir()  # left by a killed first save
+    (tmp_path / "my-step-000009").mkdir()
+    (tmp_path / "step-9").mkdir()
+    assert fresh(tmp_path).newest() is None
+
+
+def flip(path: Path, position: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(position * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped byte in tensors": lambda step: flip(step / "__0_0.distcp"),
+    "flipped first byte": lambda step: flip(step / "__0_0.distcp", 0),
+    "flipped last byte": lambda step: flip(step / "__0_0.distcp", 1),
+    "flipped byte in metadata": lambda step: flip(step / ".metadata"),
+    "flipped byte in meta": lambda step: flip(step / "meta.json"),
+    "flipped byte in manifest": lambda step: flip(step / "manifest.json"),
+    "space added to manifest": lambda step: (step / "manifest.json").open("a").write(" "),
+    "truncated tensors": lambda step: os.truncate(step / "__0_0.distcp", 100),
+    "empty metadata": lambda step: os.truncate(step / ".metadata", 0),
+    "extended tensors": lambda step: (step / "__0_0.distcp").open("ab").write(b"x"),
+    "missing tensors": lambda step: (step / "__0_0.distcp").unlink(),
+    "missing manifest": lambda step: (step / "manifest.json").unlink(),
+    "missing metadata": lambda step: (step / ".metadata").unlink(),
+    "extra file": lambda step: (step / "__9_0.distcp").write_bytes(b"x"),
+    "tensors of another step": lambda step: (step / "__0_0.distcp").write_bytes(
+        (step.parent / "step-000010" / "__0_0.distcp").read_bytes()
+    ),
+    "manifest of another step": lambda step: (step / "manifest.json").write_bytes(
+        (step.parent / "step-000010" / "manifest.json").read_bytes()
+    ),
+    "symbolic link": lambda step: (
+        (step / "meta.json").rename(step.parent / "moved"),
+        (step / "meta.json").symlink_to(step.parent / "moved"),
+    ),
+    "empty folder": lambda step: [path.unlink() for path in step.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_previous_step_is_used(tmp_path, caplog, damage):
+    save_steps(tmp_path, 10, 20)
+    DAMAGES[damage](tmp_path / "step-000020")
+    manager = fresh(tmp_path)
+    assert manager.newest() == 10
+    assert "step-000020" in caplog.text
+    target = make_tensors(99)
+    with pytest.raises(UserError, match="step-000020"):
+        manager.load(20, target)
+    assert same_bits(target, make_tensors(99))
+    manager.load(10, target)
+    assert same_bits(target, make_tensors(10))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_step_0(tmp_path):
+    save_steps(tmp_path, 10, 20)
+    for step in ("step-000010", "step-000020"):
+        flip(tmp_path / step / "__0_0.distcp")
+    with pytest.raises(UserError, match="move the folder away") as caught:
+        fresh(tmp_path).newest()
+    assert len(caught.value.faults) == 3
+
+
+def test_an_absent_step_is_named_with_the_present_ones(tmp_path):
+    save_steps(tmp_path, 10, 20)
+    with pytest.raises(UserError, match="step-000015: no such checkpoint.*10, 20"):
+        fresh(tmp_path).load(15, {})
+
+
+def test_names_shapes_and_dtypes_are_strict_and_all_faults_are_reported_at_once(tmp_path):
+    save_steps(tmp_path, 1)
+    target = make_tensors(3)
+    target["model.weight"] = torch.zeros(7, 33)
+    target["model.half"] = torch.zeros(5, 4)  # DCP would cast without an error
+    target["model.new"] = torch.zeros(2)
+    with pytest.raises(UserError) as caught:
+        fresh(tmp_path).load(1, target)
+    text = str(caught.value)
+    assert len(caught.value.faults) == 3
+    assert "model.weight has shape (33, 7), this run needs (7, 33)" in text
+    assert "model.half is torch.bfloat16, this run needs torch.float32" in text
+    assert "lacks model.new (2,)" in text
+    assert torch.equal(target["model.scale"], make_tensors(3)["model.scale"])
+
+
+def test_a_name_that_no_rank_requests_is_a_fault_unless_ignored(tmp_path):
+    save_steps(tmp_path, 1)
+    weights = {name: torch.zeros_like(t) for name, t in make_tensors(1).items() if name.startswith("model.")}
+    with pytest.raises(UserError) as caught:
+        fresh(tmp_path).load(1, weights)
+    assert len(caught.value.faults) == 2
+    fresh(tmp_path).load(1, weights, ignored=["optimizer.", "rng."])
+    assert torch.equal(weights["model.weight"], make_tensors(1)["model.weight"])
+    fresh(tmp_path).load_from(tmp_path / "step-000001", weights, ignored=[""])
+
+
+def test_optional_names_may_be_missing_and_keep_their_value(tmp_path):
+    save_steps(tmp_path, 1)
+    target = {**make_tensors(2), "rng.rank1": torch.full((3,), 7)}
+    fresh(tmp_path).load(1, target, optional=["rng."])
+    assert target["rng.rank1"].tolist() == [7, 7, 7]
+    assert torch.equal(target["model.weight"], make_tensors(1)["model.weight"])
+
+
+def test_retention_keeps_the_newest_and_the_one_in_use(tmp_path):
+    manager = save_steps(tmp_path, 1, 2, 3)
+    manager = CheckpointManager(tmp_path, keep_latest_k=2)
+    manager.load(3, make_tensors(0))
+    manager.save(5, make_tensors(5), {})
+    (tmp_path / "step-000004").mkdir()  # published name, no content: neither counted nor removed
+    for step in (6, 7):
+        manager.save(step, make_tensors(step), {})
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-00000{step}" for step in (3, 4, 6, 7)]
+    assert manager.newest() == 7
+
+
+def test_a_stale_draft_is_replaced(tmp_path):
+    draft = tmp_path / "step-000003.tmp"
+    draft.mkdir()
+    (draft / "__0_0.distcp").write_bytes(b"torn")
+    (draft / "manifest.json").write_bytes(b"{}")
+    manager = save_steps(tmp_path, 3)
+    assert manager.newest() == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003"]
+
+
+def test_saving_a_step_again_replaces_it_and_an_interrupted_exchange_is_undone(tmp_path):
+    save_steps(tmp_path, 3)
+    fresh(tmp_path).save(3, make_tensors(33), {"again": True})
+    target = make_tensors(0)
+    assert fresh(tmp_path).load(3, target) == {"again": True}
+    assert same_bits(target, make_tensors(33))
+    (tmp_path / "step-000003").rename(tmp_path / "step-000003.old")  # killed between the two renames
+    assert fresh(tmp_path).newest() == 3
+
+
+def test_loading_an_earlier_step_abandons_the_later_branch(tmp_path, caplog):
+    save_steps(tmp_path, 10, 20, 30)
+    manager = fresh(tmp_path)
+    manager.load(10, make_tensors(0))
+    assert fresh(tmp_path).newest() == 30  # reading a checkpoint changes nothing
+    manager.save(15, make_tensors(15), {})
+    assert fresh(tmp_path).newest() == 15  # not 30, which this run never reached
+    assert "step-000030.abandoned: " in caplog.text
+    manager.save(20, make_tensors(20), {})
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-000010", "step-000015", "step-000020", "step-000020.abandoned", "step-000030.abandoned"]
+
+
+class Payload:
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def reseal(step: Path) -> None:
+    """Write a manifest that matches the hostile file, as an attacker can."""
+    from glm46.files.durable import hash_file
+    from glm46.storage.checkpoint.integrity import MANIFEST, read_manifest, records_of, write_manifest
+
+    body, _ = read_manifest(step, None)
+    (step / MANIFEST).unlink()
+    write_manifest(step, body["step"], {name: hash_file(step / name) for name in records_of(body)}, {})
+
+
+def test_a_hostile_pickle_in_metadata_is_not_run(tmp_path):
+    save_steps(tmp_path, 1)
+    step = tmp_path / "step-000001"
+    (step / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "pwned")))
+    reseal(step)
+    with pytest.raises(UserError, match=r"refused: .*posix.mkdir"):
+        fresh(tmp_path).load(1, make_tensors(1))
+    assert not (tmp_path / "pwned").exists()
+
+
+class PicklerOfPython3112(pickle._Pickler):
+    """Writes members of an enum as that release does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_a_python_that_names_getattr_is_read(tmp_path):
+    save_steps(tmp_path, 1)
+    step = tmp_path / "step-000001"
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    with (step / ".metadata").open("wb") as file:
+        PicklerOfPython3112(file).dump(metadata)
+    assert b"getattr" in (step / ".metadata").read_bytes()
+    reseal(step)
+    fresh(tmp_path).load(1, make_tensors(1))
+
+
+class Attribute:
+    def __reduce__(self):
+        return getattr, (Metadata, "__init__")
+
+
+def test_getattr_in_metadata_takes_members_of_an_enum_only(tmp_path):
+    save_steps(tmp_path, 1)
+    step = tmp_path / "step-000001"
+    (step / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    reseal(step)
+    with pytest.raises(UserError, match="refused: .*member of an enum"):
+        fresh(tmp_path).load(1, make_tensors(1))
+
+
+def edit_metadata(step: Path, change) -> None:
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    change(metadata)
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(step)
+
+
+def leave_the_folder(metadata):
+    for info in metadata.storage_data.values():
+        info.relative_path = "../outside"
+
+
+def drop_a_record(metadata):
+    metadata.storage_data.pop(next(index for index in metadata.storage_data if index.fqn == "model.weight"))
+
+
+def drop_half_a_tensor(metadata):
+    chunk = metadata.state_dict_metadata["model.weight"].chunks[0]
+    chunk.sizes = torch.Size([16, 7])
+
+
+@pytest.mark.parametrize("change", [leave_the_folder, drop_a_record, drop_half_a_tensor])
+def test_metadata_through_which_dcp_would_load_wrong_values_is_refused(tmp_path, change):
+    save_steps(tmp_path, 1)
+    edit_metadata(tmp_path / "step-000001", change)
+    target = make_tensors(4)
+    with pytest.raises(UserError, match="step-000001"):
+        fresh(tmp_path).load(1, target)
+    assert same_bits(target, make_tensors(4))
+
+
+KILLED = """
+import json, os, sys, torch
+from pathlib import Path
+from glm46.storage.checkpoint.manager import CheckpointManager
+
+manager = CheckpointManager(Path(sys.argv[1]), keep_latest_k=2)
+start = manager.newest() or 0
+tensors = {f"t{i}": torch.zeros(4096) for i in range(8)}
+if start:
+    meta = manager.load(start, tensors)
+    assert meta == {"step": start} and all((t == start).all() for t in tensors.values())
+print(os.getpid(), start, flush=True)
+for step in range(start + 1, start + 1000):
+    for tensor in tensors.values():
+        tensor.fill_(step)
+    print("saving", step, flush=True)
+    manager.save(step, tensors, {"step": step})
+    print("saved", step, flush=True)
+"""
+
+
+def test_kill_during_saves_never_loses_a_published_step(warm_python, tmp_path):
+    saved = 0
+    for round_number in range(4):
+        process = subprocess.Popen(
+            [warm_python, "-c", KILLED, tmp_path / "run"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        saver, start = map(int, process.stdout.readline().split())
+        assert start in (saved, saved + 1)  # + 1: published, killed before it was printed
+        for _ in range(7 + 3 * round_number):
+            line = process.stdout.readline().split()
+            assert line, process.wait()
+            saved = int(line[1]) if line[0] == "saved" else saved
+        os.kill(saver, signal.SIGKILL)
+        for line in process.stdout.read().splitlines():
+            saved = int(line.split()[1]) if line.startswith("saved") else saved
+        process.wait()
+    assert json.loads((tmp_path / "run" / f"step-{saved:06d}" / "meta.json").read_text()) == {"step": saved}

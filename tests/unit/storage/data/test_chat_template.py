@@ -1,0 +1,172 @@
+"""Documents and prompts against `transformers`' apply_chat_template, with our template and with an independent one."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from glm46.config.errors import UserError
+from glm46.storage.data.chat import ChatOptions, chat_prompt, render
+from glm46.storage.data.chat_template import CHAT_TEMPLATE, raise_for_template, rendered
+from glm46.storage.data.conversation import parse_conversation
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.tokenizer_files import files_beside_weights
+
+TOKENIZER = load_tokenizer("builtin")
+_ORIGINAL = Path(__file__).resolve().parents[4].parent / "shared" / "cases" / "templates" / "glm45.jinja"
+_TRL = importlib.util.find_spec("trl")
+JUDGES = {"ours": CHAT_TEMPLATE}
+if _TRL is not None:
+    # TRL's copy of the template of zai-org/GLM-4.5; TRL itself is not imported.
+    JUDGES["trl"] = (Path(_TRL.origin).parent / "chat_templates" / "glm4moe.jinja").read_text(encoding="utf-8")
+if _ORIGINAL.is_file():
+    JUDGES["original"] = _ORIGINAL.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What an export writes for the shipped tokenizer."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    for name, content in files_beside_weights(TOKENIZER, max_length=512).items():
+        (path / name).write_bytes(content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+# Markers in messages are left out: theirs become control tokens, ours stay text.
+TEXTS = st.text(st.sampled_from("ab é中🙂<>/{}\"'1\n\t "), max_size=12)
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS, st.lists)
+CALLS = st.fixed_dictionaries({
+    "name": st.sampled_from(["now", "f_1"]),
+    "arguments": st.dictionaries(TEXTS, VALUES, max_size=2),
+})  # fmt: skip
+TOOLS = st.lists(st.fixed_dictionaries({"name": TEXTS, "parameters": st.dictionaries(TEXTS, VALUES)}), max_size=2)
+
+
+@st.composite
+def assistants(draw, calls):
+    content, thought = draw(TEXTS), draw(st.none() | TEXTS)
+    if thought is not None and draw(st.booleans()):
+        message = {"content": f"<think>\n{thought}</think>{content}"}
+    else:
+        message = {"content": content} if thought is None else {"content": content, "reasoning_content": thought}
+    if not calls and not content.strip():
+        message["content"] += "answer"
+    if draw(st.booleans()):
+        message["content"] = [message["content"][:3], {"type": "text", "text": message["content"][3:]}]
+    wrapped = [{"type": "function", "function": call} if draw(st.booleans()) else call for call in calls]
+    return {"role": "assistant", **message} | ({"tool_calls": wrapped} if calls else {})
+
+
+@st.composite
+def chats(draw):
+    messages = [{"role": "system", "content": draw(TEXTS)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        content = draw(TEXTS) + draw(st.sampled_from(["", "", "/nothink"]))
+        messages.append({"role": "user", "content": draw(st.sampled_from([content, [content]]))})
+        for calls in draw(st.lists(st.lists(CALLS, min_size=1, max_size=2), max_size=2)):
+            messages.append(draw(assistants(calls)))
+            messages += [{"role": "tool", "content": draw(TEXTS)} for _ in calls]
+        messages.append(draw(assistants([])))
+    return messages, draw(TOOLS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("judge", ["ours", "trl", "original"])
+@settings(max_examples=50, deadline=None)
+@given(chat=chats(), no_reasoning=st.sampled_from(["nothink", "mask", "train"]))
+def test_documents_and_prompts_equal_apply_chat_template(judge, theirs, chat, no_reasoning):
+    if judge not in JUDGES:
+        pytest.skip("TRL is not installed, it is part of the test extra; or the original is not at hand")
+    messages, tools = chat
+
+    def template(end, thinking, **options):
+        options |= {} if thinking else {"enable_thinking": False}
+        ids = theirs.apply_chat_template(
+            messages[:end], tools=tools or None, chat_template=JUDGES[judge], return_dict=False, **options
+        )
+        return tuple(ids)
+
+    conversation = parse_conversation({"messages": messages, "tools": tools}, "messages")
+    ends = [i for i, m in enumerate(messages) if i > 1 and m["role"] == "user"] + [len(messages)]
+    user = (TOKENIZER.special["<|user|>"],)
+    for history in ("expand", "last", "all"):
+        documents = render(conversation, TOKENIZER, ChatOptions(history, no_reasoning)).documents
+        got = [tuple(document.ids.tolist()) for document in documents]
+        allowed = [[template(end, thinking) + user for thinking in (False, True)] for end in ends]
+        assert set(got) <= {ids for pair in allowed for ids in pair} and got[-1] in allowed[-1]
+    for end in range(1, len(messages) + 1):
+        if messages[end - 1]["role"] in ("user", "tool"):
+            for thinking in (True, False):
+                so_far = conversation.messages[:end]
+                prompt = chat_prompt(TOKENIZER, so_far, tools=conversation.tools, thinking=thinking)
+                assert tuple(prompt) == template(end, thinking, add_generation_prompt=True)
+
+
+def test_null_content_and_roles_of_our_template(theirs):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "now", "arguments": {}}]}
+    text = theirs.apply_chat_template([{"role": "developer", "content": "S"}, call], tokenize=False)
+    assert text == "[gMASK]<sop><|system|>\nS<|assistant|>\n<think></think>\n<tool_call>now\n</tool_call>"
+    apart = {"role": "assistant", "content": "<think>x</think> y", "reasoning_content": ""}
+    assert theirs.apply_chat_template([apart], tokenize=False).endswith("\n<think></think>\n<think>x</think> y")
+    for message in ({"role": "critic", "content": "x"}, {"role": "user", "content": [{"type": "image"}]}):
+        with pytest.raises(Exception, match="critic|not text"):
+            theirs.apply_chat_template([message], tokenize=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arguments=st.dictionaries(st.text(max_size=4), JSON, max_size=3),
+    form=st.sampled_from([{}, {"ensure_ascii": False}, {"separators": (",", ":")}, {"indent": 1}]),
+)
+def test_arguments_as_json_text_are_those_of_the_object(arguments, form):
+    def render(given):
+        call = {"type": "function", "function": {"name": "now", "arguments": given}}
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return rendered(CHAT_TEMPLATE, messages, (), {})
+
+    assert render(json.dumps(arguments, **form)) == render(arguments)
+    assert render("") == render({})
+
+
+def test_the_template_beside_a_tokenizer_is_compared(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    other = load_tokenizer(str(tmp_path))
+    raise_for_template(TOKENIZER)
+    raise_for_template(other)  # no template
+    no_switch = CHAT_TEMPLATE.replace("/nothink{%- endif", "{%- endif")
+    for template, words in (
+        (CHAT_TEMPLATE.replace("<|assistant|>{{ '\\n<think></think>'", "<|assistant|><think>{{ ''"), ["<think>"]),
+        (no_switch, ["renders '<|assistant|>", "they render '/nothink"]),
+        (CHAT_TEMPLATE + "{{ messages.clear() }}", ["fails"]),
+        ("{% for", ["fails"]),
+    ):
+        for file, content in (
+            ("chat_template.jinja", template),
+            ("tokenizer_config.json", json.dumps({"chat_template": template})),
+            ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default", "template": template}]})),
+        ):
+            (tmp_path / file).write_text(content, encoding="utf-8")
+            with pytest.raises(UserError) as refused:
+                raise_for_template(other)
+            said = str(refused.value)
+            assert all(word in said for word in [str(tmp_path / file), "GLM-4.5 or 4.6", *words]), said
+            (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match="tokenizer_config.json: damaged"):
+        raise_for_template(other)

@@ -1,0 +1,313 @@
+"""Lines of chat files: every format gives the same messages, and every bad line is refused with its reason."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm46.config.text_recipe import CHAT_FORMATS
+from glm46.storage.data.chat import ChatOptions, render
+from glm46.storage.data.conversation import (
+    CALL_AS_TEXT,
+    MARKER_AS_TEXT,
+    OPEN_THOUGHT,
+    BadConversation,
+    Conversation,
+    Message,
+    ToolCall,
+    parse_conversation,
+    parse_prompt,
+)
+from glm46.storage.data.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer("builtin")
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+HELLO = (Message("user", "Hi"), Message("assistant", "Hello"))
+TOOL = {"type": "function", "function": {"name": "weather"}}
+
+
+def parse(*messages, **others):
+    return parse_conversation({"messages": list(messages), **others}, "messages")
+
+
+def test_openai_messages_with_tools_and_reasoning():
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+    conversation = parse(
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, "brief."]},
+        {"role": "user", "content": "Rome?", "reasoning_content": "of a user is nobody's"},
+        {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": [call, {"name": "now"}]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+        {"role": "function", "content": "noon"},
+        {"role": "assistant", "content": "Sunny.", "tool_calls": None, "weight": None},
+        tools=[TOOL],
+    )
+    calls = (ToolCall("weather", {"city": "Rome", "days": 2}), ToolCall("now", {}))
+    assert conversation == Conversation(
+        (
+            Message("system", "Be brief."),
+            Message("user", "Rome?"),
+            Message("assistant", "", "look", calls),
+            Message("tool", "sunny"),
+            Message("tool", "noon"),
+            Message("assistant", "Sunny."),
+        ),
+        (TOOL,),
+    )
+
+
+@pytest.mark.parametrize(
+    "format, record",
+    [
+        ("messages", {"messages": [USER, ANSWER]}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}),
+        ("prompt_completion", {"prompt": "Hi", "completion": "Hello"}),
+        ("prompt_completion", {"prompt": [USER], "completion": [ANSWER]}),
+        ("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"}),
+    ],
+)
+def test_formats_give_the_same_messages(format, record):
+    assert parse_conversation(record, format) == Conversation(HELLO)
+
+
+def test_sharegpt_with_tools():
+    rows = [("human", "Rome?"), ("gpt", "<think>look</think>\nWait."), ("function_call", '{"name": "weather"}')]
+    rows += [("function_call", '[{"name": "now", "arguments": {"zone": 1}}]'), ("observation", "sunny")]
+    rows += [("function_call", '<think>again</think>{"name": "now"}'), ("tool", "noon"), ("gpt", "Sunny.")]
+    record = {"conversations": [{"from": role, "value": value} for role, value in rows]}
+    got = parse_conversation(record | {"system": "Be brief.", "tools": json.dumps([TOOL])}, "sharegpt")
+    assert got.tools == (TOOL,)
+    assert got.messages == (
+        Message("system", "Be brief."),
+        Message("user", "Rome?"),
+        Message("assistant", "Wait.", "look", (ToolCall("weather"), ToolCall("now", {"zone": 1}))),
+        Message("tool", "sunny"),
+        Message("assistant", "", "again", (ToolCall("now"),)),
+        Message("tool", "noon"),
+        Message("assistant", "Sunny."),
+    )
+
+
+def test_answers_of_a_prompt_are_not_trained_and_alpaca_has_history():
+    prompt = [USER, ANSWER, {"role": "user", "content": "And?"}]
+    got = parse_conversation({"prompt": prompt, "completion": "So."}, "prompt_completion").messages
+    assert [message.is_trained for message in got if message.role == "assistant"] == [False, True]
+    record = {"system": "S", "instruction": "Add", "input": "1 2", "output": "3", "history": [["Hi", "Hello"]]}
+    assert parse_conversation(record, "alpaca").messages == (
+        Message("system", "S"), *HELLO, Message("user", "Add\n1 2"), Message("assistant", "3"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train"])
+@pytest.mark.parametrize("value", [0, 1, False, True, 0.0, None])
+def test_weights_of_messages(key, value):
+    got = parse(USER, ANSWER | {key: value}).messages[-1]
+    assert got.is_trained is (value is None or bool(value))
+
+
+@pytest.mark.parametrize("off", [1, 2])
+def test_a_turn_is_trained_if_none_of_its_messages_says_no(off):
+    rows = [{"role": "user", "content": "x"}, ANSWER, {"role": "tool_call", "content": {"name": "now"}}]
+    assert parse(*rows).messages[-1].is_trained
+    rows[off] = rows[off] | {"weight": 0}
+    assert not parse(*rows).messages[-1].is_trained
+
+
+@pytest.mark.parametrize(
+    "content, reasoning, answer",
+    [
+        ("<think>\nwhy</think>\n\nSo", "why", "So"),
+        ("lost <think>why</think>lost</think>So", "why", "So"),
+        ("why</think>So", "why", "So"),
+    ],
+)
+def test_thinking_inside_the_content(content, reasoning, answer):
+    assert parse(USER, ANSWER | {"content": content}).messages[-1] == Message("assistant", answer, reasoning)
+    # Reasoning of its own, empty too, leaves the content alone, which then may not begin with a tag.
+    beside = ANSWER | {"content": content, "reasoning_content": ""}
+    if not content.startswith("<think>"):
+        assert parse(USER, beside).messages[-1] == Message("assistant", content)
+        return
+    with pytest.raises(BadConversation, match="thought"):
+        parse(USER, beside)
+
+
+def test_old_function_calls_and_names_of_reasoning():
+    old = {"role": "assistant", "function_call": {"name": "now", "arguments": ""}, "content": None}
+    assert parse(USER, old, {"role": "function", "content": "noon"}, ANSWER).messages[1].tool_calls == (
+        ToolCall("now"),
+    )
+    for key in ("reasoning", "thinking"):
+        assert parse(USER, ANSWER | {key: "why"}).messages[-1].reasoning == "why"
+
+
+@pytest.mark.parametrize("rest", [[USER], [{"role": "system", "content": "x"}, USER]])
+def test_messages_behind_the_last_answer_are_left_out_and_counted(rest):
+    assert parse(USER, ANSWER, *rest) == Conversation(HELLO, num_dropped=len(rest))
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+TWO_CALLS = CALL | {"tool_calls": CALL["tool_calls"] * 2}
+RESULT = {"role": "tool", "content": "noon"}
+
+
+def calling(**function):
+    return {"role": "assistant", "tool_calls": [{"function": function}]}
+
+
+@pytest.mark.parametrize(
+    "reason, messages",
+    [
+        ("no messages", []),
+        ("message is not an object", ["Hi"]),
+        ("no assistant", [USER]),
+        ("unknown role", [{"role": "critic", "content": "x"}, ANSWER]),
+        ("unknown role", [{"content": "x"}, ANSWER]),
+        ("unknown role", [{"role": ["user"], "content": "x"}, ANSWER]),
+        ("content is neither text nor a list of text", [{"role": "user"}, ANSWER]),
+        ("content is neither text nor a list of text", [{"role": "user", "content": 3}, ANSWER]),
+        ("content is neither text nor a list of text", [{"role": "user", "content": [3]}, ANSWER]),
+        ("content is neither text nor a list of text", [{"role": "user", "content": [{"type": "text"}]}, ANSWER]),
+        ("image, audio or other part that is not text", [USER | {"content": [{"type": "image_url"}]}, ANSWER]),
+        ("image, audio or other part that is not text", [USER | {"content": [{"type": "audio", "text": "x"}]}, ANSWER]),
+        ("reasoning is not text", [USER, ANSWER | {"reasoning_content": ["x"]}]),
+        ("assistant with neither content nor call", [USER, {"role": "assistant", "content": None}]),
+        ("assistant with neither content nor call", [USER, {"role": "assistant", "content": "<think>x</think> "}]),
+        ("tool calls are not a list of objects", [USER, {"role": "assistant", "tool_calls": "now"}]),
+        ("tool call is not JSON", [USER, {"role": "tool_call", "content": "now()"}]),
+        ("tool call without a name", [USER, calling(arguments={})]),
+        ("tool call without a name", [USER, calling(name="")]),
+        ("arguments are not JSON", [USER, calling(name="now", arguments="{city: Rome}")]),
+        ("arguments are not JSON", [USER, calling(name="now", arguments="[" * 100_000)]),
+        ("arguments are not an object", [USER, calling(name="now", arguments='"Rome"')]),
+        ("arguments are not an object", [USER, calling(name="now", arguments=["Rome"])]),
+        ("tool message not behind a tool call", [USER, ANSWER, RESULT, ANSWER]),
+        ("tool message not behind a tool call", [USER, RESULT, ANSWER]),
+        ("tool message not behind a tool call", [USER, CALL, RESULT, RESULT, ANSWER]),
+        ("tool message not behind a tool call", [USER, TWO_CALLS, RESULT, CALL, RESULT, RESULT, ANSWER]),
+        ("roles out of order", [ANSWER]),
+        ("roles out of order", [{"role": "system", "content": "x"}, ANSWER]),
+        ("roles out of order", [USER, ANSWER, ANSWER]),
+        ("roles out of order", [USER, CALL, USER, ANSWER]),
+        ("roles out of order", [USER, CALL, ANSWER]),
+        ("roles out of order", [USER, CALL, RESULT, USER, ANSWER]),
+        ("weight is neither 0 nor 1", [USER, ANSWER | {"weight": 0.5}]),
+        ("weight is neither 0 nor 1", [USER, ANSWER | {"train": "no"}]),
+    ],
+)
+def test_bad_lines_are_refused_with_their_reason(reason, messages):
+    with pytest.raises(BadConversation) as refused:
+        parse(*messages)
+    assert refused.value.reason == reason
+
+
+HERMES = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+GLM = "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>now<\uff5ctool\u2581calls\u2581end\uff5c>"
+
+
+@pytest.mark.parametrize("before", ["", "I look it up.\n", "```python\nx = 1\n```\n", "`a` and "])
+@pytest.mark.parametrize("reason, text", [
+    (OPEN_THOUGHT, "\n<think>never closed, cut at the limit"), (OPEN_THOUGHT, "\n\u25c1think\u25b7let me see"),
+    (CALL_AS_TEXT, HERMES), (CALL_AS_TEXT, GLM), (CALL_AS_TEXT, "<tool_call>" + HERMES[12:-12]),
+    (CALL_AS_TEXT, '<function=now>{"zone": 1}</function>'), (CALL_AS_TEXT, '[TOOL_CALLS] [{"name": "now"}]'),
+    (CALL_AS_TEXT, '[TOOL_CALLS]now{"zone": 1}'), (CALL_AS_TEXT, "\n<|python_tag|>now.call()"),
+    (CALL_AS_TEXT, '<function_calls>\n<invoke name="now">\n</invoke>'), (CALL_AS_TEXT, "\n<tool_call>\nnow"),
+    (CALL_AS_TEXT, "\n<|tool_calls_section_begin|><|tool_call_begin|>now"), (MARKER_AS_TEXT, DEEPSEEK),
+    (MARKER_AS_TEXT, "Done.<|user|>"), (MARKER_AS_TEXT, "Done.<|im_end|>"), (MARKER_AS_TEXT, "\n<|user|>\nAnd you?"),
+    (MARKER_AS_TEXT, "\n[INST] And you?"), (MARKER_AS_TEXT, "<|begin_of_box|>42<|end_of_box|>"),
+])  # fmt: skip
+def test_a_format_that_the_assistant_writes_as_text_is_refused_by_cause(before, reason, text):
+    for turn in (
+        {"content": before + text},
+        {"content": before + text, "weight": 0},
+        {"content": [{"type": "text", "text": before}, text]},
+        {"content": f"<think>{before}{text}</think>So." if reason != OPEN_THOUGHT else f"why</think>{before}{text}"},
+        {"content": "So.", "reasoning_content": before + text},
+    ):
+        with pytest.raises(BadConversation) as refused:
+            parse(USER, {"role": "assistant"} | turn, USER)
+        assert refused.value.reason == reason and "message 1" in refused.value.detail
+    with pytest.raises(BadConversation, match=reason):
+        parse_prompt([USER, ANSWER | {"content": before + text}, USER])
+
+
+@pytest.mark.parametrize("content", [
+    '{"name": "weather", "parameters": {"city": "Rome"}}', '[{"name": "weather", "arguments": {}}]',
+])  # fmt: skip
+def test_an_answer_that_is_the_json_of_a_call_is_refused_where_the_tool_is_known(content):
+    with pytest.raises(BadConversation, match=CALL_AS_TEXT):
+        parse(USER, ANSWER | {"content": content}, tools=[TOOL])
+    for kept in ([], [{"name": "now"}]):
+        assert parse(USER, ANSWER | {"content": content}, tools=kept).messages[-1].content == content
+
+
+@pytest.mark.parametrize("text", [
+    HERMES, "<think>open", "What does <|user|> mean?", DEEPSEEK, "Done.<|im_end|>", "</tool_response>",
+])  # fmt: skip
+def test_markers_are_words_in_what_others_write_and_where_the_assistant_speaks_of_them(text):
+    told = [
+        f"In code:\n```xml\n{text}\n```\nSo.",
+        f"~~~\n{text}",
+        "A `<think>` and a <think> tag, <|user|> too.",
+        "a<b>c",
+    ]
+    result = {"role": "tool", "content": text}
+    for answer in told:
+        got = parse({"role": "system", "content": text}, {"role": "user", "content": text}, CALL, result, {
+            "role": "assistant", "content": answer})  # fmt: skip
+        assert got.messages[-1].content == answer and got.messages[1].content == text == got.messages[3].content
+
+
+@pytest.mark.parametrize(
+    "reason, format, record",
+    [
+        ("line is not an object", "messages", ["Hi"]),
+        ("no messages", "messages", {"text": "Hi"}),
+        ("no messages", "sharegpt", {"messages": [USER, ANSWER]}),
+        ("message is not an object", "sharegpt", {"conversations": ["Hi"]}),
+        ("content is neither text nor a list of text", "prompt_completion", {"completion": "Hello"}),
+        ("message is not an object", "prompt_completion", {"prompt": ["Hi"], "completion": "Hello"}),
+        ("assistant with neither content nor call", "prompt_completion", {"prompt": "Hi"}),
+        ("no assistant", "prompt_completion", {"prompt": [USER], "completion": [USER]}),
+        ("assistant with neither content nor call", "alpaca", {"instruction": "Hi"}),
+        ("content is neither text nor a list of text", "alpaca", {"input": "Hi", "output": "Hello"}),
+        ("history is not a list of pairs", "alpaca", {"instruction": "Hi", "output": "Hello", "history": [["Hi"]]}),
+        ("tools are not JSON", "messages", {"messages": [USER, ANSWER], "tools": "weather"}),
+        ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": ["weather"]}),
+        ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": "{}"}),
+    ],
+)
+def test_bad_lines_of_other_formats(reason, format, record):
+    with pytest.raises(BadConversation) as refused:
+        parse_conversation(record, format)
+    assert refused.value.reason == reason
+
+
+KEYS = ["messages", "conversations", "prompt", "completion", "instruction", "output", "history", "system", "tools"]
+KEYS += ["role", "content", "from", "value", "tool_calls", "function_call", "function", "name", "arguments", "type"]
+KEYS += ["text", "weight", "reasoning_content"]
+TEXTS = st.sampled_from(["user", "assistant", "tool", "tool_call", "text", "x", "", "{}", '[{"name": "f"}]', "\ud800"])
+SCALARS = st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | TEXTS
+ANYTHING = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+)
+MESSAGES = st.lists(
+    st.sampled_from([USER, ANSWER, CALL, RESULT]) | st.fixed_dictionaries({"role": TEXTS, "content": ANYTHING}),
+    max_size=4,
+)
+RECORDS = ANYTHING | st.dictionaries(st.sampled_from(KEYS[:9]), ANYTHING | MESSAGES, max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(record=RECORDS, format=st.sampled_from(CHAT_FORMATS))
+def test_any_line_is_a_conversation_that_can_be_rendered_or_refused(record, format):
+    try:
+        conversation = parse_conversation(record, format)
+    except BadConversation as refused:
+        assert len(refused.reason) < 60
+        return
+    for document in render(conversation, TOKENIZER, ChatOptions()).documents:
+        assert document.is_target.any() and not document.is_target[:3].any()

@@ -1,0 +1,210 @@
+"""Batches: their tensors, and one stream under every layout."""
+
+import gc
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm46.config.errors import UserError
+from glm46.storage.data.loader import BatchLayout, TrainSource, build_train_loader, build_validation_loader
+from glm46.storage.data.manifest import load_manifest
+
+EOS = 8156
+LAST_START = 200
+LENGTHS = [3, 1, 40, 7, 2, 2, 19, 64, 5, 11, 8, 30, 1, 1, 25, 90, 6, 13, 17, 10] * 5
+
+
+@pytest.fixture(scope="module")
+def sources(make_source, counting_documents, tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    documents = counting_documents(LENGTHS)
+    make_source(root / "a", documents, documents[:33])
+    make_source(root / "b", counting_documents(LENGTHS[::-1]), documents[:1], documents_per_shard=3)
+    return root
+
+
+def loader(root, *, rank=0, degree=1, rows=1, start=0, workers=0, mask=True, seq_len=32, depth=2, seed=5):
+    return build_train_loader(
+        [TrainSource(name, load_manifest(root / name), weight) for name, weight in (("a", 0.7), ("b", 0.3))],
+        BatchLayout(seq_len, depth, rows, rank, degree, mask), seed=seed, start_sample=start, num_workers=workers,
+        prefetch_factor=2,
+    )  # fmt: skip
+
+
+def take(iterable, count):
+    return [batch for batch, _ in zip(iterable, range(count), strict=False)]
+
+
+def stream(root, samples, **layout):
+    """The first samples of the stream under a layout, as rows by global sample number."""
+    rows = {}
+    per_batch = layout.get("rows", 1) * layout["degree"]
+    for rank in range(layout["degree"]):
+        for batch in take(loader(root, rank=rank, **layout), -(-samples // per_batch)):
+            for j, number in enumerate(batch["sample_numbers"].tolist()):
+                assert number not in rows, "a sample came twice"
+                rows[number] = {name: tensor[j] for name, tensor in batch.items()}
+    return rows
+
+
+def slow_targets(row, ends, seq_len, ahead):
+    """Targets by the rule itself: the token some places ahead, if it is in the same document."""
+    document = np.searchsorted(ends, np.arange(len(row)), side="right")
+    return [int(row[t + ahead]) if document[t] == document[t + ahead] else -100 for t in range(seq_len)]
+
+
+def test_a_batch_has_the_promised_tensors(sources):
+    batch = next(iter(loader(sources, rows=3)))
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()}
+    assert shapes == {
+        "input_ids": (torch.int64, (3, 32)), "labels": (torch.int64, (3, 32)), "positions": (torch.int32, (3, 32)),
+        "document_ids": (torch.int32, (3, 32)), "mtp_input_ids": (torch.int64, (3, 2, 32)),
+        "mtp_labels": (torch.int64, (3, 2, 32)), "sample_numbers": (torch.int64, (3,)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("mask", [True, False])
+def test_rows_follow_the_rules_token_by_token(make_source, counting_documents, tmp_path, depth, mask):
+    documents = counting_documents(LENGTHS)
+    folder = make_source(tmp_path / "a", documents)
+    tokens = np.concatenate([[*d, EOS] for d in documents])
+    ends = np.cumsum([len(d) + 1 for d in documents])
+    length, count = 32, (len(tokens) - 1 - depth) // 32
+    source = TrainSource("a", load_manifest(folder), 1.0)
+    batches = take(build_train_loader(
+        [source], BatchLayout(length, depth, 1, 0, 1, mask), seed=0, start_sample=0), count)  # fmt: skip
+    starts = []
+    for batch in batches:
+        first = batch["input_ids"][0]
+        # A token names its place unless it is an end token, and no two of those are neighbours.
+        start = int(first[0]) if first[0] != EOS else int(first[1]) - 1
+        starts.append(start)
+        row, row_ends = tokens[start : start + length + 1 + depth], ends - start
+        assert first.tolist() == row[:length].tolist()
+        assert batch["labels"][0].tolist() == slow_targets(row, row_ends, length, 1)
+        for k in range(1, depth + 1):
+            assert batch["mtp_input_ids"][0, k - 1].tolist() == row[k : k + length].tolist()
+            assert batch["mtp_labels"][0, k - 1].tolist() == slow_targets(row, row_ends, length, k + 1)
+        document = np.searchsorted(row_ends, np.arange(length), side="right")
+        assert batch["document_ids"][0].tolist() == (document - document[0]).tolist()
+        if mask:
+            begins = [max([0, *(e for e in row_ends if e <= t)]) for t in range(length)]
+            assert batch["positions"][0].tolist() == [t - b for t, b in enumerate(begins)]
+        else:
+            assert batch["positions"][0].tolist() == list(range(length))
+    assert sorted(starts) == [length * i for i in range(count)], "one pass reads every row once"
+
+
+@pytest.fixture(scope="module")
+def reference(sources):
+    return stream(sources, LAST_START + 40, degree=1, rows=1)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(degree=st.integers(1, 6), rows=st.integers(1, 5), start=st.integers(0, LAST_START))
+def test_any_world_size_and_batch_size_give_one_stream(sources, reference, degree, rows, start):
+    other = stream(sources, 40, degree=degree, rows=rows, start=start)
+    assert set(range(start, start + 40)) <= set(other)
+    for number in range(start, start + 40):
+        assert all(torch.equal(reference[number][name], other[number][name]) for name in reference[number])
+
+
+def test_worker_processes_change_nothing(sources):
+    alone, helped = take(loader(sources, rows=2), 9), take(loader(sources, rows=2, workers=2), 9)
+    assert len(helped) == 9
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(alone, helped, strict=True) for name in a)
+
+
+def test_a_batch_ramp_with_a_change_of_ranks_reads_every_sample_once(sources):
+    seen, start = [], 0
+    for degree, rows, steps in [(8, 1, 3), (6, 2, 2), (3, 1, 5), (2, 4, 2)]:
+        for rank in range(degree):
+            for batch in take(loader(sources, degree=degree, rank=rank, rows=rows, start=start), steps):
+                seen += batch["sample_numbers"].tolist()
+        start += degree * rows * steps
+    assert sorted(seen) == list(range(start))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_is_the_number_of_the_next_sample_and_resumes_under_another_layout(sources, workers):
+    first = loader(sources, rows=2, degree=3, start=5, workers=workers)
+    assert first.state_dict() == {"next_sample": 5}
+    for step, batch in enumerate(take(first, 4)):
+        assert batch["sample_numbers"].tolist() == [5 + 6 * step, 6 + 6 * step]
+    iterator = iter(first)
+    for step in range(4):
+        assert first.state_dict() == {"next_sample": 5 + 6 * step}
+        next(iterator)
+    state, expected = first.state_dict(), next(iterator)
+    second = loader(sources, rows=1, workers=2 - workers)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    for place, batch in enumerate(take(second, 2)):
+        assert all(torch.equal(batch[name][0], expected[name][place]) for name in expected)
+
+
+def test_readers_close_their_files(sources):
+    gc.collect()  # files of loaders that earlier tests left
+    before = len(os.listdir("/proc/self/fd"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        take(loader(sources), 3)
+        list(validation(sources, limit=2))
+        gc.collect()
+    assert [w for w in caught if w.category is ResourceWarning] == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_another_seed_is_another_order(sources):
+    one, two = (torch.cat([b["input_ids"] for b in take(loader(sources, seed=s), 30)]) for s in (1, 2))
+    assert not torch.equal(one, two)
+
+
+def validation(root, *, rank=0, degree=1, rows=2, limit=None, seq_len=32):
+    return build_validation_loader(
+        load_manifest(root / "a"), BatchLayout(seq_len, 1, rows, rank, degree, True), max_batches=limit
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("degree, rows", [(1, 1), (1, 2), (3, 2), (4, 5), (7, 3)])
+def test_validation_reads_every_token_once_and_gives_each_rank_as_many_batches(sources, degree, rows):
+    tokens = np.concatenate([[*d, EOS] for d in _documents(LENGTHS[:33])])
+    inputs, targets, batches = [], [], set()
+    for rank in range(degree):
+        mine = list(validation(sources, rank=rank, degree=degree, rows=rows))
+        batches.add(len(mine))
+        for batch in mine:
+            real = batch["document_ids"] >= 0
+            assert (batch["labels"][~real] == -100).all() and (batch["mtp_labels"][:, 0][~real] == -100).all()
+            inputs += batch["input_ids"][real].tolist()
+            targets += batch["labels"][batch["labels"] != -100].tolist()
+            assert ((batch["sample_numbers"] == -1) == ~real.any(dim=1)).all()
+    assert len(batches) == 1
+    assert sorted(inputs) == sorted(tokens.tolist())
+    firsts = {d[0] for d in _documents(LENGTHS[:33])}
+    assert sorted(targets) == sorted(t for t in tokens.tolist() if t not in firsts)
+
+
+def _documents(lengths):
+    at = 0
+    for length in lengths:
+        yield list(range(at, at + length))
+        at += length + 1
+
+
+def test_validation_stops_at_the_limit(sources):
+    every = -(-sum(n + 1 for n in LENGTHS[:33]) // (2 * 32))
+    assert [len(list(validation(sources, limit=limit))) for limit in (0, 1, 3, 1000)] == [0, 1, 3, every]
+
+
+def test_a_source_shorter_than_a_row_is_refused(make_source, counting_documents, tmp_path):
+    short = [TrainSource("x", load_manifest(make_source(tmp_path / "x", counting_documents([5]))), 1.0)]
+    with pytest.raises(UserError, match="fewer than one row .*training.seq_len"):
+        build_train_loader(short, BatchLayout(32, 1, 1, 0, 1, False), seed=0, start_sample=0)

@@ -1,0 +1,241 @@
+"""config.json in both forms of the rotary keys: read without defaults, written back without loss."""
+
+import json
+
+import pytest
+from transformers import AutoConfig, Glm4MoeConfig
+
+from glm46.config.errors import UserError
+from glm46.config.model import RopeScaling
+from glm46.config.presets import PRESETS
+from glm46.storage.huggingface.config_json import config_of, read_config, shape_of
+
+EOS = [151329, 151336, 151338]
+
+# GLM-4.6's file as published (the form of transformers 4), as far as it is known.
+GLM_46 = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": EOS, "first_k_dense_replace": 3, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 202752,
+    "model_type": "glm4_moe", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+    "num_hidden_layers": 92, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": True, "vocab_size": 151552,
+}  # fmt: skip
+
+# As in the files of zai-org/GLM-4.5-FP8 and GLM-4.5-Air-FP8, whose keys these are, but for the quantisation; read in a
+# public copy: github.com/hlky/dinoml_v2, agents/plans/transformers/glm4_moe/_sources.
+GLM_45 = GLM_46 | {"max_position_embeddings": 131072}
+GLM_45_AIR = GLM_45 | {
+    "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "num_hidden_layers": 46, "use_qk_norm": False,
+}  # fmt: skip
+
+
+def in_transformers_5_form(raw, **scaling):
+    raw = {
+        key: value for key, value in raw.items() if key not in ("rope_theta", "partial_rotary_factor", "rope_scaling")
+    }
+    rope = {"rope_theta": 1000000, "partial_rotary_factor": 0.5, "rope_type": "default"} | scaling
+    return raw | {"rope_parameters": rope}
+
+
+def test_the_published_files_are_the_presets():
+    for raw, preset in ((GLM_46, "GLM-4.6"), (GLM_45, "GLM-4.5"), (GLM_45_AIR, "GLM-4.5-Air")):
+        assert shape_of(raw) == PRESETS[preset]
+    assert shape_of(in_transformers_5_form(GLM_46)) == PRESETS["GLM-4.6"]
+    renamed = {key: value for key, value in GLM_46.items() if key != "num_nextn_predict_layers"} | {"num_mtp_layers": 1}
+    assert shape_of(renamed) == PRESETS["GLM-4.6"]
+
+
+@pytest.mark.parametrize("preset", ["GLM-4.6", "GLM-4.5", "GLM-4.5-Air", "debug"])
+def test_transformers_reads_a_new_file_as_the_same_model(preset, tmp_path):
+    """transformers reads the file and saves it in its own form, which gives the same shape."""
+    shape = PRESETS[preset]
+    (tmp_path / "config.json").write_text(json.dumps(config_of(shape, None, eos_ids=EOS, dtype="bfloat16")))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(theirs, Glm4MoeConfig)
+    assert theirs.eos_token_id == EOS and theirs.pad_token_id == 151329
+    theirs.save_pretrained(tmp_path / "again")
+    raw = read_config(tmp_path / "again")
+    assert "rope_parameters" in raw and "rope_theta" not in raw
+    assert shape_of(raw) == shape
+
+
+@pytest.mark.parametrize("raw", [GLM_46, in_transformers_5_form(GLM_46), GLM_46 | {"bar": {"a": [1]}, "foo": None}])
+def test_writing_an_unchanged_model_changes_nothing(raw):
+    assert config_of(PRESETS["GLM-4.6"], raw, eos_ids=EOS, dtype="bfloat16") == raw
+    # Except quantization_config, which describes the imported weights.
+    assert config_of(PRESETS["GLM-4.6"], raw | {"quantization_config": {}}, eos_ids=EOS, dtype="bfloat16") == raw
+
+
+@pytest.mark.parametrize(
+    ("known", "eos_ids", "written"),
+    [
+        (EOS, [3, 5], [3, 5]),
+        (2, [3, 5], [3, 5]),
+        (151336, EOS, 151336),
+        ([*EOS, 9], EOS, [*EOS, 9]),
+        (None, EOS, None),
+        (EOS, [], EOS),
+    ],
+)
+def test_ids_that_end_a_text_are_those_of_the_tokenizer(known, eos_ids, written):
+    """A file's ids are kept if they are of the same tokenizer."""
+    config = config_of(PRESETS["GLM-4.6"], GLM_46 | {"eos_token_id": known}, eos_ids=eos_ids, dtype="bfloat16")
+    assert config["eos_token_id"] == written
+    assert config["pad_token_id"] == (eos_ids[0] if written == eos_ids else GLM_46["pad_token_id"])
+
+
+def test_writing_a_changed_model_changes_that_and_keeps_the_rest():
+    raw = GLM_46 | {"my_field": {"x": 1}}
+    shape = PRESETS["GLM-4.6"].model_copy(update=dict(num_hidden_layers=10, rope_theta=5e5, num_nextn_predict_layers=0))
+    got = config_of(shape, raw, eos_ids=EOS, dtype="float32")
+    assert got == raw | dict(num_hidden_layers=10, rope_theta=5e5, num_nextn_predict_layers=0, torch_dtype="float32")
+    got = config_of(shape, in_transformers_5_form(raw), eos_ids=EOS, dtype="float32")
+    assert got["rope_parameters"] == {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    assert "rope_theta" not in got and got["my_field"] == {"x": 1}
+
+
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, beta_fast=16.0)
+
+
+@pytest.mark.parametrize("raw", [None, GLM_46, in_transformers_5_form(GLM_46)], ids=["new", "4", "5"])
+def test_stretched_positions_are_written_and_read_in_each_form(raw, tmp_path):
+    shape = PRESETS["GLM-4.6"].model_copy(update=dict(rope_scaling=YARN))
+    config = config_of(shape, raw, eos_ids=EOS, dtype="bfloat16")
+    assert shape_of(config) == shape
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["rope_type"] == "yarn" and theirs["factor"] == 4.0 and theirs["rope_theta"] == 1e6
+    assert theirs["original_max_position_embeddings"] == 32768 and theirs["partial_rotary_factor"] == 0.5
+    assert shape_of(config_of(PRESETS["GLM-4.6"], config, eos_ids=EOS, dtype="bfloat16")).rope_scaling is None
+
+
+@pytest.mark.parametrize("raw", [None, GLM_46, in_transformers_5_form(GLM_46)], ids=["new", "4", "5"])
+def test_interpolated_positions_are_written_without_the_keys_of_yarn(raw, tmp_path, caplog):
+    shape = PRESETS["GLM-4.6"].model_copy(update=dict(rope_scaling=RopeScaling(rope_type="linear", factor=2.0)))
+    config = config_of(shape, raw, eos_ids=EOS, dtype="bfloat16")
+    assert shape_of(config) == shape
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["rope_type"] == "linear" and theirs["factor"] == 2.0 and theirs["rope_theta"] == 1e6
+    assert not {"beta_fast", "beta_slow", "original_max_position_embeddings"} & set(theirs)
+    assert not caplog.records
+
+
+def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
+    raw = GLM_46 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}
+    assert shape_of(raw).rope_scaling == RopeScaling(
+        rope_type="yarn", factor=2.0, original_max_position_embeddings=202752
+    )
+    raw = GLM_46 | {"rope_scaling": {"type": "linear", "factor": 2.0}}  # which has no use for a length
+    assert shape_of(raw).rope_scaling == RopeScaling(rope_type="linear", factor=2.0)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"partial_rotary_factor": None}, ["partial_rotary_factor"]),
+        ({"model_type": "glm4_moe_lite"}, ["model_type = 'glm4_moe_lite'", "'glm4_moe'"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings = True"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
+        ({"num_mtp_layers": 2}, ["num_nextn_predict_layers = 1", "num_mtp_layers = 2"]),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}},
+            ["rope_theta = 1000000", "10000.0 inside rope_parameters"],
+        ),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_scaling.rope_type", "'longrope'"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, ["rope_scaling.mscale"]),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            [
+                "rope_scaling.mscale = 1.0, rope_scaling.mscale_all_dim = 1.0: "
+                "glm46 computes yarn positions without these keys"
+            ],
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.7}}, ["attention_factor = 0.7"]),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0}}, ["'llama3'", "'linear' and 'yarn'"]),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}}, ["mrope_section"]),
+        ({"rope_scaling": 2.0}, ["rope_scaling = 2.0"]),
+        ({"scoring_func": "softmax"}, ["scoring_func = 'softmax'"]),
+        ({"sliding_window": 4096}, ["sliding_window = 4096"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0"]),
+        ({"kv_lora_rank": 512}, ["kv_lora_rank = 512"]),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 46}, ["layer_types"]),
+        ({"mlp_layer_types": ["sparse"] * 92}, ["mlp_layer_types"]),
+        ({"hidden_size": "5120"}, ["hidden_size = '5120'"]),
+        ({"hidden_size": -1, "n_group": 0}, ["hidden_size = -1", "n_group = 0"]),
+    ],
+    ids=str,
+)
+def test_configs_of_other_models_are_refused(change, words):
+    with pytest.raises(UserError) as error:
+        shape_of(GLM_46 | change, "m/config.json")
+    assert all(fault.startswith("m/config.json: ") for fault in error.value.faults)
+    assert all(word in str(error.value) for word in words), error.value.faults
+
+
+INERT = {
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "sliding_window": None,
+    "use_sliding_window": False, "mlp_bias": False, "logit_scale": 1.0, "layer_types": ["full_attention"] * 92,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 89,
+}  # fmt: skip
+
+
+def test_keys_of_related_models_that_change_nothing_are_taken():
+    assert shape_of(GLM_46 | INERT) == PRESETS["GLM-4.6"]
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768}
+    more = scaling | {"mscale": None, "truncate": True}
+    assert shape_of(GLM_46 | {"rope_scaling": more}) == shape_of(GLM_46 | {"rope_scaling": scaling})
+
+
+OTHER_MODELS = {  # the keys of each that GLM-4.6's file has too are at other places or have other values
+    "glm4v_moe": {"text_config": GLM_46, "vision_config": {"depth": 24}, "image_token_id": 151363},
+    "glm_moe_dsa": {"hidden_size": 6144, "index_topk": 2048, "kv_lora_rank": 512},
+    "glm4_moe_lite": {"hidden_size": 2048, "q_lora_rank": 768, "rope_parameters": {"rope_type": "default"}},
+    "glm4": {"hidden_size": 4096},
+    "qwen3_moe": {"hidden_size": 2048, "num_experts": 128},
+    "deepseek_v3": {"hidden_size": 7168, "rope_scaling": {"type": "yarn", "mscale": 1.0}},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_MODELS)
+def test_the_config_of_another_model_has_one_line(kind):
+    with pytest.raises(UserError) as error:
+        shape_of({"model_type": kind, "architectures": ["Other"], **OTHER_MODELS[kind]}, "m/config.json")
+    (fault,) = error.value.faults
+    assert f"m/config.json: model_type = '{kind}': another model" in fault and "take one of them" in fault
+    assert ("of images and text" in fault) == (kind == "glm4v_moe")
+
+
+@pytest.mark.parametrize("key", sorted(set(PRESETS["GLM-4.6"].model_dump()) - {"rope_scaling", "sliding_window"}))
+def test_no_number_is_guessed(key):
+    with pytest.raises(UserError) as error:
+        shape_of({name: value for name, value in GLM_46.items() if name != key})
+    assert len(error.value.faults) == 1 and f"{key} is missing" in error.value.faults[0]
+
+
+def test_a_window_cannot_be_exported():
+    with pytest.raises(UserError, match="sliding_window = 512"):
+        config_of(PRESETS["debug"].model_copy(update=dict(sliding_window=512)), None, eos_ids=EOS, dtype="float32")
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_missing_and_broken_files_are_named(content, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match="config.json"):
+        read_config(tmp_path)
+
+
+def test_a_path_that_is_not_a_model_folder_is_named(tmp_path):
+    for folder, words in (("none", "none: no such folder"), ("file", "file: is a file; give its folder")):
+        (tmp_path / "file").touch()
+        with pytest.raises(UserError, match=words):
+            read_config(tmp_path / folder)
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(UserError, match="this is a step folder"):
+        read_config(tmp_path)

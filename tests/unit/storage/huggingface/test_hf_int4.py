@@ -1,0 +1,203 @@
+"""INT4 folders: read by compressed-tensors as by us, written again exactly, small enough, and refused if damaged."""
+
+import json
+from math import prod
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig
+
+from glm46.cli import main
+from glm46.compute.model.transformer import Transformer
+from glm46.config.errors import UserError
+from glm46.config.model import Model
+from glm46.config.presets import PRESETS, resolve_shape
+from glm46.files.tensor_file import TensorFile, lay_out, read_records
+from glm46.storage.huggingface.config_json import config_of
+from glm46.storage.huggingface.export_weights import ExportOptions, _lay_out_files, export_weights
+from glm46.storage.huggingface.import_weights import SINGLE_FILE, FolderReader
+from glm46.storage.huggingface.int4 import Int4
+from glm46.storage.huggingface.names import HFNames
+from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
+
+INT4 = Int4()
+TABLE = Model(
+    flavor="debug", vocab_size=512, hidden_size=256, num_hidden_layers=2, intermediate_size=384,
+    moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=3, head_dim=32,
+    num_key_value_heads=1,
+)  # fmt: skip
+SHAPE = resolve_shape(TABLE)
+UNFIT = ("o_proj.weight",)  # 96 columns are no groups of 128
+
+
+def export(folder, tensors, dtype=torch.bfloat16):
+    config = config_of(SHAPE, None, eos_ids=[0], dtype="bfloat16")
+    config[CONFIG_KEY] = config_of_scheme(INT4, HFNames(SHAPE, repeat_shared=False))
+    export_weights(folder, SHAPE, config, tensors, options=ExportOptions(dtype=dtype, scheme=INT4))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    torch.manual_seed(0)
+    model = Transformer(SHAPE)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        torch.nn.init.normal_(tensor, std=0.02)
+    return {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+@pytest.fixture(scope="module")
+def folder(tensors, tmp_path_factory):
+    return export(tmp_path_factory.mktemp("int4") / "folder", tensors)
+
+
+def stored_in(folder):
+    records = read_records(folder / SINGLE_FILE)
+    with TensorFile(folder / SINGLE_FILE, records) as file:
+        return {n: file.read(n, tuple((0, size) for size in record.shape)) for n, record in records.items()}
+
+
+def rewrite(folder, stored):
+    header, records = lay_out((n, t.dtype, tuple(t.shape)) for n, t in stored.items())
+    (folder / SINGLE_FILE).write_bytes(header)
+    with TensorFile(folder / SINGLE_FILE, records, writable=True) as file:
+        for name, tensor in stored.items():
+            file.write(name, tuple((0, size) for size in tensor.shape), tensor)
+
+
+def test_compressed_tensors_reads_our_values(folder):
+    """Its own classes parse the config and unpack every weight to what we read, bit for bit."""
+    raw = json.loads((folder / "config.json").read_text())
+    assert scheme_of(raw, "") == INT4
+    theirs = QuantizationConfig.model_validate(raw[CONFIG_KEY])
+    assert theirs.format == "pack-quantized"
+    (scheme,) = theirs.config_groups.values()
+    stored, found = stored_in(folder), 0
+    with FolderReader(folder, SHAPE) as reader:
+        for name in (key.removesuffix("_packed") for key in stored if key.endswith("_packed")):
+            parts = {f"weight{suffix}": stored[name + suffix] for suffix in INT4.suffixes}
+            parts["weight_scale"] = parts["weight_scale"].float()  # its product with BF16 scales would round
+            want = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+            ours = torch.empty(want.shape)
+            reader.read(name, tuple((0, size) for size in want.shape), ours)
+            assert torch.equal(ours, want)
+            found += 1
+    projections = [n for n in HFNames(SHAPE, repeat_shared=False).places if "_proj.weight" in n and "eh_proj" not in n]
+    assert found == len([name for name in projections if not name.endswith(UNFIT)]) > 10
+    assert any(entry.endswith("o_proj$") for entry in raw[CONFIG_KEY]["ignore"])
+
+
+@pytest.mark.parametrize(("order", "is_read"), [("static", True), ("weight", True), ("group", False)])
+def test_orders_of_rounding_are_read_and_orders_of_columns_refused(folder, order, is_read):
+    raw = json.loads((folder / "config.json").read_text())
+    (group,) = raw[CONFIG_KEY]["config_groups"].values()
+    group["weights"]["actorder"] = order
+    if is_read:
+        assert QuantizationConfig.model_validate(raw[CONFIG_KEY])  # which no longer takes "group"
+        assert scheme_of(raw, "") == INT4
+    else:
+        with pytest.raises(UserError, match="config.json: quantization_config"):
+            scheme_of(raw, "config.json")
+
+
+def test_a_box_equals_its_part_of_the_whole_weight(folder):
+    name, rows, columns = "model.layers.0.mlp.down_proj.weight", 256, 384
+    with FolderReader(folder, SHAPE) as reader:
+        whole = torch.empty(rows, columns)
+        reader.read(name, ((0, rows), (0, columns)), whole)
+        for row, height, column, width in ((0, 256, 0, 384), (7, 3, 5, 130), (255, 1, 383, 1), (0, 2, 128, 128)):
+            part = torch.empty(height, width)
+            reader.read(name, ((row, height), (column, width)), part)
+            assert torch.equal(part, whole[row : row + height, column : column + width])
+
+
+def test_a_folder_in_fp32_is_written_again_byte_for_byte(tensors, tmp_path):
+    first = export(tmp_path / "a", tensors, torch.float32)
+    back = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    with FolderReader(first, SHAPE) as reader:
+        for name, tensor in back.items():
+            assert reader.fill(name, tensor, [torch.arange(size) for size in tensor.shape]) == []
+    second = export(tmp_path / "b", back, torch.float32)
+    assert (second / SINGLE_FILE).read_bytes() == (first / SINGLE_FILE).read_bytes()
+
+
+def test_errors_are_below_those_of_the_largest_value_rule(folder, tensors):
+    """Normal weights: 0.111 with the largest value at 7.5 steps, 0.101 with the best scale of each
+    group; small matrices vary by a tenth."""
+    errors = json.loads((folder / ERRORS_FILE).read_text())
+    assert len(errors) > 10
+    relative = sorted(error["relative"] for error in errors.values())
+    assert relative[0] > 0.09 and relative[len(relative) // 2] < 0.103 and relative[-1] < 0.11
+    weight = tensors["layers.0.mlp.down_proj.weight"]
+    groups = weight.reshape(256, -1, 128)
+    scales = groups.abs().amax(-1, keepdim=True) / 7.5
+    plain = (groups / scales).round().clamp(-8, 7) * scales - groups
+    assert errors["model.layers.0.mlp.down_proj.weight"]["relative"] < plain.norm() / weight.norm()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 3e38])
+def test_extreme_groups_stay_finite(value):
+    weight = torch.full((2, 128), value)
+    weight[0, 0] = -value
+    back = INT4.dequantise(INT4.quantise(weight), (2, 128), ((0, 2), (0, 128)))
+    assert back.isfinite().all() and (back - weight).abs().max() <= 0.08 * value + 1e-40
+
+
+@pytest.mark.parametrize(("preset", "layers"), [("GLM-4.6", 20), ("GLM-4.5-Air", 30)])
+def test_size_of_a_folder(preset, layers):
+    """The share of embedding and head, which stay BF16, is smaller still in the whole models."""
+    names = HFNames(PRESETS[preset].model_copy(update={"num_hidden_layers": layers}), repeat_shared=False)
+
+    def size(scheme):
+        files = _lay_out_files(names, ExportOptions(scheme=scheme))
+        return sum(record.nbytes for file in files for record in file.records.values())
+
+    assert size(INT4) < 0.28 * size(None)  # the goal of issue 21
+    quantised = [name for file in _lay_out_files(names, ExportOptions(scheme=INT4)) for name in file.records]
+    assert sum(name.endswith("_packed") for name in quantised) > 0.99 * sum(
+        "experts" in name and len(part.hf_shape) == 2 for name, (_, part) in names.places.items()
+    )
+
+
+def damage(kind, stored):
+    name = next(key for key in stored if key.endswith("_packed"))
+    if kind == "missing":
+        del stored[name.replace("_packed", "_scale")]
+    elif kind == "scales":
+        stored[name.replace("_packed", "_scale")] = torch.ones(3, 1)
+    elif kind == "columns":
+        stored[name] = stored[name][:, :-1].contiguous()
+    else:
+        stored["lm_head.weight_packed"] = torch.zeros(512, 32, dtype=torch.int32)
+        stored["lm_head.weight_scale"] = torch.ones(512, 2, dtype=torch.bfloat16)
+        stored["lm_head.weight_shape"] = torch.tensor([512, 256])
+        del stored["lm_head.weight"]
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("missing", "_scale is missing"), ("scales", "it must be"), ("columns", "groups of 128"), ("head", "lm_head")],
+)
+def test_damaged_folders_are_refused(kind, words, tensors, tmp_path):
+    folder = export(tmp_path / "a", tensors)
+    rewrite(folder, damage(kind, stored_in(folder)))
+    with pytest.raises(UserError, match=words):
+        FolderReader(folder, SHAPE)
+
+
+def test_a_model_without_groups_is_refused():
+    shape = resolve_shape(
+        TABLE.model_copy(update={"hidden_size": 96, "intermediate_size": 96, "moe_intermediate_size": 96})
+    )
+    assert prod((shape.num_attention_heads, shape.head_dim)) == 96
+    with pytest.raises(UserError, match="--dtype int4.*128"):
+        config_of_scheme(INT4, HFNames(shape, repeat_shared=False))
+
+
+def test_an_int4_folder_is_no_base_of_a_merge(folder, tmp_path, capsys):
+    arguments = ["--base", str(folder), "--adapter", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert main(["convert", "merge", *arguments]) == 2
+    assert "INT4" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,181 @@
+"""Folders of other people's tools: read with a line where something is left out, or refused with the remedy."""
+
+import json
+import logging
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import Glm4MoeForCausalLM
+
+from glm46.config.errors import UserError
+from glm46.storage.huggingface.hub import repository_of
+from glm46.storage.huggingface.import_weights import check_folder, find_tensors, import_weights, stored_shape
+from glm46.storage.huggingface.peft_config import PeftConfig
+from glm46.storage.huggingface.peft_export import export_adapter
+from tests.unit.storage.huggingface.adapters import SHAPE, adapters
+from tests.unit.storage.huggingface.test_hf_safetensors import MODELS, empty_model, make_folder, read_folder
+
+MODEL, _ = MODELS["4.6-like"]
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+INDEX = "model.safetensors.index.json"
+
+
+def change(folder, edit):
+    """Edit the tensors of a folder, which then has one file."""
+    tensors = read_folder(folder)
+    edit(tensors)
+    for file in folder.glob("model*"):
+        file.unlink()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def to(dtype, end=""):
+    return lambda t: t.update({name: value.to(dtype) for name, value in t.items() if name.endswith(end)})
+
+
+def add(**tensors):
+    return lambda t: t.update({name.replace("__", "."): torch.ones(2) for name in tensors})
+
+
+LAYER = "model__layers__1__self_attn__"
+READ = {  # edit of the tensors, words of the one warning
+    "bias in BF16": (to(torch.bfloat16, "e_score_correction_bias"), "stored rounded, in bfloat16"),
+    "bias in FP16": (to(torch.float16, "e_score_correction_bias"), "stored rounded, in float16"),
+    "all in FP16": (to(torch.float16), "stored rounded, in float16"),
+    "all in FP32": (to(torch.float32), None),
+    "all in FP64": (to(torch.float64), None),
+    "rotary": (add(**{LAYER + "rotary_emb__inv_freq": 0}), "rotary_emb.inv_freq"),
+    "rotary of the model": (add(model__rotary_emb__inv_freq=0), "model.rotary_emb.inv_freq"),
+    "scales of the cache": (add(**{LAYER + "k_scale": 0, LAYER + "v_scale": 0}), "not read: 2 tensors"),
+    "scales of a projection": (add(**{LAYER + "k_proj__k_scale": 0, LAYER + "attn__q_scale": 0}), "not read: 2 "),
+    "scales of activations": (add(**{LAYER + "q_proj__input_scale": 0}), "q_proj.input_scale"),
+    "extra states": (
+        lambda t: t.update({"model.layers.1.self_attn.q_proj._extra_state": torch.ones(2)}),
+        "_extra_state",
+    ),
+}
+
+
+def loaded(folder, shape):
+    _, tensors = empty_model(shape)
+    import_weights(folder, shape, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_folder_of_another_tool_is_read_exactly_and_says_what_is_left_out(name, tmp_path, caplog):
+    make_folder(tmp_path / "in", MODEL, False)
+    edit, words = READ[name]
+    change(tmp_path / "in", edit)
+    ours, stored = loaded(tmp_path / "in", MODEL), read_folder(tmp_path / "in")
+    assert torch.equal(bias_of(ours), stored[BIAS].float())
+    assert torch.equal(ours["norm.weight"], stored["model.norm.weight"].float())
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(lines) == (words is not None) and all(words in line and str(tmp_path) in line for line in lines)
+
+
+def bias_of(tensors):
+    return next(tensor for name, tensor in tensors.items() if name.startswith("layers.1.") and name.endswith("_bias"))
+
+
+def test_prediction_layers_that_the_config_does_not_count_are_skipped_with_a_line(tmp_path, caplog):
+    make_folder(tmp_path / "in", MODEL, False)
+    config = tmp_path / "in/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
+    shape = stored_shape(tmp_path / "in")
+    assert shape.num_nextn_predict_layers == 0
+    loaded(tmp_path / "in", shape)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "holds 1 prediction layer beyond those of its config.json" in line
+
+
+def test_layers_that_the_config_does_not_count_are_not_taken_for_prediction_layers(tmp_path):
+    make_folder(tmp_path / "in", MODEL, False)
+    config = tmp_path / "in/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2}))
+    with pytest.raises(UserError, match="not part of this model|are missing"):
+        check_folder(tmp_path / "in", stored_shape(tmp_path / "in"))
+
+
+def test_a_folder_without_an_index_is_read(tmp_path):
+    make_folder(tmp_path / "in", MODEL, False)
+    before = loaded(tmp_path / "in", MODEL)
+    (tmp_path / "in" / INDEX).unlink()
+    after = loaded(tmp_path / "in", MODEL)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    (tmp_path / "in/model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match="lacks model-00002-of-00003.safetensors; copy or download"):
+        find_tensors(tmp_path / "in")
+
+
+def test_experts_in_one_tensor_are_read_as_transformers_saves_them(tmp_path):
+    make_folder(tmp_path / "in", MODEL, False)
+    theirs = Glm4MoeForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    names = set(read_folder(tmp_path / "stacked"))
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
+    shape = stored_shape(tmp_path / "stacked")
+    before, after = loaded(tmp_path / "in", MODEL), loaded(tmp_path / "stacked", shape)
+    assert after.keys() < before.keys() and all(torch.equal(before[name], after[name]) for name in after)
+
+
+def replaced(content):
+    return lambda file: file.write_bytes(content)
+
+
+CONTENT = {  # what stands in place of a file -> words
+    "pointer": (replaced(b"version https://git-lfs.invalid/spec/v1\noid sha256:00\nsize 5\n"), "git lfs pull"),
+    "page": (replaced(b"<!DOCTYPE html><html>Sign in</html>"), "answer of a web server"),
+    "answer": (replaced(b'{"error":"Repository not found"}'), "answer of a web server"),
+    "GGUF": (replaced(b"GGUF\x03\x00\x00\x00"), "GGUF"),
+    "torch": (replaced(b"PK\x03\x04" + b"0" * 40), "zip archive, as torch.save writes; convert it"),
+    "missing": (lambda file: file.unlink(), "missing; copy or download it again"),
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), ": truncated: "),
+    "cut in its header": (lambda file: file.write_bytes(file.read_bytes()[:40]), ": truncated: its header takes"),
+    "longer": (lambda file: file.write_bytes(file.read_bytes() + b"x"), ": damaged: "),
+    "empty": (replaced(b""), ": truncated: 0 bytes; copy or download it again"),
+    "a folder": (lambda file: (file.unlink(), file.mkdir()), "cannot be read: Is a directory"),
+}
+
+
+@pytest.mark.parametrize("kind", CONTENT)
+def test_what_stands_in_place_of_weights_is_named(kind, tmp_path):
+    make_folder(tmp_path / "in", MODEL, False)
+    edit, words = CONTENT[kind]
+    edit(tmp_path / "in/model-00002-of-00003.safetensors")
+    with pytest.raises(UserError) as error:
+        find_tensors(tmp_path / "in")
+    (fault,) = error.value.faults
+    assert words in fault and "model-00002-of-00003.safetensors: " in fault
+    assert ("damaged" in fault) == (kind == "longer")
+
+
+@pytest.mark.parametrize("file", ["config.json", INDEX])
+@pytest.mark.parametrize("kind", ["pointer", "page"])
+def test_what_stands_in_place_of_a_json_file_is_named(kind, file, tmp_path):
+    make_folder(tmp_path / "in", MODEL, False)
+    edit, words = CONTENT[kind]
+    edit(tmp_path / "in" / file)
+    with pytest.raises(UserError, match=words):
+        check_folder(tmp_path / "in", MODEL)
+
+
+@pytest.mark.parametrize(
+    "folder, name, commit",
+    [
+        ("/cache/hub/models--zai-org--GLM-4.6/snapshots/" + "c" * 40, "zai-org/GLM-4.6", "c" * 40),
+        ("/h/models--a--b-c/snapshots/d1/", "a/b-c", "d1"),
+        ("outputs/base", "outputs/base", None),
+    ],
+)
+def test_an_adapter_names_the_repository_of_its_base(folder, name, commit, tmp_path):
+    assert repository_of(folder) == (name, commit)
+    tensors = adapters(targets=["attention"])
+    export_adapter(tmp_path / "peft", SHAPE, tensors, scale=2.0, base=folder)
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (name, commit)
+    assert PeftConfig.read(tmp_path / "peft").rank
+    peft = pytest.importorskip("peft")
+    theirs = peft.PeftConfig.from_pretrained(tmp_path / "peft")
+    assert (theirs.base_model_name_or_path, theirs.revision) == (name, commit)

@@ -1,0 +1,166 @@
+"""From files of pairs to a source: both halves in one document, rendered as in SFT, with counts of what is left out."""
+
+import json
+
+import numpy as np
+import pytest
+
+from glm46.commands.inspect import show_chats
+from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
+from glm46.engine.evaluation.rows import held_out
+from glm46.storage.data.chat import ChatOptions, render, render_pair
+from glm46.storage.data.conversation import BadConversation, parse_conversation
+from glm46.storage.data.packing import TokenStream
+from glm46.storage.data.pairs import BEGIN, parse_pair
+from glm46.storage.data.shards import NOT_A_TARGET
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.prepare.pipeline import prepare_text
+from tests.small_run import call_here
+
+TOKENIZER = load_tokenizer("builtin")
+ASK = {"role": "user", "content": "What is two plus two?"}
+
+
+def say(text, **fields):
+    return {"role": "assistant", "content": text, **fields}
+
+
+CALL = say("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 2, "b": 2}}}])
+RESULT = {"role": "tool", "content": "4"}
+
+
+def pair(prompt="Hi", chosen="Hello!", rejected="What?"):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+@pytest.fixture
+def prepare(tmp_path, monkeypatch):
+    """A function that prepares rows; returns the manifest."""
+    monkeypatch.setattr("glm46.storage.prepare.pipeline.call_in_workers", call_here)
+
+    def made(rows, **keys):
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = {"input": (str(tmp_path / "pairs.jsonl"),), "output": str(tmp_path / "out"), "processes": 1}
+        recipe |= {"format": "preference", "max_tokens": 256, "held_out": 0.0}
+        return prepare_text(TextRecipe(**(recipe | keys)), report=lambda line: None)
+
+    return made
+
+
+def tokens_of(manifest):
+    stream = TokenStream(manifest.folder, manifest.splits["train"], manifest.vocab_size, marked=True)
+    tokens = np.empty(stream.length, np.int64)
+    stream.read(0, tokens)
+    return np.split(tokens, stream.doc_ends()[:-1])
+
+
+def as_sft(messages, **options):
+    (document,) = render(parse_conversation({"messages": messages}, "messages"), TOKENIZER, ChatOptions(**options))[0]
+    return np.where(document.is_target, document.ids, document.ids | np.uint32(NOT_A_TARGET)).tolist()
+
+
+@pytest.mark.parametrize("row", [
+    pair(ASK["content"], "Four.", "Five."),
+    pair([ASK], [say("Four.")], [say("Five.")]),
+    pair(ASK["content"], [say("Four.")], [say("Five.")]),
+    {"chosen": [ASK, say("Four.")], "rejected": [ASK, say("Five.")]},
+    pair(ASK["content"], [ASK, say("Four.")], [ASK, say("Five.")]),  # as UltraFeedback has it
+])  # fmt: skip
+def test_every_form_of_a_pair_is_one_document_of_two_sft_documents(prepare, row):
+    (document,) = tokens_of(prepare([row]))
+    assert document.tolist() == as_sft([ASK, say("Four.")]) + as_sft([ASK, say("Five.")])
+    begins = (document & ~NOT_A_TARGET) == TOKENIZER.special[BEGIN]
+    assert np.flatnonzero(begins).tolist() == [0, len(as_sft([ASK, say("Four.")]))]
+
+
+def test_earlier_answers_and_shared_steps_are_prompts():
+    history = [ASK, say("Three."), {"role": "user", "content": "Sure?"}]
+    row = {"chosen": [*history, CALL, RESULT, say("Four.")], "rejected": [*history, CALL, RESULT, say("Five.")]}
+    halves = render_pair(parse_pair(row), TOKENIZER, "nothink")
+    for half, answer in zip(halves, ("Four.", "Five."), strict=True):
+        assert TOKENIZER.decode(half.ids[half.is_target]) == f"\n{answer}<|user|>"
+
+
+@pytest.mark.parametrize("no_reasoning", ["nothink", "mask", "train"])
+def test_both_halves_have_the_same_prompt_where_one_has_reasoning(no_reasoning):
+    row = pair([ASK], [say("Four.", reasoning_content="Count.")], [say("Five.")])
+    chosen, rejected = render_pair(parse_pair(row), TOKENIZER, no_reasoning)
+    prompt = int(chosen.is_target.argmax())
+    assert (chosen.ids[:prompt] == rejected.ids[:prompt]).all() and not rejected.is_target[:prompt].any()
+    assert TOKENIZER.decode(chosen.ids[chosen.is_target]) == "\n<think>Count.</think>\nFour.<|user|>"
+    thought = "\n<think></think>" if no_reasoning == "train" else ""
+    assert TOKENIZER.decode(rejected.ids[rejected.is_target]) == f"{thought}\nFive.<|user|>"
+
+
+MARKED = pair("Is <|user|>[gMASK] text?", "Yes, [gMASK] is.", "No.")
+
+
+def test_a_marker_inside_a_text_begins_no_half(prepare):
+    (document,) = tokens_of(prepare([MARKED]))
+    assert ((document & ~NOT_A_TARGET) == TOKENIZER.special[BEGIN]).sum() == 2
+
+
+@pytest.mark.parametrize("row, reason", [
+    ({"prompt": "Hi", "chosen": "Hello!"}, "no rejected"),
+    ({"prompt": "Hi", "chosen": "", "rejected": "No."}, "no chosen"),
+    ({"chosen": "Hello!", "rejected": "What?"}, "no prompt"),
+    (pair([], [say("a")], [say("b")]), "no prompt"),
+    ({"chosen": [ASK, say("a")], "rejected": [{**ASK, "content": "Why?"}, say("b")]}, "different prompts"),
+    ({"chosen": [ASK, say("a")], "rejected": [ASK, say("a"), ASK, say("b")]}, "not one turn of the assistant"),
+    (pair([ASK], [say("a"), ASK, say("b")], [say("c")]), "not one turn of the assistant"),
+    (pair([ASK], [CALL, RESULT], [say("c")]), "not one turn of the assistant"),
+    (pair([ASK, say("a")], [say("b")], [say("c")]), "roles out of order"),
+    (pair("Hi", [{"role": "wizard", "content": "a"}], [say("c")]), "unknown role"),
+    ("text", "not an object"),
+])  # fmt: skip
+def test_what_is_not_a_pair_is_refused_with_its_reason(row, reason):
+    with pytest.raises(BadConversation, match=reason):
+        parse_pair(row)
+
+
+def test_pairs_that_teach_nothing_or_do_not_fit_are_counted_by_cause(prepare, tmp_path):
+    long = "and so on " * 60
+    rows = [
+        pair(), pair(chosen="Hello!", rejected="Hello!"), pair(chosen="Hello!", rejected=" Hello! "),
+        pair([ASK], [say("a", weight=0)], [say("b")]), pair(rejected=long), {"prompt": "Hi", "chosen": "Hello!"},
+    ]  # fmt: skip
+    manifest = prepare(rows, max_tokens=128)
+    assert manifest.is_paired and manifest.splits["train"].documents == manifest.noted["pairs, train"] == 1
+    assert manifest.dropped == {
+        "chosen equals rejected": 2, "no target in chosen or rejected": 1, "above max_tokens": 1, "no rejected": 1,
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"pairs.jsonl line 5: .* max_tokens = 128; raise max_tokens"):
+        prepare(rows, max_tokens=128, too_long="error", output=str(tmp_path / "error"))
+
+
+def test_pairs_of_one_prompt_are_in_one_split(prepare):
+    manifest = prepare([pair(f"Say {n}.", f"{n}!", f"{k}?") for n in range(40) for k in range(3)], held_out=0.3)
+    prompts = {"train": [], "validation": []}
+    for name, of_split in prompts.items():
+        stream = TokenStream(manifest.folder, manifest.splits[name], manifest.vocab_size)
+        tokens = np.empty(stream.length, np.int64)
+        stream.read(0, tokens)
+        of_split += [
+            TOKENIZER.decode(one).split("<|assistant|>")[0] for one in np.split(tokens, stream.doc_ends()[:-1])
+        ]
+    assert len(prompts["train"]) + len(prompts["validation"]) == 120 and prompts["validation"]
+    assert not {*prompts["train"]} & {*prompts["validation"]}
+
+
+def test_a_cut_pair_fits_and_its_shorter_half_stays_whole(prepare):
+    manifest = prepare([pair(rejected="and so on " * 60)], max_tokens=128, too_long="cut")
+    (document,) = tokens_of(manifest)
+    whole = as_sft([{"role": "user", "content": "Hi"}, say("Hello!")])
+    assert len(document) == 128 and document[: len(whole)].tolist() == whole
+    assert manifest.noted["pairs cut to max_tokens"] == 1
+
+
+def test_inspect_shows_both_halves_and_evaluate_refuses_them(prepare):
+    manifest = prepare([pair()])
+    with pytest.raises(UserError, match=r"holds pairs .*\[finetune.preference\] validate; take another"):
+        held_out(manifest)
+    shown = [text.plain for text in show_chats(manifest, TOKENIZER, rows=1, seq_len=99, seed=0, brackets=True)]
+    assert shown[0].startswith("── pair 0 of 1: ")
+    assert shown[1].startswith("─ chosen: ") and shown[2].endswith("[[\nHello!<|user|>]]")
+    assert shown[3].startswith("─ rejected: ") and shown[4].endswith("[[\nWhat?<|user|>]]")

@@ -1,0 +1,142 @@
+"""A run on pairs, in one process: the first loss, learning, resumes over the same reference, and bad sources."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm46.config.errors import UserError
+from glm46.config.text_recipe import TextRecipe
+from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.storage.prepare.pipeline import prepare_text
+from glm46.tasks.finetune.task import train
+from glm46.tasks.pretrain.task import train as pretrain
+from tests.small_run import call_here, small_config, write_source
+
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "blue")
+PAIRS = [{"prompt": f"Say {word}.", "chosen": f"{word}, gladly.", "rejected": f"No {word}."} for word in WORDS]
+SHAPE = {"num_nextn_predict_layers": 0}
+KINDS = {
+    "full": {},
+    "lora": {"adapter": {"rank": 4, "expert_rank": 4}, "moe": {"balance": "none", "sequence_aux_loss_weight": 0.0}},
+}
+
+
+def prepare_pairs(folder: Path) -> Path:
+    """A prepared source of short pairs, some of them held out."""
+    file = folder.with_suffix(".jsonl")
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    recipe = {"input": (str(file),), "output": str(folder), "format": "preference", "max_tokens": 64, "held_out": 0.2}
+    prepare_text(TextRecipe(**recipe, name="pairs", processes=1), report=lambda line: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(tokenizer, tmp_path_factory) -> Path:
+    """A folder with a step to start from, and the pairs."""
+    folder = tmp_path_factory.mktemp("start")
+    (folder / "text").mkdir()
+    source = write_source(folder / "text", tokenizer)
+    assert pretrain(small_config(source, folder / "base", training={"steps": 2})) == 0  # with a prediction layer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("glm46.storage.prepare.pipeline.call_in_workers", call_here)
+        prepare_pairs(folder / "pairs")
+    return folder
+
+
+def tuned(start: Path, dump_folder: Path, kind: str, **tables):
+    sources = [{"name": "pairs", "path": str(start / "pairs"), "packing": "best_fit"}]
+    base = start / "base/checkpoint/step-000002"
+    return small_config(start / "text", dump_folder, **{
+        "model": SHAPE, "data": {"sources": sources}, "finetune": {"preference": {"beta": 0.5}},
+        "training": {"steps": 4, "seq_len": 128, "global_batch_size": 2},
+        "checkpoint": {"initial_load_path": str(base), "initial_load_model_only": True, "interval": 2},
+        "validation": {"enable": True, "freq": 4},
+    } | KINDS[kind] | tables)  # fmt: skip
+
+
+def rows_of(folder: Path, key: str) -> list[dict]:
+    return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if key in row]
+
+
+def contents(step: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in StepTensors(step).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit(start, tmp_path, kind):
+    config, out = tuned(start, tmp_path / "out", kind), tmp_path / "out"
+    torch.seed()  # as each process begins
+    assert train(config) == 0
+    rows, held_out = rows_of(out, "loss"), rows_of(out, "validation_loss")
+    # The same weights give the same log-probabilities, but for the rounding of another forward.
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
+    assert held_out[0]["validation_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[-1]["loss"] < 0.6 and rows[-1]["reward_margin"] > 0.2 and rows[-1]["reward_accuracy"] > 0.9
+    assert held_out[-1]["validation_loss"] < held_out[0]["validation_loss"]
+    margin = rows[-1]["chosen_reward"] - rows[-1]["rejected_reward"]
+    assert margin == pytest.approx(rows[-1]["reward_margin"])
+    step = out / "checkpoint/step-000004"
+    whole, names = contents(step), set(StepTensors(step))
+    assert not any("reference" in name for name in names) and all("lora_" in n for n in names) == (kind == "lora")
+    shutil.rmtree(step)
+    torch.seed()
+    assert train(config) == 0
+    resumed = contents(step)
+    found = [(row["step"], row["loss"], row["grad_norm"], row["reward_margin"]) for row in rows_of(out, "loss")]
+    assert found == [(row["step"], row["loss"], row["grad_norm"], row["reward_margin"]) for row in rows]
+    assert whole.keys() == resumed.keys() and all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.slow
+def test_a_policy_and_its_reference_in_host_memory_train_as_on_the_device(start, tmp_path):
+    """Muon's states, and the weights of both networks."""
+    steps = {}
+    for name, offload in (("device", False), ("host", True)):
+        optimizer = {"name": "Muon", "lr": 2e-3, "ns_dtype": "float32", "state_offload": "cpu" if offload else "none"}
+        training = {"steps": 4, "seq_len": 128, "global_batch_size": 2, "parameter_offload": offload}
+        assert train(tuned(start, tmp_path / name, "full", optimizer=optimizer, training=training)) == 0
+        steps[name] = contents(tmp_path / name / "checkpoint/step-000004")
+    rows = rows_of(tmp_path / "host", "loss")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[-1]["loss"] < 0.4
+    assert steps["device"].keys() == steps["host"].keys()
+    assert all(torch.equal(tensor, steps["host"][name]) for name, tensor in steps["device"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("float8", [
+    {"recipe_name": "rowwise", "experts_recipe_name": "rowwise"},
+    {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True},
+], ids=["rowwise", "gathered"])  # fmt: skip
+def test_a_policy_and_its_reference_in_float8_begin_equal(start, tmp_path, float8):
+    """Both round alike; a reference in another precision would begin with a margin."""
+    config = tuned(start, tmp_path / "out", "full", float8=float8 | {"emulate": True})
+    assert train(config) == 0
+    rows = rows_of(tmp_path / "out", "loss")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
+    assert rows[-1]["loss"] < 0.1 and rows[-1]["reward_accuracy"] > 0.9
+
+
+@pytest.mark.slow
+def test_another_reference_is_refused_with_what_changed(start, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(start / "base/checkpoint/step-000002", base / "step-000002")
+    first = {"initial_load_path": str(base / "step-000002"), "initial_load_model_only": True, "interval": 2}
+    assert train(tuned(start, tmp_path / "out", "full", checkpoint=first, training={"steps": 2, "seq_len": 128})) == 0
+    config = small_config(start / "text", tmp_path / "again", training={"steps": 2}, model=SHAPE, debug={"seed": 7})
+    assert pretrain(config) == 0
+    other = first | {"initial_load_path": str(tmp_path / "again/checkpoint/step-000002")}
+    with pytest.raises(UserError, match=r"initial_load_path = .*manifest.json changed since .*; restore them, or"):
+        train(tuned(start, tmp_path / "out", "full", checkpoint=other))
+
+
+def test_a_prepared_source_must_hold_what_the_task_reads(start, tmp_path):
+    text = [{"name": "text", "path": str(start / "text")}]
+    with pytest.raises(UserError, match=r"text: no pairs, which \[finetune.preference\] reads; give"):
+        train(tuned(start, tmp_path / "out", "full", data={"sources": text}))
+    with pytest.raises(UserError, match=r"pairs: pairs, which only \[finetune.preference\] reads; add"):
+        train(tuned(start, tmp_path / "out", "full", finetune={}))

@@ -1,0 +1,565 @@
+"""Rewards of answers, and what happens to a sample whose reward fails."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from glm46.config.errors import UserError
+from glm46.tasks.rl.rewards.answer import Answer, RewardRule
+from glm46.tasks.rl.rewards.calculator import calculate
+from glm46.tasks.rl.rewards.code import code
+from glm46.tasks.rl.rewards.environment import Environment
+from glm46.tasks.rl.rewards.maths import maths
+from glm46.tasks.rl.rewards.remote import remote
+from glm46.tasks.rl.rewards.scorer import Reply, Scorer, _value
+from glm46.tasks.rl.rewards.text import choice, exact, repetition, well_formed
+
+BAD = "tests.unit.tasks.rl.rewards.bad_rewards"
+
+
+def answer(text, label=None, thinking=False, finished=True) -> Answer:
+    return Answer("question", text, label, thinking, len(text), finished)
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "label", "expected"),
+    [
+        (exact, "<think>34</think>\n35 ", "35", 1),
+        (exact, "35", "34", 0),
+        (exact, "b", ["a", "b"], 1),
+        (exact, "35", 35, 1),
+        (choice, "The answer is (C).", "C", 1),
+        (choice, "A is wrong, so \\boxed{B}", "B", 1),
+        (choice, "A or B? Answer: a", "B", 0),
+        (maths, "so \\boxed{\\frac{1}{2}}", "0.5", 1),
+        (maths, "first \\boxed{1}, then \\boxed{2}", "1", 0),
+        (maths, "3 and 4 make 1,007.", "1007", 1),
+        (maths, "nothing", "1", 0),
+        (maths, "<think>7</think>It is 8", "7", 0),
+        (repetition, "a b c d e f", None, 0),
+        (repetition, "a b c d a b c d", None, -0.2),
+        (repetition, "a b", None, 0),
+    ],
+)
+def test_text_is_compared(reward, text, label, expected):
+    assert reward(answer(text, label), {}) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "finished", "expected"),
+    [
+        ("\n<think>so</think>\nyes", True, True, 1),
+        ("\nso</think>yes", True, True, 1),
+        ("<think>so</think>yes</think>", True, True, 0),
+        ("yes", True, True, 0),
+        ("<think>so</think>", True, True, 0),
+        ("<think>so</think>yes", True, False, 0),
+        ("</think><think>yes", True, True, 0),
+        ("yes", False, True, 1),
+        ("yes</think>no", False, True, 0),
+    ],
+)
+def test_form_of_a_thought(text, thinking, finished, expected):
+    assert well_formed(answer(text, thinking=thinking, finished=finished), {}) == expected
+
+
+_CALL = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+_RIGHT = {
+    exact: ("35", "35"), choice: ("The answer is C.", "C"), maths: ("\\boxed{35}", "35"),
+    code: ("```python\ndef f(x):\n    return x\n```", ["assert f(1) == 1"]), well_formed: ("35", None),
+}  # fmt: skip
+"""A right answer and its label for each reward that judges one."""
+
+
+@pytest.mark.parametrize("reward", list(_RIGHT))
+@pytest.mark.parametrize(
+    ("form", "thinking", "finished", "expected"),
+    [
+        ("<think>so</think>{}", True, True, 1),
+        ("so</think>{}", True, True, 1),
+        ("{}", False, True, 1),
+        ("<think>{}", True, True, 0),
+        ("{}", True, True, 0),
+        ("{}", True, False, 0),
+        ("<think>{}", False, True, 0),
+        ("<think>a</think><think>{}", True, True, 0),
+        ("<think>{}</think>", True, True, 0),
+        ("<think>so</think>{}", True, False, 0),
+        ("{}", False, False, 0),
+        ("", False, True, 0),
+        (_CALL, False, True, 0),
+        (f"<think>so</think>{_CALL}", True, True, 0),
+    ],
+)
+def test_an_answer_that_is_not_there_yet_has_no_reward(reward, form, thinking, finished, expected):
+    text, label = _RIGHT[reward]
+    assert reward(answer(form.format(text), label, thinking, finished), {}) == expected
+
+
+def test_a_server_is_not_asked_about_an_answer_that_is_not_there():
+    for text, thinking, finished in (("<think>so", True, False), ("", False, True), ("35", False, False)):
+        assert remote(answer(text, None, thinking, finished), {"url": "http://127.0.0.1:9"}) == 0
+
+
+_OPTIONS = "Which is it?\nA) one\nB) two\nC) three\nD) four"
+
+
+@pytest.mark.parametrize("prompt", ["question", _OPTIONS])
+@pytest.mark.parametrize(("text", "label", "expected"), [
+    ("The answer is C, and no other answer a student may give would fit.", "C", 1),
+    ("The answer is C, and no other answer a student may give would fit.", "A", 0),
+    ("\\boxed{\\text{(B)}}", "B", 1), ("\\boxed{b}", "B", 1), ("\\boxed{C. three}", "C", 1), ("\\boxed{A, B}", "A", 0),
+    ("The answer is \\boxed{C}. I hope it is correct.", "C", 1), ("**Answer: C**", "C", 1), ("**Answer:** C", "C", 1),
+    ("The correct answer is **B) 42**.", "B", 1), ("Answer: $B$", "B", 1), ("ANSWER: D", "D", 1), ("C", "C", 1),
+    ("(C)", "C", 1), ("C) three", "C", 1), ("**C**", "C", 1), ("I think the answer is B. I am sure.", "B", 1),
+    ("The correct option is D because A is a distractor.", "D", 1), ("So it's B.", "B", 1), ("I choose B", "B", 1),
+    ("B is correct, a fact.", "B", 1), ("The answer is A.", "A", 1), ("The answer is A because 2+2=4", "A", 1),
+    ("Option (A) is correct", "A", 1), ("A: no\nB: no\nTherefore the answer is D", "D", 1), ("Therefore, C.", "C", 1),
+    ("First I thought the answer is A. But the answer is B.", "B", 1), ("The answer is C and not B", "C", 1),
+    ("A student may say so.", "A", 0), ("I do not know.", "I", 0), ("It is a question.", "A", 0),
+    ("The answer is a prime.", "A", 0), ("The answer is A student's guess", "A", 0), ("It is A or B", "B", 0),
+    ("The answer is A or B", "A", 0), ("The answer is A or B", "B", 0), ("The answer is C or maybe D", "C", 0),
+    ("\\boxed{42}", "A", 0), ("The answer is I think C", "I", 0), ("The answer is not C", "C", 0),
+    ("Plan B failed and vitamin C helps", "C", 0), ("The answer is Apple", "A", 0), ("A is not correct", "A", 0),
+    ("The answer is CAT", "C", 0),
+    ("Option C is wrong, so D", "C", 0), ("Option C is wrong, so D", "D", 1), ("Don't choose C", "C", 0),
+    ("Don't choose C.", "C", 0), ("(C) is wrong", "C", 0), ("(C) is wrong.", "C", 0), ("not C", "C", 0),
+    ("Not C.", "C", 0), ("rule out C", "C", 0), ("We can rule out C.", "C", 0), ("I rule out (C).", "C", 0),
+    ("Eliminate C", "C", 0), ("A) one\nB) two\nC) three\nD) four", "D", 0),
+    ("A) one\nB) two\nC) three\nD) four", "A", 0), ("A. one\nB. two\nC. three\nD. four", "D", 0),
+    ("A\nB\nC\nD", "D", 0), ("(A) one (B) two (C) three (D) four", "A", 0),
+    ("(A) one (B) two (C) three (D) four", "D", 0), ("(A) (B) (C) (D)", "D", 0), ("A, B, C, D", "D", 0),
+    ("A, B, C, D", "A", 0), ("A B C D", "D", 0), ("The options are A, B, C and D.", "D", 0),
+    ("C as well as D", "C", 0), ("The answer is C as well as D", "C", 0), ("The answer is C as well as D", "D", 0),
+    (r"\boxed{B\text{ or }C}", "B", 0), (r"\boxed{B\text{ or }C}", "C", 0), (r"\boxed{C=5}", "C", 0),
+    ("C++", "C", 0), ("C-section", "C", 0), ("C#", "C", 0), ("The answer is C++", "C", 0),
+    ("The answer is C-section", "C", 0), ("Vitamin C is the best cure, but I choose B", "C", 0),
+    ("Vitamin C is the best cure, but I choose B", "B", 1), ("I'm going with C.", "C", 1),
+    ("I am going with (C).", "C", 1), ("I'll go with C", "C", 1),
+    (r"Final Answer: The final answer is $\boxed{C}$", "C", 1), ("The correct answer is (C).", "C", 1),
+    ("the answer is (C)", "C", 1), ("The answer is C, not D", "C", 1), ("The answer is C rather than D.", "C", 1),
+    ("It isn't C", "C", 0), ("The answer isn't C", "C", 0), ("The answer can't be C", "C", 0),
+    ("Neither B nor C", "C", 0), ("The answer is neither B nor C.", "C", 0),
+    ("I don't think the answer is C", "C", 0), ("I doubt that C is correct", "C", 0), ("C is incorrect", "C", 0),
+    ("C cannot be right", "C", 0), ("C and D are both correct", "C", 0), ("C and D are both correct", "D", 0),
+    ("Both C and D", "D", 0), ("C is correct. D is also correct.", "D", 0), ("C/D", "C", 0), ("C or D", "D", 0),
+    ("Either C or D", "D", 0), (r"\boxed{C} or \boxed{D}", "D", 0), (r"\boxed{C} or \boxed{D}", "C", 0),
+    (r"\boxed{CD}", "C", 0), (r"\boxed{C, D}", "C", 0), (r"\boxed{\text{not } C}", "C", 0), (r"\boxed{C++}", "C", 0),
+    (r"\boxed{C^2}", "C", 0), (r"\boxed{C_1}", "C", 0), (r"\boxed{-C}", "C", 0),
+    (r"\boxed{\text{Option C}}", "C", 1), (r"\boxed{\textbf{(C)}\ 42}", "C", 1), (r"\boxed{\mathrm{C}}", "C", 1),
+    (r"\boxed{(C) \; three}", "C", 1), (r"$\boxed{\textbf{C}}$", "C", 1), (r"\boxed{C.}", "C", 1),
+    (r"The answer is not \boxed{C}", "C", 0), (r"\boxed{C} is wrong", "C", 0),
+    (r"\boxed{C}. Wait, \boxed{D}", "D", 1), (r"\boxed{C}. Wait, \boxed{D}", "C", 0),
+    (r"\boxed{C}. Wait, the answer is D.", "C", 0), (r"The answer is D. \boxed{C}", "C", 1),
+    ("The answer is C. Wait, it is D.", "D", 1), ("The answer is C. Wait, it is D.", "C", 0),
+    ("The answer is C. Wait, no, D.", "D", 1), ("The answer is C. Actually, that is wrong.", "C", 0),
+    ("Answer: C\n\nExplanation: A is wrong because B is small. D is too large.", "C", 1),
+    ("The answer is C. A and B are wrong, D is impossible.", "C", 1), ("### Final Answer\n\n**C**", "C", 1),
+    ("**Final Answer:**\n\nC) three", "C", 1), ("Answer:\nC", "C", 1),
+    ("The correct answer is:\n\n**C) three**", "C", 1), ("The correct answer is:\n\n(C) three", "C", 1),
+    ("The best answer is C.", "C", 1), ("Therefore, the correct option is (C).", "C", 1),
+    ("Thus, option C is correct.", "C", 1), ("So the answer must be C.", "C", 1), ("So C is the answer.", "C", 1),
+    ("Hence, (C) is the correct answer.", "C", 1), ("A common wrong answer is C.", "C", 0),
+    ("The wrong answer is C", "C", 0), ("The incorrect option is C.", "C", 0),
+    ("One might think the answer is C, but it is not.", "C", 0), ("Many students choose C.", "C", 0),
+    ("If the answer is C, then x = 5.", "C", 0), ("Is the answer C?", "C", 0), ("Why not C?", "C", 0),
+    ("The answer is C?", "C", 0), ("Maybe the answer is C or D", "C", 0), ("I would not choose C", "C", 0),
+    ("I wouldn't pick C.", "C", 0), ("Never choose C", "C", 0), ("Avoid C", "C", 0),
+    ("All of A, B, C and D", "D", 0), ("答案是C", "C", 1), ("答案：C", "C", 1), ("故选C。", "C", 1), ("选C", "C", 1),
+    ("My answer is C.", "C", 1), ("My final answer: C", "C", 1), ("Correct answer: C", "C", 1),
+    ("Correct Answer: **C**", "C", 1), ("**The correct answer is C.**", "C", 1),
+    ("The correct choice is **C**", "C", 1), ("The answer is option C.", "C", 1),
+    ("The answer is choice (C).", "C", 1), ("The answer is definitely C.", "C", 1),
+    ("The answer is most likely C.", "C", 1), ("C.", "C", 1), ("C) 42", "C", 1), ("C: three", "C", 1),
+    ("(C) three", "C", 1), ("[C]", "C", 1), ("By elimination, C.", "C", 1), ("That leaves C.", "C", 1),
+    ("So it must be C.", "C", 1), ("We choose (C).", "C", 1), ("I select option C.", "C", 1),
+    ("I pick C because it fits.", "C", 1), ("The answer to the question is C.", "C", 1),
+    ("Answer: (C) three", "C", 1), ("Answer: C. three", "C", 1), ("A and B are wrong, so the answer is C", "C", 1),
+    ("It is not A, so the answer is C.", "C", 1), ("The answer is C, since B and D are false.", "C", 1),
+    ("Since A is false, B is false and D is false, C is correct.", "C", 1), ("C sharp is a note", "C", 0),
+    ("C is a language", "C", 0), ("Plan C is the best plan", "C", 0), ("The answer is C major", "C", 0),
+    ("Grade C", "C", 0), ("Carbon is C", "C", 0), ("The answer is 5 C", "C", 0), ("It costs 5 C.", "C", 0),
+    ("The answer is not A but C.", "C", 1), ("Not A, B or D: the answer is C.", "C", 1),
+    ("Answer: A or B or C", "C", 0), ("Answer: A/B/C/D", "A", 0), ("Answer: ABCD", "A", 0),
+    ("The answer is A through D", "A", 0), ("The answer is one of A, B, C, D", "D", 0),
+    ("C is not the answer; D is.", "C", 0), ("Everything but C", "C", 0), ("Anything but C.", "C", 0),
+    ("All except C", "C", 0), ("The answer is anything but C", "C", 0), ("The answer is all except C", "C", 0),
+    ("C is almost correct", "C", 0), ("C would be correct if x were 5", "C", 0),
+    ("C is correct only if x = 5", "C", 0), ("The answer is C if x>0 and D otherwise", "C", 0),
+    ("I cannot decide between C and D", "C", 0), ("The answer is C and D", "D", 0), ("The answer is C & D", "C", 0),
+    ("The answer is C+D", "C", 0), ("The answer is C, D", "D", 0), ("The answers are B and C", "C", 0),
+    ("The answer is (C) or (D)", "D", 0), ("Answer: C (or D)", "C", 0), ("Answer: C, maybe D", "C", 0),
+    ("Answer: C? D?", "C", 0), ("The answer is C but D could also be right", "C", 0),
+    ("I first chose C. Then I saw that D is correct.", "D", 1),
+    ("I first chose C. Then I saw that D is correct.", "C", 0), ("The answer is $C$", "C", 1),
+    (r"The answer is \(C\)", "C", 1), (r"The answer is $\text{C}$", "C", 1),
+    (r"The answer is $\textbf{(C)}$", "C", 1), ("The final answer is C. I hope it is correct.", "C", 1),
+    ("Final answer: C. Vitamin D is a distractor.", "C", 1),
+    ("The correct answer is C, as A and B do not apply.", "C", 1), ("The answer is A", "A", 1),
+    ("Answer: A", "A", 1), ("The answer is A, because it fits", "A", 1), ("Option A is the correct answer.", "A", 1),
+    ("A is the best answer", "A", 1), ("A is the best", "A", 0), ("A is right.", "A", 1), ("None of these", "C", 0),
+    ("I don't know", "I", 0), ("C is wrong. The answer is D. D is right.", "D", 1),
+    ("The correct statement is C.", "C", 1),
+    ("## Answer: C", "C", 1), ("**Answer**: **C**", "C", 1), ("**C. It does not change**", "C", 1),
+    ("The correct answer is **C. It does not change**.", "C", 1), ("The correct answer is B. Vitamin D", "B", 1),
+    (r"The final answer is $\boxed{\text{C}}$.", "C", 1), ("Answer is C", "C", 1), ("My choice is C", "C", 1),
+    ("I would choose C.", "C", 1), ("I'd pick C.", "C", 1), ("Let's go with C.", "C", 1),
+    ("We can conclude that the answer is C.", "C", 1), ("Therefore, the answer is option C: three.", "C", 1),
+    ("Hence the correct option is **C**.", "C", 1), ("Among the choices, C is the best answer.", "C", 1),
+    ("So, the best choice is (C) three.", "C", 1), ("C is wrong because of x. Therefore, D.", "D", 1),
+    ("C is wrong because of x. Therefore, D.", "C", 0), ("The answer cannot be C. It must be D.", "D", 1),
+    ("A, B and D are incorrect. The answer is C.", "C", 1), ("A is false. B is false. D is false.", "D", 0),
+    ("C seems tempting, but the answer is D.", "D", 1), ("C seems tempting, but the answer is D.", "C", 0),
+    ("The answer looks like C, but it is D.", "C", 0), ("The answer looks like C, but it is D.", "D", 1),
+    ("Answer: not C", "C", 0), ("Answer: C or something else", "C", 0), ("Do not pick C", "C", 0),
+    ("Nobody would choose C", "C", 0), ("Only a fool would pick C.", "C", 0), ("C? No.", "C", 0),
+    ("I chose C at first.", "C", 0), ("I chose C at first, but D is correct.", "D", 1), ("C, D", "D", 0),
+    ("C. D.", "D", 0), ("(C), (D)", "D", 0), ("C and/or D", "D", 0), ("C; D", "D", 0), ("C - D", "D", 0),
+    ("C, not D", "C", 1), ("Both", "C", 0), ("Type C", "C", 0), ("Hepatitis C", "C", 0), ("Appendix C", "C", 0),
+    ("C'est la vie", "C", 0), (r"C:\Windows", "C", 0), ("C'", "C", 0), ("Step C", "C", 0),
+    ("It's a C grade", "C", 0), ("20 °C", "C", 0), ("The answer is 20 °C", "C", 0), ("The answer is 20°C.", "C", 0),
+    (r"\boxed{20^\circ C}", "C", 0), (r"\boxed{C \cup D}", "C", 0), (r"\boxed{C\cdot 5}", "C", 0),
+    (r"\boxed{ABCD}", "A", 0), (r"\boxed{C?}", "C", 0), (r"\boxed{C\ or\ D}", "C", 0), (r"\boxed{C/D}", "C", 0),
+    (r"\boxed{C; D}", "D", 0), (r"\boxed{C} \boxed{D}", "C", 0), (r"\boxed{\{C, D\}}", "C", 0),
+    (r"\boxed{\text{C and D}}", "D", 0), (r"\boxed{\text{C: three}}", "C", 1),
+    (r"\boxed{\text{C}) \text{ three}}", "C", 1), (r"\boxed{\text{Answer: C}}", "C", 1), (r"\boxed{ C }", "C", 1),
+    (r"\boxed{\mathbf{(C)}}", "C", 1), (r"\fbox{C}", "C", 1), ("<answer>C</answer>", "C", 1),
+    ("The answer is “C”.", "C", 1), ("The answer is 'C'.", "C", 1), ("The correct answer, therefore, is C.", "C", 1),
+    ("The correct answer is indeed C.", "C", 1), ("Correct option: C) three", "C", 1), ("✅ **C**", "C", 1),
+    ("👉 Answer: C", "C", 1), ("Answer - C", "C", 1), ("Answer → C", "C", 1), ("The answer would be C.", "C", 1),
+    ("The answer should be C", "C", 1), ("The answer is clearly (C).", "C", 1), ("Final Answer: C", "C", 1),
+    ("FINAL ANSWER: C", "C", 1), ("Final answer is C", "C", 1), ("Answer (C)", "C", 1), ("Answer C", "C", 1),
+    ("Choice C", "C", 1), ("Option C", "C", 1), ("Option (C).", "C", 1), ("Option C: three", "C", 1),
+    ("C – three", "C", 1), ("C - three", "C", 1), ("The answer is C – three.", "C", 1),
+    ("The answer is C (three).", "C", 1), ("The answer is C, three.", "C", 1), ("The answer is C: three", "C", 1),
+    ("The answer is C three", "C", 0), ("The answer is A.\n\nA is right since B, C and D fail.", "A", 1),
+    ("A\n\nExplanation: B and C do not hold.", "A", 1), ("Correct answer: A. Mitosis", "A", 1),
+    ("The answer is C.\n\nThe other options are wrong:\nA) too small\nB) too large\nD) never", "C", 1),
+    ("Let us look:\nA) wrong\nB) wrong\nC) right\nD) wrong\n\n**C**", "C", 1),
+    ("- A: wrong\n- B: wrong\n- C: correct\n- D: wrong", "D", 0),
+    ("A. wrong\nB. wrong\nC. correct\nSo the answer is C.", "C", 1),
+])  # fmt: skip
+def test_a_choice_is_the_letter_that_the_answer_decides_for(prompt, text, label, expected):
+    assert choice(answer(text, label)._replace(prompt=prompt), {}) == expected
+
+
+def test_a_letter_that_the_prompt_does_not_list_is_no_choice():
+    assert choice(answer("The answer is B.\nThe answer is E.", "B")._replace(prompt=_OPTIONS), {}) == 1
+    assert choice(answer("The answer is B.\nThe answer is E.", "B"), {}) == 0
+
+
+PROGRAM = "text\n```python\n{}\n```"
+
+
+@pytest.mark.parametrize(
+    ("program", "label", "options", "expected"),
+    [
+        ("def f(x):\n    return x + 1", ["assert f(1) == 2", "assert f(2) == 3"], {}, 1),
+        ("def f(x):\n    return 2", ["assert f(1) == 2", "assert f(2) == 3"], {}, 0),
+        ("def f(x):\n    return 2", ["assert f(1) == 2", "assert f(2) == 3"], {"all": False}, 0.5),
+        ("print(int(input()) * 2)", json.dumps({"inputs": ["2", "3"], "outputs": ["4\n", "6"]}), {}, 1),
+        ("while True: pass", ["pass"], {"seconds": 0.2}, 0),
+        ("x = bytearray(10 ** 9)", ["pass"], {"memory_gib": 0.25}, 0),
+        ("open('out', 'w').write('x' * 2 ** 22)", ["pass"], {}, 0),
+    ],
+)
+def test_code_runs_against_its_tests_within_limits(program, label, options, expected):
+    assert code(answer(PROGRAM.format(program), label), options) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"), [("while True: pass", 0.0), ("if input() != 'b':\n    while 1: pass", 0.25)]
+)
+def test_a_program_that_loops_in_each_test_has_a_score(program, expected):
+    """Together its tests would take 4 s, and the reward has 2: a reward that is killed drops its sample."""
+    label = {"inputs": ["a", "b", "c", "d"], "outputs": [""] * 4}
+    scorer = Scorer([RewardRule("code", seconds=2.0, options={"seconds": 1, "all": False})], processes=1)
+    try:
+        (score,) = scorer.score([answer(PROGRAM.format(program), label)])
+    finally:
+        scorer.close()
+    assert (score.total, score.fault) == (expected, "")
+
+
+def test_too_many_tests_are_a_fault_of_the_reward_and_not_of_the_program():
+    program, label = PROGRAM.format("import time\ntime.sleep(0.4)"), ["pass"] * 4
+    with pytest.raises(TimeoutError, match=r"of 4 tests took all of 0\.9 s"):
+        code(answer(program, label), {"timeout_seconds": 1, "seconds": 0.8})
+
+
+def test_a_silent_server_is_left_before_the_time_of_the_reward_ends():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()  # connections open, and nobody answers
+        options = {"url": f"http://127.0.0.1:{server.getsockname()[1]}", "seconds": 1}
+        scorer = Scorer([RewardRule("remote", seconds=3.0, options=options)], processes=1)
+        try:
+            (score,) = scorer.score([answer("yes")])
+        finally:
+            scorer.close()
+    assert score.total is None and score.fault == "remote: TimeoutError: timed out", "of a try, not of the process"
+
+
+@pytest.mark.parametrize(("label", "seconds"), [("x+y", 3), (["x-y", "z", "x+y"], 1)])
+def test_math_verify_has_time_for_each_of_its_calls(label, seconds, monkeypatch):
+    asked = []
+
+    def parse(text, parsing_timeout):
+        asked.append(parsing_timeout)
+        return [text]
+
+    def verify(gold, target, timeout_seconds):
+        asked.append(timeout_seconds)
+        return gold == ["\\boxed{x+y}"] and target == ["\\boxed{y+x}"]
+
+    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=parse, verify=verify))
+    assert maths(answer("\\boxed{y+x}", label), {"timeout_seconds": 10.0}) == 1
+    assert set(asked) == {seconds} and sum(asked) < 10
+
+
+def test_code_without_tests_is_no_score():
+    with pytest.raises(ValueError, match="assert"):
+        code(answer(PROGRAM.format("1"), []), {})
+    assert code(answer("no block", ["pass"]), {}) == 0
+
+
+def test_a_server_gives_the_reward():
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200 if len(seen) > 1 else 503)
+            self.end_headers()
+            self.wfile.write(b'{"reward": 0.25}')
+
+        def log_message(self, *arguments):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    options = {"url": f"http://127.0.0.1:{server.server_port}/judge", "seconds": 2}
+    try:
+        with pytest.raises(OSError, match="503"):
+            remote(answer("yes", "no"), options | {"tries": 1})
+        assert remote(answer("yes", "no"), options) == 0.25
+    finally:
+        server.shutdown()
+    assert seen[-1] == {"prompt": "question", "response": "yes", "label": "no"}
+
+
+def test_a_failing_reward_drops_the_sample_and_no_other():
+    rules = [
+        RewardRule("exact", weight=2.0),
+        RewardRule(f"{BAD}:some", weight=0.5, options={"bad": "b"}),
+    ]
+    scorer = Scorer(rules, processes=2)
+    try:
+        good, dropped, other = scorer.score([answer("a", "a"), answer("b", "b"), answer("ccc", "a")])
+    finally:
+        scorer.close()
+    assert good.total == 2.5
+    assert good.parts == {"exact": 1.0, f"{BAD}:some": 1.0}
+    assert dropped.total is None
+    assert "SystemExit" in dropped.fault
+    assert other.total == 1.5
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [("hang", "0.3 s"), ("crash", "code 7"), ("words", "number"), ("infinite", "number")]
+)
+def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(function, said):
+    scorer = Scorer([RewardRule(f"{BAD}:{function}", seconds=0.3)], processes=1)
+    began = time.monotonic()
+    try:
+        scores = scorer.score([answer("a"), answer("b")])
+    finally:
+        scorer.close()
+    assert [score.total for score in scores] == [None, None]
+    assert all(said in score.fault for score in scores)
+    assert time.monotonic() - began < 20
+
+
+def ends_soon(process_id: int) -> bool:
+    """Whether a process is gone within some seconds, or only its exit code is left."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_programs_that_a_reward_has_started_end_with_it_at_its_deadline(tmp_path):
+    scorer = Scorer([RewardRule(f"{BAD}:start_and_hang", seconds=1.0)], processes=1)
+    try:
+        (score,) = scorer.score([answer("a", str(tmp_path / "id"))])
+        assert score.total is None and ends_soon(int((tmp_path / "id").read_text()))
+    finally:
+        scorer.close()
+
+
+def test_programs_that_a_reward_has_started_end_with_the_run_that_is_killed(tmp_path):
+    run = f"""
+from glm46.tasks.rl.rewards.answer import Answer, RewardRule
+from glm46.tasks.rl.rewards.scorer import Scorer
+if __name__ == "__main__":
+    scorer = Scorer([RewardRule("{BAD}:start_and_hang", seconds=600)])
+    scorer.score([Answer("", "a", "{tmp_path / "id"}", False, 1, True)])
+"""
+    (tmp_path / "run.py").write_text(run)
+    process = subprocess.Popen([sys.executable, str(tmp_path / "run.py")], env=os.environ | {"PYTHONPATH": os.getcwd()})
+    try:
+        for _ in range(1200):
+            if (tmp_path / "id").is_file() and (tmp_path / "id").read_text():
+                break
+            time.sleep(0.05)
+        program = int((tmp_path / "id").read_text())
+        worker = int(Path(f"/proc/{program}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(worker, signal.SIGSTOP)  # nothing of it runs any more, as of one that holds the interpreter
+    finally:
+        process.kill()
+        process.wait()
+    assert ends_soon(program) and ends_soon(worker)
+
+
+def test_a_reward_that_returns_twice_shifts_no_other():
+    scorer = Scorer([RewardRule(f"{BAD}:return_twice")], processes=1)
+    texts = ["a", "bb", "ccc", "dddd", "eeeee"]
+    try:
+        scores = scorer.score([answer(text, "twice" if text == "a" else None) for text in texts])
+        time.sleep(0.5)
+        scores += scorer.score([answer(text) for text in texts])
+    finally:
+        scorer.close()
+    assert [score.total for score in scores] == [1, 2, 3, 4, 5] * 2
+
+
+def test_a_reply_with_the_number_of_another_task_is_dropped():
+    scorer = Scorer([RewardRule("math")], processes=1)
+    ((connection, process),) = scorer._idle
+    connection.send((99, (0, answer("\\boxed{4}", "3"))))  # its reply will lie before that of the next task
+    try:
+        assert [score.total for score in scorer.score([answer("\\boxed{3}", "3")])] == [1.0]
+    finally:
+        scorer.close()
+
+
+def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
+    scorer = Scorer([RewardRule("math")], processes=1)
+    try:
+        for _ in range(2):
+            assert scorer.score([answer("\\boxed{3}", "3")])[0].total == 1.0
+            ((_, process),) = scorer._idle
+            process.kill()
+            process.join()
+        assert scorer.score([answer("\\boxed{3}", "3")])[0].total == 1.0
+    finally:
+        scorer.close()
+
+
+def test_a_process_that_ends_at_each_start_drops_the_sample(monkeypatch):
+    """Without this rule, new processes are started without end."""
+    scorer = Scorer([RewardRule("math")], processes=1)
+    start, started = scorer._start, []
+
+    def start_and_kill():
+        connection, process = start()
+        process.kill()
+        process.join()
+        started.append(process)
+        return connection, process
+
+    monkeypatch.setattr(scorer, "_start", start_and_kill)
+    scorer._idle[0][1].kill()
+    scorer._idle[0][1].join()
+    try:
+        (score,) = scorer.score([answer("\\boxed{3}", "3")])
+    finally:
+        scorer.close()
+    assert score.total is None and "ended with code -9" in score.fault and len(started) == 1
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", f"{BAD}:no_such_function"])
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name):
+    with pytest.raises(UserError, match=r"rl\.rewards.*no_such"):
+        Scorer([RewardRule(name)])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.std([0.0, 1.0]) > 0.01, 1.0), (np.std([1.0, 1.0]) > 0.01, 0.0), (np.float32(0.5), 0.5), (np.ones(1), 1.0),
+        (torch.tensor(True), 1.0), (torch.tensor(0.25), 0.25),
+    ],
+)  # fmt: skip
+def test_a_reward_or_filter_may_give_a_scalar_of_numpy_or_torch(value, expected):
+    found = _value(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a"))
+    assert found == expected and type(found) is float
+
+
+@pytest.mark.parametrize("value", [np.ones(2), torch.ones(2), np.float32("nan"), np.str_("1")])
+def test_other_values_of_numpy_and_torch_are_faults(value):
+    assert isinstance(_value(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a")), str)
+
+
+def test_an_environment_replies_and_its_faults_are_named():
+    environment = Environment(f"{BAD}:reply", {}, 5.0, 2)
+    try:
+        found = environment.replies([answer("a", label) for label in ("text", "end", "fail", "number")])
+    finally:
+        environment.close()
+    assert found[:2] == [Reply("a!"), Reply(None)]
+    assert "no reply" in found[2] and "not a text" in found[3]
+    with pytest.raises(UserError, match=r"rl\.environment.*no_such"):
+        Environment("no_such_module:f", {}, 5.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("12 * (3 + 1/2)", "42"), ("-1/3", "-1/3"), ("0.1 + 0.2", "3/10"), ("1/0", "error"), ("2 ** 9", "error"),
+        ("f(1)", "error"), ("1 +", "error"), ("(" * 190, "error"), (None, None),
+    ],
+)  # fmt: skip
+def test_the_calculator_answers_calls(expression, expected):
+    call = f"<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>{expression}</arg_value>\n</tool_call>"
+    found = calculate(answer("no call" if expression is None else f"I ask.\n{call}"))
+    assert found == expected if expected is None or expected != "error" else found.startswith("error")
+
+
+def test_a_call_inside_a_thought_is_a_draft():
+    """Neither the calculator nor another environment answers it, and the conversation ends with an open thought."""
+    call = "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+    draft, real = call.format("1"), call.format("2")
+    assert calculate(answer(f"<think>{draft}</think>{real}", thinking=True)) == "2"
+    assert calculate(answer(f"<think>{draft}</think>no call", thinking=True)) is None
+    environment = Environment(f"{BAD}:reply", {}, 5.0, 2)
+    texts = (f"<think>{draft}", draft, f"<think>{draft}</think>", f"<think>{draft}</think>{real}")
+    try:
+        found = environment.replies([answer(text, "text", thinking=True) for text in texts])
+    finally:
+        environment.close()
+    assert found == [Reply(None), Reply(None), Reply(None), Reply(f"{texts[3]}!")]
+
+
+@pytest.mark.parametrize("text", [" ", "*", "\n", "(", "answer is ", "(A", "```", "A or "])
+def test_rewards_of_the_process_that_trains_take_linear_time(text):
+    began = time.monotonic()
+    for reward, label in ((exact, "C"), (choice, "C"), (well_formed, None), (repetition, None)):
+        reward(answer(f"{text * 40_000}x", label), {})
+    assert time.monotonic() - began < 10

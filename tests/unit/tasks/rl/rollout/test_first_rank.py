@@ -1,0 +1,46 @@
+"""Completions survive the way from rank 0 to the others; an error between ends the work that waits for it."""
+
+import queue
+
+import numpy as np
+import pytest
+
+from glm46.tasks.rl.rollout import first_rank
+from glm46.tasks.rl.rollout.first_rank import Interlude, pack, run_on_first_rank, unpack
+from glm46.tasks.rl.rollout.records import Completion, Span
+
+
+def test_completions_are_the_same_after_the_way():
+    routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    completions = [
+        Completion([5, 2], [-0.1, -1 / 3], "stop", [Span(0, 7)], routes),
+        Completion([], [], "abort", [], None),
+        Completion([9, 9, 9], [-1.0, 0.0, -2e-30], "length", [Span(0, 7), Span(2, 8)], routes[:1].astype(np.uint16)),
+    ]
+    for before, after in zip(completions, unpack(pack(completions)), strict=True):
+        assert before[:4] == after[:4]
+        assert (before.routes is None) == (after.routes is None)
+        if before.routes is not None:
+            assert after.routes.dtype == before.routes.dtype and np.array_equal(before.routes, after.routes)
+    assert unpack(pack([])) == []
+
+
+def test_work_that_asked_for_what_failed_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(first_rank.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(first_rank, "_send", lambda *_: None)
+    ended: queue.SimpleQueue[RuntimeError] = queue.SimpleQueue()
+
+    def fail() -> None:
+        raise MemoryError
+
+    def work() -> bytes:
+        try:
+            interlude.ask()
+        except RuntimeError as error:
+            ended.put(error)
+        return b""
+
+    interlude = Interlude(fail)
+    with pytest.raises(MemoryError):
+        run_on_first_rank(work, interlude)
+    assert "failed" in str(ended.get(timeout=10))

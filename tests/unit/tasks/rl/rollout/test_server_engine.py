@@ -1,0 +1,80 @@
+"""The engine of servers in one process, against stubs."""
+
+import contextlib
+import sys
+
+import pytest
+
+from glm46.compute.distributed.process import join, leave
+from glm46.config.rollout import Rollout
+from glm46.tasks.rl.rollout import server_engine, server_pool
+from glm46.tasks.rl.rollout.first_completions import ServedPolicy
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.server_engine import ServerEngine
+from glm46.tasks.rl.rollout.server_state import CHANGED
+from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, scores
+
+RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch):
+    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(server_engine, "compare_draws", lambda *_: ("as the policy", True))
+    join(60.0)
+    yield
+    leave()
+
+
+class Policy:
+    """Its weights are a version, which is that of the stubs' model."""
+
+    def __init__(self):
+        self.version = 0
+
+    def export(self, folder):
+        folder.mkdir(parents=True)
+
+    def score(self, sequences, temperature):
+        return scores(self.version, sequences), None
+
+    @contextlib.contextmanager
+    def changed(self):
+        before, self.version = self.version, CHANGED
+        yield
+        self.version = before
+
+
+def test_folder_that_a_server_was_started_with_stays_until_it_draws(stubs, tmp_path):
+    """It reads the weights when its imports are done, some updates after its start."""
+    policy, lines = Policy(), []
+    config = Rollout(
+        kind="vllm", urls=[stub.url for stub in stubs], max_new_tokens=6, restart_seconds=0.2,
+        launch=[sys.executable, "-c", "import time; time.sleep(60)", "{folder}", "{port}"],
+    )  # fmt: skip
+    served = ServedPolicy(policy.export, None, policy.score, None, policy.changed)
+    options = {"prompts": [[5, 6, 7, 8]], "rules": RULES, "padding": range(50, 52), "say": lines.append}
+    engine = ServerEngine(config, folder=tmp_path, policy=served, **options)
+
+    def folders_after(version: int) -> list[str]:
+        policy.version = version
+        engine.update(version)
+        engine.generate([Request([3, 4], 1, 6)], RULES)
+        return sorted(path.name for path in tmp_path.glob("version-*"))
+
+    try:
+        assert folders_after(1) == ["version-00000001"]
+        stubs[1].stop()
+        process = engine._launched._running[stubs[1].port]
+        process.kill()
+        process.wait()
+        for version in (2, 3, 4):
+            folders = folders_after(version)
+        assert folders == ["version-00000002", "version-00000004"], lines
+        assert engine._launched._running[stubs[1].port].args[-2].endswith("version-00000002")
+        back = StubServer(port=stubs[1].port)
+        assert folders_after(5) == ["version-00000005"] and back.version == 5
+        back.stop()
+    finally:
+        engine.close()
+    assert not list(tmp_path.glob("version-*"))

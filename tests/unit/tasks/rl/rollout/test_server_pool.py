@@ -1,0 +1,400 @@
+"""The pool of servers against a stub: every fault ends in bounded time, in completions of others or one message."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.tasks.rl.rollout import dispatch, server_pool
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.server_pool import ServerPool
+from glm46.tasks.rl.rollout.server_state import EngineError, Weights
+from glm46.tasks.rl.rollout.sglang_server import SglangServer
+from glm46.tasks.rl.rollout.vllm_server import VllmServer
+from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, draw, logprob, scores
+
+RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
+STOPPED = SamplingRules(1.0, frozenset({STOP, 7, 9}), vocab_size=50)
+PROBE = [[5, 6, 7, 8], [9, 10, 11]]
+REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5, 7) for seed in range(1, 5)]
+
+both_kinds = pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(dispatch, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(dispatch, "_GRACE_SECONDS", 0.3)
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def make_pool(stubs, tmp_path, lines):
+    def make(kind=VllmServer, *, servers=stubs, rules=RULES, longest=8, most=1024, deadline=5.0, restart=0.2):
+        made = [kind(stub.url, range(50, 52)) for stub in servers]
+        bounds = {"longest": longest, "most_running": most, "deadline": deadline, "restart": restart}
+        return ServerPool(made, rules=rules, say=lines.append, **bounds)
+
+    return make
+
+
+@pytest.fixture
+def weights(tmp_path):
+    def make(version):
+        folder = tmp_path / str(version)
+        folder.mkdir(exist_ok=True)
+        (folder / "version.json").write_text(json.dumps({"version": version, "files": {}}))
+        return Weights(version, folder, PROBE, scores(version, PROBE))
+
+    return make
+
+
+def check(completions, requests, version):
+    for completion, request in zip(completions, requests, strict=True):
+        assert completion.tokens == draw(request.prompt, request.seed, request.max_new_tokens)
+        assert completion.logprobs == [logprob(version, token) for token in completion.tokens]
+        assert completion.spans == [(0, version)]
+        assert completion.finish == ("stop" if completion.tokens[-1] == STOP else "length")
+
+
+@both_kinds
+def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stubs, kind):
+    pool = make_pool(kind)
+    for version in (1, 2):
+        pool.update(weights(version))
+        check(pool.generate(REQUESTS, RULES), REQUESTS, version)
+        first, second = ({prompt for prompt, _ in stub.drawn[-12:]} for stub in stubs)
+        assert first and second and len(first) + len(second) == 3
+        for stub in stubs:
+            stub.drawn.clear()
+
+
+@both_kinds
+def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kind):
+    pool = make_pool(kind, servers=stubs[:1], most=8, deadline=0.3)
+    pool.update(weights(1))
+    stubs[0].fault, draw_one, running, seen = "hang", stubs[0]._draw, [], []
+
+    def counted(*request):
+        running.append(request)
+        seen.append(len(running))
+        drawn = draw_one(*request)
+        running.remove(request)
+        return drawn
+
+    stubs[0]._draw = counted
+    assert len(pool.generate(REQUESTS, RULES)) == len(REQUESTS) == 12
+    assert max(seen) == 8
+
+
+def test_vllm_is_paused_before_a_load_and_resumed_after_it_was_named(make_pool, weights, stubs):
+    make_pool().update(weights(3))
+    paths = stubs[0].paths()
+    order = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume", "/inference/v1/generate"]
+    places = [len(paths) - 1 - paths[::-1].index(path) for path in order]
+    assert places == sorted(places)
+
+
+def test_vllm_gets_stop_ids_seed_padding_and_a_salt_of_the_version(make_pool, weights, stubs):
+    pool = make_pool(servers=stubs[:1])
+    for version in (1, 2):
+        pool.update(weights(version))
+        pool.generate(REQUESTS[:1], RULES)
+    first, second = [body for path, body in stubs[0].calls if path == "/inference/v1/generate" and "request_id" in body]
+    sampling = first["sampling_params"]
+    assert sampling["stop_token_ids"] == [STOP] and sampling["ignore_eos"] and sampling["seed"] == 1
+    assert sampling["logit_bias"] == {"50": -100.0, "51": -100.0}
+    assert first["cache_salt"] != second["cache_salt"] and first["request_id"] != second["request_id"]
+
+
+@pytest.mark.parametrize("fault", ["500", "truncated", "other version", "bad logprobs", "restarted", "aborts"])
+@both_kinds
+def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, stubs, lines, fault, kind):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    stubs[0].fault = fault
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    assert [line for line in lines if f"{stubs[0].url} is left out" in line]
+    stubs[0].fault = ""
+    pool.update(weights(2))
+    assert lines[-1] == f"rollout: {stubs[0].url} draws with version 2"
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+
+
+@pytest.mark.parametrize("fault", ["500", "truncated", "aborts"])
+@both_kinds
+def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, fault, kind):
+    pool = make_pool(kind, servers=stubs[:1])
+    pool.update(weights(1))
+    stubs[0].fault = fault
+    began = time.monotonic()
+    with pytest.raises(EngineError) as error:
+        pool.generate(REQUESTS, RULES)
+    assert time.monotonic() - began < 5 and len(error.value.faults) == 1
+    assert stubs[0].url in str(error.value) and "checkpoint" in str(error.value)
+
+
+@both_kinds
+def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights, stubs, kind):
+    pool = make_pool(kind, servers=stubs[:1], deadline=0.3)
+    pool.update(weights(1))
+    stubs[0].fault = "hang"
+    began = time.monotonic()
+    completions = pool.generate(REQUESTS[:3], RULES)
+    assert 0.3 <= time.monotonic() - began < 2
+    for completion, request in zip(completions, REQUESTS, strict=False):
+        assert completion.finish == "abort" and len(completion.tokens) == len(completion.logprobs) > 0
+        assert completion.tokens == draw(request.prompt, request.seed, 6)[: len(completion.tokens)]
+
+
+@both_kinds
+def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, weights, stubs, lines, kind):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    stubs[0].dies_after = 2
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    assert any("is left out" in line for line in lines)
+    back = StubServer(port=stubs[0].port)
+    try:
+        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+        assert lines[-1] == f"rollout: {back.url} draws with version 1" and back.drawn and back.name == "1"
+    finally:
+        back.stop()
+
+
+@both_kinds
+def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs, kind):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    for stub in stubs:
+        stub.stop()
+    with pytest.raises(EngineError) as error:
+        pool.generate(REQUESTS, RULES)
+    assert all(stub.url in str(error.value) for stub in stubs)
+    assert "rollout.urls" in str(error.value) and "rollout.restart_seconds" in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["stale", "half"])
+@both_kinds
+def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, weights, stubs, lines, fault, kind):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    setattr(stubs[1], fault, True)
+    pool.update(weights(2))
+    assert f"{stubs[1].url} is left out" in lines[-1] and "version 2" in lines[-1]
+    asked = len(stubs[1].calls)
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+    assert len(stubs[1].calls) == asked  # it would take time from each rollout
+    setattr(stubs[1], fault, False)
+    pool.update(weights(3))
+    assert lines[-1] == f"rollout: {stubs[1].url} draws with version 3"
+
+
+@both_kinds
+def test_server_that_says_nothing_of_given_tokens_is_left_out(make_pool, weights, stubs, lines, kind):
+    stubs[1].fault = "null scores"
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    assert [line for line in lines if "left out" in line and stubs[1].url in line]
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+
+
+@both_kinds
+def test_change_below_the_tolerance_must_move_the_server(make_pool, weights, stubs, lines, kind):
+    """Rounding in BF16 is larger than a small step: old weights show by bits that are the same as before."""
+
+    def model(version, token):
+        return logprob(0, token) - 0.01 * version
+
+    pool = make_pool(kind)
+    for stub in stubs:
+        stub.dtype, stub.model = "bfloat16", model
+    for version in (1, 2):
+        expected = [[model(version, token) for token in tokens[1:]] for tokens in PROBE]
+        pool.update(weights(version)._replace(expected=expected))
+        stubs[1].stale = True
+    left_out = [line for line in lines if "is left out" in line]
+    assert len(left_out) == 1 and stubs[1].url in left_out[0] and "weights are old" in left_out[0]
+
+
+@both_kinds
+def test_context_below_the_longest_prompt_and_its_completion_is_refused_at_the_start(make_pool, weights, stubs, kind):
+    stubs[0].context, stubs[1].context = 66, 65
+    make_pool(kind, longest=65).update(weights(1))
+    with pytest.raises(UserError, match="rollout.max_new_tokens") as error:
+        make_pool(kind, longest=66).update(weights(2))
+    assert "--max-model-len 66" in str(error.value) and stubs[1].url in str(error.value)
+    assert not isinstance(error.value, EngineError) and not stubs[0].drawn
+
+
+def test_server_without_processed_logprobs_is_refused_at_the_start(make_pool, weights, stubs):
+    stubs[1].logprobs_mode = "raw_logprobs"
+    with pytest.raises(UserError, match="processed_logprobs") as error:
+        make_pool().update(weights(1))
+    assert stubs[1].url in str(error.value) and not isinstance(error.value, EngineError)
+
+
+def adapter(weights, version, *, rank=4, modules=("q_proj",)):
+    made = weights(version)
+    (made.folder / "adapter_config.json").write_text(json.dumps({"r": rank, "target_modules": modules}))
+    return made
+
+
+def test_adapters_have_a_name_of_their_version_and_replace_those_before(make_pool, weights, stubs, lines):
+    for stub in stubs:
+        stub.lora_rank = 8
+    pool = make_pool()
+    for version in (1, 2):
+        pool.update(adapter(weights, version))
+        check(pool.generate(REQUESTS, RULES), REQUESTS, version)
+        assert all(stub.adapters == [f"glm46-version-{version}"] for stub in stubs)
+    assert not any(body.get("method") == "glm46_load" for stub in stubs for _, body in stub.calls)
+    stubs[0].adapters.clear()  # it was started again
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+    assert any(f"{stubs[0].url} is left out" in line for line in lines)
+    pool.update(adapter(weights, 3))
+    assert lines[-1] == f"rollout: {stubs[0].url} draws with version 3"
+
+
+@pytest.mark.parametrize(
+    ("lora_rank", "made", "said"),
+    [
+        (0, {}, ["--enable-lora --max-lora-rank 4", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]),
+        (2, {}, ["up to rank 2", "--max-lora-rank 4"]),
+        (8, {"modules": ("q_proj", "down_proj")}, ["adapter.targets", '"experts"', "CPU"]),
+    ],
+)
+def test_server_without_room_for_the_adapters_is_refused(make_pool, weights, stubs, lora_rank, made, said):
+    for stub in stubs:
+        stub.lora_rank = lora_rank
+    with pytest.raises(UserError) as error:
+        make_pool().update(adapter(weights, 1, **made))
+    assert all(part in str(error.value) for part in ["rollout.send_adapters", *said])
+    assert "/pause?mode=keep" not in stubs[0].paths()
+
+
+def test_routes_of_vllm_itself_have_no_rows_of_dense_layers(make_pool, weights, stubs):
+    routes = np.arange(9 * 3 * 2, dtype=np.uint8).reshape(9, 3, 2)
+    for stub in stubs:
+        stub.routes = routes
+    rules = RULES._replace(routes=True)
+    pool = make_pool(rules=rules)
+    pool.update(weights(1))
+    for request, one in zip(REQUESTS, pool.generate(REQUESTS, rules), strict=True):
+        assert (one.routes == routes[: len(request.prompt) + len(one.tokens) - 1, 1:]).all()
+
+
+def test_routes_need_a_server_without_prefix_cache(make_pool, weights):
+    with pytest.raises(UserError, match="--no-enable-prefix-caching"):
+        make_pool(rules=RULES._replace(routes=True)).update(weights(1))
+
+
+@both_kinds
+def test_server_that_goes_on_behind_a_stop_token_is_refused_before_it_draws(make_pool, weights, stubs, kind):
+    stubs[1].goes_on_behind = (9,)
+    with pytest.raises(UserError, match=r"rollout.urls: .* stop token 9: .*\[9, 9\].*start it"):
+        make_pool(kind, rules=STOPPED).update(weights(1))
+    assert not stubs[0].drawn and not stubs[1].drawn
+
+
+def test_server_that_refuses_a_bias_draws_unasked(make_pool, weights, stubs):
+    """As vLLM with drafts does."""
+    stubs[1].fault = "400 at stop"
+    pool = make_pool(VllmServer, servers=stubs[1:], rules=STOPPED)
+    pool.update(weights(1))
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+
+
+@both_kinds
+def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, weights, stubs, lines, kind):
+    pool = make_pool(kind, rules=STOPPED)
+    pool.update(weights(1))
+    stubs[1].stop()
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    back = StubServer(port=stubs[1].port)
+    back.goes_on_behind = (9,)
+    try:
+        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+        assert not back.drawn and "stop token 9" in lines[-1] and back.url in lines[-1]
+        back.goes_on_behind, back.fault = (), "500 at stop"
+        pool.update(weights(2))
+        assert "/generate answered 500" in lines[-1]
+        back.fault = ""
+        pool.update(weights(3))
+        assert lines[-1] == f"rollout: {back.url} draws with version 3"
+    finally:
+        back.stop()
+
+
+@both_kinds
+def test_servers_that_have_joined_draw_the_same_requests_before_all_others(make_pool, weights, stubs, lines, kind):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    assert pool.has_new
+    found = pool.first_draws(REQUESTS, at_start=True)
+    assert [state.server.url for state in found] == [stub.url for stub in stubs]
+    for (state, completions), is_right in zip(found.items(), (True, False), strict=True):
+        check(completions, REQUESTS, 1)
+        pool.judge(state, "it differs", is_right=is_right)
+    assert f"{stubs[0].url}: it differs" in lines[-2] and f"{stubs[1].url} is left out: it differs" in lines[-1]
+    assert not pool.has_new and not pool.first_draws(REQUESTS, at_start=False)
+    asked = len(stubs[1].calls)
+    pool.update(weights(2))
+    stubs[0].stop()
+    with pytest.raises(EngineError, match=f"{stubs[1].url}: it differs"):
+        pool.generate(REQUESTS, RULES)
+    assert len(stubs[1].calls) == asked, "a server that draws from another distribution is not asked again"
+    back = StubServer(port=stubs[0].port)
+    try:
+        pool.join_again()
+        assert pool.has_new, "it was started again, perhaps with other options"
+        back.fault = "500"
+        assert not pool.first_draws(REQUESTS, at_start=False) and "is left out" in lines[-1]
+    finally:
+        back.stop()
+
+
+@pytest.mark.parametrize("fault", ["400", "no choices", "null logprobs"])
+@both_kinds
+def test_server_that_comes_back_with_a_fault_does_not_end_the_run(make_pool, weights, stubs, lines, fault, kind):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    for state in pool.first_draws(REQUESTS, at_start=True):
+        pool.judge(state, "as the policy", is_right=True)
+    stubs[1].stop()
+    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    back = StubServer(port=stubs[1].port)
+    back.fault = fault
+    try:
+        pool.join_again()
+        assert not pool.first_draws(REQUESTS, at_start=False)
+        assert f"{back.url} is left out" in lines[-1]
+        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)  # it is asked again, and fails in the rollout
+        assert f"{back.url} is left out" in lines[-1]
+    finally:
+        back.stop()
+
+
+@both_kinds
+def test_requests_that_all_servers_refuse_and_a_server_that_refuses_at_the_start_end_the_run(
+    make_pool, weights, stubs, lines, kind
+):
+    pool = make_pool(kind)
+    pool.update(weights(1))
+    stubs[1].fault = "400"
+    with pytest.raises(UserError, match=f"{stubs[1].url} refuses a request"):
+        pool.first_draws(REQUESTS, at_start=True)
+    assert not lines[2:]
+    stubs[0].fault = "400"
+    with pytest.raises(UserError, match=r"rollout.urls: .* refuses a request") as error:
+        pool.generate(REQUESTS, RULES)
+    assert not isinstance(error.value, EngineError) and len([line for line in lines if "is left out" in line]) == 1
+    with pytest.raises(UserError, match="refuses a request"):
+        pool.first_draws(REQUESTS, at_start=False)

@@ -1,0 +1,299 @@
+"""Weights by broadcast, from the pool of servers to the receiver of ``deploy/vllm``: equal bytes, and each fault ends
+in bounded time and leaves out one server alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm46.tasks.rl.rollout import server_pool, vllm_server, weight_group
+from glm46.tasks.rl.rollout.http_calls import CallError, call
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.server_pool import ServerPool
+from glm46.tasks.rl.rollout.server_state import EngineError, Weights
+from glm46.tasks.rl.rollout.vllm_server import VllmServer
+from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
+from tests.unit.tasks.rl.rollout.stub_server import STOP, JoinedReceiver, StubServer, digest, draw, glm_weights, scores
+
+PROBE = [[5, 6, 7, 8], [9, 10, 11]]
+REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
+RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
+WAIT, ROOT = 0.5, Path(__file__).parents[5]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(weight_group, "_LONGEST_WAIT", WAIT)
+    monkeypatch.setattr(weight_group, "_FOR_A_REASON", 0.5)
+    monkeypatch.setattr(vllm_server, "QUICK_SECONDS", 0.5)
+    monkeypatch.setitem(VllmServer._extension.__kwdefaults__, "seconds", 0.5)
+    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1000)
+
+
+def tensors() -> list[tuple[str, torch.Tensor]]:
+    """Of several types, odd lengths and one larger than a bucket; some are views."""
+    generator = torch.Generator().manual_seed(0)
+    found = [(f"layer {n}", torch.randn(n % 5 + 1, 7, generator=generator)) for n in range(20)]
+    found += [(f"half {n}", torch.randn(3, 5, generator=generator).bfloat16().t()) for n in range(5)]
+    found += [("bias", torch.randn(3, generator=generator)), ("large", torch.randn(40, 30, generator=generator))]
+    return [*found, ("byte", torch.randn(7, 9, generator=generator).to(torch.float8_e4m3fn))]
+
+
+class Sent:
+    """A pool whose servers get the tensors, as `ServerEngine` sends them."""
+
+    def __init__(self, stubs, *, deadline=5.0, restart=0.2):
+        self.lines: list[str] = []
+        servers = [VllmServer(stub.url, range(0)) for stub in stubs]
+        waits = {"deadline": deadline, "restart": restart}
+        self.pool = ServerPool(servers, rules=RULES, longest=8, most_running=1024, say=self.lines.append, **waits)
+
+    def update(self, version: int) -> None:
+        self.pool.send = self.send
+        self.pool.update(Weights(version, None, PROBE, scores(version, PROBE)))
+        self.pool.send = None
+
+    @staticmethod
+    def send(groups) -> None:
+        sender = WeightSender(groups)
+        for name, tensor in tensors():
+            sender.add(name, tensor)
+        sender.end()
+
+    def draws(self) -> None:
+        found = self.pool.generate(REQUESTS, RULES)
+        assert [one.tokens for one in found] == [draw(*request) for request in REQUESTS]
+        assert all(one.spans == [(0, self.pool.version)] for one in found)
+
+
+def test_all_workers_of_all_servers_get_all_tensors(stubs):
+    stubs[1].workers = 3
+    sent = Sent(stubs)
+    for version in (1, 2):
+        sent.update(version)
+        for stub in stubs:
+            assert len(stub.received) == stub.workers and stub.version == version
+            for found in stub.received:
+                for (name, tensor), (expected, value) in zip(found, tensors(), strict=True):
+                    assert name == expected and tensor.dtype == value.dtype and tensor.shape == value.shape
+                    assert torch.equal(tensor.view(torch.uint8), value.contiguous().view(torch.uint8))
+            paths = stub.paths()
+            assert paths.index("/pause?mode=keep") < paths.index("/resume")
+        sent.draws()
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """A server in a process of its own, so that it can stop and end as a whole."""
+    made = Apart()
+    yield made
+    made.process.kill()
+
+
+class Apart:
+    """Its process and port; ends with the test's."""
+
+    def __init__(self, *port: str):
+        command = [sys.executable, "-m", "tests.unit.tasks.rl.rollout.stub_server", *port]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.port = self.process.stdout.readline().strip()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def set(self, **attributes) -> dict:
+        return call(self.url, "/stub", attributes, seconds=5)
+
+
+BREAKS = [(where, how) for where in ("called", "joined", 0, 15, len(tensors()), "answer") for how in ("error", "stall")]
+
+
+@pytest.mark.parametrize(("where", "how"), [*BREAKS, (0, "stop"), (15, "stop"), (len(tensors()), "stop")])
+def test_update_after_one_that_broke_anywhere_succeeds(apart, monkeypatch, where, how):
+    """One of two workers breaks once; the pool tries again at once, because no other server is left."""
+    if how == "error" and where not in ("called", "joined"):
+        monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 30.0)  # it is seen at once
+    apart.set(workers=2, breaks_at=where, breaks_by=how, stalls=1.2)
+    sent, began = Sent([apart], deadline=1.0, restart=20.0), time.monotonic()
+
+    def say(line: str) -> None:
+        sent.lines.append(line)
+        os.kill(apart.process.pid, signal.SIGCONT)
+
+    sent.pool._say = say
+    sent.update(1)
+    assert time.monotonic() - began < 8
+    assert all("is left out" in line for line in sent.lines[:-1])
+    assert 2 <= len(sent.lines) <= 3 and "draws with version 1" in sent.lines[-1]
+    assert apart.set() == {"version": 1, "digests": [digest(tensors())] * 2}
+    sent.draws()
+    sent.update(2)  # in step
+    assert apart.set()["version"] == 2
+
+
+def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_back(stubs, monkeypatch):
+    monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 20.0)
+    apart = Apart()
+    sent, began = Sent([apart, stubs[0]]), time.monotonic()
+    apart.set(breaks_at=15, breaks_by="kill")
+    sent.update(1)
+    assert time.monotonic() - began < 5 and stubs[0].version == 1
+    assert len(sent.lines) == 2 and apart.url in "".join(line for line in sent.lines if "left out" in line)
+    sent.draws()
+    apart.process.wait()
+    back = Apart(apart.port)
+    sent.update(2)
+    assert back.set()["version"] == 2 and "draws with version 2" in sent.lines[-1]
+    back.process.kill()
+
+
+def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs):
+    stubs[0].breaks_at, stubs[0].breaks_by, stubs[0].stalls = 15, "stall", 1.2
+    sent, began = Sent(stubs), time.monotonic()
+    sent.update(1)
+    assert time.monotonic() - began < 3
+    assert len(sent.lines) == 2 and stubs[0].url in sent.lines[0] + sent.lines[1]
+    assert "/resume" not in stubs[0].paths() and stubs[1].version == 1  # its weights are neither old nor new
+    sent.draws()
+    assert not stubs[0].drawn  # outside of an update nobody broadcasts
+    time.sleep(1.2)
+    sent.update(2)
+    assert stubs[0].version == 2 and "draws with version 2" in sent.lines[-1]
+
+
+def test_servers_are_free_again_when_the_trainer_fails_in_a_broadcast(stubs, monkeypatch):
+    stubs[0].workers = 2
+    sent = Sent(stubs)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(weight_group.WeightSender, "end", lambda self: (_ for _ in ()).throw(MemoryError))
+        sent.update(1)
+    began = time.monotonic()
+    sent.update(2)
+    assert time.monotonic() - began < 3 and [stub.version for stub in stubs] == [2, 2]
+    assert all("the trainer has ended this update" in error or "closed" in error for error in stubs[0].errors)
+
+
+def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs):
+    """As that of a request that waited in the server until the trainer had given up."""
+    invitations: list[str] = []
+    for _ in range(2):
+        group = WeightGroup(stubs[0].url, 1, "gloo", 5.0)
+        with pytest.raises(CallError, match="did not join"):
+            group.join(1, lambda invitation: invitations.append(invitation) or time.sleep(2 * WAIT))
+    began, stale = time.monotonic(), json.loads(invitations[0])
+    with pytest.raises(OSError, match="refused"):
+        glm_weights.Receiver(json.dumps(stale), 0, torch.device("cpu"))
+    group = WeightGroup(stubs[0].url, 1, "gloo", 5.0)
+    stale["port"] = group._at["port"]  # the system has given it to the next one
+    with pytest.raises(RuntimeError, match="has ended this update"):
+        glm_weights.Receiver(json.dumps(stale), 0, torch.device("cpu"))
+    assert time.monotonic() - began < 1 and not group._store.check(["worker 0"])
+    group.close()
+
+
+TRAINER = """
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+update, wait = dist.PrefixStore("update", store), timedelta(seconds=60)
+update.set("open", "")
+print(store.port, flush=True)
+group = dist.ProcessGroupGloo(dist.PrefixStore("group", update), 0, 2, wait)
+input()
+"""
+
+
+@pytest.mark.parametrize("where", ["called", "joined", "bucket"])
+def test_worker_waits_no_longer_for_a_trainer_that_is_stopped(monkeypatch, where):
+    monkeypatch.setattr(glm_weights, "_QUICK", timedelta(seconds=1))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    trainer, ends = subprocess.Popen([sys.executable, "-c", TRAINER], text=True, **pipes), []
+    at = {"address": "127.0.0.1", "port": int(trainer.stdout.readline()), "update": "update", "size": 2}
+    invitation = json.dumps({**at, "seconds": 2, "backend": "gloo", "version": 1})
+
+    def stop(now: str) -> None:
+        if now == where:
+            os.kill(trainer.pid, signal.SIGSTOP)
+
+    def receive() -> None:
+        try:
+            stop("called")
+            with JoinedReceiver(stop, invitation, 0, torch.device("cpu")) as tensors:
+                stop("bucket")
+                next(iter(tensors))
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=receive, daemon=True)  # it would wait as long as the trainer is there
+    thread.start()
+    thread.join(8)
+    trainer.kill()
+    assert len(ends) == 1 and ("does not answer" in ends[0] or "no weights came" in ends[0]), ends
+
+
+def test_server_whose_store_does_not_start_in_time_is_left_out_and_comes_back(stubs, monkeypatch):
+    """As on a machine under load: the client of the trainer's own store waits in vain for its server."""
+    store, failures = weight_group.dist.TCPStore, iter([True])
+
+    def start(*arguments, **keywords):
+        if next(failures, False):
+            os.close(keywords["master_listen_fd"])
+            raise weight_group.dist.DistNetworkError("The client socket has timed out after 500ms")
+        return store(*arguments, **keywords)
+
+    monkeypatch.setattr(weight_group.dist, "TCPStore", start)
+    sent = Sent(stubs[:1], restart=20.0)
+    sent.update(1)
+    assert "timed out after 500ms" in sent.lines[0] and "draws with version 1" in sent.lines[-1]
+    sent.draws()
+
+
+def test_server_that_is_busy_at_the_start_is_waited_for(stubs):
+    """As with the broadcast of a run that was killed; it has the extension."""
+    stubs[0]._engine.acquire()
+    sent = Sent(stubs[:1], restart=20.0)
+    threading.Timer(1.0, stubs[0]._engine.release).start()
+    sent.update(1)
+    assert stubs[0].version == 1 and "no complete reply" in sent.lines[0]
+
+
+def test_damaged_bucket_is_found_out_by_the_server(stubs, monkeypatch):
+    block = weight_group._block
+
+    def damaged(*arguments):
+        text, found = block(*arguments)
+        found[text + 3] ^= 1
+        return text, found
+
+    monkeypatch.setattr(weight_group, "_block", damaged)
+    with pytest.raises(EngineError, match=r"rollout.urls.*checksum"):
+        Sent(stubs[:1], restart=0.0).update(1)
+    assert "checksum" in stubs[0].errors[0]
+
+
+def test_server_that_joins_no_group_or_has_gone(stubs):
+    stubs[0].workers = 0
+    stubs[0].answer = lambda path, body: time.sleep(2 * WAIT) if "receive" in str(body) else answer(path, body)
+    answer = StubServer.answer.__get__(stubs[0])
+    stubs[1].stop()
+    stubs[0].workers = 1
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="did not join") as raised:
+        Sent(stubs, restart=0.0).update(1)
+    assert stubs[1].url in str(raised.value) and time.monotonic() - began < 2.5
+
+
+def test_server_with_other_weights_than_those_sent_is_found_out(stubs):
+    stubs[0].stale = True
+    sent = Sent(stubs)
+    sent.update(0)
+    sent.update(1)
+    assert "differ from the trainer's" in sent.lines[-1] and stubs[0].url in sent.lines[-1]
+    sent.draws()

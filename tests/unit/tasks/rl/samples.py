@@ -1,0 +1,74 @@
+"""Fixed samples as batches, and objectives without a model, for the tests of this room."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from glm46.compute.model.cross_entropy import IGNORE
+from glm46.config.rl import RL
+from glm46.tasks.rl.fields import Rewards, prepare_fields
+from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss
+
+LAYOUT = SimpleNamespace(ranks_per_dp_rank=1, non_dp_degree=1)
+
+
+def network(seq_len: int) -> SimpleNamespace:
+    """What an objective asks of a network with one rank, whose outputs are given."""
+    config = SimpleNamespace(training=SimpleNamespace(seq_len=seq_len), mtp=SimpleNamespace(loss_weight=0.0))
+    plan = SimpleNamespace(config=config, shape=SimpleNamespace(num_nextn_predict_layers=0))
+    cluster = SimpleNamespace(meshes=SimpleNamespace(sequence=None), layout=LAYOUT)
+    return SimpleNamespace(plan=plan, cluster=cluster, whole_rows=lambda values, batch: values.detach())
+
+
+def output(logprobs: Tensor, entropy: Tensor | None = None, values: Tensor | None = None) -> SimpleNamespace:
+    """As far as an objective reads `LossSums`."""
+    entropy = torch.zeros_like(logprobs) if entropy is None else entropy
+    return SimpleNamespace(logprobs=logprobs, entropy=entropy, values=values, mtp_losses=[])
+
+
+def batch_of(tokens: dict[str, Tensor], sample: Tensor) -> dict[str, Tensor]:
+    """A batch with these fields [B, S] and labels where ``sample`` is not negative; other positions are 0."""
+    is_token = sample >= 0
+    fields = {name: torch.where(is_token, value, 0.0) for name, value in tokens.items()}
+    return fields | {"labels": torch.where(is_token, 1, IGNORE), "sample": sample}
+
+
+def prepared(
+    batches: list[dict[str, Tensor]], rewards: Tensor, groups: Tensor, config: RL, longest: int = 6
+) -> list[dict[str, Tensor]]:
+    """The same batches, of one optimizer step, with all fields."""
+    batches = [dict(batch) for batch in batches]
+    prepare_fields([batches], [Rewards(rewards, groups)], config, longest, lambda x: x)
+    return batches
+
+
+def policy_step(
+    batches: list[dict[str, Tensor]],
+    config: RL,
+    seq_len: int,
+    entropy: Tensor | None = None,
+    *,
+    is_on_policy: bool = False,
+) -> tuple[Tensor, dict[str, float], list[Tensor]]:
+    """Loss, metrics and gradients of the log-probabilities ``new`` of each batch."""
+    objective = PolicyGradient(network(seq_len), config, temperature=1.0, is_on_policy=is_on_policy)
+    totals, sums, parts, gradients = objective.count(batches), objective.empty_sums(), [], []
+    for batch in batches:
+        new = batch["new"].clone().requires_grad_()
+        loss = objective.loss(output(new, entropy), batch, totals, 0)
+        (gradient,) = torch.autograd.grad(loss, new)
+        gradients.append(gradient)
+        parts.append(loss.detach())
+        for name, value in objective.sums(output(new.detach(), entropy), batch).items():
+            sums[name] = sums[name] + value
+    return torch.stack(parts).sum(), objective.metrics(sums, totals, 0), gradients
+
+
+def value_step(batch: dict[str, Tensor], config: RL) -> tuple[Tensor, dict[str, float], Tensor]:
+    """Loss, metrics and gradient of the values ``new_values``."""
+    objective = ValueLoss(network(1), config)
+    values, totals = batch["new_values"].clone().requires_grad_(), objective.count([batch])
+    loss = objective.loss(output(values, values=values), batch, totals, 0)
+    sums = objective.sums(output(values.detach(), values=values.detach()), batch)
+    return loss.detach(), objective.metrics(sums, totals, 0), torch.autograd.grad(loss, values)[0]

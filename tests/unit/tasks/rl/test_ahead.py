@@ -1,0 +1,121 @@
+"""Rollouts that are drawn ahead: no sample is older than allowed, and each prompt is used once, resumed or not."""
+
+import random
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from glm46.compute.distributed.process import join, leave
+from glm46.config.rl import RL
+from glm46.tasks.rl.ahead import AheadSource
+from glm46.tasks.rl.asking import Asking
+from glm46.tasks.rl.prompts import Prompt
+from glm46.tasks.rl.rollout.background import BackgroundDrawing
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules, Span
+
+PROMPTS = [Prompt([5, number], "", None) for number in range(40)]
+PER_ROLLOUT, GROUP, STEPS = 4, 2, 2
+
+
+@pytest.fixture(autouse=True)
+def process():
+    join(60.0)
+    yield
+    leave()
+
+
+class Engine:
+    """Draws samples of four tokens, one token after another in any order, with a version that grows when told."""
+
+    def __init__(self, folder):
+        self.version, self.chance = 0, random.Random(0)
+        rules = SamplingRules(1.0, frozenset({2}), 50)
+        self.background = BackgroundDrawing(self.draw, rules, folder, goes_on=True)
+
+    def update(self, version: int) -> None:
+        is_drawing = self.background.halt()
+        self.version = version
+        if is_drawing:
+            self.background.start()
+
+    def take(self, count: int, due: set[int], is_stopped):
+        self.background.start()
+        groups = self.background.take(count, due, is_stopped)
+        for completion, request in ((c, r) for g in groups for c, r in zip(g.completions, g.requests, strict=True)):
+            assert len(completion.tokens) == request.max_new_tokens
+        return [group.number for group in groups], [one for group in groups for one in group.completions]
+
+    def draw(self, requests, rules, halt: threading.Event, finish):
+        drawn = [Completion([], [], "abort", [], None) for _ in requests]
+        alive = list(range(len(requests)))
+        while alive and not halt.wait(0.0005):
+            place = self.chance.choice(alive)
+            tokens = [*drawn[place].tokens, 9]
+            drawn[place] = Completion(tokens, [-1.0] * len(tokens), "abort", [Span(0, self.version)], None)
+            if len(tokens) == requests[place].max_new_tokens:
+                drawn[place] = drawn[place]._replace(finish="length")
+                alive.remove(place)
+                finish(place, drawn[place])
+        return drawn
+
+
+def source_of(engine: Engine, staleness: int) -> AheadSource:
+    asking = Asking(
+        RL(prompts_per_rollout=PER_ROLLOUT, group_size=GROUP), SimpleNamespace(max_new_tokens=4), None, engine, None,
+        None, 0,
+    )  # fmt: skip
+    return AheadSource(
+        asking, PROMPTS, oldest=staleness * STEPS, version=lambda: engine.version, is_stopped=lambda: False
+    )
+
+
+def roll_out(engine: Engine, source: AheadSource, step: int, waiting: list, staleness: int) -> tuple[list, list]:
+    """One rollout as the task draws it; its groups, and those that wait."""
+    source.begin(step, source.next_prompt, waiting)
+    drawn = source.take(PER_ROLLOUT)
+    for completion in drawn.completions:
+        assert step - staleness * STEPS <= min(span.version for span in completion.spans) <= step
+    engine.update(step)
+    source.hand_out(staleness * PER_ROLLOUT)
+    source.go_on()
+    return drawn.numbers[::GROUP], list(source.waiting.items())
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_no_sample_is_too_old_and_each_prompt_is_used_once(staleness, tmp_path):
+    engine = Engine(tmp_path)
+    source, used, waiting = source_of(engine, staleness), [], []
+    for rollout in range(8):
+        groups, waiting = roll_out(engine, source, STEPS * rollout, waiting, staleness)
+        used += groups
+        assert len(waiting) == staleness * PER_ROLLOUT
+    engine.background.halt()
+    assert set(Counter(used).values()) == {1} and sorted([*used, *(n for n, _ in waiting)]) == list(
+        range(len(used) + len(waiting))
+    )
+    assert (used == sorted(used)) == (staleness == 1), "with more on their way, finished groups overtake"
+
+
+def test_another_process_goes_on_with_the_groups_that_wait(tmp_path):
+    engine = Engine(tmp_path)
+    source = source_of(engine, 3)
+    _, waiting = roll_out(engine, source, 0, [], 3)
+    engine.background.take(1, {waiting[0][0]}, lambda: False)  # wait until one is finished
+    engine.background.halt()
+    kept = {path.stem for path in tmp_path.iterdir()}
+    assert f"prompt_{waiting[0][0]:08d}" in kept
+    # With a bound of one rollout, samples of step 0 are too old for step 4.
+    for staleness, step, is_kept in ((3, 2, True), (1, 4, False)):
+        again = Engine(tmp_path)
+        again.version, after = step, source_of(again, staleness)
+        after.next_prompt = source.next_prompt
+        after.begin(step, source.next_prompt, waiting)
+        assert dict(after.waiting) == {number: 0 if is_kept else step - 1 * STEPS for number, _ in waiting}
+        drawn = after.take(PER_ROLLOUT)
+        versions = {span.version for completion in drawn.completions for span in completion.spans}
+        assert (0 in versions) == is_kept
+        again.background.halt()
+        if is_kept:
+            assert waiting[0][0] in drawn.numbers

@@ -1,0 +1,354 @@
+"""Runs of a part, bounds that end a run, and the size of the journal, with a small policy in one process."""
+
+import errno
+import json
+import re
+import time
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from rich.cells import cell_len
+
+from glm46.commands.rl import _token_lines, rl_command
+from glm46.config.errors import UserError
+from glm46.engine.reliability.run_lock import refuse_small_disk
+from glm46.engine.reliability.stop import EXIT_STOPPED, Diverged, StopRequest
+from glm46.operate.estimate.run_cost import checkpoint_size
+from glm46.run.plan import resolve_plan
+from glm46.storage.checkpoint.integrity import published_steps, step_folder
+from glm46.storage.checkpoint.manager import CheckpointManager
+from glm46.storage.checkpoint.metadata import read_metadata
+from glm46.tasks.rl import rollouts, supply
+from glm46.tasks.rl.journal import removable
+from glm46.tasks.rl.rollout import local
+from glm46.tasks.rl.rollouts import read_rollout, rollout_steps
+from glm46.tasks.rl.task import train
+from tests.ranks.training_kills import contents
+from tests.small_run import terminal
+
+
+def rows(config) -> list[dict]:
+    return [json.loads(line) for line in Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_drawing_and_training_apart_make_the_weights_of_the_whole_run(make_run, tmp_path):
+    whole, drawn = make_run("whole", 1), make_run("drawn", 1, {"mode": "rollout_only"})
+    assert train(whole) == train(drawn) == 0
+    folder = tmp_path / "drawn" / "rollouts"
+    assert rollout_steps(folder) == [0] and published_steps(drawn.checkpoint_folder) == []
+    assert {"reward", "rollout_seconds"} <= rows(drawn)[0].keys()
+    trained = make_run("trained", 1, {"mode": "train_only", "rollouts_folder": str(folder)})
+    assert train(trained) == 0
+    expected = contents(whole, 1)
+    assert len(expected) > 20 and contents(trained, 1) == expected
+    few = make_run("few", 3, {"mode": "train_only", "rollouts_folder": str(folder)})
+    with pytest.raises(UserError, match=r"rl\.rollouts_folder.*2 of 3.*step 1.*rollout_only"):
+        train(few)
+    hot = make_run("hot", 1, {"mode": "train_only", "rollouts_folder": str(folder)}, {"temperature": 0.5})
+    with pytest.raises(UserError, match=r"step_000000.*temperature, 1\.0.*0\.5"):
+        train(hot)
+
+
+@pytest.mark.slow
+def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, monkeypatch):
+    """As while rewards are judged. The run goes on with that rollout, and ends as one that was never stopped."""
+    seldom = {"interval": 10, "keep_latest_k": 2, "async_mode": "disabled"}  # so that the stop saves
+    whole, stopped = (make_run(name, 3, checkpoint=seldom) for name in ("whole", "stopped"))
+    torch.seed()  # as each process begins
+    assert train(whole) == 0
+    stop, drawn, draw = StopRequest(), [], supply.draw_rollout
+
+    def draw_then_stop(*arguments):
+        drawn.append(draw(*arguments))
+        if len(drawn) == 2:
+            stop.signal_name = "SIGTERM"
+        return drawn[-1]
+
+    monkeypatch.setattr(supply, "draw_rollout", draw_then_stop)
+    torch.seed()
+    assert train(stopped, stop) == EXIT_STOPPED and published_steps(stopped.checkpoint_folder) == [1]
+    torch.seed()
+    assert train(stopped) == 0 and len(drawn) == 3
+    assert contents(stopped, 3) == contents(whole, 3)
+
+
+@pytest.mark.slow
+def test_drafts_change_no_sample_and_those_that_were_kept_are_a_column(make_run, tmp_path, monkeypatch, capsys):
+    began, made = local._continuation, []
+
+    def begin(request):
+        made.append(began(request))
+        made[-1].accepted = 1  # a policy whose prediction layers were never trained keeps no drafts
+        return made[-1]
+
+    monkeypatch.setattr(local, "_continuation", begin)
+    for name in ("plain", "drafts"):
+        made.clear()
+        rollout, model = {"speculative": name == "drafts"}, {"num_nextn_predict_layers": 1}
+        config = make_run(name, 2, rollout=rollout, model=model)
+        assert train(config) == 0
+        kept = [row["draft_acceptance_ratio"] for row in rows(config) if "draft_acceptance_ratio" in row]
+        drawn = [made[start : start + 8] for start in (3, 11)] if name == "drafts" else []
+        assert kept == [sum(one.accepted for one in of) / sum(one.drafted for one in of) for of in drawn]
+        assert ("drafts kept" in capsys.readouterr().out) == (name == "drafts")
+    one, other = (read_rollout(tmp_path / name / "rollouts", 1).arrays for name in ("plain", "drafts"))
+    assert one["tokens"].tolist() == other["tokens"].tolist() and len(one["tokens"]) > 8
+    assert abs(one["logprobs"] - other["logprobs"]).max() < 1e-5  # FP32 sums of longer calls
+
+
+@pytest.mark.slow
+def test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from_them(make_run, tmp_path):
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{number} is", "label": "abcab"}) + "\n" for number in range(20)))
+    rl, found, learned = {"algorithm": "grpo", "warm_up_rollouts": 10, "prompts": {"file": str(file)}}, {}, {}
+    for weight in (0.0, 0.3):
+        config = make_run(
+            f"run {weight}", 12, rl, model={"num_nextn_predict_layers": 1},
+            mtp={"loss_weight": weight}, optimizer={"lr": 1e-2},
+            training={
+                "steps": 12, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 32, "max_norm": 1e9,
+            },
+        )  # fmt: skip
+        assert train(config) == 0
+        found[weight], learned[weight] = contents(config, 12), [row.get("mtp_loss") for row in rows(config)]
+    assert set(learned[0.0]) == {None}, "nothing is computed with the weight 0"
+    losses = [loss for loss in learned[0.3] if loss is not None]
+    assert losses[0] > losses[-1] + 0.5 and losses[0] < 7
+    different = {name for name in found[0.0] if found[0.0][name] != found[0.3][name]}
+    assert different and all(".mtp." in name for name in different), different
+    assert "model.mtp.0.eh_proj.weight" in different
+    said = " ".join(type(config.rollout).model_fields["speculative"].description.split())
+    assert "[rl] trains these layers on the samples, by mtp.loss_weight." in said
+
+
+@pytest.mark.slow
+def test_rollouts_alone_are_drawn_once_and_from_the_first_weights(make_run, tmp_path):
+    config = make_run("drawn", 3, {"mode": "rollout_only"})
+    assert train(config) == 0
+    folder = tmp_path / "drawn" / "rollouts"
+    assert rollout_steps(folder) == [0, 1, 2]
+    last = read_rollout(folder, 2)
+    assert set(last.arrays["versions"].tolist()) == {0} and sorted(set(last.arrays["groups"])) == [4, 5]
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("step_*")}
+    (folder / "step_000001.json").unlink()  # killed before it was whole
+    assert train(config) == 0
+    assert rollout_steps(folder) == [0, 1, 2]
+    assert {path.stem for path in folder.glob("step_*") if path.stat().st_mtime_ns != times[path]} == {"step_000001"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["whole", "stopped", "rollouts", "stopped rollouts", "fault"])
+def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_end(make_run, monkeypatch, ends):
+    """However a run ends; a run of rollouts alone says nothing of what it does not measure."""
+    rl = {"stop": {"min_entropy": 50.0}} if ends == "fault" else {}
+    rl |= {"mode": "rollout_only"} if "rollouts" in ends else {}
+    config, stop = make_run("run", 4, rl), StopRequest()
+
+    def draw_then_stop(supply, progress, *arguments, **options):
+        if "stopped" in ends and progress.step == 2:
+            stop.signal_name = "SIGINT"
+        return draw_rollout(supply, progress, *arguments, **options)
+
+    draw_rollout = supply.RolloutSupply.rollout
+    monkeypatch.setattr(supply.RolloutSupply, "rollout", draw_then_stop)
+    with terminal() as shown:
+        try:
+            train(config, stop)
+        except Diverged as error:
+            print(error.faults[0])
+        screen = re.sub(r"\x1b\[[0-9;]*m", "", shown())
+    bars = re.findall(r"step (\d) \u2501.*?% (\S+) (\S+)", screen)
+    assert {word for _, word, _ in bars} == {"reward"} and "non-finite" not in screen, screen
+    rewards = {row["step"]: f"{row['reward']:.3f}" for row in rows(config) if "reward" in row}
+    assert rewards and all(rewards[int(step)] == value for step, _, value in bars if int(step) in rewards)
+    log = (Path(config.job.dump_folder) / "log.txt").read_text()
+    lines = [line.split("  ", 1)[1] for line in log.splitlines() if " reward " in line and " left" in line]
+    assert len(lines) == len(rewards) and all(line in screen for line in lines)
+    last = {"whole": "metrics      ", "fault": "is below rl.stop.min_entropy"}.get(ends, "The same command continues")
+    if ends != "rollouts":
+        assert screen.rindex("\u2501") < screen.rindex("\x1b[?25h") < screen.rindex(last)
+
+
+@pytest.mark.slow
+def test_validation_alone_asks_the_newest_checkpoint_and_leaves_it(make_run, tmp_path, capsys):
+    sets = {"validation": [{"name": "few", "file": str(tmp_path / "prompts.jsonl"), "samples": 2}]}
+    validation = {"enable": True, "freq": 2}
+    whole = make_run("run", 2, sets, validation=validation)
+    assert train(whole) == 0
+    expected = [row for row in rows(whole) if "validation_reward/few" in row][-1]
+    assert expected["step"] == 2
+    before = contents(whole, 2)
+    capsys.readouterr()
+    assert train(make_run("run", 2, sets | {"mode": "eval_only"}, validation=validation)) == 0
+    assert "no step is trained" not in capsys.readouterr().out, "none was to be"
+    found = rows(whole)[-1]
+    names = [name for name in found if name.startswith(("validation_reward", "validation_pass"))]
+    assert len(names) == 3 and [found[name] for name in names] == [expected[name] for name in names]
+    assert contents(whole, 2) == before and rollout_steps(tmp_path / "run" / "rollouts") == [0, 1]
+
+
+@pytest.mark.slow
+def test_the_planned_size_of_a_checkpoint_is_that_on_the_disk_and_no_checkpoint_needs_no_disk(make_run):
+    """With the critic. A disk is refused by this size, which therefore is never more than a save writes."""
+    config = make_run("run", 1, {"algorithm": "ppo"})
+    assert train(config) == 0
+    planned = checkpoint_size(resolve_plan(config, 1)).total
+    kinds = read_metadata(step_folder(config.checkpoint_folder, 1))[0].state_dict_metadata
+    written = {name: prod(kind.size) * kind.properties.dtype.itemsize for name, kind in kinds.items()}
+    assert any(name.startswith("critic.") for name in written)
+    small = sum(size for name, size in written.items() if size <= 64 or name.startswith("rng."))  # routers' biases
+    assert sum(written.values()) - small <= planned <= sum(written.values())
+    for mode in ("rollout_only", "eval_only"):
+        huge = {"model": {"vocab_size": 2**40}}
+        refuse_small_disk(resolve_plan(make_run("none", 1, {"mode": mode}, **huge), 1), 1)
+    with pytest.raises(UserError, match=r"checkpoint\.folder = .*GiB"):
+        refuse_small_disk(resolve_plan(make_run("none", 1, **huge), 1), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", [True, False])
+def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, capsys, normalize):
+    config = make_run("run", 1, {"correction": {"normalize": normalize}})
+    assert train(config) == 0
+    capsys.readouterr()
+    shown = ["--samples", "3", "--tokens"]
+    with pytest.raises(UserError, match=r"drawn with the tokenizer .*this one is .*--tokenizer"):
+        rl_command(["inspect", config.job.dump_folder, *shown, "--tokenizer", "builtin"])
+    assert rl_command(["inspect", config.job.dump_folder, *shown]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    of_run = ["--tokenizer", config.model.tokenizer_path]
+    assert rl_command(["inspect", config.job.dump_folder, *shown, *of_run]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+    heads = [number for number, line in enumerate(lines) if line.startswith("── sample")]
+    rollout = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
+    assert len(heads) == 3 and "8 samples of prompts 0 to 1" in lines[0]
+    names = ["logprob", "old", "ratio", "advantage", "weight"]
+    for sample, head in enumerate(heads):
+        assert f"reward {rollout.arrays['rewards'][sample]:g} " in lines[head]
+        first = 1 + next(at for at in range(head, len(lines)) if lines[at].startswith("advantage "))  # a text has lines
+        start = first + 1 + len(rollout.prompt(sample))
+        assert lines[first].split() == ["token", "mask", *names]
+        assert all(line.endswith("    0") for line in lines[first + 1 : start]), "nothing of the prompt"
+        table = lines[start : start + len(rollout.completion(sample))]
+        assert {line.split()[-len(names) - 1] for line in table} == {"1"}
+        values = [float(line.split()[-len(names)]) for line in table]
+        assert values == pytest.approx(rollout.arrays["logprobs"][slice(*rollout.bounds(sample))], abs=1e-4)
+        old, ratio, _, weight = zip(*(map(float, line.split()[-4:]) for line in table), strict=True)
+        assert old == pytest.approx(values, abs=1e-4) and set(ratio) == set(weight) == {1.0}, "they agree"
+
+
+def test_columns_of_tokens_stand_below_their_names_however_wide_text_and_numbers_are():
+    texts = ["a", "\n", " " * 30, "漢字", "e\u0301", "antidisestablishment"]
+    tokenizer = SimpleNamespace(decode=lambda ids: texts[ids[0]])
+    columns = {"logprob": np.array([-1.0, -123456.5, 0.0, -2.0]), "weight": np.array([1.0, 2.0, 1e9, 4.0])}
+    mask = np.array([False, False, True, True, True, True])
+    head, *lines = _token_lines(tokenizer, np.arange(6), mask, columns)
+    assert len({cell_len(line) for line in (head, *lines[2:])}) == 1
+    ends = [cell_len(head[: head.index(name) + len(name)]) for name in ("mask", "logprob", "weight")]
+    for line, is_drawn in zip(lines, mask, strict=True):
+        cells = [
+            next(at for at in range(len(line) + 1) if cell_len(line[:at]) >= end) for end in ends[: 1 + 2 * is_drawn]
+        ]
+        assert all(line[at - 1] != " " and line[at : at + 1] in ("", " ") for at in cells), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["gspo", "ppo"])
+def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(make_run, tmp_path, capsys, algorithm):
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{number} is", "label": "1"}) + "\n" for number in range(20)))
+    rl = {
+        "rewards": [{"name": "repetition"}],
+        "dynamic_sampling": True,
+        "max_rounds": 2,
+        "prompts": {"file": str(file)},
+    }
+    config = make_run("run", 3, rl)
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    assert "none of these reads labels, and 20 prompts have one under 'label'" in said
+    shown = [line for line in said.splitlines() if "rl.max_rounds = 2: only 0 of 2 groups are worth a step" in line]
+    assert [line.partition("; ")[2] for line in shown] == [
+        f"the rollout of step {step} goes on with 0 samples" for step in (0, 1)
+    ], "the first, second, fourth and so on"
+    assert [row["drawn_samples"] for row in rows(config) if "drawn_samples" in row] == [16] * 3
+    skipped = [line for line in said.splitlines() if "skipped: no rank has a token to learn from" in line]
+    assert len(skipped) == 3 and {row["skipped_steps"] for row in rows(config) if "loss" in row} == {0}
+    assert train(make_run("other", 1)) == 0
+    assert "reads labels" not in (said := capsys.readouterr().out) and "max_rounds" not in said
+
+
+@pytest.mark.slow
+def test_the_penalty_for_length_is_a_column(make_run):
+    config = make_run("run", 1, {"overlong_share": 0.5})
+    assert train(config) == 0
+    (row,) = [row for row in rows(config) if "loss" in row]
+    lengths = read_rollout(Path(config.job.dump_folder, "rollouts"), 0).arrays["lengths"]
+    assert row["overlong_penalty"] == pytest.approx(-(lengths - 3).clip(0).mean() / 3) and row["overlong_penalty"] < 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop", "said", "steps"),
+    [
+        ({"min_entropy": 50.0}, ["entropy", "rl.stop.min_entropy = 50", "lower it"], [1]),
+        ({"max_mismatch_kl": 1e-30}, ["mismatch_kl", "rl.stop.max_mismatch_kl = 1e-30"], [1]),
+        ({"equal_rollouts": 2}, ["2 rollouts", "rl.stop.equal_rollouts = 2", "rl inspect"], [1, 2]),
+    ],
+)
+def test_a_bound_ends_the_run_behind_a_save(make_run, stop, said, steps):
+    rl = {"stop": stop} | ({"rewards": [{"name": "repetition"}]} if "equal_rollouts" in stop else {})
+    config = make_run("run", 4, rl)
+    with pytest.raises(Diverged) as error:
+        train(config)
+    assert all(part in error.value.faults[0] for part in said), error.value.faults
+    assert published_steps(config.checkpoint_folder) == steps
+
+
+@pytest.mark.slow
+def test_a_checkpoint_waits_for_the_journal_and_a_full_disk_ends_the_run(make_run, tmp_path, monkeypatch):
+    seen, write, save = [], rollouts.replace_durably, CheckpointManager.save
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        return write(*arguments)
+
+    def look(*arguments, **options):
+        seen.append(sorted(path.name for path in (tmp_path / "run" / "rollouts").glob("step_*"))[-3:])
+        return save(*arguments, **options)
+
+    def full(path, _):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(rollouts, "replace_durably", slow)
+    monkeypatch.setattr(CheckpointManager, "save", look)
+    assert train(make_run("run", 2)) == 0
+    assert seen == [[f"step_{step:06d}.{kind}" for kind in ("fields", "json", "safetensors")] for step in range(2)]
+    assert all(row["overhead_ratio"] < 1 for row in rows(make_run("run", 2)) if "loss" in row)
+    monkeypatch.setattr(rollouts, "replace_durably", full)
+    with pytest.raises(UserError, match=r"step_000000\.safetensors cannot be written: No space left"):
+        train(make_run("full", 2))
+
+
+def test_a_resume_finds_its_rollouts_and_older_ones_go():
+    steps = [0, 4, 8, 12, 16, 20]
+    # From step 10, inside of rollout 8: that one. From step 16, the newest: 12, which ends there, and all later ones.
+    assert removable(steps, [10, 16], 1) == [0, 4]
+    assert removable(steps, [16], 1) == [0, 4, 8]
+    assert removable(steps, [16], 4) == [0, 4]
+    assert removable(steps, [], 1) == [], "without a checkpoint a run begins anew, and all rollouts are read again"
+
+
+@pytest.mark.slow
+def test_the_journal_of_a_long_run_is_bounded(make_run, tmp_path):
+    config = make_run("run", 6, rollout={"keep_latest_k": 2})
+    assert train(config) == 0
+    folder = tmp_path / "run" / "rollouts"
+    # Steps 4 and 5 had a checkpoint when rollout 5 was written; they lie behind rollouts 3 and 4.
+    assert rollout_steps(folder) == [3, 4, 5]
+    assert {path.stem for path in folder.iterdir()} == {f"step_{step:06d}" for step in (3, 4, 5)}
