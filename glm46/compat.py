@@ -220,7 +220,7 @@ def cpu_attention_backward(
 
 
 def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention adds to the scores: 0 where the mask is true, -inf elsewhere."""
+    """The mask that attention adds to the scores: 0 where the mask is true, -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 

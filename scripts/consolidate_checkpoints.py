@@ -7,7 +7,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).resolve()
 sys.path.insert(0, str(SCRIPT.parents[1]))
 
-from glm46.storage.checkpoint.consolidation import consolidate_command  # noqa: E402
+from glm46.operate.cluster.consolidation import consolidate_command  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(consolidate_command(sys.argv[1:], SCRIPT))

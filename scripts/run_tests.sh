@@ -3,11 +3,22 @@
 #
 #   scripts/run_tests.sh                      all tests
 #   scripts/run_tests.sh --fast               unit and architecture tests that are not marked slow
-#   scripts/run_tests.sh data model           the unit tests of these rooms
+#   scripts/run_tests.sh data model           the unit tests of these rooms (also: storage/data, or a wing: storage)
 #   scripts/run_tests.sh -k "tp2 and pp2" -x  any options, files and folders of pytest
 set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 . "$root/scripts/environment.sh"
+
+# The folder of the unit tests of a room, with or without its wing; nothing if there is none.
+room_folder() {
+    local folder
+    for folder in "$root/tests/unit/$1" "$root/tests/unit/"*"/$1"; do
+        if [ -n "$1" ] && [ -d "$folder" ]; then
+            echo "${folder#"$root"/}"
+            return
+        fi
+    done
+}
 
 side_by_side=() alone=() options=() fast='' previous=''
 for argument in "$@"; do
@@ -21,11 +32,8 @@ for argument in "$@"; do
             tests | tests/) side_by_side+=(tests/unit tests/architecture) alone+=(tests/ranks tests/gpu) ;;
             tests/*) side_by_side+=("$argument") ;;
             -*) options+=("$argument") ;;
-            *) if [ -n "$path" ] && [ -d "$root/tests/unit/$path" ]; then
-                side_by_side+=("tests/unit/$path")
-            else
-                options+=("$argument")
-            fi ;;
+            *) folder=$(room_folder "$path")
+               if [ -n "$folder" ]; then side_by_side+=("$folder"); else options+=("$argument"); fi ;;
         esac ;;
     esac
     previous=$argument

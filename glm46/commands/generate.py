@@ -1,9 +1,8 @@
 """``python -m glm46 generate``: generate text with a checkpoint or a Hugging Face folder."""
 
 import argparse
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from glm46.compute.distributed.environment import launched_rank, launched_world_
 from glm46.config.errors import UserError
 from glm46.config.options import VerbParser, integer, verb_parser
 from glm46.operate.launch.ranks import processes, start_ranks
+from glm46.operate.models.generate_prompts import read_tools
 from glm46.operate.models.model_options import add_model_options
-from glm46.storage.data.conversation import BadConversation, parse_tools
 from glm46.storage.huggingface.hub import fetch_options, with_folders
 
 _LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
@@ -31,7 +30,7 @@ def generate_command(argv: Sequence[str]) -> int:
     if arguments.max_new_tokens is None:
         arguments.max_new_tokens = _NEW_TOKENS if arguments.prompt else _NEW_TOKENS_OF_AN_ANSWER
     raise_for_options(arguments)
-    arguments.tools = _read_tools(arguments.tools) if arguments.tools is not None else ()
+    arguments.tools = read_tools(arguments.tools) if arguments.tools is not None else ()
     is_chat = not arguments.prompt
     if is_chat:
         _raise_for_chat_ranks(arguments)
@@ -139,23 +138,3 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         faults.append("--prompt: give a text to continue, or --chat for a chat in the terminal")
     if faults:
         raise UserError(*faults)
-
-
-def _read_tools(file: Path) -> tuple[Mapping, ...]:
-    """The descriptions of tools in a JSON file, as the model is shown them.
-
-    Raises:
-        UserError: the file is missing, or no list of functions with names.
-    """
-    remedy = 'give a list such as [{"type": "function", "function": {"name": "now", "parameters": {}}}]'
-    try:
-        tools = parse_tools(json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UserError(f"--tools {file}: {error.strerror}; {remedy}") from error
-    except (ValueError, RecursionError, BadConversation) as error:
-        raise UserError(f"--tools {file}: {error}; {remedy}") from error
-    for number, tool in enumerate(tools, 1):
-        function = tool.get("function", tool)
-        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
-            raise UserError(f"--tools {file}: function {number} of {len(tools)} has no name; {remedy}")
-    return tools

@@ -9,7 +9,7 @@ from glm46.compute.distributed.environment import visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.options import above_zero, positive, process_count, require_picture, require_writable
-from glm46.config.parallelism import Parallelism
+from glm46.config.parallelism import ParallelismConfig
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
@@ -128,7 +128,7 @@ def _efficiencies(file: Path | None) -> Efficiencies:
         raise UserError(f"command line: --measured {error}; name a file of `benchmark rates --json`") from error
 
 
-def _order(parallelism: Parallelism, micro_batches: int) -> Order:
+def _order(parallelism: ParallelismConfig, micro_batches: int) -> Order:
     from glm46.compute.parallelize.pipeline_order import pipeline_order  # torch, which only pipelines need here
 
     return pipeline_order(parallelism, micro_batches)

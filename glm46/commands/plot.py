@@ -1,34 +1,17 @@
 """``python -m glm46 plot``: draw the metrics of runs (`SHOWN`) into one PNG, or the curriculum of TOML files."""
 
-import itertools
 import os
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.config.options import require_picture, verb_parser
-from glm46.engine.observe.console import short_number
 from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
-from glm46.engine.observe.metrics import SHOWN, Shown, find_metric
-from glm46.files.durable import replace_durably
+from glm46.engine.observe.plots import Run, draw
 from glm46.operate.estimate.plot_curriculum import draw_curriculum, read_phases
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_NAN = float("nan")
 _X_AXES = {"tokens": "tokens", "steps": "step"}
 """Units of the horizontal axis, and the column of each."""
-
-
-class Run(NamedTuple):
-    """The rows of one run."""
-
-    name: str
-    train: list[dict]
-    validation: list[dict]
 
 
 def plot_command(argv: Sequence[str]) -> int:
@@ -86,78 +69,3 @@ def _read(file: Path, name: str) -> Run:
     if not run.train:
         raise UserError(f"plot: {file}: has no training rows yet; plot it after metrics.log_freq steps")
     return run
-
-
-def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], charts: Sequence[Shown] = SHOWN) -> None:
-    """Draw the charts for which some run has values, and write the PNG completely or not at all.
-
-    Args:
-        x_axis: unit of the horizontal axis, and its column.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    known = {column.partition("/")[0] for run in runs for row in (*run.train, *run.validation) for column in row}
-    panels = [one for one in charts if one.title and known.intersection((one.column, one.mean, one.validation))]
-    panel_rows, legend_rows = -(-len(panels) // 2), -(-len(runs) // 3)
-    figure = Figure(figsize=(13, 4 * panel_rows + 0.3 * legend_rows), dpi=120, layout="constrained")
-    grid = figure.subplots(panel_rows, 2, squeeze=False).flatten()
-    colours = [f"C{number % 10}" for number in range(len(runs))]
-    for axes, panel in zip(grid, panels, strict=False):
-        for run, colour in zip(runs, colours, strict=True):
-            _draw_run(axes, panel, run, colour, x_axis[1])
-        _label(axes, panel, x_axis[0])
-    for axes in grid[len(panels) :]:
-        axes.remove()
-    names = zip((run.name for run in runs), colours, strict=True)
-    entries = [Line2D([], [], color=colour, linewidth=2, label=name) for name, colour in names]
-    if any(run.validation for run in runs):
-        entries.append(Line2D([], [], color="0.3", linestyle="", marker="o", label="validation"))
-    if "loss_mean" in known:
-        entries.append(Line2D([], [], color="0.3", linewidth=0.7, alpha=0.5, label="loss of one step"))
-    figure.legend(handles=entries, loc="outside upper center", ncols=min(len(entries), 5), frameon=False)
-    picture = BytesIO()
-    figure.savefig(picture, format="png")
-    replace_durably(output, [picture.getvalue()])
-
-
-def _draw_run(axes: "Axes", panel: Shown, run: Run, colour: str, x: str) -> None:
-    steps, columns = _values(run.train, (x,)), (panel.mean or panel.column, panel.column)
-    if panel.mean is not None:
-        axes.plot(steps, _values(run.train, columns[1:]), color=colour, linewidth=0.7, alpha=0.4)
-    # A line of one point is invisible.
-    marker = "." if len(steps) == 1 else None
-    axes.plot(steps, _values(run.train, columns), color=colour, linewidth=1.8, marker=marker)
-    for column, shape in zip(_of_validation(panel, run), itertools.cycle("os^Dv")):
-        points = _values(run.validation, (x,)), _values(run.validation, (column,))
-        axes.plot(*points, shape, color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
-        if "/" in column:
-            axes.annotate(column.partition("/")[2], [values[-1] for values in points], fontsize=7)
-
-
-def _of_validation(panel: Shown, run: Run) -> list[str]:
-    """Columns of a chart's points: the figure over all sources, or those of sets that have no such figure."""
-    known = {column for row in run.validation for column in row}
-    if panel.validation in known:
-        return [panel.validation]
-    return sorted(column for column in known if column.partition("/")[0] == panel.validation)
-
-
-def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:
-    """Per row, the value of the first column that it has; NaN, a gap, if there is none or it is not finite."""
-    values = [next((row[column] for column in columns if column in row), None) for row in rows]
-    return [value if isinstance(value, int | float) else _NAN for value in values]
-
-
-def _label(axes: "Axes", panel: Shown, x_axis: str) -> None:
-    unit = find_metric(panel.column).unit if panel.unit is None else panel.unit
-    axes.set_title(panel.title, loc="left", fontweight="bold")
-    axes.set_xlabel(x_axis)
-    axes.set_ylabel("" if unit == "1" else unit)
-    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
-    axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
-    axes.set_xlim(left=0)
-    if panel.starts_at_zero:
-        axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -2,69 +2,20 @@
 
 import argparse
 import socket
-import sys
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from glm46.compute.distributed.environment import (
-    set_variables,
-    share_cores,
-    variables_that_begin,
-    visible_gpus,
-)
-from glm46.compute.distributed.hostfile import read_hostfile
-from glm46.config.check import check_config
+from glm46.compute.distributed.environment import set_variables
 from glm46.config.errors import UserError
-from glm46.config.loader import dump_config, load_config
+from glm46.config.loader import load_config
 from glm46.config.options import VERBS, positive, process_count, require_writable, verb_parser
-from glm46.config.parallelism import Parallelism
-from glm46.config.run_config import RunConfig
-from glm46.engine.observe.start_times import StartTimes
-from glm46.operate.cluster.compare import as_json, as_metrics, compare_hosts, from_json, host_facts, worst
-from glm46.operate.cluster.gpu import GPU_CHECKS
-from glm46.operate.cluster.host import HOST_CHECKS
-from glm46.operate.cluster.monitoring import MONITORING_CHECKS
-from glm46.operate.cluster.network import NETWORK_CHECKS
-from glm46.operate.cluster.preflight_hosts import reach, run_nodes
+from glm46.operate.cluster.preflight import RANK_SECONDS, STANDARD_OUTPUT, HostExamination, over_ssh
 from glm46.operate.cluster.preflight_ranks import run_rank
-from glm46.operate.cluster.rank_files import Rows, failed_ranks, read_rows, read_stages
-from glm46.operate.cluster.recovery import RECOVERY_CHECKS
-from glm46.operate.cluster.results import FAIL, SKIP, HostReport, Result, Subject, run_checks, within
-from glm46.operate.cluster.storage import STORAGE_CHECKS
-from glm46.operate.estimate.machine import Machine, detect_machine
-from glm46.operate.estimate.requirement import judge_config
 from glm46.operate.launch.config_options import parse_with_overrides
-from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, Nodes, detect_nodes, refuse_hosts
-from glm46.operate.launch.rank_server import RankServer
-from glm46.operate.launch.rendezvous import refuse_ports, rendezvous_options
-from glm46.operate.launch.torchrun import End, LauncherSignals, run_ranks
-from glm46.run.layout import processes_of_node
-from glm46.run.plan import Plan, resolve_plan
+from glm46.operate.launch.nodes import VARIABLES, Nodes, detect_nodes
 
-EXIT_FAIL = 1
-"""Exit code of a preflight with a FAIL."""
-
-_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_")
-_CHECK_SECONDS = {False: 15.0, True: 300.0}
-_RANK_SECONDS = {False: 45, True: 300}
-"""Deadlines of each check, and of all that the ranks do: quick, full."""
-_LOG_COLUMNS = 150
-_RESTARTS = 10
-"""Of --max-restarts, each of which takes the next port."""
-RESULTS_FILE = "preflight.json"
-"""Name of the results in the dump folder."""
-_STANDARD_OUTPUT = Path("-")
 _PROMETHEUS = "http://127.0.0.1:9090"
-_LEAVE_SECONDS = 5.0
-_MEET_SECONDS = 60.0
-"""For the slowest host after the first one is ready."""
 
 
 def preflight_command(argv: Sequence[str]) -> int:
@@ -82,20 +33,20 @@ def preflight_command(argv: Sequence[str]) -> int:
     _check_options(arguments)
     config = load_config(arguments.config, overrides, world_size=None) if arguments.config else None
     if arguments.ranks_folder is not None:
-        return run_rank(arguments, config, _RANK_SECONDS[arguments.full])
+        return run_rank(arguments, config, RANK_SECONDS[arguments.full])
     if arguments.hostfile is not None:
         if arguments.local:
             raise UserError("command line: --hostfile with --local: one is many hosts, the other this one; remove one")
-        return _over_ssh(arguments, overrides)
+        return over_ssh(arguments, overrides)
     nodes = Nodes() if arguments.local else detect_nodes(set_variables(VARIABLES), socket.gethostname())
-    return _Host(arguments, overrides, config, nodes).run()
+    return HostExamination(arguments, overrides, config, nodes).run()
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Refuse what could be used only after all checks have run."""
     url = arguments.prometheus
     for option, file in (("--json", arguments.json), ("--textfile", arguments.textfile)):
-        if file is not None and file != _STANDARD_OUTPUT:
+        if file is not None and file != STANDARD_OUTPUT:
             require_writable(option, file)
     if url is not None and not _is_server(url):
         raise UserError(f"command line: --prometheus {url}: not the address of a server; state one as {_PROMETHEUS}")
@@ -137,214 +88,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)  # in the ranks that this verb starts
     parser.add_argument("--ranks-per-host", type=positive, help=argparse.SUPPRESS)
     return parser
-
-
-@dataclass
-class _Host:
-    """The examination of one host, and on the first one the judgement of all."""
-
-    arguments: argparse.Namespace
-    overrides: tuple[str, ...]
-    config: RunConfig | None
-    nodes: Nodes
-
-    def run(self) -> int:
-        """Examine this host, meet the others, start the ranks; returns the exit code."""
-        began, subject = time.monotonic(), self._subject()
-        report = self._examine(subject)
-        if self.arguments.local:
-            return self._finish([report], [Result("ranks", SKIP, "--local starts none")], began)
-        if self.nodes.count == 1:
-            return self._finish([report], _judged([report], *self._start_ranks(subject), subject.processes), began)
-        return self._meet(report, subject, began)
-
-    def _meet(self, report: HostReport, subject: Subject, began: float) -> int:
-        """`run` on several hosts, which all return the exit code of the first."""
-        from glm46.operate.cluster.meeting import Meeting
-
-        meeting = Meeting(self.nodes.rank, self.nodes.count, self.nodes.host, self.nodes.port)
-        found = meeting.collect("report", report.as_dict(), _MEET_SECONDS)
-        reports = [self._report_of(node, content) for node, content in enumerate(found)]
-        obstacle = meeting.decide("obstacle", _obstacle(reports, found), self.nodes.count * _MEET_SECONDS)
-        end, rows, stages = End(EXIT_FAIL, "no answer from the first host"), {}, {}
-        if obstacle == "":
-            end, rows, stages = self._start_ranks(subject)
-        every = meeting.collect("stages", stages, _MEET_SECONDS)
-        code = EXIT_FAIL
-        if self.nodes.rank == 0:
-            stages = {int(rank): stage for of_host in every for rank, stage in (of_host or {}).items()}
-            group = [Result("ranks", SKIP, obstacle)]
-            group = group if obstacle else _judged(reports, end, rows, stages, subject.processes)
-            code = self._finish(reports, group, began)
-        code = meeting.decide("code", code, _RANK_SECONDS[True])
-        meeting.collect("end", True, _LEAVE_SECONDS)
-        return EXIT_FAIL if code is None else code
-
-    def _report_of(self, node: int, content: dict[str, Any] | None) -> HostReport:
-        if content is not None:
-            return HostReport.of(content)
-        value = f"no report within {_MEET_SECONDS:.0f} s"
-        remedy = f"look at its output, and whether it reaches port {self.nodes.port} of {self.nodes.host}"
-        return HostReport(f"node {node}", [Result("host", FAIL, value, "answers", remedy)])
-
-    def _subject(self) -> Subject:
-        machine = detect_machine(visible_gpus(), nodes=self.nodes.count)
-        processes = self._processes(machine)
-        first = self.nodes.port
-        exporter = self.config.metrics.prometheus_port if self.config is not None else None
-        ports: dict[str, int] = {}
-        if self.nodes.count > 1:
-            refuse_ports(self.nodes, 1, exporter)  # the ranks of this program meet at the next port
-            last = min(first + _RESTARTS, LAST_PORT)
-            ports = {f"MASTER_PORT + {port - first}": port for port in range(first + 1, last + 1)}
-            ports = {"MASTER_PORT": first} | ports
-        if exporter is not None:
-            ports["metrics.prometheus_port"] = exporter
-        return Subject(
-            machine=machine,
-            processes=processes,
-            plan=_plan_for(self.config, processes * self.nodes.count),
-            node=self.nodes.rank,
-            nodes=self.nodes.count,
-            address=self.nodes.host,
-            ports=ports,
-            variables=variables_that_begin(*_VARIABLES),
-            is_full=self.arguments.full,
-            prometheus=self.arguments.prometheus,
-        )
-
-    def _processes(self, machine: Machine) -> int:
-        """Ranks of each host. If this machine cannot train the run, `launch` refuses it, and its hosts are checked with
-        ranks for what they have."""
-        stated, parallelism = self.arguments.nproc or self.nodes.processes, Parallelism()
-        if self.config is not None and stated is None and judge_config(self.config, machine, None).fits:
-            parallelism = self.config.parallelism
-        return stated or processes_of_node(parallelism, machine)
-
-    def _examine(self, subject: Subject) -> HostReport:
-        # Imported here: it loads torch, which a config with faults does not need.
-        from glm46.operate.cluster.run_files import RUN_CHECKS
-
-        checks = (
-            HOST_CHECKS
-            | GPU_CHECKS
-            | NETWORK_CHECKS
-            | STORAGE_CHECKS
-            | RUN_CHECKS
-            | MONITORING_CHECKS
-            | RECOVERY_CHECKS
-        )
-        results = run_checks(subject, checks, _CHECK_SECONDS[self.arguments.full])
-        text = dump_config(self.config) if self.config is not None else ""
-        return HostReport(socket.gethostname(), results, host_facts(subject, text))
-
-    def _start_ranks(self, subject: Subject) -> tuple[End, Rows, dict[int, str]]:
-        """Run the ranks of this host; returns their end, what they found, and where each of them was last."""
-        share_cores(subject.machine.cores, subject.processes)
-        with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-            options = ["--ranks-folder", folder, "--ranks-per-host", str(subject.processes)]
-            options += ["--full"] if self.arguments.full else []
-            options += ["--config", str(self.arguments.config), *self.overrides] if self.config is not None else []
-            nodes = replace(self.nodes, port=self.nodes.port + 1)  # the meeting has the first port
-            rendezvous = rendezvous_options(nodes, subject.processes, 0)
-            # A run waits for nodes that prepare data; all of these are here.
-            rendezvous += [f"--rdzv-conf=timeout={_MEET_SECONDS:.0f}"] if nodes.count > 1 else []
-            signals, server = LauncherSignals(), RankServer(["glm46.operate.cluster.preflight_ranks"])
-            try:
-                end = run_ranks(rendezvous, ["preflight", *options], signals, server, StartTimes("the command"))
-            finally:
-                server.close()
-                signals.close()
-            return end, read_rows(Path(folder)), read_stages(Path(folder))
-
-    def _finish(self, reports: list[HostReport], group: list[Result], began: float) -> int:
-        """Compare the hosts, `_show` all results, then keep them in the dump folder."""
-        names = Counter(report.host for report in reports)
-        for node, report in enumerate(reports):
-            report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
-        compare_hosts(reports)
-        seconds = time.monotonic() - began
-        code = _show(self.arguments, reports, group, seconds)
-        if self.config is not None and not self.arguments.local:
-            folder = Path(self.config.job.dump_folder)
-
-            def keep() -> None:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / RESULTS_FILE).write_text(as_json(reports, group, seconds) + "\n")
-
-            with suppress(OSError):  # storage that fails or hangs is a result of its own
-                within(_LEAVE_SECONDS, keep)
-        return code
-
-
-def _show(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:
-    """Print and write all results; returns the exit code."""
-    from rich.console import Console
-
-    from glm46.operate.cluster.table import print_table
-
-    line = as_json(reports, group, seconds)
-    if arguments.json is not None and arguments.json != _STANDARD_OUTPUT:
-        arguments.json.write_text(line + "\n")
-    if arguments.textfile is not None:
-        draft = arguments.textfile.with_suffix(".draft")  # complete or absent: node exporter may read it at any time
-        draft.write_text(as_metrics(reports, group, time.time()))
-        draft.replace(arguments.textfile)
-    width = None if sys.stdout.isatty() else _LOG_COLUMNS
-    if arguments.json == _STANDARD_OUTPUT:
-        print(line, flush=True)
-    else:
-        print_table(reports, group, seconds, Console(highlight=False, width=width))
-    every = [*group, *(result for report in reports for result in report.results)]
-    return EXIT_FAIL if worst(every) == FAIL else 0
-
-
-def _over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
-    """Preflight of the hosts of a hostfile, from here; returns the exit code."""
-    began, hosts = time.monotonic(), read_hostfile(arguments.hostfile)
-    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
-    reached, lost = reach(hosts)
-    options = ["--json", "-", "--nproc", str(hosts[0].slots or arguments.nproc or "auto")]
-    options += ["--full"] if arguments.full else []
-    options += ["--prometheus", arguments.prometheus] if arguments.prometheus else []
-    options += ["--config", str(arguments.config), *overrides] if arguments.config is not None else []
-    reports, group = [], [Result("ranks", SKIP, "no host is reached")]
-    if reached:
-        line, output = run_nodes(reached, options, is_full=arguments.full)
-        if line is None:
-            said = "; ".join(output.strip().splitlines()[-3:]) or "nothing"
-            remedy = f"{Path.cwd()}, this checkout and {sys.executable} must be at the same places on all hosts"
-            lost.append(HostReport(reached[0].name, [Result("preflight", FAIL, said, "its results", remedy)]))
-        else:
-            reports, group, _ = from_json(line)
-            for host, report in zip(reached, reports, strict=True):
-                report.host = host.name
-    return _show(arguments, [*reports, *lost], group, time.monotonic() - began)
-
-
-def _obstacle(reports: list[HostReport], found: list[dict[str, Any] | None]) -> str:
-    """Why the ranks cannot begin; empty if they can."""
-    missing = [report.host for report, content in zip(reports, found, strict=True) if content is None]
-    counts = sorted({report.facts["ranks"] for report in reports if report.facts})
-    if missing:
-        return f"not started without {', '.join(missing)}"
-    return f"not started: {' and '.join(counts)} of them on different hosts" if len(counts) > 1 else ""
-
-
-def _judged(reports: list[HostReport], end: End, rows: Rows, stages: dict[int, str], processes: int) -> list[Result]:
-    """The results of the ranks that are of all hosts; the others are added to the reports.
-
-    Args:
-        processes: ranks of each host.
-    """
-    failed = failed_ranks(stages, end.cause or f"exit code {end.code}", processes) if end.code else {}
-    for host, report in enumerate(reports):
-        report.results += [*rows.get(host, []), *failed.get(host, [])]
-    return [*rows.get(-1, []), *failed.get(-1, [])]
-
-
-def _plan_for(config: RunConfig | None, world_size: int) -> Plan | None:
-    """The plan of a config on these ranks; on the fewest that its degrees allow if these do not fit."""
-    if config is None:
-        return None
-    return resolve_plan(config, None if check_config(config, world_size=world_size) else world_size)

@@ -5,37 +5,23 @@ All values and hosts are checked before the first change. `scripts/setup_cluster
 
 import argparse
 import json
-import os
 import re
 import shlex
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from glm46.compute.distributed.environment import set_variables, variables_that_begin, visible_gpus
-from glm46.compute.distributed.hostfile import Host, read_hostfile
+from glm46.compute.distributed.environment import set_variables
+from glm46.compute.distributed.hostfile import Host
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import load_config
 from glm46.config.options import VERBS, integer, positive, verb_parser
 from glm46.engine.reliability.run_lock import refuse_unwritable, writing
-from glm46.files.local_disk import local_disk_fault
 from glm46.operate.cluster.cluster_files import cluster_files
-from glm46.operate.estimate.machine import detect_machine, driver_version
-from glm46.operate.launch.environment import describe_version
-from glm46.operate.launch.node_client import CONNECTIONS
-from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, pbs_hosts, refuse_hosts
+from glm46.operate.cluster.setup import ANSWER, ask_hosts, examine_host, find_hosts, place_of_address, refuse_answers
+from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, refuse_hosts
 
-_HOST_SECONDS = 60.0
-"""For the answer of a host."""
-_ANSWER = "glm46-host: "
-"""Begins the line of a host; a login may print other lines."""
 _FIRST_PORT = 1024
 """Lower ports need rights that a run does not have."""
 
@@ -48,12 +34,12 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     if arguments.on_host is not None:
-        print(_ANSWER + json.dumps(examine_host(arguments.nvme_path, makes=arguments.on_host == "make")))
+        print(ANSWER + json.dumps(examine_host(arguments.nvme_path, makes=arguments.on_host == "make")))
         return 0
     hosts = _checked(arguments)
     connection = "srun" if arguments.type == "slurm" and "SLURM_JOB_ID" in set_variables(VARIABLES) else "ssh"
-    answers = _ask(hosts, connection, [*argv, "--on-host", "look"])
-    _refuse_answers(hosts, answers, arguments, connection)
+    answers = ask_hosts(hosts, connection, [*argv, "--on-host", "look"])
+    refuse_answers(hosts, answers, arguments, connection)
     for host, answer in zip(hosts, answers, strict=True):
         print(
             f"{host.name}: {answer['versions']}, driver {answer['driver']}, {answer['gpus']} GPUs, {answer['network']}"
@@ -63,7 +49,7 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
         print(f"--- on each host: mkdir -m 700 {arguments.nvme_path}")
         print("".join(f"--- {output / name}\n{text}" for name, text in files.items()), end="")
         return 0
-    _refuse_answers(hosts, _ask(hosts, connection, [*argv, "--on-host", "make"]), arguments, connection)
+    refuse_answers(hosts, ask_hosts(hosts, connection, [*argv, "--on-host", "make"]), arguments, connection)
     with writing(output, key="--output"):
         output.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -142,7 +128,7 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
     if faults:
         raise UserError(*faults)
     refuse_unwritable(arguments.output, "--output")
-    file, hosts = _hosts(arguments)
+    file, hosts = find_hosts(arguments)
     refuse_hosts(hosts, arguments.gpus_per_node, {}, file)
     if len(hosts) < arguments.nodes:
         faults.append(
@@ -150,7 +136,7 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
             f"add hosts, or state at most that number"
         )
     names = [host.name for host in hosts]
-    place = names.index(master) if master in names else _place_of_address(master, names)
+    place = names.index(master) if master in names else place_of_address(master, names)
     if place is None:
         faults.append(f"--master-addr {master}: names none of the hosts in {file}; state one of {', '.join(names[:4])}")
     try:
@@ -162,138 +148,3 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
         raise UserError(*faults)
     hosts.insert(0, hosts.pop(place))
     return [replace(host, slots=arguments.gpus_per_node) for host in hosts]
-
-
-def _hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
-    """The hosts of --hostfile or of the allocation, and what names them."""
-    known = set_variables(VARIABLES)
-    if arguments.hostfile is not None:
-        return arguments.hostfile, read_hostfile(arguments.hostfile)
-    if arguments.type == "slurm" and "SLURM_JOB_NODELIST" in known:
-        listed = ["scontrol", "show", "hostnames", known["SLURM_JOB_NODELIST"]]
-        try:
-            names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise UserError(
-                f"environment: SLURM_JOB_NODELIST: {shlex.join(listed)}: {error}; give --hostfile"
-            ) from error
-        return Path("SLURM_JOB_NODELIST"), [Host(line, name) for line, name in enumerate(names, 1)]
-    if arguments.type == "pbs" and "PBS_NODEFILE" in known:
-        names = pbs_hosts(known["PBS_NODEFILE"], "give --hostfile")
-        return Path(known["PBS_NODEFILE"]), [Host(line, name) for line, name in enumerate(names, 1)]
-    inside = {"slurm": ", or start it in an allocation: salloc", "pbs": ", or start it in a job: qsub -I", "ssh": ""}
-    raise UserError(
-        f"--hostfile: not given, so no host is known; state a file, NAME slots=N on each line{inside[arguments.type]}"
-    )
-
-
-def _place_of_address(master: str, names: Sequence[str]) -> int | None:
-    """The place of the host that has the address of the master."""
-
-    def address(name: str) -> str | None:
-        with suppress(OSError):
-            return socket.gethostbyname(name)
-        return None
-
-    wanted = address(master)
-    return next((place for place, name in enumerate(names) if wanted is not None and address(name) == wanted), None)
-
-
-def _ask(hosts: Sequence[Host], connection: str, argv: Sequence[str]) -> list[dict[str, Any] | str]:
-    """The answer of each host, all asked at once; a text with the reason for a host that did not answer."""
-    settings = [f"{name}={value}" for name, value in variables_that_begin("PYTHONPATH").items()]
-    own = shlex.join(["env", *settings, sys.executable, "-m", "glm46", "setup-cluster", *argv])
-    command = f"cd {shlex.quote(str(Path.cwd()))} && exec {own}"
-
-    def ask(host: Host) -> dict[str, Any] | str:
-        words = CONNECTIONS[connection](host, command)
-        try:
-            done = subprocess.run(
-                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_HOST_SECONDS
-            )
-        except FileNotFoundError:
-            return f"{connection} is not on PATH; install it"
-        except subprocess.TimeoutExpired:
-            return f"no answer within {_HOST_SECONDS:.0f} s"
-        for line in done.stdout.splitlines():
-            if _ANSWER in line:
-                return json.loads(line.partition(_ANSWER)[2])
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return said[0]
-
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        return list(pool.map(ask, hosts))
-
-
-def _refuse_answers(
-    hosts: Sequence[Host], answers: Sequence[Any], arguments: argparse.Namespace, connection: str
-) -> None:
-    """Raise what keeps hosts from training, for all of them."""
-    faults, first = [], next((answer for answer in answers if isinstance(answer, dict)), {})
-    for host, answer in zip(hosts, answers, strict=True):
-        if isinstance(answer, str):
-            test = (
-                shlex.join(CONNECTIONS[connection](host, "true")) if connection == "srun" else f"ssh {host.login} true"
-            )
-            remedy = f"`{test}` must succeed without a question"
-            if "ermission denied" in answer:
-                remedy += f": ssh-keygen -t ed25519, if you have no key, then ssh-copy-id {host.login}"
-            faults.append(f"{host.name}: {answer}; {remedy}, and this folder and {sys.executable} must be there")
-            continue
-        for name in ("versions", "driver"):
-            if answer[name] != first[name]:
-                faults.append(f"{host.name}: has {answer[name]}, the first host {first[name]}; install the same on all")
-        if answer["driver"] != "none" and answer["gpus"] != arguments.gpus_per_node:
-            wanted = arguments.gpus_per_node
-            faults.append(
-                f"--gpus-per-node {wanted}: {host.name} has {answer['gpus']}; state that, or look at its dmesg"
-            )
-        if answer["nvme"]:
-            faults.append(f"--nvme-path {arguments.nvme_path}: {host.name}: {answer['nvme']}")
-    if faults:
-        raise UserError(*faults)
-
-
-def examine_host(folder: Path, *, makes: bool = False, root: Path = Path("/")) -> dict[str, Any]:
-    """What one host says about itself: versions, driver, GPUs, network, and why the folder cannot be used.
-
-    Args:
-        makes: make the folder, for this user alone, if nothing is against it.
-        root: folder of /proc and /sys; tests pass their own.
-    """
-    fault = _folder_fault(folder)
-    if makes and not fault:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    machine = detect_machine(visible_gpus(), root=root)
-    ports = list((root / "sys/class/infiniband").glob("*/ports/*/state"))
-    active = sum("ACTIVE" in port.read_text() for port in ports)
-    return {
-        "versions": describe_version(),
-        "driver": driver_version(root),
-        "gpus": len(machine.gpus),
-        "cores": machine.cores,
-        "network": f"InfiniBand, {active} of {len(ports)} ports active" if active else "TCP",
-        "interface": _interface(root),
-        "nvme": fault,
-    }
-
-
-def _folder_fault(folder: Path) -> str:
-    """Why a folder cannot be made or used by this user; '' if it can."""
-    there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
-    if there.is_symlink():
-        return f"{there} is a symbolic link; state the folder itself"
-    if not there.is_dir():
-        return f"{there} is a file; remove it, or state another folder"
-    if there == folder and folder.stat().st_uid != os.geteuid():
-        return f"belongs to another user; chown it to {os.geteuid()}, mode 700, or state a folder of yours"
-    fault = local_disk_fault(there)
-    return f"{there}: {fault}; state a folder on a local disk that you can write" if fault else ""
-
-
-def _interface(root: Path) -> str:
-    """The interface of the default route; '' without one."""
-    with suppress(OSError):
-        rows = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
-        return next((row[0] for row in rows if row[1] == "00000000"), "")
-    return ""

@@ -10,7 +10,7 @@ from glm46.config.command_line import Start, module_command
 from glm46.config.errors import UserError
 from glm46.engine.reliability.stop import StopRequest
 from glm46.operate.launch.config_options import config_parser, load_fetched, parse_with_overrides, task_module
-from glm46.operate.launch.metrics import exporting
+from glm46.operate.launch.exporting import exporting
 from glm46.run.plan import resolve_plan
 
 
@@ -40,7 +40,7 @@ def train_command(argv: Sequence[str]) -> int:
         exporter.starts(0)
         code = exporter.ends(train(config, stop))
     if code == 0 and launched_world_size() is None:
-        from glm46.operate.launch.launch import describe_next
+        from glm46.operate.launch.one_node import describe_next
 
         print(describe_next(resolve_plan(config, 1), Start(arguments.config, overrides, verb="train")))
     return code

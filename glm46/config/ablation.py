@@ -24,7 +24,7 @@ def folder_name(text: str) -> str:
     return re.sub(r"[^\w.=,+-]+", "_", text, flags=re.ASCII).lstrip(".-")[:_LONGEST_NAME] or "_"
 
 
-class Variant(Section):
+class VariantConfig(Section):
     """[[ablation.variants]]: one of the compared runs. The first one is the baseline."""
 
     name: Annotated[str, AfterValidator(_folder_name)]
@@ -41,13 +41,13 @@ def _different(seeds: tuple[int, ...]) -> tuple[int, ...]:
     return seeds
 
 
-class Ablation(Section):
+class AblationConfig(Section):
     """[ablation]: variants of this run that ``python -m glm46 ablate`` trains one after the other and compares."""
 
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], AfterValidator(_different)] = ()
     """Values of debug.seed; each variant is trained with each of them. Absent: debug.seed only."""
 
-    variants: tuple[Variant, ...] = ()
+    variants: tuple[VariantConfig, ...] = ()
     """The runs to compare."""
 
 
@@ -59,7 +59,7 @@ def flat_keys(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def require_one_run(ablation: Ablation | None, file: object, command: str) -> None:
+def require_one_run(ablation: AblationConfig | None, file: object, command: str) -> None:
     """Refuse to train a file that describes several runs as if it were one.
 
     Args:

@@ -9,7 +9,7 @@ from glm46.config.section import ModelFolder, Needs, OnHub, Section
 AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
 
 
-class Adapter(Section):
+class AdapterConfig(Section):
     """[adapter]: fine-tuning by low-rank adapters, ``W + scale * B A`` in place of each weight W that ``targets`` name.
     All weights of the base are frozen, in training.mixed_precision_param or ``base_dtype``; adapters are trained in
     training.dtype."""

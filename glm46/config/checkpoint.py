@@ -7,7 +7,7 @@ from pydantic import Field
 from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """[checkpoint]: what to save and how often, and the checkpoint that a run starts from."""
 
     enable: bool = True
@@ -76,7 +76,7 @@ class Checkpoint(Section):
 TrackerName = Literal["wandb", "mlflow"]
 
 
-class Metrics(Section):
+class MetricsConfig(Section):
     """[metrics]: how often metrics are logged, and where besides console and metrics.jsonl."""
 
     log_freq: int = Field(10, ge=1)

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from glm46.config.model import ModelShape, RopeScaling
+from glm46.config.model import ModelShape, RopeScalingConfig
 from glm46.config.section import CountOrAll, LocalPath, Needs, Section
 from glm46.config.text_recipe import Recipe
 
 
-class Source(Section):
+class SourceConfig(Section):
     """[[data.sources]]: one folder of shards and its share of the training tokens."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
@@ -33,7 +33,7 @@ class Source(Section):
     """How to make the shards when ``path`` does not exist. Absent: the shards must exist."""
 
 
-class DataStage(Section):
+class DataStageConfig(Section):
     """[[data.stages]]: the sequence length, the mixture and the attention from a token count on."""
 
     start_tokens: int = Field(ge=0)
@@ -46,7 +46,7 @@ class DataStage(Section):
     """Each token attends to at most this many tokens, itself included. -1: to all previous tokens, also where
     model.sliding_window is set. Absent: model.sliding_window."""
 
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScalingConfig | None = None
     """Stretching of positions, a table like [model.rope_scaling]. A factor of 1 stretches nothing, also where
     model.rope_scaling is set. Absent: model.rope_scaling."""
 
@@ -67,13 +67,13 @@ class DataStage(Section):
         return model.model_copy(update=own) if own else model
 
 
-class Data(Section):
+class DataConfig(Section):
     """[data]: the stream of tokens, as a pure function of the global sample number."""
 
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceConfig, ...] = ()
     """The mixture. Training needs at least one source."""
 
-    stages: tuple[DataStage, ...] = ()
+    stages: tuple[DataStageConfig, ...] = ()
     """Mixtures, sequence lengths and attention by token count. Absent: one stage with training.seq_len and the weights
     of the sources."""
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from glm46.config.section import Needs, Section
 
 
-class Preference(Section):
+class PreferenceConfig(Section):
     """[finetune.preference]: direct preference optimisation (DPO, arXiv 2305.18290) on sources of pairs. The policy
     learns to prefer the chosen completion of a prompt to the rejected one, more than the reference does: the weights of
     checkpoint.initial_load_path, which under [adapter] are the policy without its adapters."""
@@ -23,11 +23,11 @@ class Preference(Section):
     does not fall (RPO, arXiv 2404.19733)."""
 
 
-class FineTune(Section):
+class FineTuneConfig(Section):
     """[finetune]: start from trained weights (checkpoint.initial_load_path) and learn the targets of conversations,
     or to prefer one of two answers."""
 
-    preference: Preference | None = None
+    preference: PreferenceConfig | None = None
     """Absent: the targets of conversations are learned by cross-entropy."""
 
     samples: tuple[Annotated[str, Field(min_length=1)], ...] = ()

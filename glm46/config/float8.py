@@ -7,7 +7,7 @@ from pydantic import Field
 from glm46.config.section import Needs, Section
 
 
-class Float8(Section):
+class Float8Config(Section):
     """[float8]: products that are computed with operands in 8-bit floating point (docs/float8.md)."""
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None

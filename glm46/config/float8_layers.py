@@ -1,10 +1,10 @@
-"""Which linear layers [float8] converts and why it leaves the others, and the rules of the section."""
+"""The linear layers that [float8] converts, the reasons for the others, and the rules of the section."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from glm46.config.faults import Fault, Faults, counted, show
-from glm46.config.float8 import Float8
+from glm46.config.float8 import Float8Config
 from glm46.config.model import ModelShape
 from glm46.config.rules_layout import data_parallel_degree
 from glm46.config.run_config import RunConfig
@@ -32,7 +32,7 @@ class LinearLayer:
     """The key and its value that exclude the layer; None if it is converted."""
 
 
-def linear_layers(shape: ModelShape, float8: Float8, tp: int = 1) -> Iterator[LinearLayer]:
+def linear_layers(shape: ModelShape, float8: Float8Config, tp: int = 1) -> Iterator[LinearLayer]:
     """The linear layers of the whole model with their sizes on a rank of a tensor-parallel group.
 
     The embedding, the router and the output head are not among them: the embedding is a lookup, the router computes in
@@ -66,8 +66,8 @@ def linear_layers(shape: ModelShape, float8: Float8, tp: int = 1) -> Iterator[Li
         yield LinearLayer(name, outputs, inputs, excluded_by)
 
 
-def describe_float8(shape: ModelShape, float8: Float8, tp: int) -> str:
-    """What a run computes in FP8, and why the rest is in higher precision, for the start message."""
+def describe_float8(shape: ModelShape, float8: Float8Config, tp: int) -> str:
+    """A text for the start message: what is computed in FP8, and why the rest is in higher precision."""
     layers = list(linear_layers(shape, float8, tp))
     converted = sum(layer.excluded_by is None for layer in layers)
     said = [f"{float8.recipe_name} for {converted} of {counted(len(layers), 'linear layer')}"]

@@ -9,7 +9,7 @@ from glm46.config.section import ModelFolder, Needs, OnHub, Section
 _YARN = Needs("rope_type", "yarn")
 
 
-class RopeScaling(Section):
+class RopeScalingConfig(Section):
     """[model.rope_scaling]: stretch the rotary positions beyond the length trained on."""
 
     rope_type: Literal["linear", "yarn"]
@@ -91,7 +91,7 @@ class ModelShape(Section):
     rope_theta: float = Field(1_000_000.0, gt=0.0)
     """Base of the rotary frequencies: 1e4 in GLM's pre-training at 4K, 1e6 from 32K on."""
 
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScalingConfig | None = None
     """Stretching of positions; absent for every published GLM."""
 
     sliding_window: int | None = Field(None, ge=1)
@@ -122,8 +122,8 @@ class _ModelBase(Section):
 
 
 # [model] has every field of ModelShape with the default "absent", so that each shape key is documented once.
-Model = create_model(
-    "Model",
+ModelConfig = create_model(
+    "ModelConfig",
     __base__=_ModelBase,
     __doc__=_ModelBase.__doc__,
     **{

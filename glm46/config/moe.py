@@ -7,7 +7,7 @@ from pydantic import Field
 from glm46.config.section import Needs, Schedule, Section
 
 
-class MoE(Section):
+class MoEConfig(Section):
     """[moe]: how training balances tokens over the experts."""
 
     balance: Literal["sign", "proportional", "none"] = "sign"
@@ -40,7 +40,7 @@ class MoE(Section):
     validation and exports warn of it, and [rl] refuses it."""
 
 
-class MTP(Section):
+class MTPConfig(Section):
     """[mtp]: multi-token prediction; model.num_nextn_predict_layers = 0 switches it off."""
 
     loss_weight: Annotated[Schedule, Needs("model.num_nextn_predict_layers")] = 0.3

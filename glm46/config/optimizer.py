@@ -10,7 +10,7 @@ from glm46.config.section import LocalPath, Needs, Section
 _MUON = Needs("name", "Muon")
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """[optimizer]: Muon for the matrices and AdamW for the rest, or AdamW for everything."""
 
     name: Literal["Muon", "AdamW"] = "Muon"
@@ -77,7 +77,7 @@ def state_folder_message(folder: object, fault: str) -> str:
     )
 
 
-class LRScheduler(Section):
+class LRSchedulerConfig(Section):
     """[lr_scheduler]: the learning rate as a pure function of the tokens seen since the start of the curriculum."""
 
     warmup_tokens: int = Field(0, ge=0)

@@ -30,7 +30,7 @@ PIPELINE_SCHEDULES = {
 }
 
 
-class Parallelism(Section):
+class ParallelismConfig(Section):
     """[parallelism]: the mesh. Degrees multiply to the number of processes; experts borrow their axis."""
 
     data_parallel_replicate_degree: int = Field(1, ge=1)
@@ -90,7 +90,7 @@ class Parallelism(Section):
         return self.pipeline_parallel_degree * self.stages_per_rank
 
 
-class Comm(Section):
+class CommConfig(Section):
     """[comm]: timeouts of the process group, and measurements of its bandwidth."""
 
     init_timeout_seconds: int = Field(300, ge=1, le=604_800)
@@ -105,7 +105,7 @@ class Comm(Section):
     the groups of each axis of the mesh. Each writes a row of metrics. 0: never."""
 
 
-class FaultTolerance(Section):
+class FaultToleranceConfig(Section):
     """[fault_tolerance]: what a run of a hostfile does when hosts are lost."""
 
     min_replicas: Annotated[int, Needs("parallelism.data_parallel_replicate_degree", above=1)] = Field(0, ge=0)
@@ -113,14 +113,14 @@ class FaultTolerance(Section):
     least this many. The samples of a step stay the same. 0: never."""
 
 
-class Compile(Section):
+class CompileConfig(Section):
     """[compile]: torch.compile of each transformer block."""
 
     enable: bool = False
     """Compile the blocks; takes some seconds at the start."""
 
 
-class ActivationCheckpoint(Section):
+class ActivationCheckpointConfig(Section):
     """[activation_checkpoint]: trade compute for memory."""
 
     mode: Literal["none", "selective", "full"] = "none"

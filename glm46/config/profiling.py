@@ -7,7 +7,7 @@ from pydantic import Field
 from glm46.config.section import LocalPath, Section
 
 
-class Profiling(Section):
+class ProfilingConfig(Section):
     """[profiling]: traces and memory snapshots of chosen steps on chosen ranks. A file named ``profile`` in
     job.dump_folder requests them of the next steps, without any key of this section."""
 
@@ -38,7 +38,7 @@ class Profiling(Section):
     """Ranks that record. A trace of a large model has hundreds of MB, so few ranks."""
 
 
-def snapshot_fault(profiling: Profiling, *, has_gpu: bool) -> str | None:
+def snapshot_fault(profiling: ProfilingConfig, *, has_gpu: bool) -> str | None:
     """The message of memory snapshots on a machine without a GPU; None if nothing is wrong."""
     if has_gpu or not profiling.enable_memory_snapshot:
         return None

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from glm46.config.rl_data import Environment, Prompts, PromptSet, RewardTable
+from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
 from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
 
 Algorithm = Literal[
@@ -14,7 +14,7 @@ Algorithm = Literal[
 _LEVELS = ("token", "sequence", "geometric")
 
 
-class Clip(Section):
+class ClipConfig(Section):
     """[rl.clip]: how far the ratio of new to old policy may lead. Absent keys are those of the preset."""
 
     kind: Literal["ppo", "cispo", "tv"] | None = None
@@ -32,7 +32,7 @@ class Clip(Section):
     """ppo: with a negative advantage A the loss of a token is at most -dual * A (arXiv 1912.09729); 0: no bound."""
 
 
-class KL(Section):
+class KLConfig(Section):
     """[rl.kl]: penalty for the distance from another policy. Absent keys are those of the preset."""
 
     weight: float | None = Field(None, ge=0.0)
@@ -49,7 +49,7 @@ class KL(Section):
     """With d = log policy - log other: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d."""
 
 
-class Correction(Section):
+class CorrectionConfig(Section):
     """[rl.correction]: weights for the difference between the policy as the engine computed it and as the trainer does,
     w = old policy of the trainer / policy of the rollout. Absent keys are those of the preset."""
 
@@ -83,11 +83,11 @@ class Correction(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether w of a resolved section changes the loss."""
+        """True if w of a resolved section changes the loss."""
         return self.level != "none" or self.reject_level != "none" or self.veto > 0
 
 
-class Reference(Section):
+class ReferenceConfig(Section):
     """[rl.reference]: the weights of the reference, if they are not those that the run began with. Shape and tokenizer
     are those of the policy. They are frozen, sharded as the policy, and read at every start."""
 
@@ -95,10 +95,10 @@ class Reference(Section):
     """A step folder of a checkpoint, or a Hugging Face folder, or ``hf://owner/name`` of the hub."""
 
     load_in_hf: bool = False
-    """Whether ``load_path`` is a Hugging Face folder."""
+    """True if ``load_path`` is a Hugging Face folder."""
 
 
-class Critic(Section):
+class CriticConfig(Section):
     """[rl.critic]: the value network of algorithms with advantage = "gae"."""
 
     value_clip: float = Field(0.2, ge=0.0)
@@ -111,7 +111,7 @@ class Critic(Section):
     """Tokens of the schedule's clock during which only the critic learns."""
 
 
-class Stop(Section):
+class StopConfig(Section):
     """[rl.stop]: when a run ends before its budget is spent, because the policy or the engine went bad: it is saved and
     ends with the reason. Each step with a row of metrics is looked at (metrics.log_freq)."""
 
@@ -127,7 +127,7 @@ class Stop(Section):
     0: none do."""
 
 
-class RL(Section):
+class RLConfig(Section):
     """[rl]: train a policy on rewards of its own samples. ``algorithm`` is a preset of the other keys."""
 
     algorithm: Algorithm = "gspo"
@@ -211,16 +211,16 @@ class RL(Section):
     """Rollouts at the start whose completions are the labels of the prompts, with the advantage 1, and not generated,
     which is fine-tuning on them. For a model that would get no reward."""
 
-    prompts: Prompts | None = None
-    rewards: tuple[RewardTable, ...] = ()
-    validation: tuple[PromptSet, ...] = ()
-    clip: Clip = Field(default_factory=Clip)
-    kl: KL = Field(default_factory=KL)
-    correction: Correction = Field(default_factory=Correction)
-    critic: Critic | None = None
-    reference: Reference | None = None
-    environment: Environment | None = None
-    stop: Stop = Field(default_factory=Stop)
+    prompts: PromptsConfig | None = None
+    rewards: tuple[RewardTableConfig, ...] = ()
+    validation: tuple[PromptSetConfig, ...] = ()
+    clip: ClipConfig = Field(default_factory=ClipConfig)
+    kl: KLConfig = Field(default_factory=KLConfig)
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    critic: CriticConfig | None = None
+    reference: ReferenceConfig | None = None
+    environment: EnvironmentConfig | None = None
+    stop: StopConfig = Field(default_factory=StopConfig)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -229,30 +229,32 @@ class RL(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a resolved section needs a reference network."""
+        """True if a resolved section needs a reference network."""
         return self.kl.weight > 0 and self.kl.to == "reference"
 
     @property
     def replaces_groups(self) -> bool:
-        """Whether a resolved section leaves groups out and takes others."""
+        """True if a resolved section leaves groups out and takes others."""
         return bool(self.dynamic_sampling or self.filter)
 
     @property
     def has_critic(self) -> bool:
-        """Whether a resolved section needs a critic."""
+        """True if a resolved section needs a critic."""
         return self.advantage == "gae"
 
     def is_on_policy(self, samples_per_step: int) -> bool:
-        """Whether a resolved section's old policy is the one that is trained: there is one step of each rollout, and
+        """True if a resolved section's old policy is the one that is trained: there is one step of each rollout, and
         nothing before its forward pass reads the old log-probabilities: a penalty in the reward, or the mean of
         weights. The ratio is then 1, with its gradient, and the step's own forward pass has them."""
         is_in_reward = self.kl.weight > 0 and self.kl.where == "reward"
         is_one_step = self.samples_per_rollout == samples_per_step
         return is_one_step and self.old_policy == "trainer" and not (self.correction.normalize or is_in_reward)
 
-    def resolved(self) -> "RL":
+    def resolved(self) -> "RLConfig":
         """The same section with every absent key of the preset filled in."""
-        return RL.model_validate(_merged(_merged(_BASE, PRESETS[self.algorithm]), self.model_dump(exclude_unset=True)))
+        return RLConfig.model_validate(
+            _merged(_merged(_BASE, PRESETS[self.algorithm]), self.model_dump(exclude_unset=True))
+        )
 
 
 def _merged(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:

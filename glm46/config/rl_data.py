@@ -10,7 +10,7 @@ WITHOUT_LABELS = frozenset({"format", "repetition"})
 """Rewards that do not read the label of a prompt."""
 
 
-class Prompts(Section):
+class PromptsConfig(Section):
     """[rl.prompts]: the prompts of a run. All are read once in an order that debug.seed decides, then again in another
     order."""
 
@@ -31,10 +31,10 @@ class Prompts(Section):
     offers none."""
 
     thinking: bool = False
-    """Whether the model may think before it answers; else the prompt closes the thought."""
+    """True if the model may think before it answers; else the prompt closes the thought."""
 
 
-class Environment(Section):
+class EnvironmentConfig(Section):
     """[rl.environment]: what answers the policy's turns, such as tools. Its tokens are not targets."""
 
     function: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -53,7 +53,7 @@ class Environment(Section):
     """Options of the function."""
 
 
-class RewardTable(Section):
+class RewardTableConfig(Section):
     """[[rl.rewards]]: one part of the reward. A part that fails, hangs or gives no number drops its sample."""
 
     name: str
@@ -70,7 +70,7 @@ class RewardTable(Section):
     """Options of the reward."""
 
 
-class PromptSet(Section):
+class PromptSetConfig(Section):
     """[[rl.validation]]: prompts that are answered in each validation ([validation] enable, freq)."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")

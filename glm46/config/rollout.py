@@ -24,7 +24,7 @@ def _different(urls: tuple[str, ...]) -> tuple[str, ...]:
     return urls
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     """[rollout]: how completions are generated: from the whole distribution, without top-p and top-k, whose support the
     trainer would not know."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.faults import Fault, Faults, show
 from glm46.config.model import ModelShape
 from glm46.config.rules_layout import values_of
@@ -12,7 +12,7 @@ _FP8_BLOCK = 128
 """Rows and columns of a block; a test holds it equal to `run/parameters.py`."""
 
 
-def adapter_has_a_base(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def adapter_has_a_base(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """Adapters belong to trained weights."""
     if config.checkpoint.initial_load_path is None:
         yield Fault(
@@ -22,7 +22,7 @@ def adapter_has_a_base(config: RunConfig, adapter: Adapter, shape: ModelShape) -
         )
 
 
-def base_is_loaded_whole(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def base_is_loaded_whole(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """The base of adapters has all of its weights."""
     for name in ("initial_load_include", "initial_load_exclude"):
         if patterns := getattr(config.checkpoint, name):
@@ -33,7 +33,7 @@ def base_is_loaded_whole(config: RunConfig, adapter: Adapter, shape: ModelShape)
             )
 
 
-def base_stays_as_it_is(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def base_stays_as_it_is(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """Nothing but adapters is trained: routers and their selection biases belong to the base."""
     moe = config.moe
     rates = () if moe.balance == "none" else values_of(moe.bias_update_rate)
@@ -60,7 +60,7 @@ def base_stays_as_it_is(config: RunConfig, adapter: Adapter, shape: ModelShape) 
         )
 
 
-def adapters_are_under_adamw(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def adapters_are_under_adamw(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """A and B are factors of a matrix, for which Muon's update is not meant."""
     if config.optimizer.name != "AdamW":
         yield Fault(
@@ -69,7 +69,7 @@ def adapters_are_under_adamw(config: RunConfig, adapter: Adapter, shape: ModelSh
         )
 
 
-def base_is_in_full_precision(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def base_is_in_full_precision(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """The products of adapted layers are not in FP8."""
     if (recipe := config.float8.recipe_name) is not None:
         yield Fault(
@@ -78,7 +78,7 @@ def base_is_in_full_precision(config: RunConfig, adapter: Adapter, shape: ModelS
         )
 
 
-def float8_base_has_whole_blocks(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def float8_base_has_whole_blocks(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """Some projections consist of blocks of 128 x 128, and tensor parallelism splits none."""
     if adapter.base_dtype is None:
         return
@@ -107,7 +107,7 @@ def float8_base_has_whole_blocks(config: RunConfig, adapter: Adapter, shape: Mod
             )
 
 
-def magnitudes_are_on_the_device(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def magnitudes_are_on_the_device(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """DoRA's norms are computed where the weights are."""
     if adapter.name == "dora" and config.training.parameter_offload:
         yield Fault(
@@ -117,7 +117,7 @@ def magnitudes_are_on_the_device(config: RunConfig, adapter: Adapter, shape: Mod
         )
 
 
-def adapted_layers_exist(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def adapted_layers_exist(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """The range of layers is inside the model, and every target is there."""
     first, last = adapter.layers or (0, shape.num_hidden_layers - 1)
     if not 0 <= first <= last < shape.num_hidden_layers:
@@ -141,7 +141,7 @@ def adapted_layers_exist(config: RunConfig, adapter: Adapter, shape: ModelShape)
             )
 
 
-def targets_are_different(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def targets_are_different(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """There is a target, each is named once, and the rank of experts has experts."""
     if not adapter.targets:
         yield Fault(("adapter.targets",), "adapter.targets = []: nothing would be trained; name one, or remove the key")
@@ -155,7 +155,7 @@ def targets_are_different(config: RunConfig, adapter: Adapter, shape: ModelShape
         )
 
 
-def expert_ranks_are_aligned(config: RunConfig, adapter: Adapter, shape: ModelShape) -> Faults:
+def expert_ranks_are_aligned(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
     """Rows of A and B of experts begin at multiples of 16 bytes, which grouped products need."""
     dtype = config.training.mixed_precision_param
     entries = 16 // {"bfloat16": 2, "float32": 4}[dtype]
@@ -169,7 +169,7 @@ def expert_ranks_are_aligned(config: RunConfig, adapter: Adapter, shape: ModelSh
         )
 
 
-_RULES: tuple[Callable[[RunConfig, Adapter, ModelShape], Faults], ...] = (
+_RULES: tuple[Callable[[RunConfig, AdapterConfig, ModelShape], Faults], ...] = (
     adapter_has_a_base,
     base_is_loaded_whole,
     base_stays_as_it_is,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import combinations
 
-from glm46.config.data import DataStage
+from glm46.config.data import DataStageConfig
 from glm46.config.faults import Fault, Faults, show
 from glm46.config.run_config import RunConfig
 
@@ -181,7 +181,7 @@ def chat_faults(config: RunConfig, index: int, max_tokens: int | None, named: st
         )
 
 
-def _read(config: RunConfig, stage: DataStage) -> set[int]:
+def _read(config: RunConfig, stage: DataStageConfig) -> set[int]:
     """Indices of the sources that a stage reads."""
     weights = stage.weights or [1.0] * len(config.data.sources)
     return {i for i, weight in enumerate(weights[: len(config.data.sources)]) if weight > 0}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from glm46.config.faults import Fault, Faults, show
-from glm46.config.rl import RL
+from glm46.config.rl import RLConfig
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Section
 
@@ -16,7 +16,7 @@ def _stated(section: Section) -> set[str]:
     return {name for name in section.model_fields_set if getattr(section, name) is not None}
 
 
-def _value(rl: RL, key: str) -> str:
+def _value(rl: RLConfig, key: str) -> str:
     """``rl.key = value``, with its origin if the preset gave it."""
     *tables, name = key.split(".")
     stated, found = rl, rl.resolved()

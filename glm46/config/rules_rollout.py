@@ -210,7 +210,7 @@ def keys_of_text_are_absent(config: RunConfig) -> Faults:
 
 
 def nothing_depends_on_packing(config: RunConfig) -> Faults:
-    """What is computed over whole rows would depend on which samples share a row."""
+    """Refuses results over whole rows, which would depend on the samples that share a row."""
     if config.rl is None:
         return
     if any(values_of(config.moe.sequence_aux_loss_weight)):

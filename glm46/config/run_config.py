@@ -7,25 +7,31 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
-from glm46.config.ablation import Ablation
-from glm46.config.adapter import Adapter
-from glm46.config.checkpoint import Checkpoint, Metrics
-from glm46.config.data import Data
-from glm46.config.finetune import FineTune, Preference
-from glm46.config.float8 import Float8
-from glm46.config.model import Model
-from glm46.config.moe import MTP, MoE
-from glm46.config.optimizer import LRScheduler, Optimizer
+from glm46.config.ablation import AblationConfig
+from glm46.config.adapter import AdapterConfig
+from glm46.config.checkpoint import CheckpointConfig, MetricsConfig
+from glm46.config.data import DataConfig
+from glm46.config.finetune import FineTuneConfig, PreferenceConfig
+from glm46.config.float8 import Float8Config
+from glm46.config.model import ModelConfig
+from glm46.config.moe import MoEConfig, MTPConfig
+from glm46.config.optimizer import LRSchedulerConfig, OptimizerConfig
 from glm46.config.overrides import key_parts
-from glm46.config.parallelism import ActivationCheckpoint, Comm, Compile, FaultTolerance, Parallelism
-from glm46.config.profiling import Profiling
-from glm46.config.rl import RL
-from glm46.config.rollout import Rollout
+from glm46.config.parallelism import (
+    ActivationCheckpointConfig,
+    CommConfig,
+    CompileConfig,
+    FaultToleranceConfig,
+    ParallelismConfig,
+)
+from glm46.config.profiling import ProfilingConfig
+from glm46.config.rl import RLConfig
+from glm46.config.rollout import RolloutConfig
 from glm46.config.section import LocalPath, Needs, Section
-from glm46.config.training import Debug, Training, Validation
+from glm46.config.training import DebugConfig, TrainingConfig, ValidationConfig
 
 
-class Job(Section):
+class JobConfig(Section):
     """[job]: description and output folder of the run."""
 
     dump_folder: LocalPath = "./outputs"
@@ -39,7 +45,7 @@ class Job(Section):
     """Print the resolved configuration, defaults included, at the start."""
 
 
-class Inference(Section):
+class InferenceConfig(Section):
     """[inference]: the sample text that is printed when training ends."""
 
     prompt: str = ""
@@ -55,40 +61,40 @@ class Inference(Section):
 class RunConfig(Section):
     """The configuration of one run, read from one TOML file."""
 
-    job: Job = Field(default_factory=Job)
-    model: Model
-    data: Data = Field(default_factory=Data)
-    training: Training = Field(default_factory=Training)
-    moe: MoE = Field(default_factory=MoE)
-    mtp: MTP = Field(default_factory=MTP)
-    optimizer: Optimizer = Field(default_factory=Optimizer)
-    lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
-    parallelism: Parallelism = Field(default_factory=Parallelism)
-    float8: Float8 = Field(default_factory=Float8)
-    activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
-    compile: Compile = Field(default_factory=Compile)
-    comm: Comm = Field(default_factory=Comm)
-    fault_tolerance: FaultTolerance = Field(default_factory=FaultTolerance)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    validation: Validation = Field(default_factory=Validation)
-    inference: Inference = Field(default_factory=Inference)
-    metrics: Metrics = Field(default_factory=Metrics)
-    profiling: Profiling = Field(default_factory=Profiling)
-    debug: Debug = Field(default_factory=Debug)
-    finetune: FineTune | None = None
-    rl: RL | None = None
-    rollout: Rollout | None = None
-    adapter: Adapter | None = None
-    ablation: Ablation | None = None
+    job: JobConfig = Field(default_factory=JobConfig)
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    moe: MoEConfig = Field(default_factory=MoEConfig)
+    mtp: MTPConfig = Field(default_factory=MTPConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
+    parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
+    float8: Float8Config = Field(default_factory=Float8Config)
+    activation_checkpoint: ActivationCheckpointConfig = Field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+    comm: CommConfig = Field(default_factory=CommConfig)
+    fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
+    debug: DebugConfig = Field(default_factory=DebugConfig)
+    finetune: FineTuneConfig | None = None
+    rl: RLConfig | None = None
+    rollout: RolloutConfig | None = None
+    adapter: AdapterConfig | None = None
+    ablation: AblationConfig | None = None
     _ids: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @property
-    def preference(self) -> Preference | None:
+    def preference(self) -> PreferenceConfig | None:
         return None if self.finetune is None else self.finetune.preference
 
     @property
     def is_reference_in_policy(self) -> bool:
-        """Whether the reference of [rl], if it needs one, is the policy without its adapters."""
+        """True if the reference of [rl], if it needs one, is the policy without its adapters."""
         return self.adapter is not None and (self.rl is None or self.rl.reference is None)
 
     @property
@@ -116,7 +122,7 @@ class RunConfig(Section):
 
     @property
     def keeps_its_start(self) -> bool:
-        """Whether every start reads frozen weights from checkpoint.initial_load_path: the base of adapters, or the
+        """True if every start reads frozen weights from checkpoint.initial_load_path: the base of adapters, or the
         reference of a preference or of [rl]."""
         has_reference = self.rl is not None and self.rl.reference is None and self.rl.resolved().has_reference
         return self.adapter is not None or self.preference is not None or has_reference

@@ -35,7 +35,7 @@ def json_schema() -> dict[str, Any]:
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "A glm46 run"
-    flavor = schema["$defs"]["Model"]["properties"]["flavor"]
+    flavor = schema["$defs"]["ModelConfig"]["properties"]["flavor"]
     flavor["enum"] = list(PRESETS)
     return schema
 
@@ -68,7 +68,7 @@ def _describe(name: str, sections: dict[str, dict]) -> list[SectionRows]:
         text = "absent" if default is None else show(default)
         if key in section.get("required", ()):
             text = "required"
-        elif name == "Model" and key in ModelShape.model_fields:
+        elif name == "ModelConfig" and key in ModelShape.model_fields:
             text = "of the preset"
         rows.append(KeyRow(key, _values(spec), text, " ".join(spec["description"].split())))
     return [SectionRows(header, meaning, rows), *inner]

@@ -79,7 +79,7 @@ CountOrAll = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 
 
 def is_hub_address(stated: str) -> bool:
-    """Whether a text, or a `Path` with one slash of two, is an address of the Hugging Face hub, right or mistyped."""
+    """True if a text, or a `Path` with one slash of two, is an address of the Hugging Face hub, right or mistyped."""
     return _HUB_ADDRESS.match(stated) is not None
 
 
@@ -97,7 +97,7 @@ LocalPath = Annotated[str, AfterValidator(_no_url)]
 
 
 class HubId(NamedTuple):
-    """What an id names."""
+    """The kinds of repository that an id names."""
 
     repository: str
     revision: str | None

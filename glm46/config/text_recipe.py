@@ -107,12 +107,12 @@ class Recipe(Section):
 
     @property
     def is_chat(self) -> bool:
-        """Whether the rows are conversations, or pairs."""
+        """True if the rows are conversations, or pairs."""
         return self.format != "text"
 
     @property
     def is_paired(self) -> bool:
-        """Whether the rows are pairs."""
+        """True if the rows are pairs."""
         return self.format == PAIRS
 
     @property

@@ -7,7 +7,7 @@ from pydantic import Field
 from glm46.config.section import CountOrAll, LocalPath, Needs, Schedule, Section
 
 
-class Training(Section):
+class TrainingConfig(Section):
     """[training]: budget, batch size, precision and handling of loss spikes."""
 
     local_batch_size: int = Field(1, ge=1)
@@ -66,7 +66,7 @@ class Training(Section):
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class ValidationTask(Section):
+class ValidationTaskConfig(Section):
     """[[validation.tasks]]: what a validation measures beside the loss."""
 
     kind: Literal["position", "needle", "standard"]
@@ -97,7 +97,7 @@ class ValidationTask(Section):
     Absent: at each validation."""
 
 
-class Validation(Section):
+class ValidationConfig(Section):
     """[validation]: loss on held-out documents, and further tasks."""
 
     enable: bool = False
@@ -112,11 +112,11 @@ class Validation(Section):
     local_batch_size: Annotated[int | None, Needs("enable")] = Field(None, ge=1)
     """Sequences per rank and batch. Absent: as in training."""
 
-    tasks: Annotated[tuple[ValidationTask, ...], Needs("enable")] = ()
+    tasks: Annotated[tuple[ValidationTaskConfig, ...], Needs("enable")] = ()
     """Further tasks of validations; position and needle at most once."""
 
 
-class Debug(Section):
+class DebugConfig(Section):
     """[debug]: seeds and determinism."""
 
     seed: int = Field(0, ge=0, lt=2**63)

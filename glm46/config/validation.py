@@ -106,7 +106,7 @@ def _conversion(kind: str, value: Any) -> str:
 
 
 def _tables(kind: str, key: str, of: type[Section] | None) -> str:
-    """How to write an array of tables; empty for other keys."""
+    """The way to write an array of tables; empty for other keys."""
     if kind != "tuple_type" or of is None:
         return ""
     first = next(iter(of.model_fields))

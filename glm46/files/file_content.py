@@ -1,4 +1,4 @@
-"""What a file is that a reader of weights or JSON cannot read: the reason and the remedy in place of "damaged"."""
+"""The kind of a file that a reader of weights or JSON cannot read: reason and remedy in place of "damaged"."""
 
 import json
 from pathlib import Path

@@ -12,7 +12,7 @@ _NETWORK = {
 
 
 def space_fault(folder: Path, nbytes: float) -> str | None:
-    """Why a new folder of this size does not fit the disk that it would be on; None if it does."""
+    """The reason why a new folder of this size does not fit the disk that it would be on; None if it does."""
     there = next(parent for parent in folder.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(there).free
     if nbytes <= free:
@@ -21,7 +21,7 @@ def space_fault(folder: Path, nbytes: float) -> str | None:
 
 
 def local_disk_fault(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
-    """Why the files of a folder cannot be used as memory; None if they can.
+    """The reason why the files of a folder cannot be used as memory; None if they can.
 
     Args:
         mounts: the table of mounted file systems; tests pass their own.

@@ -54,7 +54,7 @@ class FileLock:
             time.sleep(_POLL_SECONDS)
 
     def is_held_elsewhere(self, timeout_seconds: float) -> bool:
-        """Whether another process holds the lock during this time. Takes and writes nothing.
+        """True if another process holds the lock during this time. Takes and writes nothing.
 
         Raises:
             OSError: the file cannot be read, or its file system does not support locks.

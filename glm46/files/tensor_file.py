@@ -81,7 +81,7 @@ def _records(entries: dict[str, HeaderEntry]) -> dict[str, Record]:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite; allocates no memory."""
+    """True if no value is NaN or infinite; allocates no memory."""
     return values.numel() == 0 or all(bool(one.isfinite()) for one in values.aminmax())
 
 

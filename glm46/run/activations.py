@@ -67,7 +67,7 @@ def kernel_runs(runs: float) -> int:
 def attention_backward_bytes(
     shape: ModelShape, width: int, *, queries: float, keys: float, runs: float, tp: int = 1
 ) -> float:
-    """What the backward of one layer's attention allocates on a rank: the gradients of result, queries, keys and
+    """Bytes that the backward of one layer's attention allocates on a rank: the gradients of result, queries, keys and
     values, and the workspace of the flash kernel.
 
     The workspace is that of `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp of
@@ -93,7 +93,7 @@ def attention_backward_bytes(
 def freed_before_attention(
     shape: ModelShape, width: int, block: str, tp: int = 1, frozen: Frozen | None = None
 ) -> float:
-    """What the backward of a layer has freed of its tensors when that of its attention begins, per token of a rank."""
+    """Bytes that the backward of a layer has freed when that of its attention begins, per token of a rank."""
     whole = dense_layer_bytes if block == "dense" else moe_layer_bytes  # the rest of an MTP layer comes before both
     return whole(shape, width, tp, frozen) - attention_bytes(shape, width, tp, frozen)
 
@@ -132,7 +132,7 @@ def moe_layer_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen |
 
 
 def adapter_bytes(shape: ModelShape, width: int, tp: int, frozen: Frozen | None) -> float:
-    """What the adapters of a layer keep, per token of a rank: ``scale * A x`` of each, and under DoRA the sum that is
+    """Bytes of the adapters of a layer, per token of a rank: ``scale * A x`` of each, and under DoRA the sum that is
     scaled to the magnitude."""
     total = 0.0
     for row in () if frozen is None else frozen.adapters:
@@ -161,7 +161,7 @@ def head_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None
 def layer_bytes(
     shape: ModelShape, width: int, block: str, mode: str, *, tp: int, ep: int, frozen: Frozen | None = None
 ) -> float:
-    """What forward keeps of a block, per token of a rank, under a mode of activation checkpointing."""
+    """Bytes that forward keeps of a block, per token of a rank, under a mode of activation checkpointing."""
     shape = with_key_copies(shape, tp)
     if block == "mtp":
         whole = mtp_layer_bytes(shape, width, tp)
@@ -229,7 +229,7 @@ at most, as a multiple of its tokens."""
 
 
 def keys_travel(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> bool:
-    """Whether context-parallel ranks pass keys from rank to rank, one part at a time, and do not gather them all."""
+    """True if context-parallel ranks pass keys from rank to rank, one part at a time, and do not gather them all."""
     if cp == 1 or shape.sliding_window is not None:
         return False
     return gathered_key_bytes(shape, width, rows=rows, length=length, cp=cp, tp=tp) > MOST_GATHERED_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import expm1
 
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
 from glm46.run.parameters import (
     Parameter,
@@ -45,7 +45,7 @@ class TrainingFlops:
         return self.matrices + self.adapters + self.attention + self.mtp
 
 
-def _matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: Adapter | None = None) -> float:
+def _matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: AdapterConfig | None = None) -> float:
     """Under an adapter the rows are frozen: without products for gradients of weights."""
     weights = sum(row.active_numel(shape) for row in rows if row.is_matrix and row.group != "magnitude")
     return float((_TRAINING_OVER_FORWARD - (adapter is not None)) * _FLOPS_PER_MULTIPLY_ADD * weights)
@@ -98,7 +98,7 @@ def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
 
 
 def training_flops(
-    shape: ModelShape, seq_len: int, document: float | None = None, adapter: Adapter | None = None
+    shape: ModelShape, seq_len: int, document: float | None = None, adapter: AdapterConfig | None = None
 ) -> TrainingFlops:
     """FLOPs per token of forward and backward, in parts; arguments of `attention_flops`.
 
@@ -120,14 +120,14 @@ def training_flops(
 
 
 def training_flops_per_token(
-    shape: ModelShape, seq_len: int, document: float | None = None, adapter: Adapter | None = None
+    shape: ModelShape, seq_len: int, document: float | None = None, adapter: AdapterConfig | None = None
 ) -> float:
     """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal. Arguments of
     `training_flops`."""
     return training_flops(shape, seq_len, document, adapter).total
 
 
-def product_flops(names: Iterable[str], shape: ModelShape, adapter: Adapter | None = None) -> dict[str, float]:
+def product_flops(names: Iterable[str], shape: ModelShape, adapter: AdapterConfig | None = None) -> dict[str, float]:
     """FLOPs per token of the products with each of these parameters, forward and backward, by name. The MTP layers
     whose parameters are among them use the head too.
 
@@ -144,7 +144,7 @@ def product_flops(names: Iterable[str], shape: ModelShape, adapter: Adapter | No
     return flops | {name: uses * flops[name] for name in names if name == "lm_head.weight"}
 
 
-def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: Adapter | None = None) -> float:
+def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: AdapterConfig | None = None) -> float:
     """FLOPs of forward and backward of tokens with the given number of attention pairs.
 
     Args:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from glm46.config.model import Model, ModelShape
-from glm46.config.moe import MoE
+from glm46.config.model import ModelConfig, ModelShape
+from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
 from glm46.run.schedule import schedule_value
 
@@ -37,7 +37,7 @@ def function_of_meta(meta: Mapping[str, Any]) -> NetworkFunction:
     if _SHAPE_KEY in meta:
         shape = ModelShape.model_validate(meta[_SHAPE_KEY])
     else:
-        shape = resolve_shape(Model.model_validate(tomli.loads(meta["config"])["model"]))
+        shape = resolve_shape(ModelConfig.model_validate(tomli.loads(meta["config"])["model"]))
     return NetworkFunction(shape, meta.get(_TEMPERATURE_KEY) or next_temperature(meta))
 
 
@@ -60,9 +60,9 @@ def gate_factor(meta: Mapping[str, Any] | None, temperature: float) -> float:
     return 1.0 if temperature == next_temperature(meta) else temperature / function_of_meta(meta).router_temperature
 
 
-def moe_of_meta(meta: Mapping[str, Any]) -> MoE:
+def moe_of_meta(meta: Mapping[str, Any]) -> MoEConfig:
     """[moe] of the run that saved a checkpoint."""
-    return MoE.model_validate(tomli.loads(meta["config"]).get("moe", {}))
+    return MoEConfig.model_validate(tomli.loads(meta["config"]).get("moe", {}))
 
 
 def is_gate(name: str) -> bool:
@@ -70,7 +70,7 @@ def is_gate(name: str) -> bool:
     return name.endswith(_GATE)
 
 
-def capacity_lines(moe: MoE, reader: str) -> list[str]:
+def capacity_lines(moe: MoEConfig, reader: str) -> list[str]:
     """A warning that a reader of the weights computes without the capacity; empty if there is none."""
     if moe.capacity_factor is None:
         return []

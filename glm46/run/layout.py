@@ -4,11 +4,7 @@ import math
 from dataclasses import dataclass
 
 from glm46.config.generation_degrees import Degrees
-from glm46.config.parallelism import Parallelism
-from glm46.operate.estimate.machine import Machine
-
-_PROCESSES_WITHOUT_GPU = 2
-"""Enough for sharding and collectives to happen; more would only split the same cores further."""
+from glm46.config.parallelism import ParallelismConfig
 
 
 @dataclass(frozen=True)
@@ -89,13 +85,13 @@ def generation_layout(degrees: Degrees, world_size: int) -> Layout:
     return Layout(degrees.pipeline_parallel, 1, replicas, 1, degrees.tensor_parallel, degrees.expert_parallel)
 
 
-def fixed_processes(parallelism: Parallelism) -> int:
+def fixed_processes(parallelism: ParallelismConfig) -> int:
     """Product of the degrees that the config sets: the number of processes, or a divisor of it if
     ``data_parallel_shard_degree`` is -1."""
     return max(parallelism.data_parallel_shard_degree, 1) * parallelism.stated_ranks
 
 
-def smallest_world(parallelism: Parallelism) -> int:
+def smallest_world(parallelism: ParallelismConfig) -> int:
     """The smallest number of processes that the config can run on: the expert degree must divide the degrees that it is
     borrowed from."""
     fixed = fixed_processes(parallelism)
@@ -105,21 +101,7 @@ def smallest_world(parallelism: Parallelism) -> int:
     return fixed * math.lcm(borrowed, parallelism.expert_parallel_degree) // borrowed
 
 
-def processes_of_node(parallelism: Parallelism, machine: Machine) -> int:
-    """Number of ranks of each node: one for each GPU, two without GPUs, as far as the degrees allow.
-
-    Args:
-        machine: one of ``machine.nodes`` equal nodes. The degrees divide the ranks of all of them.
-    """
-    if parallelism.data_parallel_shard_degree != -1:
-        return max(fixed_processes(parallelism) // machine.nodes, 1)
-    wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
-    smallest = smallest_world(parallelism)
-    step = smallest // math.gcd(smallest, machine.nodes)
-    return max(wanted - wanted % step, step)
-
-
-def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
+def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
     """The degrees on this many processes; a rule of the config has checked that they multiply to it."""
     fixed = fixed_processes(parallelism)
     is_open = parallelism.data_parallel_shard_degree == -1

@@ -1,9 +1,9 @@
 """The one table of the model's parameters: name, Hugging Face name, shape, initial value, optimizer, sharding.
 
-Each fact about a parameter is stated here once, and the rooms read it: the planner counts with it, `compute/model/init.py`
-fills by it, `compute/optim/roles.py` and `compute/parallelize/tensor.py` assign by it, `storage/huggingface/names.py` and `storage/huggingface/fp8.py`
-convert by it. It needs no torch, so that planning is fast. A test holds the rows equal to the parameters and buffers of
-the model.
+Each fact about a parameter is stated here once, and the rooms read it: the estimate counts with it,
+`compute/model/init.py` fills by it, `compute/optim/roles.py` and `compute/parallelize/tensor.py` assign by it,
+`storage/huggingface/names.py` and `storage/huggingface/fp8.py` convert by it. It needs no torch, so that planning is
+fast. A test holds the rows equal to the parameters and buffers of the model.
 """
 
 import functools
@@ -14,9 +14,9 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from glm46.config.adapter import Adapter, AdapterTarget
+from glm46.config.adapter import AdapterConfig, AdapterTarget
 from glm46.config.model import ModelShape
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 
 FP8_BLOCK = 128
 """Rows and columns of a block of a weight in FP8. A frozen base has a scale for each row of a block, which holds the
@@ -107,14 +107,14 @@ class Parameter:
         """Tensors of a Hugging Face checkpoint that ours is made of: each expert's matrices are apart there."""
         return len(self.hf_names) * (shape.n_routed_experts if self.is_expert else 1)
 
-    def choose_optimizer(self, config: Optimizer) -> str:
+    def choose_optimizer(self, config: OptimizerConfig) -> str:
         """The optimizer, "muon" or "adamw", that updates it under [optimizer]."""
         assert self.optimizer is not None, f"{self.name} is a buffer"
         if config.name == "AdamW":
             return "adamw"
         return getattr(config, self.optimizer) if self.optimizer in ("router", "lm_head") else self.optimizer
 
-    def states(self, config: Optimizer) -> int:
+    def states(self, config: OptimizerConfig) -> int:
         """Optimizer states per element: one momentum under Muon, two moments under AdamW."""
         return 1 if self.choose_optimizer(config) == "muon" else 2
 
@@ -356,7 +356,7 @@ def named_rows(shape: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[s
     return {prefix + row.name: row for prefix, rows in prefixes for row in rows}
 
 
-def adapter_layer(shape: ModelShape, adapter: Adapter, index: int) -> list[Parameter]:
+def adapter_layer(shape: ModelShape, adapter: AdapterConfig, index: int) -> list[Parameter]:
     """The rows of the adapters in one layer of the main model; magnitudes under DoRA only."""
     if index not in adapter.layers_of(shape.num_hidden_layers):
         return []
@@ -371,7 +371,7 @@ def adapter_layer(shape: ModelShape, adapter: Adapter, index: int) -> list[Param
     return rows
 
 
-def adapter_rows(shape: ModelShape, adapter: Adapter) -> dict[str, Parameter]:
+def adapter_rows(shape: ModelShape, adapter: AdapterConfig) -> dict[str, Parameter]:
     """Every parameter of the adapters by its full name, in the order of the layers."""
     layers = adapter.layers_of(shape.num_hidden_layers)
     return {f"layers.{i}.{row.name}": row for i in layers for row in adapter_layer(shape, adapter, i)}

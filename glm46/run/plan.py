@@ -93,3 +93,13 @@ def resolve_plan(config: RunConfig, world_size: int | None = None, document_toke
         budget_tokens=budget_tokens(config, stages, config.training.local_batch_size * layout.dp_degree),
         document_tokens=document_tokens,
     )
+
+
+def replicas_reduce_once(plan: Plan) -> bool:
+    """True if replicas sum gradients after the last micro-batch only: FSDP2 adds up micro-batches in the reduce type,
+    on the device, where BF16 would lose small gradients and `parameter_offload` wants no gradients. Under a pipeline
+    all gradients are reduced once."""
+    training = plan.config.training
+    return (
+        plan.layout.dp_replicate > 1 and training.mixed_precision_reduce == "float32" and not training.parameter_offload
+    )

@@ -6,7 +6,7 @@ starts at ``lr_scheduler.start_tokens`` adds this number to its own tokens.
 
 import math
 
-from glm46.config.optimizer import LRScheduler
+from glm46.config.optimizer import LRSchedulerConfig
 from glm46.config.section import Schedule
 
 
@@ -28,7 +28,7 @@ def schedule_value(schedule: Schedule, tokens: int) -> float:
     return float(left_value)
 
 
-def learning_rate_factor(tokens: int, scheduler: LRScheduler, total_tokens: int, step_tokens: int = 0) -> float:
+def learning_rate_factor(tokens: int, scheduler: LRSchedulerConfig, total_tokens: int, step_tokens: int = 0) -> float:
     """The learning rate after ``tokens`` tokens of the curriculum, relative to its peak.
 
     Args:

@@ -7,11 +7,11 @@ from math import inf
 from operator import add
 
 from glm46.config.model import ModelShape
-from glm46.config.parallelism import PIPELINE_SCHEDULES, Parallelism
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ParallelismConfig
 from glm46.run.flops import layer_flops
 
 
-def stages_of_rank(parallelism: Parallelism, rank: int) -> list[int]:
+def stages_of_rank(parallelism: ParallelismConfig, rank: int) -> list[int]:
     """The stages of one pipeline rank, ascending."""
     ranks = parallelism.pipeline_parallel_degree
     if PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped:
@@ -19,7 +19,7 @@ def stages_of_rank(parallelism: Parallelism, rank: int) -> list[int]:
     return [rank + turn * ranks for turn in range(parallelism.stages_per_rank)]
 
 
-def rank_of_stage(parallelism: Parallelism, stage: int) -> int:
+def rank_of_stage(parallelism: ParallelismConfig, stage: int) -> int:
     """The pipeline rank that holds a stage; the inverse of `stages_of_rank`."""
     ranks = parallelism.pipeline_parallel_degree
     if PIPELINE_SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped:
@@ -27,7 +27,7 @@ def rank_of_stage(parallelism: Parallelism, stage: int) -> int:
     return stage % ranks
 
 
-def bubble(parallelism: Parallelism, micro_batches: int) -> float:
+def bubble(parallelism: ParallelismConfig, micro_batches: int) -> float:
     """Share of a step in which the ranks of a pipeline wait for each other.
 
     All stages cost the same, and backward twice as much as forward. Exact for these schedules, except

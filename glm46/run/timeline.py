@@ -87,7 +87,7 @@ def simulate(order: Order, cost: Callable[[Kind, int], float], sending: Callable
 
 
 def _is_first(action: Action, last: int) -> bool:
-    """Whether an action reads nothing of another stage."""
+    """True if an action reads nothing of another stage."""
     if action.kind == "forward":
         return action.stage == 0
     # Orders keep the forward of a stage before its backward, and the gradient of inputs before that of weights.

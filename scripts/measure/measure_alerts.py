@@ -54,9 +54,10 @@ import math, os, sys, threading, time
 fault = os.environ.get("GLM46_FAULT_FILE")
 
 def install():
-    while "glm46.engine.training.step" not in sys.modules or not hasattr(sys.modules["glm46.engine.training.step"], "train_step"):
+    name = "glm46.engine.training.step"
+    while name not in sys.modules or not hasattr(sys.modules[name], "train_step"):
         time.sleep(0.1)
-    step = sys.modules["glm46.engine.training.step"]
+    step = sys.modules[name]
     original = step.to_host
     if original.__module__ == __name__:  # wrapped before this process was forked
         return

@@ -1,6 +1,6 @@
 """Measure the way from text to batches on one core, each result beside its goal.
 
-    python scripts/measure/measure_data.py                                  # tokenise, prepare, find duplicates, read: minutes
+    python scripts/measure/measure_data.py                          # tokenise, prepare, find duplicates, read: minutes
     python scripts/measure/measure_data.py --megabytes 1 --rounds 1         # a trial
 
 Temporary files are removed. Exit code 1 if a goal is missed.

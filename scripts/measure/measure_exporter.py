@@ -14,7 +14,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from glm46.config.checkpoint import Metrics
+from glm46.config.checkpoint import MetricsConfig
 from glm46.engine.observe.endpoint import Endpoint
 from glm46.engine.observe.exporter import RunCollector
 from glm46.engine.observe.heartbeat import Heartbeat
@@ -47,7 +47,7 @@ def main() -> None:
         step_seconds = (time.perf_counter() - began) / STEPS
         for step in range(100):
             write_row(folder / "metrics.jsonl", step)
-        config = Metrics(prometheus_port=9400, prometheus_sd_folder=name)
+        config = MetricsConfig(prometheus_port=9400, prometheus_sd_folder=name)
         endpoint = Endpoint(config, folder, RunCollector(folder), print)
         url, cpu, wall = f"http://127.0.0.1:{endpoint.port}/metrics", time.process_time(), time.perf_counter()
         for step in range(SCRAPES):

@@ -1,6 +1,6 @@
 """Time log-likelihoods of lm-eval's tasks: this package's engine against lm-eval's own backend `hf`, interleaved.
 
-    python scripts/measure/measure_lm_eval.py --model models/mine                    # three rounds of the two shipped tasks
+    python scripts/measure/measure_lm_eval.py --model models/mine                # three rounds of the two shipped tasks
     python scripts/measure/measure_lm_eval.py --model models/mine --tasks my.yaml --batch-size 8 --rounds 1
 
 Both have the folder in memory in FP32, and get the same requests, which are made before the clock starts. Prints

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts import draw_house
+from tests.architecture import house
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md",
@@ -27,7 +30,7 @@ VERBS = {
 def test_named_files_and_verbs_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w/.-]*\w/?", text) + re.findall(r"\./([\w/]+\.sh)", text)
-    paths = [path for path in paths if not re.search(r"\b(ROOM|NAME)\b", path)]  # what a reader fills in
+    paths = [path for path in paths if not re.search(r"\b(ROOM|WING|NAME)\b", path)]  # what a reader fills in
     assert [path for path in paths if not (ROOT / path).exists()] == []
     verbs = re.findall(r"python -m glm46 ([a-z][\w-]*)", text)
     assert set(verbs) - VERBS == set()
@@ -36,7 +39,7 @@ def test_named_files_and_verbs_exist(document):
 def test_stops_of_the_ways_exist():
     """``file: name`` in docs/architecture.md: the file defines the name at its top level."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    stops = re.findall(r"`(\w+/\w+\.py): (\w+)`", text)
+    stops = re.findall(r"`([\w/]+\.py): (\w+)`", text)
     ways = re.split(r"\n\*\*(?:A|An) [\w ]+\*\*\n", text)[1:]
     assert len(ways) == 5 and [len(re.findall(r"(?m)^\d\. `", way)) for way in ways] == [6] * 5
     unknown = []
@@ -52,6 +55,10 @@ def test_stops_of_the_ways_exist():
 
 def test_rooms_of_the_page_are_the_rooms():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rooms = re.findall(r"(?m)^\| \d+ \| `(\w+)/` \|", text)
-    found = [path.name for path in (ROOT / "glm46").iterdir() if (path / "__init__.py").is_file()]
-    assert sorted(rooms) == sorted(found)
+    rooms = re.findall(r"(?m)^\| `([\w/]+)/` \|", text)
+    assert sorted(rooms) == sorted(room for room in house.LAYERS if (ROOT / "glm46" / room).is_dir())
+
+
+def test_picture_of_the_house_is_that_of_its_imports():
+    """``python scripts/draw_house.py`` writes it."""
+    assert (ROOT / "docs" / "images" / "house.svg").read_text(encoding="utf-8") == draw_house.picture()

@@ -38,7 +38,7 @@ def run_tests(tmp_path):
         (tmp_path / "programs" / name).symlink_to(shutil.which(name))
     (tmp_path / "programs" / "nproc").write_text("#!/bin/sh\necho 4\n")
     (tmp_path / "programs" / "nproc").chmod(0o755)
-    for room in ("data", "model"):
+    for room in ("storage/data", "compute/model"):
         (tmp_path / "tests" / "unit" / room).mkdir(parents=True)
 
     def run(*arguments: str, codes: str = "") -> tuple[int, list[str]]:
@@ -58,6 +58,7 @@ def run_tests(tmp_path):
         ([], [UNIT, RANKS]),
         (["--fast"], [FAST + " -m not slow"]),
         (["data"], [SIDE_BY_SIDE + "tests/unit/storage/data"]),
+        (["storage/data", "compute"], [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute"]),
         (
             ["--fast", "data", "model", "-x"],
             [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute/model -x -m not slow"],

@@ -7,7 +7,7 @@ from glm46.compute.distributed.process import join, leave, use_deterministic_ker
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.parallelize.float8 import experts_product, linear_product
-from glm46.config.float8 import Float8
+from glm46.config.float8 import Float8Config
 from glm46.config.float8_layers import EXPERTS_MULTIPLES
 from glm46.config.presets import PRESETS
 from glm46.engine.training.step import train_step
@@ -31,7 +31,7 @@ BOUND = 2**-7
 def test_linear_product_follows_its_recipe(recipe):
     x, weight, grad = (t.bfloat16() for t in operands((256, 512), (384, 512), (256, 384)))
     inputs = [t.cuda().requires_grad_() for t in (x, weight)]
-    y = linear_product(Float8(recipe_name=recipe))(*inputs, None)
+    y = linear_product(Float8Config(recipe_name=recipe))(*inputs, None)
     y.backward(grad.cuda())
     wanted = recipe_in_fp64(recipe, x.double(), weight.double(), grad.double())
     found = (y.detach(), inputs[0].grad, inputs[1].grad)
@@ -51,7 +51,7 @@ def test_grouped_product_follows_its_recipe(recipe):
         pytest.skip("no CUDA device with MXFP8 on this machine")
     x, weight, grad = (t.bfloat16() for t in operands((ROWS, 512), (len(ENDS), 256, 512), (ROWS, 256)))
     inputs, end = [t.cuda().requires_grad_() for t in (x, weight)], int(ENDS[-1])
-    float8 = Float8(recipe_name="rowwise", experts_recipe_name=recipe)
+    float8 = Float8Config(recipe_name="rowwise", experts_recipe_name=recipe)
     y = experts_product(float8)(*inputs, ENDS.cuda())
     y[:end].backward(grad[:end].cuda())
     for expert, (start, stop) in enumerate(zip([0, *ENDS[:-1].tolist()], ENDS.tolist(), strict=True)):
@@ -81,7 +81,7 @@ def test_a_moe_layer_with_padded_groups_is_that_of_the_emulation(rows):
             torch.nn.init.normal_(parameter, std=0.05)
         layer.to("cuda", torch.bfloat16)
         layer.router.e_score_correction_bias.zero_()[0] = 10.0  # every token takes the first expert
-        recipe = Float8(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=emulate)
+        recipe = Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=emulate)
         layer.experts.product = experts_product(recipe)
         layer.dispatcher.multiple = EXPERTS_MULTIPLES["rowwise"]
         inputs = x.cuda().requires_grad_()
@@ -98,7 +98,7 @@ def test_emulated_experts_repeat_every_bit_under_debug_deterministic():
     """No operator of the emulation raises there."""
     use_deterministic_kernels()
     x, weight, grad = (t.bfloat16().cuda() for t in operands((ROWS, 512), (len(ENDS), 256, 512), (ROWS, 256)))
-    product = experts_product(Float8(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=True))
+    product = experts_product(Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=True))
     results = []
     for _ in range(2):
         inputs = [t.clone().requires_grad_() for t in (x, weight)]
@@ -120,7 +120,7 @@ def test_weights_gathered_in_fp8_give_the_step_of_weights_that_are_rounded_after
     results = {}
     for name in ("fsdp gathered", "fsdp tensorwise", None):
         config = config_of(CASES[name or "fsdp gathered"])
-        recipe = config.float8.model_copy(update={"emulate": False}) if name else Float8()
+        recipe = config.float8.model_copy(update={"emulate": False}) if name else Float8Config()
         training = config.training.model_copy(update={"mixed_precision_param": "bfloat16"})
         job = build_job(config.model_copy(update={"float8": recipe, "training": training}), process)
         totals = count_step(job, [make_batch(0)])

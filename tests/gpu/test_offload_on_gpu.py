@@ -6,7 +6,7 @@ import torch
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.process import join, leave
 from glm46.compute.optim.optimizers import build_optimizers
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from tests.ranks.sharded_layouts import LAYOUTS, build_job, make_batch, make_config, micro_batches, whole
@@ -32,7 +32,7 @@ def updated(device: str, steps: int = 4, **options) -> tuple[dict, dict]:
     if device == "cpu":
         weights = {name: weight.pin_memory() for name, weight in weights.items()}
     weights = {name: torch.nn.Parameter(weight.to(device)) for name, weight in weights.items()}
-    group = build_optimizers(list(weights.items()), Optimizer(lr=0.01, **options), torch.device("cuda", 0))
+    group = build_optimizers(list(weights.items()), OptimizerConfig(lr=0.01, **options), torch.device("cuda", 0))
     for _ in range(steps):
         for weight in weights.values():
             weight.grad = torch.randn(weight.shape, generator=generator).to(device)

@@ -9,7 +9,7 @@ from torch import nn
 
 from glm46.compute.distributed.device_time import OwnDeviceTime, waiting_for_ranks
 from glm46.config.presets import PRESETS
-from glm46.config.profiling import Profiling
+from glm46.config.profiling import ProfilingConfig
 from glm46.engine.observe.module_times import IDLE, flops_by_kind
 from glm46.engine.observe.profiler import Profiled, Profiler
 from glm46.run.parameters import named_rows
@@ -29,7 +29,7 @@ def test_a_profile_gives_kernels_to_modules_and_writes_a_snapshot(tmp_path):
         0, torch.device("cuda"), [("", model)], False,
         lambda tokens, pairs: flops_by_kind(names, shape, tokens, pairs), lambda: None,
     )  # fmt: skip
-    config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=3, profiler_warmup=1)
+    config = ProfilingConfig(enable_profiling=True, enable_memory_snapshot=True, profile_freq=3, profiler_warmup=1)
     with Profiler(config, tmp_path, about, said.append) as service:
         for step in (1, 2, 3):
             service.step_begins(step)
@@ -53,7 +53,7 @@ def test_a_profile_gives_kernels_to_modules_and_writes_a_snapshot(tmp_path):
 def test_a_request_takes_a_trace_and_a_snapshot_with_the_allocations_of_its_steps(tmp_path):
     model = nn.Linear(512, 512, device="cuda")
     about = Profiled(0, torch.device("cuda"), [("", model)], False, lambda tokens, pairs: {}, lambda: None)
-    with Profiler(Profiling(profiler_warmup=1), tmp_path, about, print) as service:
+    with Profiler(ProfilingConfig(profiler_warmup=1), tmp_path, about, print) as service:
         for step in (1, 2, 3, 4):
             service.step_begins(step)
             if step == 1:

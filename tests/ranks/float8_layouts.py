@@ -21,7 +21,7 @@ from glm46.compute.model.layers import Linear
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import float8
 from glm46.compute.parallelize.plan import initialise
-from glm46.config.float8 import Float8
+from glm46.config.float8 import Float8Config
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.step import train_step
@@ -88,7 +88,7 @@ CASES = {
 
 def config_of(case: Case, **options) -> RunConfig:
     config = make_config(case.layout, SHAPE["num_hidden_layers"])
-    recipe = Float8(emulate=True, **case.float8)
+    recipe = Float8Config(emulate=True, **case.float8)
     model = config.model.model_copy(update=WIDTHS)
     training = config.training.model_copy(update={"max_norm": 1e9})  # gradients as they are
     return config.model_copy(update={"model": model, "training": training, "float8": recipe} | options)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from glm46.config.loader import dump_config
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.storage.checkpoint.step_tensors import write_model
@@ -102,7 +102,7 @@ def phases(base: Path, outputs: Path) -> dict[str, Phase]:
 
 def write_random_model(folder: Path) -> None:
     """A checkpoint of the debug model with more and wider experts, of 190 MB: converting it takes a moment."""
-    model = Model(flavor="debug", n_routed_experts=64, moe_intermediate_size=256)
+    model = ModelConfig(flavor="debug", n_routed_experts=64, moe_intermediate_size=256)
     entries = HFNames(resolve_shape(model), repeat_shared=False).entries
     kinds = {name: (entry.shape, torch.float32) for name, entry in entries.items()}
     meta = {"config": dump_config(RunConfig(model=model))}

@@ -17,14 +17,14 @@ from torch import Tensor
 from glm46.compute.distributed.process import join, leave
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.plan import initialise
-from glm46.config.moe import MoE
+from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.network import Batch
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.storage.data.batches import IGNORE
-from glm46.storage.data.loader import BatchLayout, Span, TrainSource, build_train_loader
+from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
 from glm46.storage.data.manifest import Manifest, Split, save_manifest
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.prepare.sharding import SplitWriter
@@ -80,14 +80,14 @@ def load_batches(folder: Path) -> list[Batch]:
     save_manifest(manifest)
     sources, layout = [TrainSource("chats", manifest, 1.0, "best_fit")], BatchLayout(SEQ_LEN, DEPTHS, ROWS, 0, 1, True)
     (rows,) = build_train_loader(sources, layout, seed=0, start_sample=0).dataset.rows_per_source
-    loader = build_train_loader(sources, layout, seed=0, start_sample=0, span=Span(stop=rows))
+    loader = build_train_loader(sources, layout, seed=0, start_sample=0, span=SampleSpan(stop=rows))
     return [batch for batch, _ in zip(loader, range(-(-rows // ROWS)), strict=False)]
 
 
 def run_config(layout: Layout) -> RunConfig:
     """Without losses that depend on the rows, and without clipping."""
     config = make_config(layout, layers=3)
-    moe = MoE(balance="none", sequence_aux_loss_weight=0.0)
+    moe = MoEConfig(balance="none", sequence_aux_loss_weight=0.0)
     return config.model_copy(update={"moe": moe, "training": config.training.model_copy(update={"max_norm": 1e9})})
 
 

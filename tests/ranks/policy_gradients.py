@@ -23,7 +23,7 @@ from glm46.compute.model.routes import compact_routes
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.presets import resolve_shape
-from glm46.config.rl import RL
+from glm46.config.rl import RLConfig
 from glm46.engine.training.named_sums import sum_over_all_ranks
 from glm46.engine.training.network import build_network
 from glm46.engine.training.step import _local_sums, compute_gradients
@@ -108,11 +108,11 @@ def make_samples(layout: Layout) -> tuple[dict[str, Tensor], Rewards]:
     return batch | fields, Rewards(rewards, torch.arange(len(used)) % 7)
 
 
-def resolved(name: str) -> RL:
-    return RL.model_validate({"prompts_per_rollout": 1} | ALGORITHMS[name]).resolved()
+def resolved(name: str) -> RLConfig:
+    return RLConfig.model_validate({"prompts_per_rollout": 1} | ALGORITHMS[name]).resolved()
 
 
-def objectives_of(networks: dict, rl: RL) -> dict:
+def objectives_of(networks: dict, rl: RLConfig) -> dict:
     """The objectives of an algorithm by the names of its networks."""
     of = {"policy": PolicyGradient(networks["policy"], rl, TEMPERATURE, is_on_policy=rl == resolved("on_policy"))}
     return of | ({"critic": ValueLoss(networks["critic"], rl)} if rl.advantage == "gae" else {})

@@ -26,8 +26,8 @@ from glm46.compute.model.init import fill_normal
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.plan import initialise
-from glm46.config.adapter import Adapter
-from glm46.config.finetune import Preference
+from glm46.config.adapter import AdapterConfig
+from glm46.config.finetune import PreferenceConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.network import build_network
@@ -50,7 +50,7 @@ from tests.ranks.sharded_layouts import (
     squares,
 )
 
-PREFERENCE = Preference(beta=0.7, label_smoothing=0.1, sft_weight=0.3)
+PREFERENCE = PreferenceConfig(beta=0.7, label_smoothing=0.1, sft_weight=0.3)
 BEGIN = 0
 _LAYOUTS = {
     2: [
@@ -120,7 +120,7 @@ def run_reference(config: RunConfig) -> tuple[float, float, dict[str, Tensor]]:
     model.to_empty(device="cpu")
     initialise(model, config.debug.seed)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    magnitudes = Magnitudes(model, config.adapter or Adapter(), None)
+    magnitudes = Magnitudes(model, config.adapter or AdapterConfig(), None)
     magnitudes.start()
     batch = split_pairs(make_pairs(), BEGIN)
     chosen, halves = [], int(batch[HALF].max()) + 1

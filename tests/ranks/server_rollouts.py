@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.compute.distributed.process import join, leave
-from glm46.config.rollout import Rollout
+from glm46.config.rollout import RolloutConfig
 from glm46.tasks.rl.rollout import first_rank, server_pool
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
@@ -65,7 +65,7 @@ def draw(rank: int, folder: Path) -> dict:
             dist.all_reduce(gathered)  # as of shards
             yield f"tensor {number}", gathered
 
-    config = Rollout(
+    config = RolloutConfig(
         kind="vllm",
         max_new_tokens=6,
         urls=[f"http://127.0.0.1:{port.item()}"],

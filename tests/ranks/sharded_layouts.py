@@ -39,9 +39,9 @@ from glm46.compute.model.transformer import LossSums, Transformer
 from glm46.compute.optim.optimizers import build_optimizers
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.plan import initialise
-from glm46.config.adapter import Adapter
-from glm46.config.model import ModelShape, RopeScaling
-from glm46.config.moe import MoE
+from glm46.config.adapter import AdapterConfig
+from glm46.config.model import ModelShape, RopeScalingConfig
+from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.hf_weights import load_weights
@@ -225,7 +225,7 @@ ROWS, SEQ_LEN = 8, 24
 MTP_WEIGHT = 0.3
 AUX_WEIGHTS = ((0.01, 0.001), (0.02, 0.0), (0.005, 0.002))
 """Of the balance loss and the z-loss in each step: schedules in the engine, plain numbers in the reference."""
-MOE = MoE(
+MOE = MoEConfig(
     balance="none",
     sequence_aux_loss_weight=tuple((step, balance) for step, (balance, _) in enumerate(AUX_WEIGHTS)),
     z_loss_weight=tuple((step, z) for step, (_, z) in enumerate(AUX_WEIGHTS)),
@@ -233,10 +233,10 @@ MOE = MoE(
 OPTIONS = RoutingOptions(balance_loss=True, z_loss=True)
 BY_TOKEN = {"options": OPTIONS, "form": partial(token_logprobs, entropy=True)}
 ATTENTION_OF_STEP = (
-    {"sliding_window": 5, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
+    {"sliding_window": 5, "rope_scaling": RopeScalingConfig(rope_type="linear", factor=2.0)},
     {
         "sliding_window": None,
-        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+        "rope_scaling": RopeScalingConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
     },
     {"sliding_window": 3, "rope_scaling": None},
 )
@@ -383,7 +383,7 @@ def run_reference(config: RunConfig, layout: Layout, fp8_base: Path | None = Non
         write_fp8_base(model, fp8_base)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    magnitudes = Magnitudes(model, config.adapter or Adapter(), None)
+    magnitudes = Magnitudes(model, config.adapter or AdapterConfig(), None)
     magnitudes.start()
     begin_adapters(parameters)
     magnitudes.refresh()

@@ -75,7 +75,7 @@ def test_a_signal_that_comes_before_python_listens_is_not_lost(command, code, tm
         "    def find_spec(name, *_):\n"
         "        if name == 'glm46.engine.reliability.stop': os.kill(os.getpid(), signal.SIGTERM)\n"
         f"if {is_script}:\n"
-        "    if b'launch' in open('/proc/self/cmdline', 'rb').read(): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    if b'\\0launch\\0' in open('/proc/self/cmdline', 'rb').read(): os.kill(os.getpid(), signal.SIGTERM)\n"
         "else: sys.meta_path.insert(0, Sender)\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from glm46.config.loader import load_config
-from glm46.operate.estimate.memory import WIDTHS, rank_memory
+from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
 from glm46.run import activations
 from glm46.run.activations import Frozen, layer_bytes
+from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.plan import Plan, resolve_plan
 from tests.ranks.planned_steps import BF16, CASES, FULL_SCALE, rank_names
 from tests.ranks.server import ROOT

@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from glm46.commands.preflight import RESULTS_FILE
 from glm46.config.loader import dump_config
+from glm46.operate.cluster.preflight import RESULTS_FILE
 from glm46.operate.cluster.results import FAIL, PASS
 
 

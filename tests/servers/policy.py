@@ -12,9 +12,9 @@ import torch
 from glm46.compute.distributed.process import join, leave
 from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.transformer import Transformer
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
-from glm46.config.rollout import Rollout
+from glm46.config.rollout import RolloutConfig
 from glm46.engine.inference.loading import load_for_inference
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
@@ -40,7 +40,7 @@ class Policy:
     adapters: dict[str, torch.Tensor] = {}
 
     def __init__(self, folder: Path):
-        self.tokenizer, self.shape = load_tokenizer("builtin"), resolve_shape(Model(flavor="debug"))
+        self.tokenizer, self.shape = load_tokenizer("builtin"), resolve_shape(ModelConfig(flavor="debug"))
         self.model = Transformer(self.shape).eval()
         with torch.no_grad():
             for name, tensor in self.model.state_dict().items():
@@ -55,7 +55,7 @@ class Policy:
             self.port = free.getsockname()[1]
         self.lines: list[str] = []
         urls = [f"http://127.0.0.1:{self.port}"]
-        config = Rollout(kind="vllm", max_new_tokens=32, urls=urls, weights=self.weights)
+        config = RolloutConfig(kind="vllm", max_new_tokens=32, urls=urls, weights=self.weights)
         self.engine = ServerEngine(
             config,
             folder=folder / "weights",

@@ -11,7 +11,7 @@ import torch
 from glm46.cli import main
 from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.transformer import Transformer
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.engine.inference.generation import continue_tokens
 from glm46.storage.data.chat import chat_prompt
@@ -52,7 +52,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model():
-    made = Transformer(resolve_shape(Model(flavor="debug"))).eval()
+    made = Transformer(resolve_shape(ModelConfig(flavor="debug"))).eval()
     with torch.no_grad():
         for name, tensor in made.state_dict().items():
             places = [torch.arange(size) for size in tensor.shape]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.compute.distributed.mesh import Cluster
-from glm46.operate.estimate.memory import PROBE_BYTES
+from glm46.run.sizes import PROBE_BYTES
 
 _ROUNDS = 4
 """The first one connects the ranks and lets them begin together; it does not count."""
@@ -62,7 +62,7 @@ class BandwidthProbe:
         self._tensor = torch.zeros(size // 4 if self._interval else 0, device=self._device)
 
     def is_due(self, step: int) -> bool:
-        """Whether to measure after this step; equal on all ranks."""
+        """True if to measure after this step; equal on all ranks."""
         return bool(self._interval) and step % self._interval == 0
 
     def measure(self) -> dict[str, float]:

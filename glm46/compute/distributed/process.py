@@ -22,7 +22,7 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes logs and prints for all ranks."""
+        """True if this process writes logs and prints for all ranks."""
         return self.rank == 0
 
 

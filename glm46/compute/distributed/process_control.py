@@ -1,4 +1,4 @@
-"""What the operating system keeps for a process: its name, and the signal at the end of its parent. Needs no torch."""
+"""Name of a process, and the signal that it gets at the end of its parent. Needs no torch."""
 
 import ctypes
 import os

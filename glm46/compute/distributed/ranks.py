@@ -68,7 +68,7 @@ class Ranks:
         return values
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Whether a flag is set on any rank, for each of equally many flags. Collective; raises as `all_gather`."""
+        """True if a flag is set on any rank, for each of equally many flags. Collective; raises as `all_gather`."""
         found = torch.tensor(flags, dtype=torch.uint8)
         if self.group is not None:
             with _telling_lost_ranks():

@@ -18,11 +18,11 @@ from glm46.compute.model.experts import Experts, grouped_mm, grouped_outer
 from glm46.compute.model.fp8_weights import fp8_input_gradient, fp8_linear, in_compute_type, local_scales, store_in_fp8
 from glm46.compute.model.layers import Linear, local_weight
 from glm46.compute.model.transformer import Transformer
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.run.parameters import adapter_layer
 
 
-def add_adapters(model: Transformer, adapter: Adapter, dtype: torch.dtype = torch.float32) -> None:
+def add_adapters(model: Transformer, adapter: AdapterConfig, dtype: torch.dtype = torch.float32) -> None:
     """Freeze a model, or a part of it, and add the adapters of [adapter], which are trained; in place.
 
     The adapters are on the device of the model, without values: `fill_parameter` has the initial ones. So are weights

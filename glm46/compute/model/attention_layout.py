@@ -1,4 +1,5 @@
-"""Who sees whom in a batch, in memory that grows with the number of documents: no mask of queries and keys exists."""
+"""The tokens that each token of a batch sees, in memory that grows with the number of documents: no mask of queries
+and keys exists."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from glm46.run.activations import kernel_runs
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """How a rank gets the keys of its runs, where these are not its tokens as they lie.
+    """The way in which a rank gets the keys of its runs, where these are not its tokens as they lie.
 
     No NamedTuple: a compiled layer would be compiled again for every number of keys, though it only hands this on.
     """
@@ -36,7 +37,7 @@ class KeyExchange:
 
 
 class RingPart(NamedTuple):
-    """What the queries of a context-parallel rank see of the keys of one rank."""
+    """The part of the keys of one rank that the queries of a context-parallel rank see."""
 
     queries: Tensor
     """int64 [queries]: those that see any, by their number on this rank."""
@@ -52,7 +53,7 @@ class RingPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeyRing:
-    """How keys pass from each context-parallel rank to the next, where all together would take too much memory."""
+    """The ring in which keys pass between context-parallel ranks, where all together would take too much memory."""
 
     parts: list[RingPart]
     """Of the own keys, then of those of the rank before, and so on around the ring."""

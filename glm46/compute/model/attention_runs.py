@@ -28,12 +28,12 @@ _PADDED = 1.25
 
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the flash kernel takes tensors of this kind; on the meta device it has no values."""
+    """True if the flash kernel takes tensors of this kind; on the meta device it has no values."""
     return device.type in ("cuda", "meta") and dtype in (torch.bfloat16, torch.float16)
 
 
 def describe_core(device: torch.device, dtype: torch.dtype) -> str:
-    """What computes the attention of runs, for the first message of a run."""
+    """A text about the kernel of attention, for the first message of a run."""
     if has_flash_kernel(device, dtype):
         return "variable-length flash attention"
     return f"blocks of {_BLOCK} queries by " + ("torch's CPU kernel" if device.type == "cpu" else "matrix products")
@@ -97,7 +97,7 @@ class _Tokens(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What one call computes: a piece, or whole runs of similar sizes."""
+    """The work of one call: a piece, or whole runs of similar sizes."""
 
     queries: slice | _Tokens
     keys: slice | _Tokens
@@ -219,7 +219,7 @@ def _attend_in_blocks(
 
 
 def _has_cpu_kernel(x: Tensor, mask: Tensor) -> bool:
-    """Whether torch's CPU kernel computes a block. It starts anew for each head of each run: short runs take three
+    """True if torch's CPU kernel computes a block. It starts anew for each head of each run: short runs take three
     times as long as products, which however round scores to the type of the operands."""
     return x.device.type == "cpu" and (len(mask) == 1 or x.dtype.itemsize < 4)
 

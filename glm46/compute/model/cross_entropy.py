@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from glm46.run.sizes import LOSS_CHUNK_TOKENS
+
 IGNORE = -100
 """Label of a position without a target."""
-
-DEFAULT_CHUNK_TOKENS = 1024
-"""Tokens per chunk of logits: large enough for an efficient matmul, small beside the activations."""
 
 
 class HeadOutput(NamedTuple):
@@ -242,7 +241,7 @@ def summed_loss(
     weight: Tensor,
     labels: Tensor,
     part: VocabularyPart | None = None,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    chunk_tokens: int = LOSS_CHUNK_TOKENS,
 ) -> HeadOutput:
     """Fast form: sum over labels of -log softmax(hidden @ weight.T)[label], with gradients computed in forward.
 
@@ -271,7 +270,7 @@ def token_logprobs(
     weight: Tensor,
     labels: Tensor,
     part: VocabularyPart | None = None,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    chunk_tokens: int = LOSS_CHUNK_TOKENS,
     *,
     entropy: bool = False,
     temperature: float = 1.0,

@@ -46,7 +46,7 @@ class MTPLayer(nn.Module):
 
 
 def draft_places(mtp_labels: Tensor) -> Tensor:
-    """Where a prediction depth can be compared with the main model: bool [K, B, S] of labels int64 [B, K, S]. Depth k
+    """Places to compare a prediction depth with the main model: bool [K, B, S] of labels int64 [B, K, S]. Depth k
     has a target at i, and i + k is inside the row."""
     places = (mtp_labels != IGNORE).transpose(0, 1)
     for k in range(1, len(places) + 1):
@@ -55,7 +55,7 @@ def draft_places(mtp_labels: Tensor) -> Tensor:
 
 
 def accepted_drafts(predictions: Tensor, mtp_labels: Tensor) -> Tensor:
-    """Where a prediction depth agrees with the main model.
+    """Places where a prediction depth agrees with the main model.
 
     Args:
         predictions: int64 [1 + K, B, S], `LossSums.predictions`.

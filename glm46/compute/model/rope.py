@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from glm46.config.model import ModelShape, RopeScaling
+from glm46.config.model import ModelShape, RopeScalingConfig
 
 
 def rotary_dim(shape: ModelShape) -> int:
@@ -35,7 +35,7 @@ def inverse_frequencies(shape: ModelShape, device: torch.device) -> tuple[Tensor
     return frequencies, 1.0 if scaling.factor <= 1.0 else 0.1 * math.log(scaling.factor) + 1.0
 
 
-def _yarn_ramp(scaling: RopeScaling, dim: int, theta: float, device: torch.device) -> Tensor:
+def _yarn_ramp(scaling: RopeScalingConfig, dim: int, theta: float, device: torch.device) -> Tensor:
     """Weight of the original frequency, [dim / 2]: 1 = unchanged, 0 = fully interpolated, linear in between."""
 
     def pair_that_turns(turns: float) -> float:

@@ -118,8 +118,8 @@ class Router(nn.Module):
 
         Args:
             is_real: boolean [B, S], or None without padding.
-            routes_BSA: of `route_type`: experts to use instead of the router's choice, see `compute/model/routes.py`. Only the
-                choice is replayed: the weights are those of the live scores, and so is the router's gradient.
+            routes_BSA: of `route_type`: experts to use instead of the router's choice, see `compute/model/routes.py`.
+                Only the choice is replayed: the weights are those of the live scores, and so is the router's gradient.
         """
         B, S, D = x_BSD.shape
         logits_TE = fp32_linear(x_BSD.reshape(B * S, D), local_weight(self.weight))

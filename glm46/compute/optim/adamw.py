@@ -16,7 +16,7 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.optim.compact_state import State, load_state, local_state, make_state, store_state
 from glm46.compute.optim.muon_layout import local_gradient
 from glm46.compute.optim.state_offload import StatePlace, StateStream, zeros_at
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Names of the states, and True if they can be negative."""
@@ -47,7 +47,7 @@ class AdamW:
         self,
         parameters: Sequence[tuple[str, Tensor]],
         kinds: Sequence[tuple[bool, float]],
-        config: Optimizer,
+        config: OptimizerConfig,
         place: StatePlace,
     ):
         """``kinds``: for each parameter, True if weight decay applies, and the ratio of its rate to that of the others.

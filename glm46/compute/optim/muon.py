@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from glm46.compute.optim.compact_state import local_state, make_state
 from glm46.compute.optim.muon_exchange import make_groups
 from glm46.compute.optim.muon_layout import local_matrices, tensor_layout
-from glm46.compute.optim.muon_plan import MuonPlan, Request, TensorLayout, make_plan
+from glm46.compute.optim.muon_plan import MuonPlan, PlannedParameter, TensorLayout, make_plan
 from glm46.compute.optim.muon_step import MuonStep
 from glm46.compute.optim.muon_update import Orthogonalizer, update_scale
 from glm46.compute.optim.state_file import StateFile
@@ -146,8 +146,8 @@ class Muon(torch.optim.Optimizer):
         self._work = MuonStep(entries, requests, self._plan, self._settings, groups, momenta, place, device)
 
 
-def _request(name: str, layout: TensorLayout, row_blocks: tuple[int, ...] | None) -> Request:
+def _request(name: str, layout: TensorLayout, row_blocks: tuple[int, ...] | None) -> PlannedParameter:
     blocks = tuple(row_blocks or (layout.shape[1],))
     if sum(blocks) != layout.shape[1] or min(blocks) < 1:
         raise ValueError(f"{name}: row_blocks {blocks} must be positive and sum to its {layout.shape[1]} rows")
-    return Request(name, layout, blocks)
+    return PlannedParameter(name, layout, blocks)

@@ -4,8 +4,8 @@
 * owner: a sharded matrix has one owner among the ranks that hold a part. It collects the parts, orthogonalises the
   matrix and returns the parts of the update.
 
-Training and planning make it here, the one from DTensors (`compute/optim/muon_layout.py`), the other from the degrees of a
-layout (`muon_cost.py`).
+Training makes it here from DTensors (`compute/optim/muon_layout.py`), the estimate from the degrees of a layout
+(`operate/estimate/muon_cost.py`).
 """
 
 from collections import defaultdict
@@ -88,7 +88,7 @@ def _chunk(bounds: Bounds, ranks: int, rank: int) -> Bounds:
 
 
 @dataclass(frozen=True)
-class Request:
+class PlannedParameter:
     """One parameter as the plan sees it."""
 
     name: str
@@ -187,7 +187,7 @@ def _part(holding: Holding, rows: Bounds) -> tuple[Bounds, Bounds] | None:
     return (start - rows[0], stop - rows[0]), holding.columns
 
 
-def make_plan(requests: Sequence[Request], steps: int, width: int) -> MuonPlan:
+def make_plan(requests: Sequence[PlannedParameter], steps: int, width: int) -> MuonPlan:
     """The plan of this rank.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from glm46.compute.optim.compact_state import State
 from glm46.compute.optim.muon_exchange import BucketExchange
 from glm46.compute.optim.muon_layout import local_gradient, local_matrices
-from glm46.compute.optim.muon_plan import Bounds, LocalTask, MuonPlan, Request, Unit
+from glm46.compute.optim.muon_plan import Bounds, LocalTask, MuonPlan, PlannedParameter, Unit
 from glm46.compute.optim.muon_update import Orthogonalizer, Piece, update_whole
 from glm46.compute.optim.newton_schulz import stack_limit
 from glm46.compute.optim.state_offload import StatePlace, StateStream
@@ -37,7 +37,7 @@ class MuonStep:
     def __init__(
         self,
         entries: Sequence[tuple[dict, int]],
-        requests: Sequence[Request],
+        requests: Sequence[PlannedParameter],
         plan: MuonPlan,
         settings: Orthogonalizer,
         groups: dict[tuple[int, ...], dist.ProcessGroup],

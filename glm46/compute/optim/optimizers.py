@@ -12,7 +12,7 @@ from glm46.compute.optim.muon import Muon
 from glm46.compute.optim.roles import Role, RoleRow, assign_roles, role_rows
 from glm46.compute.optim.state_file import StateFile
 from glm46.compute.optim.state_offload import StatePlace
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 
 
 class OptimizerGroup:
@@ -25,7 +25,7 @@ class OptimizerGroup:
         self,
         named_parameters: Sequence[tuple[str, Tensor]],
         roles: Sequence[Role],
-        config: Optimizer,
+        config: OptimizerConfig,
         device: torch.device | None,
     ):
         """``device`` as in `build_optimizers`."""
@@ -68,7 +68,7 @@ class OptimizerGroup:
 
 def build_optimizers(
     named_parameters: Sequence[tuple[str, Tensor]],
-    config: Optimizer,
+    config: OptimizerConfig,
     device: torch.device | None = None,
     b_lr_ratio: float = 1.0,
 ) -> OptimizerGroup:
@@ -88,7 +88,7 @@ def build_optimizers(
 def make_pair(
     named_parameters: Sequence[tuple[str, Tensor]],
     roles: Sequence[Role],
-    config: Optimizer,
+    config: OptimizerConfig,
     device: torch.device | None = None,
     *,
     merge: bool = False,
@@ -114,7 +114,7 @@ def make_pair(
     return muon, AdamW([named for named, _ in rest], [(role.decay, role.lr_ratio) for _, role in rest], config, place)
 
 
-def _muon(groups: list[dict], config: Optimizer, place: StatePlace, device: torch.device | None) -> Muon:
+def _muon(groups: list[dict], config: OptimizerConfig, place: StatePlace, device: torch.device | None) -> Muon:
     return Muon(
         groups,
         lr=config.lr,

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from glm46.config.errors import UserError
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 from glm46.run.parameters import ADAPTER_PARAMETERS, PARAMETERS, find_parameter
 
 
@@ -39,7 +39,7 @@ class RoleRow:
     parameters: int
 
 
-def assign_roles(names: Sequence[str], config: Optimizer, b_lr_ratio: float = 1.0) -> list[Role]:
+def assign_roles(names: Sequence[str], config: OptimizerConfig, b_lr_ratio: float = 1.0) -> list[Role]:
     """The role of each parameter, in the order given; ``b_lr_ratio`` is the `lr_ratio` of every B of an adapter.
 
     Raises:
@@ -67,7 +67,7 @@ _NOT_MATRICES = (
 
 
 def module_roles(
-    model: nn.Module, config: Optimizer, adamw: Sequence[str], row_blocks: Mapping[str, int]
+    model: nn.Module, config: OptimizerConfig, adamw: Sequence[str], row_blocks: Mapping[str, int]
 ) -> tuple[list[tuple[str, Tensor]], list[Role]]:
     """The trainable parameters of any module by name, and their roles.
 
@@ -112,7 +112,7 @@ def _role_of(parameter: Tensor, is_looked_up: bool) -> Role:
     return Role("other weights", "adamw", True, 1) if is_looked_up else Role("matrices", "muon", True, 1)
 
 
-def role_rows(tensors: Sequence[Tensor], roles: Sequence[Role], config: Optimizer) -> list[RoleRow]:
+def role_rows(tensors: Sequence[Tensor], roles: Sequence[Role], config: OptimizerConfig) -> list[RoleRow]:
     """The table of the rules that have parameters here, in the order of ``PARAMETERS``; whole tensors, not shards."""
     rows = []
     for rule in dict.fromkeys(row.group for row in (*PARAMETERS, *ADAPTER_PARAMETERS)):

@@ -16,9 +16,9 @@ from glm46.compute.optim.compact_state import State, copy_states, packed_bytes, 
 from glm46.compute.optim.muon_layout import Zeros, zeros_in_host_memory, zeros_on_device
 from glm46.compute.optim.state_file import StateFile
 from glm46.compute.optim.state_ring import StateRing
+from glm46.run.sizes import OFFLOAD_SLOTS
 
 # One is copied in, one is updated, one is copied out.
-SLOTS = 3
 
 StatePlace = Literal["none", "cpu"] | StateFile
 """Where states are between steps: on the device, in host memory, or in a file."""
@@ -49,8 +49,8 @@ class StateStream:
         self._next = 0
         if not self._is_offloaded or not self._items:
             return
-        self._slots = torch.empty(SLOTS, self._slot_bytes, dtype=torch.uint8, device=self._device)
-        self._left = [None] * SLOTS
+        self._slots = torch.empty(OFFLOAD_SLOTS, self._slot_bytes, dtype=torch.uint8, device=self._device)
+        self._left = [None] * OFFLOAD_SLOTS
         if self._ring is not None:
             self._ring.begin()
         if self._on_gpu:
@@ -84,11 +84,11 @@ class StateStream:
 
     def _load(self, number: int) -> None:
         source = self._items[number] if self._ring is None else self._ring.fetch(number)
-        self._staged = views_like(source, self._slots[number % SLOTS])
+        self._staged = views_like(source, self._slots[number % OFFLOAD_SLOTS])
         if not self._on_gpu:
             copy_states(self._staged, source)
             return
-        if (left := self._left[number % SLOTS]) is not None:
+        if (left := self._left[number % OFFLOAD_SLOTS]) is not None:
             self._inward.wait_event(left)
         with torch.cuda.stream(self._inward):
             copy_states(self._staged, source)
@@ -101,6 +101,6 @@ class StateStream:
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._outward):
                 copy_states(target, staged)
-                self._left[number % SLOTS] = self._outward.record_event()
+                self._left[number % OFFLOAD_SLOTS] = self._outward.record_event()
         if self._ring is not None:
-            self._ring.put(number, self._left[number % SLOTS])
+            self._ring.put(number, self._left[number % OFFLOAD_SLOTS])

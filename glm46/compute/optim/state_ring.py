@@ -8,9 +8,7 @@ import torch
 
 from glm46.compute.distributed.host_memory import host_tensor
 from glm46.compute.optim.compact_state import State, copy_states, views_like
-
-RING_SLOTS = 3
-"""One item is read, one is used, one is written."""
+from glm46.run.sizes import OFFLOAD_SLOTS
 
 _THREADS = 2
 """One may read while the other writes."""
@@ -31,7 +29,7 @@ class StateRing:
     def __init__(self, items: Sequence[Sequence[State]], slot_bytes: int, *, pin: bool):
         """``items`` are views of the states in the file, disjoint."""
         self._items = items
-        self._slots = host_tensor((RING_SLOTS, slot_bytes), torch.uint8, pin=pin)
+        self._slots = host_tensor((OFFLOAD_SLOTS, slot_bytes), torch.uint8, pin=pin)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="optimizer-states")
         self._reads: dict[int, Future[None]] = {}
         self._writes: list[Future[None]] = []
@@ -39,11 +37,11 @@ class StateRing:
     def begin(self) -> None:
         """Start to read the first items."""
         self._writes = []
-        self._reads = {n: self._threads.submit(self._read, n) for n in range(min(RING_SLOTS, len(self._items)))}
+        self._reads = {n: self._threads.submit(self._read, n) for n in range(min(OFFLOAD_SLOTS, len(self._items)))}
 
     def slot(self, number: int) -> list[State]:
         """The tensors of an item in its slot."""
-        return views_like(self._items[number], self._slots[number % RING_SLOTS])
+        return views_like(self._items[number], self._slots[number % OFFLOAD_SLOTS])
 
     def fetch(self, number: int) -> list[State]:
         """`slot`, once the item is read into it."""
@@ -58,8 +56,8 @@ class StateRing:
         """
         work = self._threads.submit(self._write, number, arrival)
         self._writes.append(work)
-        if number + RING_SLOTS < len(self._items):
-            self._reads[number + RING_SLOTS] = work
+        if number + OFFLOAD_SLOTS < len(self._items):
+            self._reads[number + OFFLOAD_SLOTS] = work
 
     def end(self) -> None:
         """Wait until all items are in the file."""
@@ -73,5 +71,5 @@ class StateRing:
         if arrival is not None:
             arrival.synchronize()
         copy_states(self._items[number], self.slot(number))
-        if number + RING_SLOTS < len(self._items):
-            self._read(number + RING_SLOTS)
+        if number + OFFLOAD_SLOTS < len(self._items):
+            self._read(number + OFFLOAD_SLOTS)

@@ -23,7 +23,7 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.experts import grouped_mm, grouped_outer
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.transformer import Transformer
-from glm46.config.float8 import Float8
+from glm46.config.float8 import Float8Config
 from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
 from glm46.run.plan import Plan
 
@@ -54,7 +54,7 @@ def apply(model: Transformer, plan: Plan) -> None:
             module.dispatcher.multiple = EXPERTS_MULTIPLES[float8.experts_recipe_name]
 
 
-def _recipe(float8: Float8) -> "Float8Linear":
+def _recipe(float8: Float8Config) -> "Float8Linear":
     """A layer of torchao that holds its configuration of a recipe."""
     # Imported here: only FP8 runs need it.
     compat.quiet_libraries()
@@ -107,7 +107,7 @@ class GatheredScales:
             compat.give_fp8_scale(weight, scale)
 
 
-def linear_product(float8: Float8) -> LinearProduct:
+def linear_product(float8: Float8Config) -> LinearProduct:
     """`Linear.product` by a recipe of torchao, whose autograd function takes plain tensors."""
     layer = _recipe(float8)
     products, config = layer.linear_mm_config, layer.config
@@ -120,7 +120,7 @@ def linear_product(float8: Float8) -> LinearProduct:
     return product
 
 
-def experts_product(float8: Float8) -> GroupedProduct:
+def experts_product(float8: Float8Config) -> GroupedProduct:
     """`Experts.product` by a recipe: emulated on any device, or by torchao's kernels for NVIDIA GPUs. Sizes of groups
     are multiples of `EXPERTS_MULTIPLES`."""
     recipe = float8.experts_recipe_name

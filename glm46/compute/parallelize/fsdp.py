@@ -13,11 +13,11 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.mesh import Meshes
 from glm46.compute.model.experts import Experts
 from glm46.compute.model.transformer import Transformer
-from glm46.config.parallelism import Parallelism
-from glm46.config.training import Training
+from glm46.config.parallelism import ParallelismConfig
+from glm46.config.training import TrainingConfig
 
 
-def apply(model: Transformer, meshes: Meshes, parallelism: Parallelism, training: Training) -> None:
+def apply(model: Transformer, meshes: Meshes, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
     """Shard experts, then the rest of each layer, then embedding, norm and head; in place.
 
     FSDP's division of gradients is turned off: the loss is already divided by the token count of all ranks.

@@ -11,14 +11,14 @@ from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.mesh import Meshes
 from glm46.compute.model.row_norms import base_squares, row_squares
 from glm46.compute.model.transformer import Transformer
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.run.parameters import Parameter, find_parameter, scales_name
 
 
 class Magnitudes:
     """The magnitudes of a model, and the norms that they replace. Every method is collective over the stage."""
 
-    def __init__(self, model: Transformer, adapter: Adapter, meshes: Meshes | None):
+    def __init__(self, model: Transformer, adapter: AdapterConfig, meshes: Meshes | None):
         """``meshes``: None for a model on one device. The parameters are taken now: during a forward the attributes of
         modules are gathered weights."""
         self._scale, self._meshes = adapter.scale, meshes

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from glm46.config.parallelism import Parallelism
+from glm46.config.parallelism import ParallelismConfig
 from glm46.run.timeline import Action, Order
 
 _KINDS = {
@@ -16,7 +16,7 @@ _KINDS = {
 }
 
 
-def pipeline_order(parallelism: Parallelism, micro_batches: int) -> Order:
+def pipeline_order(parallelism: ParallelismConfig, micro_batches: int) -> Order:
     """The actions of each rank of the pipeline.
 
     Raises:

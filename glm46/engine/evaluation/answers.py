@@ -15,7 +15,7 @@ from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.generation import Continuation, Generation
 from glm46.engine.inference.loading import Loaded
 from glm46.engine.inference.sampling import Sampling
-from glm46.engine.inference.scoring import MOST_SLOTS, Request, Score, score
+from glm46.engine.inference.scoring import MOST_SLOTS, ContinuationRequest, ContinuationScore, score
 from glm46.files.progress import tokens_progress
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
@@ -24,7 +24,7 @@ _ROUNDS = 4
 """Continuations of a row of the decoder between two saves."""
 
 
-class Prompt(NamedTuple):
+class EvaluationPrompt(NamedTuple):
     """A text to continue."""
 
     tokens: tuple[int, ...]
@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What messages call that which the user states."""
+    """The names that messages give to what the user states."""
 
     names: str = "--tasks"
     folders: str = "--task-folder"
@@ -50,13 +50,13 @@ class Keys(NamedTuple):
 
 
 class Answering(Protocol):
-    """What answers on rank 0."""
+    """The generator of answers on rank 0."""
 
-    def scores(self, requests: Sequence[Request]) -> list[Score]:
+    def scores(self, requests: Sequence[ContinuationRequest]) -> list[ContinuationScore]:
         """Scores in the order of the requests."""
         ...
 
-    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+    def texts(self, prompts: Sequence[EvaluationPrompt]) -> list[str]:
         """Texts in the order of the prompts."""
         ...
 
@@ -82,7 +82,7 @@ class FirstRankLeads:
         if self._world_size > 1:
             dist.broadcast_object_list([None], src=0)
 
-    def _lead(self, name: str, requests: Sequence[Request | Prompt], *own: Any) -> Any:
+    def _lead(self, name: str, requests: Sequence[ContinuationRequest | EvaluationPrompt], *own: Any) -> Any:
         """Run a method on all ranks; rank 0 gives it further arguments."""
         if self._world_size > 1:
             dist.broadcast_object_list([(name, requests)], src=0)
@@ -100,7 +100,7 @@ class Answers(FirstRankLeads):
         super().__init__(loaded.mesh.layout.world_size)
         self._loaded, self._results = loaded, results
 
-    def scores(self, requests: Sequence[Request]) -> list[Score]:
+    def scores(self, requests: Sequence[ContinuationRequest]) -> list[ContinuationScore]:
         """See `Answering`."""
         keys = [_key("score", request) for request in requests]
         missing = {key: one for key, one in zip(keys, requests, strict=True) if key not in self._results.figures}
@@ -109,9 +109,9 @@ class Answers(FirstRankLeads):
             with tokens_progress("scoring", total, partial(print, file=sys.stderr)) as advance:
                 self._lead("_score", [*missing.values()], [*missing], advance)
         found = (self._results.figures[key] for key in keys)
-        return [Score(logprob, bool(is_greedy)) for logprob, is_greedy in found]
+        return [ContinuationScore(logprob, bool(is_greedy)) for logprob, is_greedy in found]
 
-    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+    def texts(self, prompts: Sequence[EvaluationPrompt]) -> list[str]:
         """See `Answering`."""
         keys = [_key("text", prompt) for prompt in prompts]
         missing = {key: one for key, one in zip(keys, prompts, strict=True) if key not in self._results.figures}
@@ -129,7 +129,10 @@ class Answers(FirstRankLeads):
         ]
 
     def _score(
-        self, requests: Sequence[Request], keys: Sequence[str] = (), advance: Callable[[int], None] = lambda _: None
+        self,
+        requests: Sequence[ContinuationRequest],
+        keys: Sequence[str] = (),
+        advance: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Compute scores. Collective over all ranks; those without keys keep none."""
         model, _, mesh = self._loaded
@@ -139,7 +142,10 @@ class Answers(FirstRankLeads):
                     self._results.add(keys[number], [found.logprob, float(found.is_greedy)])
 
     def _continue(
-        self, prompts: Sequence[Prompt], keys: Sequence[str] = (), advance: Callable[[int], None] = lambda _: None
+        self,
+        prompts: Sequence[EvaluationPrompt],
+        keys: Sequence[str] = (),
+        advance: Callable[[int], None] = lambda _: None,
     ) -> None:
         """As `_score`, for prompts of one sampling, the longest first."""
         model, tokenizer, mesh = self._loaded
@@ -169,7 +175,7 @@ class Answers(FirstRankLeads):
             advance(sum(map(len, found)))
 
 
-def text_of(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Prompt) -> str:
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int], prompt: EvaluationPrompt) -> str:
     """The text that was written, without control tokens, up to the first of the ends. A thought is no part of it: while
     it has not ended, there is no text."""
     not_text = tokenizer.control_ids
@@ -179,17 +185,17 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Prompt) -> str:
     return text
 
 
-def has_ended(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Prompt) -> bool:
-    """Whether one of the ends was written. As in lm-eval's `hf`, control tokens may hold it."""
+def has_ended(tokenizer: Tokenizer, tokens: Sequence[int], prompt: EvaluationPrompt) -> bool:
+    """True if one of the ends was written. As in lm-eval's `hf`, control tokens may hold it."""
     text = _behind_thought(tokenizer.decode([*tokens]), prompt)
     return any(end in text for end in prompt.until)
 
 
-def _behind_thought(text: str, prompt: Prompt) -> str:
+def _behind_thought(text: str, prompt: EvaluationPrompt) -> str:
     _, end, answer = text.rpartition("</think>")
     return answer.lstrip() if end and prompt.thinks else "" if prompt.thinks else text
 
 
-def _key(kind: str, request: Request | Prompt) -> str:
+def _key(kind: str, request: ContinuationRequest | EvaluationPrompt) -> str:
     """Names everything that decides an answer, beside the model."""
     return f"{kind}/{hashlib.sha256(json.dumps(request, default=vars).encode()).hexdigest()[:32]}"

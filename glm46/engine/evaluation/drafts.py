@@ -1,4 +1,4 @@
-"""How often the prediction layers draft what the model itself takes for most likely."""
+"""Share of drafts of the prediction layers that the model itself takes for most likely."""
 
 from dataclasses import replace
 from typing import Any

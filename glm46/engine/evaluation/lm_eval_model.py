@@ -12,9 +12,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from glm46.config.errors import UserError
-from glm46.engine.evaluation.answers import Answering, Keys, Prompt
+from glm46.engine.evaluation.answers import Answering, EvaluationPrompt, Keys
 from glm46.engine.inference.sampling import Sampling
-from glm46.engine.inference.scoring import Request
+from glm46.engine.inference.scoring import ContinuationRequest
 from glm46.storage.data.chat import chat_prompt
 from glm46.storage.data.conversation import BadConversation, parse_prompt
 from glm46.storage.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -26,7 +26,7 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p",
 
 
 class LmEvalModel(TemplateLM):
-    """What lm-eval's tasks ask. It takes all requests, on rank 0.
+    """The model that lm-eval's tasks ask. It takes all requests, on rank 0.
 
     Args:
         positions: tokens that the model reads at most.
@@ -80,7 +80,7 @@ class LmEvalModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: object) -> list[tuple[float, bool]]:
-        found = [Request(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        found = [ContinuationRequest(tuple(context), tuple(continuation)) for _, context, continuation in requests]
         for request, task in zip(found, self._tasks, strict=True):
             self._require_room(task, len(request.inputs), f"lower {self._keys.fewshot}, or leave it out")
         return [tuple(one) for one in self._answers.scores(found)]
@@ -94,7 +94,7 @@ class LmEvalModel(TemplateLM):
                 self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self._positions, context_len=1
             )
             for context, continuation in map(make_disjoint_window, windows):
-                parts.append(Request(tuple(context), tuple(continuation)))
+                parts.append(ContinuationRequest(tuple(context), tuple(continuation)))
                 owners.append(number)
         sums = [0.0] * len(requests)
         for owner, found in zip(owners, self._answers.scores(parts), strict=True):
@@ -125,7 +125,7 @@ class LmEvalModel(TemplateLM):
             ends = [until] if isinstance(until, str) else until
             ends = tuple(end for end in (*ends, END_OF_TEXT) if end)
             seed, thinks = 0 if sampling.is_greedy else seed, self._thinking and context.endswith("<|assistant|>")
-            prompts.append(Prompt(tokens or (self.eot_token_id,), most, ends, sampling, seed, thinks))
+            prompts.append(EvaluationPrompt(tokens or (self.eot_token_id,), most, ends, sampling, seed, thinks))
         return self._answers.texts(prompts)
 
     def _options(self, task: str, stated: dict) -> dict:

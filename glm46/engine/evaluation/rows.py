@@ -1,7 +1,7 @@
-"""What a measure is: rows of tokens for the model, figures of each row, and a result from the figures of all rows.
+"""Measures: rows of tokens for the model, figures of each row, and a result from the figures of all rows.
 
-A measure uses neither a model nor a mesh. The caller passes the log-probabilities of the labels of its rows, so
-that `evaluate` (`measure_rows`) and a training run on any layout (`glm46/tasks/pretrain/validation.py`) measure the same.
+A measure uses neither a model nor a mesh. The caller passes the log-probabilities of the labels of its rows, so that
+`evaluate` (`measure_rows`) and a training run on any layout (`tasks/pretrain/validation.py`) measure the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence

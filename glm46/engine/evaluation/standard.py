@@ -34,7 +34,7 @@ _FEWSHOT_SEED = 1234
 
 
 class PromptForm(NamedTuple):
-    """How lm-eval's tasks become prompts. The names are lm-eval's."""
+    """Options by which lm-eval's tasks become prompts. The names are lm-eval's."""
 
     apply_chat_template: bool = False
     """A question is the message of a user in the chat format."""

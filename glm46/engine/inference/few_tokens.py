@@ -40,13 +40,13 @@ _PACKED_FROM_ROWS = 8
 
 
 def is_for(x: Tensor) -> bool:
-    """Whether hidden states [B, S, D] are on a CPU, in FP32, and of few tokens for their size."""
+    """True if hidden states [B, S, D] are on a CPU, in FP32, and of few tokens for their size."""
     most = _MAX_TOKENS_NARROW if x.shape[2] <= _NARROW else MAX_TOKENS
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] * x.shape[1] <= most
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether this process has a module whole, and no `product` of it or its submodules has been replaced."""
+    """True if this process has a module whole, and no `product` of it or its submodules has been replaced."""
     if any(isinstance(weight, DTensor) for weight in module.parameters()):
         return False
     products = (None, Linear.product, Experts.product)

@@ -40,7 +40,7 @@ class ModelMesh:
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks hold parts of the model."""
+        """True if ranks hold parts of the model."""
         return self.layout.non_dp_degree * self.layout.ep > 1
 
     @property
@@ -55,17 +55,17 @@ class ModelMesh:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the head."""
+        """True if this rank has the head."""
         return self.stage == self.layout.pp - 1
 
     @property
     def is_first_of_rows(self) -> bool:
-        """Whether this is the first of the ranks with the same rows."""
+        """True if this is the first of the ranks with the same rows."""
         return self.stage == 0 and self.rank % self.layout.tp == 0
 
     @property
     def is_source(self) -> bool:
-        """Whether what this rank computes with the head counts, among the ranks with the same rows."""
+        """True if what this rank computes with the head counts, among the ranks with the same rows."""
         return self.is_last and self.rank % self.layout.tp == 0
 
     def part_of_model(self, shape: ModelShape, dtype: torch.dtype) -> Transformer:

@@ -27,8 +27,8 @@ MOST_SLOTS = 16384
 """Most slots of a cache: rows of a batch, each as long as the longest one. One longer row is a batch of its own."""
 
 
-class Request(NamedTuple):
-    """What is asked: the log-probability of a continuation after a context."""
+class ContinuationRequest(NamedTuple):
+    """A question: the log-probability of a continuation after a context."""
 
     context: tuple[int, ...]
     """Token ids, at least one."""
@@ -41,13 +41,13 @@ class Request(NamedTuple):
         return (*self.context, *self.continuation)[:-1]
 
 
-class Score(NamedTuple):
-    """The answer to a `Request`."""
+class ContinuationScore(NamedTuple):
+    """The answer to a `ContinuationRequest`."""
 
     logprob: float
     """In nats, summed over the continuation."""
     is_greedy: bool
-    """Whether each token of the continuation is the most likely one."""
+    """True if each token of the continuation is the most likely one."""
 
 
 @dataclass
@@ -72,8 +72,11 @@ class _Node:
 
 @torch.inference_mode()
 def score(
-    model: Transformer, mesh: ModelMesh, requests: Sequence[Request], advance: Callable[[int], None] = lambda _: None
-) -> Iterator[list[tuple[int, Score]]]:
+    model: Transformer,
+    mesh: ModelMesh,
+    requests: Sequence[ContinuationRequest],
+    advance: Callable[[int], None] = lambda _: None,
+) -> Iterator[list[tuple[int, ContinuationScore]]]:
     """Score requests in batches, the longest first. Collective over all ranks, which pass equal requests.
 
     Args:
@@ -93,11 +96,11 @@ def score(
         if mesh.layout.world_size > 1:
             dist.all_reduce(found)
         numbers = [number for batch in of_replicas for one in batch for number in one.requests]
-        yield [(number, Score(found[number, 0].item(), found[number, 1].item() == 0)) for number in numbers]
+        yield [(number, ContinuationScore(found[number, 0].item(), found[number, 1].item() == 0)) for number in numbers]
         advance(sum(len(requests[number].inputs) for number in numbers))
 
 
-def _batches(requests: Sequence[Request]) -> Iterator[list[_Sequence]]:
+def _batches(requests: Sequence[ContinuationRequest]) -> Iterator[list[_Sequence]]:
     """Sequences that are computed together, the longest first; those that begin alike are neighbours."""
     by_inputs: dict[tuple[int, ...], _Sequence] = {}
     for number, request in enumerate(requests):
@@ -155,7 +158,12 @@ def _calls(batch: Sequence[_Sequence]) -> list[list[_Node]]:
 
 
 def _add_scores(
-    found: Tensor, model: Transformer, mesh: ModelMesh, requests: Sequence[Request], calls: list[list[_Node]], most: int
+    found: Tensor,
+    model: Transformer,
+    mesh: ModelMesh,
+    requests: Sequence[ContinuationRequest],
+    calls: list[list[_Node]],
+    most: int,
 ) -> None:
     """Add the log-probabilities of a batch and the number of tokens that are not the most likely ones.
 
@@ -186,7 +194,9 @@ def _add_scores(
             decoder.idle()
 
 
-def _targets(nodes: Sequence[_Node], requests: Sequence[Request], width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _targets(
+    nodes: Sequence[_Node], requests: Sequence[ContinuationRequest], width: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of all tokens of continuations that follow tokens of a call: the place of the token before, counted over the rows
     of ``width`` tokens, the token, and the number of its request; int64 on the CPU."""
     places, labels, owners = [], [], []

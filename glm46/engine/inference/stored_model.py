@@ -1,4 +1,4 @@
-"""What is known of a model in a folder before its weights are read, without torch."""
+"""Facts about a model in a folder before its weights are read, without torch."""
 
 import json
 from collections.abc import Mapping

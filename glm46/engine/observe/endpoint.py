@@ -13,7 +13,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
-from glm46.config.checkpoint import Metrics
+from glm46.config.checkpoint import MetricsConfig
 from glm46.config.errors import UserError
 from glm46.files.local_disk import network_file_system
 
@@ -33,7 +33,7 @@ class Endpoint:
         UserError: the address or the certificate cannot be used.
     """
 
-    def __init__(self, config: Metrics, folder: Path, collector: Collector, report: Callable[[str], None]):
+    def __init__(self, config: MetricsConfig, folder: Path, collector: Collector, report: Callable[[str], None]):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
         is_tls = config.prometheus_tls_certificate is not None
@@ -95,7 +95,7 @@ class Endpoint:
             self._found_by.unlink(missing_ok=True)
 
 
-def _start(config: Metrics, registry: CollectorRegistry, report: Callable[[str], None]) -> WSGIServer:
+def _start(config: MetricsConfig, registry: CollectorRegistry, report: Callable[[str], None]) -> WSGIServer:
     address, certificate = config.prometheus_address, config.prometheus_tls_certificate
     for port in (config.prometheus_port, 0):
         try:

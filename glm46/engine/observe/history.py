@@ -15,7 +15,7 @@ _MOST_WAITING = 10_000
 
 
 def is_deleted(descriptor: int) -> bool:
-    """Whether the open file or folder was removed. A missing name alone may mean a disk that is not mounted.
+    """True if the open file or folder was removed. A missing name alone may mean a disk that is not mounted.
 
     Raises:
         OSError: the disk does not say.
@@ -31,7 +31,7 @@ class WatchedFolder:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def is_away(self) -> bool:
-        """Whether it was deleted or renamed. A missing name alone may mean a disk that is not mounted.
+        """True if it was deleted or renamed. A missing name alone may mean a disk that is not mounted.
 
         Raises:
             OSError: the disk does not say.
@@ -44,7 +44,7 @@ class WatchedFolder:
             return False
 
     def is_another(self) -> bool:
-        """Whether the path now leads to another folder than the watched one."""
+        """True if the path now leads to another folder than the watched one."""
         return self._path.exists() and not os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
 
     def make_again(self) -> None:

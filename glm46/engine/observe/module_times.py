@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
 from glm46.engine.observe.module_ranges import KINDS, LAYER_KINDS, kind_of
 from glm46.run.flops import pair_flops, product_flops
@@ -119,7 +119,7 @@ def _covered(kernels: list[dict[str, Any]]) -> float:
 
 
 def flops_by_kind(
-    names: Iterable[str], shape: ModelShape, tokens: float, half_pairs: float, adapter: Adapter | None = None
+    names: Iterable[str], shape: ModelShape, tokens: float, half_pairs: float, adapter: AdapterConfig | None = None
 ) -> dict[str, float]:
     """FLOPs of the products of forward and backward, by kind, as MFU counts them: without recomputation.
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from glm46 import compat
 from glm46.config.errors import UserError
-from glm46.config.profiling import Profiling, snapshot_fault
+from glm46.config.profiling import ProfilingConfig, snapshot_fault
 from glm46.engine.observe.module_ranges import module_ranges
 from glm46.engine.observe.module_times import format_table, table_rows, time_by_kind
 
@@ -57,7 +57,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a profiler needs to know about the run on this rank."""
+    """Facts about the run on this rank that a profiler needs."""
 
     rank: int
     device: torch.device
@@ -81,7 +81,7 @@ class Profiler:
         UserError: memory snapshots without a GPU.
     """
 
-    def __init__(self, config: Profiling, folder: Path, run: Profiled, say: Callable[[str], None]):
+    def __init__(self, config: ProfilingConfig, folder: Path, run: Profiled, say: Callable[[str], None]):
         if fault := snapshot_fault(config, has_gpu=run.device.type == "cuda"):
             raise UserError(fault)
         self._config, self._folder, self._run, self._say = config, folder, run, say

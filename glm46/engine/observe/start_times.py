@@ -1,4 +1,4 @@
-"""How long each part of a start took, from the command or from a failure to the end of the first step.
+"""Seconds of each part of a start, from the command or from a failure to the end of the first step.
 
 A start passes through several processes: the driver of a hostfile, launchers, ranks. Each of them adds the parts that
 it has seen, and hands the times on; the main rank reports them.

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from glm46.config.checkpoint import Metrics, TrackerName
+from glm46.config.checkpoint import MetricsConfig, TrackerName
 from glm46.config.errors import UserError
 
 ID_FILE = "tracker.json"
@@ -43,7 +43,7 @@ class Tracker:
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: MetricsConfig,
         folder: Path,
         config: Mapping[str, object],
         *,

@@ -37,11 +37,11 @@ class Alarm:
         self._append(_PROCESSES, [socket.gethostname(), os.getpid()])
 
     def is_set(self) -> bool:
-        """Whether some rank has found a hang."""
+        """True if some rank has found a hang."""
         return self._store.check([_SET])
 
     def is_reported(self) -> bool:
-        """Whether the ranks that answer end now."""
+        """True if the ranks that answer end now."""
         return self._store.check([_REPORTED])
 
     def answer(self, answer: dict[str, Any]) -> int:

@@ -30,7 +30,7 @@ _PEERS = re.compile(r"send \d+->(\d+)|recv \d+<-(\d+)")
 
 
 def collectives_here() -> tuple[dict[str, Any], str]:
-    """Where this rank is in its collectives, and what the flight recorders hold.
+    """The place of this rank in its collectives, and the entries of the flight recorders.
 
     Returns:
         ``{"collectives": {group: Position}, "peers": [rank]}`` (see `Answers`), without what a recorder holds whose

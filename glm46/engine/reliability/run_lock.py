@@ -12,7 +12,7 @@ from types import MappingProxyType
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.files.lock import FileLock
-from glm46.operate.estimate.run_cost import checkpoint_size
+from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan
 
 _FILE = "run.lock"

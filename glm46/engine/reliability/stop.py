@@ -1,5 +1,6 @@
 """Graceful stop on Ctrl-C and on the signals of job systems, and the exit codes of a run."""
 
+import multiprocessing
 import os
 import select
 import signal
@@ -171,10 +172,14 @@ def wait_if_ending() -> None:
 
 def started_ranks(launcher: int | None = None) -> list[int]:
     """Process ids of the ranks of a launcher, by default of this one: living children of its server that lead a process
-    group. The server itself is in the launcher's group; a worker that prepares data leads one, and is no server."""
+    group. Workers that prepare data, and their programs, lead groups too and are no ranks."""
     me, table = launcher or os.getpid(), _processes()
-    servers = {process for process, (parent, group) in table.items() if parent == me and group != process}
-    return [process for process, (parent, group) in table.items() if group == process and parent in servers]
+    workers = {worker.pid for worker in multiprocessing.active_children()}
+    return [
+        process
+        for process, (parent, group) in table.items()
+        if group == process and me in (parent, table.get(parent, (0, 0))[0]) and workers.isdisjoint((process, parent))
+    ]
 
 
 def _descendants(process: int) -> list[int]:

@@ -49,7 +49,7 @@ class Slowest(NamedTuple):
     others: float
     """Median pace of the others, in seconds."""
     stands_out: bool
-    """Whether the difference is significant."""
+    """True if the difference is significant."""
 
     @property
     def ratio(self) -> float:

@@ -175,7 +175,7 @@ class Watchdog:
                 self._answered_at = time.monotonic()
 
     def _is_late(self) -> bool:
-        """Whether this rank may soon be found to hang; then an alarm is likely and has to be heard soon."""
+        """True if this rank may soon be found to hang; then an alarm is likely and has to be heard soon."""
         return self._is_watched and time.monotonic() - self._since > self._shortest / 2
 
     def _watch(self) -> None:

@@ -8,13 +8,13 @@ from torch import Tensor
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer, router_names
 from glm46.config.model import ModelShape
-from glm46.config.moe import MoE
+from glm46.config.moe import MoEConfig
 from glm46.config.rules_layout import values_of
 from glm46.run.schedule import schedule_value
 
 
-def routing_options(moe: MoE) -> RoutingOptions:
-    """What training adds to the routing by [moe]."""
+def routing_options(moe: MoEConfig) -> RoutingOptions:
+    """Options that training adds to the routing by [moe]."""
     return RoutingOptions(
         capacity_factor=moe.capacity_factor,
         # Throughout the run if any weight of the schedule is above 0: these flags are constants of compiled layers.
@@ -23,7 +23,7 @@ def routing_options(moe: MoE) -> RoutingOptions:
     )
 
 
-def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoE, clock: int) -> Tensor:
+def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoEConfig, clock: int) -> Tensor:
     """Part of the step's loss from the auxiliary losses of some layers.
 
     Args:
@@ -39,7 +39,7 @@ def auxiliary_loss(aux_losses: Tensor, real_tokens: int, moe: MoE, clock: int) -
 class ExpertBalance:
     """Update rule of the selection biases, and its moving averages."""
 
-    def __init__(self, shape: ModelShape, models: list[Transformer], config: MoE, device: torch.device):
+    def __init__(self, shape: ModelShape, models: list[Transformer], config: MoEConfig, device: torch.device):
         """``models`` are this rank's parts of the model."""
         self.config = config
         names = router_names(shape)

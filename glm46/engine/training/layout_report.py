@@ -7,7 +7,7 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.attention_runs import describe_core
 from glm46.compute.optim.roles import RoleRow, add_role_rows
 from glm46.config.float8_layers import describe_float8
-from glm46.config.parallelism import Parallelism
+from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.training.network import Network
 from glm46.engine.training.task import Task
 from glm46.run.parameters import count_parameters, float8_numel
@@ -61,7 +61,7 @@ def whole_role_table(network: Network) -> list[RoleRow]:
 
 
 def _attention(task: Task) -> str:
-    """What computes attention, and who sees whom."""
+    """A text about the kernel of attention and the tokens that each token sees."""
     config, cp = task.plan.config, task.plan.layout.cp
     windows = dict.fromkeys(stage.shape.sliding_window for stage in task.plan.text_stages)
     has_window = any(window is not None for window in windows)
@@ -80,7 +80,7 @@ def _attention(task: Task) -> str:
     return ", ".join(said)
 
 
-def _schedule(parallelism: Parallelism) -> str:
+def _schedule(parallelism: ParallelismConfig) -> str:
     several = f", {parallelism.stages_per_rank} stages each" if parallelism.stages_per_rank > 1 else ""
     return parallelism.pipeline_parallel_schedule + several
 

@@ -24,9 +24,8 @@ from glm46.compute.parallelize.pipeline import Pipeline
 from glm46.compute.parallelize.plan import parallelize
 from glm46.config.model import ModelShape
 from glm46.engine.training.balance import ExpertBalance
-from glm46.operate.estimate.traffic import replicas_reduce_once
 from glm46.run.function import NetworkFunction, gate_factor, is_gate
-from glm46.run.plan import Plan
+from glm46.run.plan import Plan, replicas_reduce_once
 from glm46.run.schedule import schedule_value
 
 Batch = dict[str, Any]
@@ -142,8 +141,8 @@ class Network:
 
     def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Batch:
         """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
-        are [B, S], [B, K, S], or ``routes``, see `compute/model/routes.py`. A batch without `mtp_labels` trains no multi-token
-        prediction; under a pipeline every layer must take part."""
+        are [B, S], [B, K, S], or ``routes``, see `compute/model/routes.py`. A batch without `mtp_labels` trains no
+        multi-token prediction; under a pipeline every layer must take part."""
         names = ["input_ids", "positions", "labels"]
         if self.shape.num_nextn_predict_layers and "mtp_labels" in batch:
             names += ["mtp_input_ids", "mtp_labels"]

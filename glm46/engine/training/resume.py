@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.compute.distributed.process import Process
-from glm46.config.checkpoint import Checkpoint
+from glm46.config.checkpoint import CheckpointConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config
@@ -243,7 +243,7 @@ def _load(
     return meta
 
 
-def names_not_loaded(ours: Iterable[str], theirs: Iterable[str], config: Checkpoint) -> frozenset[str]:
+def names_not_loaded(ours: Iterable[str], theirs: Iterable[str], config: CheckpointConfig) -> frozenset[str]:
     """Names of this run's or the checkpoint's tensors that the [checkpoint] initial_load keys exclude.
 
     The optimizer state of an excluded weight is excluded too, because it belongs to other values of that weight.

@@ -92,7 +92,7 @@ class Saver:
 
     @property
     def must_end(self) -> bool:
-        """Whether too many saves in a row have failed on this rank. All ranks agree on it in every step."""
+        """True if too many saves in a row have failed on this rank. All ranks agree on it in every step."""
         return self._failed_in_a_row >= _MOST_FAILED_IN_A_ROW
 
     def saves_fail(self, progress: Progress) -> SavesFail:

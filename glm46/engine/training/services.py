@@ -1,4 +1,4 @@
-"""What watches and records a run: report, metrics, saves, watchdog, heartbeat, stop, spikes, stragglers, profiles."""
+"""Services of a run: report, metrics, saves, watchdog, heartbeat, stop, spikes, stragglers, profiles."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ class Services:
     times: StartTimes
 
     def requests(self, *, has_failed: bool) -> dict[str, Tensor]:
-        """What this rank contributes to the all-reduce before a step, int64."""
+        """The numbers of this rank in the all-reduce before a step, int64."""
         named = {
             "stop": self.stop.signal_name is not None,
             "non_finite": self.saver.found_non_finite,
@@ -150,7 +150,7 @@ def _tracker(task: Task, *, is_new: bool) -> Tracker | None:
 
 
 def _device_time(task: Task) -> OwnDeviceTime | None:
-    """What measures the layers of the main network on a GPU."""
+    """The timer of the layers of the main network on a GPU."""
     if task.cluster.device.type != "cuda" or task.cluster.process.world_size == 1:
         return None
     models = next(iter(task.networks.values())).models

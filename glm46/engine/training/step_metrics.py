@@ -75,7 +75,7 @@ class StepMetrics:
         return row | self.throughput.read() | spread_over_ranks(self._hardware.read(), _OF_RANKS)
 
     def objective_columns(self, outcome: StepOutcome, totals: StepTotals, clock: int) -> dict[str, float]:
-        """What the objective of the main network says of a step."""
+        """Columns of a step by the objective of the main network."""
         name = next(iter(self._task.objectives))
         return self._task.objectives[name].metrics(outcome.main.sums, totals.main, clock)
 
@@ -92,7 +92,7 @@ class StepMetrics:
 
 
 def identity(plan: Plan) -> dict[str, str]:
-    """What tells one run from another, by name, for the heartbeat."""
+    """Facts that tell one run from another, by name, for the heartbeat."""
     config, layout = plan.config, plan.layout
     return {
         "task": "rl" if config.rl else "finetune" if config.finetune else "pretrain",

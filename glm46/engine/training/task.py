@@ -1,4 +1,4 @@
-"""What the engine asks of a task, and of the objectives that its networks train on.
+"""The interface of a task, and of the objectives that its networks train on.
 
 A task is a folder beside `training`: it says which networks exist, what they read, and what they minimise. The engine
 counts, computes gradients, updates, saves and resumes.
@@ -46,7 +46,7 @@ class StepBatches(NamedTuple):
 
 
 class Objective(Protocol):
-    """What a network minimises."""
+    """The objective that a network minimises."""
 
     form: HeadForm
     """Form of the head; `LossSums` says which fields of the output it fills in."""
@@ -75,7 +75,7 @@ class Objective(Protocol):
         ...
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
-        """What is summed over the micro-batches and ranks of a step for its metrics, without gradient; any number type.
+        """Values to sum over the micro-batches and ranks of a step for its metrics, without gradient; any number type.
         Ranks of tensor parallelism hold equal log-probabilities and values: each returns its share of their sums.
 
         Args:
@@ -89,7 +89,7 @@ class Objective(Protocol):
 
 
 class Task(Protocol):
-    """What a job trains."""
+    """The networks of a job, their objectives, and the batches of each step."""
 
     plan: Plan
     cluster: Cluster
@@ -119,7 +119,7 @@ class Task(Protocol):
         ...
 
     def fault(self, row: Mapping[str, float]) -> str | None:
-        """Why a run must end after a step, with the remedy, from the step's row of metrics, which is equal on all
+        """The reason to end a run after a step, with the remedy, from the step's row of metrics, which is equal on all
         ranks; None if it goes on."""
         ...
 

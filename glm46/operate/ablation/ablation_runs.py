@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from glm46.config.ablation import Ablation, Variant, flat_keys, folder_name
+from glm46.config.ablation import AblationConfig, VariantConfig, flat_keys, folder_name
 from glm46.config.errors import UserError
 from glm46.config.faults import counted, show
 from glm46.config.loader import dump_config, load_config
@@ -19,10 +19,9 @@ from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
 from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.files.durable import replace_durably
-from glm46.operate.estimate.machine import Machine
+from glm46.operate.estimate.machine import Machine, processes_of_node
 from glm46.operate.estimate.requirement import fp8_faults
-from glm46.operate.launch.launch import describe_refusal
-from glm46.run.layout import processes_of_node
+from glm46.operate.launch.one_node import describe_refusal
 
 CONFIG_FILE = "config.toml"
 """In the folder of each run; the ranks write the same file."""
@@ -53,7 +52,7 @@ class AblationRun(NamedTuple):
         return f"{self.variant}, seed {self.seed}"
 
     def result(self) -> dict[str, Any]:
-        """How it ended in an earlier call or this one; empty if it was not started."""
+        """The end of the run in an earlier call or this one; empty if it was not started."""
         try:
             return json.loads((self.folder / _RESULT).read_bytes())
         except (OSError, ValueError):
@@ -104,7 +103,7 @@ def plan_ablation(
         UserError: with the faults of all variants.
     """
     base = load_config(file, overrides)
-    section = base.ablation or Ablation()
+    section = base.ablation or AblationConfig()
     choices = [_values(text) for text in varied]
     variants = _cross(section.variants, choices)
     keys = {variant.name: flat_keys(variant.keys) for variant in variants}
@@ -150,7 +149,7 @@ def _values(text: str) -> tuple[str, list[Any]]:
     return key.strip(), whole if isinstance(whole, list) else [literal(part.strip()) for part in listed.split(",")]
 
 
-def _cross(variants: Sequence[Variant], varied: Sequence[tuple[str, list[Any]]]) -> list[Variant]:
+def _cross(variants: Sequence[VariantConfig], varied: Sequence[tuple[str, list[Any]]]) -> list[VariantConfig]:
     """The product of the variants of the file and the values of each varied key."""
     crossed = []
     for start, *choice in itertools.product(variants or (None,), *([(key, one) for one in of] for key, of in varied)):
@@ -158,7 +157,7 @@ def _cross(variants: Sequence[Variant], varied: Sequence[tuple[str, list[Any]]])
             continue
         texts = [f"{key}={value if isinstance(value, str) else show(value)}" for key, value in choice]
         name = folder_name(",".join([*([start.name] if start else []), *texts]))
-        crossed.append(Variant(name=name, keys=(flat_keys(start.keys) if start else {}) | dict(choice)))
+        crossed.append(VariantConfig(name=name, keys=(flat_keys(start.keys) if start else {}) | dict(choice)))
     return crossed
 
 
@@ -175,7 +174,7 @@ def _one_for_each(faults: Sequence[str], varied: Sequence[str]) -> list[str]:
     ]
 
 
-def _equal_names(file: Path, variants: Sequence[Variant]) -> Iterator[str]:
+def _equal_names(file: Path, variants: Sequence[VariantConfig]) -> Iterator[str]:
     names = [variant.name for variant in variants]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
         yield (
@@ -246,7 +245,7 @@ def _config_of_run(config: RunConfig, name: str, seed: int, folder: Path) -> Run
 
 
 def _changes(run: AblationRun) -> Iterator[str]:
-    """What differs from the earlier call that started a run: the number of processes, and keys."""
+    """Differences from the earlier call that started a run: the number of processes, and keys."""
     before = run.result().get("processes", run.processes)
     if before != run.processes:
         yield (

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from glm46.commands.plot import Run, draw
 from glm46.engine.observe.metrics import SHOWN, Shown
+from glm46.engine.observe.plots import Run, draw
 from glm46.files.durable import replace_durably
 from glm46.operate.ablation.ablation_runs import AblationPlan, AblationRun
 from glm46.operate.ablation.figures import RESULTS, Outcome, errors_by, gap_rows, layer_of, mean_errors, mean_rows

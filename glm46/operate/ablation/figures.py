@@ -38,7 +38,7 @@ class Outcome:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it trained to the end of its budget."""
+        """True if it trained to the end of its budget."""
         return self.status == "finished"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.options import require_writable
@@ -88,7 +88,7 @@ def finetune(arguments: argparse.Namespace) -> None:
         f"rank {arguments.rank}, of experts {arguments.expert_rank}, "
         f"{str(dtype).removeprefix('torch.')}\n{_environment(work)}"
     )
-    adapter = Adapter(rank=arguments.rank, expert_rank=arguments.expert_rank)
+    adapter = AdapterConfig(rank=arguments.rank, expert_rank=arguments.expert_rank)
     _print(finetune_speed(work, adapter, arguments.rounds, _progress))
 
 

@@ -14,8 +14,8 @@ from glm46.compute.optim.optimizers import build_optimizers
 from glm46.compute.parallelize import activation_checkpoint
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.plan import initialise
-from glm46.config.adapter import Adapter
-from glm46.config.optimizer import Optimizer
+from glm46.config.adapter import AdapterConfig
+from glm46.config.optimizer import OptimizerConfig
 from glm46.operate.benchmark.model_speed import Workload
 from glm46.operate.benchmark.rounds import interleaved
 from glm46.run.flops import training_flops
@@ -36,10 +36,10 @@ class Timed:
     seconds: list[float] = field(default_factory=list)
 
 
-class FineTuning:
+class FineTuningWork:
     """A model whose weights, or whose adapters, AdamW trains on one batch, with any recomputation."""
 
-    def __init__(self, work: Workload, trained: str, adapter: Adapter):
+    def __init__(self, work: Workload, trained: str, adapter: AdapterConfig):
         with torch.device("meta"):
             self.model = Transformer(work.shape())
         self.model.cast(work.dtype)
@@ -52,7 +52,7 @@ class FineTuning:
         if self._magnitudes is not None:
             self._magnitudes.start()
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
-        self._optimizer = build_optimizers(named, Optimizer(name="AdamW", lr=1e-5))
+        self._optimizer = build_optimizers(named, OptimizerConfig(name="AdamW", lr=1e-5))
         generator = torch.Generator().manual_seed(_SEED)
         ids = torch.randint(0, work.shape().vocab_size, (work.batch, work.seq_len + 1), generator=generator)
         ids = ids.to(work.device)
@@ -78,7 +78,7 @@ class FineTuning:
         return self.model(self._inputs, labels=self._labels).loss.item() / self._tokens
 
 
-def finetune_speed(work: Workload, adapter: Adapter, rounds: int | None, report: Callable[[str], None]) -> str:
+def finetune_speed(work: Workload, adapter: AdapterConfig, rounds: int | None, report: Callable[[str], None]) -> str:
     """Time a step of each way to train, without and with full recomputation, and forward without gradients.
 
     Args:
@@ -93,7 +93,7 @@ def finetune_speed(work: Workload, adapter: Adapter, rounds: int | None, report:
     timed: dict[tuple[str, str], Timed] = {}
     for trained in TRAINED:
         report(f"building {trained}")
-        run = FineTuning(work, trained, adapter)
+        run = FineTuningWork(work, trained, adapter)
         for recomputed in RECOMPUTED:
             timed[trained, recomputed] = Timed(partial(run.step, recomputed))
         if trained in FORWARD:
@@ -117,7 +117,7 @@ def finetune_speed(work: Workload, adapter: Adapter, rounds: int | None, report:
     return "\n".join(lines)
 
 
-def _flops(work: Workload, adapter: Adapter | None, what: str) -> float:
+def _flops(work: Workload, adapter: AdapterConfig | None, what: str) -> float:
     """FLOPs per token of a step with this recomputation, or of forward."""
     step = training_flops(work.shape(), work.seq_len, adapter=adapter)
     forward = (training_flops(work.shape(), work.seq_len).total + step.adapters) / 3

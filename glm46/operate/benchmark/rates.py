@@ -1,4 +1,4 @@
-"""What this device reaches with the kernels of a model's layers: the efficiencies that the planner takes.
+"""Measures the kernels of a model's layers on this device: the efficiencies that the planner takes.
 
 Each rate is that of the model's own modules, forward and backward, at the sizes of one layer.
 """

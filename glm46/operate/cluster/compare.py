@@ -24,7 +24,7 @@ _FORGIVEN = ("kernel", "memory")
 
 
 def host_facts(subject: Subject, config: str) -> dict[str, str]:
-    """What must be equal on all hosts of a run.
+    """Facts that must be equal on all hosts of a run.
 
     Args:
         config: the resolved config as text; empty without one.

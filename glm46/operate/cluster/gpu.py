@@ -129,7 +129,7 @@ _CHECKS = (
 
 
 def nvlink(subject: Subject) -> Iterator[Result]:
-    """Whether all NVLinks of each GPU are up."""
+    """Checks that all NVLinks of each GPU are up."""
     done = run_program(["nvidia-smi", "nvlink", "--status"], _SECONDS) if subject.has_gpu else None
     if done is None or done.code or "Link" not in done.output:
         yield Result("NVLink", SKIP, "no NVLink here" if subject.has_gpu else "no GPU here")

@@ -93,7 +93,7 @@ def free_memory(subject: Subject) -> Iterator[Result]:
 
 
 def clock(subject: Subject) -> Iterator[Result]:
-    """Whether something keeps the clock right. Its offset to other hosts is measured by the ranks."""
+    """Checks that something keeps the clock right. Its offset to other hosts is measured by the ranks."""
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # struct timex is smaller
     remedy = "start chrony or systemd-timesyncd; certificates, logs and file times of hosts are compared"
     value = "not synchronised" if state == _UNSYNCHRONISED else "synchronised"
@@ -101,7 +101,7 @@ def clock(subject: Subject) -> Iterator[Result]:
 
 
 def names(subject: Subject) -> Iterator[Result]:
-    """Whether this host's name and that of the first node are known, and mean addresses that other hosts can use."""
+    """Checks that this host's name and that of the first node mean addresses that other hosts can use."""
     own = socket.gethostname()
     wanted = [("own name", own)] + ([("first node", subject.address)] if subject.nodes > 1 else [])
     for check, name in wanted:
@@ -131,7 +131,7 @@ def _is_local(name: str) -> bool:
 
 
 def ports(subject: Subject) -> Iterator[Result]:
-    """Whether the ports of the run can be opened on the first node."""
+    """Checks that the ports of the run can be opened on the first node."""
     if subject.node != 0:
         return
     free = []

@@ -1,4 +1,4 @@
-"""Whether a Prometheus watches: it is ready, has the rules, and knows an Alertmanager."""
+"""Checks that a Prometheus watches: it is ready, has the rules, and knows an Alertmanager."""
 
 import json
 import urllib.error

@@ -75,7 +75,7 @@ def _read(path: Path) -> str:
 
 
 def interfaces(subject: Subject) -> Iterator[Result]:
-    """Whether the interfaces that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name are there and up."""
+    """Checks that the interfaces that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name are there and up."""
     here = sorted(path.name for path in (subject.root / _INTERFACES).glob("*"))
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = subject.variables.get(variable)

@@ -40,7 +40,7 @@ def write_error(folder: Path, rank: int, error: BaseException) -> str | None:
 
 
 def read_stages(folder: Path) -> dict[int, str]:
-    """Where each rank of this host was last."""
+    """The last stage of each rank of this host."""
     return {int(path.name.removeprefix("rank-")): path.read_text() for path in folder.glob("rank-*")}
 
 

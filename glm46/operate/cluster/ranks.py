@@ -1,4 +1,4 @@
-"""What the ranks of a preflight do together: products, copies, collectives, pairs of hosts, clocks, a shared folder and
+"""The work of the ranks of a preflight: products, copies, collectives, pairs of hosts, clocks, a shared folder and
 a few steps of a small model. Each rank writes where it is into a file, so that a rank that hangs can be named."""
 
 import statistics

@@ -49,7 +49,7 @@ log_freq = 1
 
 
 class _Failed(Exception):
-    """What went wrong in the rehearsal."""
+    """A fault of the rehearsal."""
 
 
 def recovery(subject: Subject) -> Iterator[Result]:

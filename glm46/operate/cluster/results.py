@@ -23,7 +23,7 @@ VERDICTS = (PASS, SKIP, WARN, FAIL)
 
 
 class Result(NamedTuple):
-    """What one check found on one host, or on the group of all ranks."""
+    """The result of one check on one host, or on the group of all ranks."""
 
     check: str
     verdict: str
@@ -41,7 +41,7 @@ def limited(check: str, is_good: bool, value: str, limit: str, remedy: str, *, o
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: this host as one node of a run. Without a plan, a host that nothing is planned for yet."""
+    """The subject of the checks: this host as one node of a run; without a plan, of no run yet."""
 
     machine: Machine
     processes: int
@@ -148,7 +148,7 @@ def describe_error(error: BaseException) -> str:
     return f"{text} ({Path(place.filename).name}, line {place.lineno})"
 
 
-class Ended(NamedTuple):
+class CheckEnded(NamedTuple):
     """End of a program."""
 
     code: int
@@ -156,7 +156,7 @@ class Ended(NamedTuple):
     """Standard output and error."""
 
 
-def run_program(command: Sequence[str], seconds: float) -> Ended | None:
+def run_program(command: Sequence[str], seconds: float) -> CheckEnded | None:
     """Run a program; None if it is not installed.
 
     Raises:
@@ -170,4 +170,4 @@ def run_program(command: Sequence[str], seconds: float) -> Ended | None:
         return None
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{command[0]} did not answer within {seconds:.0f} s") from error
-    return Ended(done.returncode, done.stdout.decode(errors="replace"))
+    return CheckEnded(done.returncode, done.stdout.decode(errors="replace"))

@@ -17,7 +17,7 @@ _SHOWN = 3
 
 
 def layout(subject: Subject) -> Iterator[Result]:
-    """Whether the degrees fit the ranks, and the run the memory of this host."""
+    """Checks that the degrees fit the ranks, and the run the memory of this host."""
     if subject.plan is None:
         return
     config, world = subject.plan.config, subject.plan.layout.world_size
@@ -35,7 +35,7 @@ def layout(subject: Subject) -> Iterator[Result]:
 
 
 def tokenizer(subject: Subject) -> Iterator[Result]:
-    """Whether the tokenizer can be read here."""
+    """Checks that the tokenizer can be read here."""
     if subject.plan is None:
         return
     loaded = load_tokenizer(subject.plan.config.model.tokenizer_path)
@@ -47,7 +47,7 @@ def tokenizer(subject: Subject) -> Iterator[Result]:
 
 
 def sources(subject: Subject) -> Iterator[Result]:
-    """Whether the shards of each source are here and whole; ``--full`` reads and hashes all of them."""
+    """Checks that the shards of each source are here and whole; ``--full`` reads and hashes all of them."""
     if subject.plan is None:
         return
     fingerprint = load_tokenizer(subject.plan.config.model.tokenizer_path).fingerprint
@@ -69,7 +69,7 @@ def sources(subject: Subject) -> Iterator[Result]:
 
 
 def checkpoints(subject: Subject) -> Iterator[Result]:
-    """Whether the checkpoint, or the weights, that the run would start from can be read; ``--full`` hashes it."""
+    """Checks that the checkpoint, or the weights, that the run would start from can be read; ``--full`` hashes it."""
     if subject.plan is None:
         return
     config = subject.plan.config

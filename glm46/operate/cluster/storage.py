@@ -12,7 +12,7 @@ from glm46.config.optimizer import state_folder_message
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.cluster.results import FAIL, WARN, Result, Subject, limited
 from glm46.operate.estimate.memory import largest_stage, stage_memory
-from glm46.operate.estimate.run_cost import checkpoint_size
+from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan
 
 _GB, _GIB = 10**9, 2**30
@@ -48,7 +48,7 @@ def existing(folder: Path) -> Path:
 
 
 def writing(subject: Subject) -> Iterator[Result]:
-    """Whether each folder can be written, renamed in and synced, and how fast."""
+    """Checks that each folder can be written, renamed in and synced, and how fast."""
     folders = run_folders(subject.plan) if subject.plan else {"current folder": Path.cwd()}
     for key, folder in folders.items():
         yield from probe_folder(key, folder, *_needs(key, subject))
@@ -150,7 +150,7 @@ def _sync(folder: Path) -> None:
 
 
 def free_space(subject: Subject) -> Iterator[Result]:
-    """Whether the run's checkpoints fit, by the planner's size of one."""
+    """Checks that the run's checkpoints fit, by the planner's size of one."""
     plan = subject.plan
     if plan is None:
         return

@@ -5,9 +5,10 @@ from math import prod
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.operate.estimate.machine import Machine
-from glm46.operate.estimate.memory import FP32, PROCESS_BYTES, WIDTHS
+from glm46.operate.estimate.memory import FP32, PROCESS_BYTES
 from glm46.operate.estimate.rank_parts import local_shape
 from glm46.operate.estimate.requirement import USABLE_CPU_RATIO, compare_memory, usable_bytes
+from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, dense_layer, moe_layer, mtp_layer, part_rows
 from glm46.run.stages import split_layers

@@ -1,15 +1,16 @@
-"""What the kernels of a part of the model compute and move, forward and backward, on one rank and for one micro-batch.
+"""FLOPs and bytes of the kernels of a part of the model, forward and backward, on one rank and for one micro-batch.
 
 Products and attention are counted by formula, as in `flops.py`. The bytes of everything else are sums over the tokens
-with the factors of `MOVED`, which `scripts/measure/count_kernels.py` counted on the meta device; a test counts them again.
+with the factors of `MOVED`, which `count_kernels.py` of `scripts/measure/` counted on the meta device; a test counts
+them again.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
-from glm46.operate.estimate.memory import LOSS_CHUNK_TOKENS, WIDTHS
 from glm46.run.activations import FP32, Frozen, with_key_copies
+from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.flops import attention_flops
 from glm46.run.layout import Layout
 from glm46.run.parameters import (
@@ -22,6 +23,7 @@ from glm46.run.parameters import (
     mtp_layer,
     part_rows,
 )
+from glm46.run.sizes import LOSS_CHUNK_TOKENS
 
 Kind = Literal["products", "experts", "attention", "memory"]
 PartOfModel = Literal["embedding", "dense", "moe", "mtp", "head"]

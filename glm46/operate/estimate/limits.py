@@ -1,4 +1,4 @@
-"""What limits the speed of a step: its largest losses with their reasons, and what a larger batch would change."""
+"""Limits of the speed of a step: its largest losses with their reasons, and what a larger batch would change."""
 
 from glm46.config.faults import counted
 from glm46.operate.estimate.step_time import StepTime, step_time

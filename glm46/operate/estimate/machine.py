@@ -1,11 +1,17 @@
 """Cores, memory and GPUs of this machine, found without torch and without a CUDA context."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from glm46.config.parallelism import ParallelismConfig
+from glm46.run.layout import fixed_processes, smallest_world
 from glm46.run.peaks import find_accelerator
+
+_PROCESSES_WITHOUT_GPU = 2
+"""Enough for sharding and collectives to happen; more would only split the same cores further."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,20 @@ def detect_machine(visible_devices: str | None = None, *, nodes: int = 1, root: 
     total, free = _memory(root)
     gpus = _gpus_from_nvml() or _gpus_from_proc(root)
     return Machine(_cores(root), total, free, tuple(_visible(gpus, visible_devices)), nodes)
+
+
+def processes_of_node(parallelism: ParallelismConfig, machine: Machine) -> int:
+    """Number of ranks of each node: one for each GPU, two without GPUs, as far as the degrees allow.
+
+    Args:
+        machine: one of ``machine.nodes`` equal nodes. The degrees divide the ranks of all of them.
+    """
+    if parallelism.data_parallel_shard_degree != -1:
+        return max(fixed_processes(parallelism) // machine.nodes, 1)
+    wanted = len(machine.gpus) or min(_PROCESSES_WITHOUT_GPU, machine.cores)
+    smallest = smallest_world(parallelism)
+    step = smallest // math.gcd(smallest, machine.nodes)
+    return max(wanted - wanted % step, step)
 
 
 def _read(path: Path) -> str:

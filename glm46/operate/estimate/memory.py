@@ -43,30 +43,19 @@ from glm46.run.activations import (
     output_gradient_bytes,
     travelling_key_bytes,
 )
+from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, part_rows
 from glm46.run.plan import Plan, resolve_plan
-
-WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
-"""Bytes per element; 8bit has an FP32 scale per block."""
-
-OFFLOAD_SLOTS = 3
-"""Offloaded items of states that are on the device at once, and with a file in host memory; a test holds it equal to
-`compute/optim/state_offload.py` and `compute/optim/state_ring.py`."""
+from glm46.run.sizes import LOSS_CHUNK_TOKENS, OFFLOAD_SLOTS, PROBE_BYTES
 
 OFFLOAD_ITEM_BYTES = 512 * 2**20
 """Largest item, unless a single tensor is larger: Muon's default workspace and bucket allow matrices of 256 MiB in
 BF16, whose momentum is FP32."""
 
-LOSS_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once; a test holds it equal to the default of `compute/model/cross_entropy.py`."""
-
 PROCESS_BYTES = {"cpu": 350 * 2**20, "gpu": 2 * 2**30}
 """Memory of a process before the first weight. cpu: resident memory after importing torch and its distributed parts
 (measured, rounded up). gpu: CUDA context and communication buffers (an allowance, not measured)."""
-
-PROBE_BYTES = {"cpu": 2**20, "gpu": 2**26}
-"""What `comm.bandwidth_interval` sends, kept for the whole run."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +274,7 @@ class _Step:
         return _layer_sizes(alike(parts), self._shape, mesh_of_stage(self._layout))
 
     def pinned_rounding(self, parts: list[StagePart]) -> float:
-        """What torch's pinned allocator adds to offloaded weights and gradients of this rank: it rounds the shard of
+        """Bytes that torch's pinned allocator adds to offloaded weights and gradients of a rank: it rounds the shard of
         each parameter up to a power of two."""
         rounding = 0
         for row, count, sizes in held_rows(parts, self._shape, self._layout):
@@ -331,7 +320,7 @@ class _Step:
         return weights + root + max(gradient, loss_buffers)
 
     def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
-        """What a stage keeps of the forward of a micro-batch, on a rank with these stages."""
+        """Bytes that a stage keeps of the forward of a micro-batch, on a rank with these stages."""
         shape, layout, heads = self._shape, self._layout, 1 + self._shape.num_nextn_predict_layers
         of_token = sum(self._layers(part, self._mode))
         of_token += shape.head_dim * shape.partial_rotary_factor * self._width * layout.tp  # cosines and sines
@@ -376,7 +365,7 @@ class _Step:
         return list(zip(part.blocks, frozen, strict=True))[part.backward_from :]
 
     def _layers(self, part: StagePart, mode: str) -> list[float]:
-        """What each block that has a backward keeps, per token of a rank."""
+        """Bytes that each block that has a backward keeps, per token of a rank."""
         kept = [
             layer_bytes(self._shape, self._width, block, mode, tp=self._layout.tp, ep=self._layout.ep, frozen=rows)
             for block, rows in self._backward_blocks(part)

@@ -1,13 +1,13 @@
-"""What Muon computes and sends in a step, from the degrees of a layout: `muon_plan.py` for the first rank."""
+"""FLOPs and bytes of Muon in a step, from the degrees of a layout: `muon_plan.py` for the first rank."""
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from glm46.compute.optim.muon_plan import Request, TensorLayout, make_plan, mesh_layout
+from glm46.compute.optim.muon_plan import PlannedParameter, TensorLayout, make_plan, mesh_layout
 from glm46.config.model import ModelShape
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 from glm46.operate.estimate.rank_parts import StagePart, sharded_dim
 from glm46.run.flops import newton_schulz_flops
 from glm46.run.layout import Layout
@@ -15,7 +15,7 @@ from glm46.run.parameters import Parameter
 
 
 @dataclass(frozen=True)
-class Exchange:
+class MuonExchange:
     """The exchanges of the matrices that the ranks of one group share."""
 
     axis: str
@@ -31,12 +31,12 @@ class Exchange:
 class MuonCost:
     """Of the first rank of a pipeline rank in one step."""
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[MuonExchange, ...]
     flops: int
     """Of Newton-Schulz on the rank of the stage that has most of it."""
 
 
-def muon_cost(stages: list[StagePart], shape: ModelShape, layout: Layout, optimizer: Optimizer) -> MuonCost:
+def muon_cost(stages: list[StagePart], shape: ModelShape, layout: Layout, optimizer: OptimizerConfig) -> MuonCost:
     """The cost of the matrices of a pipeline rank."""
     rows = tuple(row for stage in stages for row in stage.rows(shape) if row.is_trained)
     muon = tuple(row for row in rows if row.choose_optimizer(optimizer) == "muon")
@@ -55,7 +55,7 @@ def _cost(
         if row not in layouts:
             layouts[row] = _layout_of(row, shape, Layout(1, replicas, dense_shards, 1, tp, ep))
         height = row.shape(shape)[-2] // row.row_blocks
-        requests.append(Request(row.name, layouts[row], (height,) * row.row_blocks))
+        requests.append(PlannedParameter(row.name, layouts[row], (height,) * row.row_blocks))
     plan = make_plan(requests, steps, width)
     axes = {
         tuple(range(0, replicas * expert_shards * ep, ep)): "stage_experts",
@@ -72,7 +72,7 @@ def _cost(
         for unit in bucket.units:
             loads[bucket.ranks[unit.owner]] += unit.flops
     most = loads.pop(-1, 0) + max(loads.values(), default=0)
-    return MuonCost(tuple(Exchange(*axis, buckets[axis], sizes[axis]) for axis in buckets), most)
+    return MuonCost(tuple(MuonExchange(*axis, buckets[axis], sizes[axis]) for axis in buckets), most)
 
 
 def _layout_of(row: Parameter, shape: ModelShape, layout: Layout) -> TensorLayout:

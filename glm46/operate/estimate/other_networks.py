@@ -1,4 +1,4 @@
-"""What a run needs beside the training of its policy: other networks, their passes, and what draws completions."""
+"""Needs of a run beside the training of its policy: other networks, their passes, and the generation of completions."""
 
 from math import prod
 

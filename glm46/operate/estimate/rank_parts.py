@@ -1,4 +1,4 @@
-"""What each pipeline rank has of the model, and how FSDP2 divides its parameters: facts that memory and traffic share.
+"""Parts of the model on each pipeline rank, and of its parameters under FSDP2: facts that memory and traffic share.
 
 A rank here is the first one of its stage: under uneven shards FSDP2, like torch's chunks, gives the first ranks most.
 """
@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
-from glm46.config.parallelism import Parallelism
+from glm46.config.parallelism import ParallelismConfig
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, adapter_layer, dense_layer, in_float8, moe_layer, mtp_layer, part_rows
 from glm46.run.plan import Plan
@@ -49,7 +49,7 @@ class StagePart:
 
     @property
     def prefixes(self) -> list[str]:
-        """What the names of the parameters of each block begin with."""
+        """The prefix of the names of the parameters of each block."""
         layers = len(self.blocks) - self.blocks.count("mtp")
         names = [f"layers.{self.first_layer + index}." for index in range(layers)]
         return names + [f"mtp.{index}." for index in range(len(self.blocks) - layers)]
@@ -145,8 +145,8 @@ def mesh_of_stage(layout: Layout) -> Layout:
 
 
 def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpUnit]:
-    """The units of a stage that `compute/parallelize/fsdp.py` makes, in the order of forward, the root last. Those of equal
-    blocks have one tuple of rows."""
+    """The units of a stage that `compute/parallelize/fsdp.py` makes, in the order of forward, the root last. Those of
+    equal blocks have one tuple of rows."""
     units, of_kinds = [], {}
     for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
         if id(block) not in of_kinds:
@@ -199,7 +199,7 @@ def held_elements(row: Parameter, shape: ModelShape, layout: Layout) -> int:
 
 
 def in_flight(
-    parallelism: Parallelism, rank: int, micro_batches: int, weights: Mapping[int, float], *, whole_backward: bool
+    parallelism: ParallelismConfig, rank: int, micro_batches: int, weights: Mapping[int, float], *, whole_backward: bool
 ) -> tuple[dict[int, int], int]:
     """For each stage of a pipeline rank, the micro-batches whose activations it holds, when the rank holds most: those
     whose forward has run and whose backward, of the weights too, has not. And how many of them wait for the gradients

@@ -8,10 +8,11 @@ from glm46.operate.estimate.limits import limits
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, stage_memory
 from glm46.operate.estimate.requirement import Verdict, judge, memory_lines
-from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost, checkpoint_size, run_cost
+from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost, run_cost
 from glm46.operate.estimate.step_time import OrderOf
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.units import amount, decimal_size, duration, flops_text, run_time
+from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.curriculum import TextStage
 from glm46.run.flops import training_flops
 from glm46.run.parameters import adapter_rows, count_parameters, float8_numel
@@ -25,7 +26,7 @@ UNCERTAINTY = {"assumed": (0.7, 1.6), "measured": (0.87, 1.15)}
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What `python -m glm46 plan` computes."""
+    """The result of `python -m glm46 plan`."""
 
     plan: Plan
     cluster: TargetCluster

@@ -1,12 +1,12 @@
-"""What a run needs beside what this machine has, on one screen, before any work starts."""
+"""Needs of a run next to what this machine has, on one screen, before any work starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
 from glm46.config.faults import counted
-from glm46.config.float8 import Float8
-from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint
+from glm46.config.float8 import Float8Config
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpointConfig
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.machine import Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
@@ -35,7 +35,7 @@ _WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run fits on a machine, and why."""
+    """The answer to whether a run fits on a machine, with the reason."""
 
     faults: list[str]
     margin: str
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """Whether it fits, and by how much."""
+        """Lines that say whether it fits, and by how much."""
         return [f"no: {fault}" for fault in self.faults] or [f"yes: {self.margin}"]
 
 
@@ -130,7 +130,7 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
 
 
 def _torch_faults(config: RunConfig, torch: str) -> list[str]:
-    """What this release of torch cannot run: 2.11 frees nodes of the graph that the second half of backward needs, and
+    """Faults of what this release of torch cannot run: 2.11 frees nodes that the second half of backward needs, and
     its FSDP2 takes no parameters of integers."""
     release, found = tuple(int(part) for part in torch.split(".")[:2]), []
     if config.adapter is not None and config.adapter.base_dtype is not None and release < INTEGERS_TORCH:
@@ -154,8 +154,8 @@ def _torch_faults(config: RunConfig, torch: str) -> list[str]:
     ]
 
 
-def fp8_faults(float8: Float8, machine: Machine) -> list[str]:
-    """What this machine cannot compute in FP8; an unknown GPU is not judged."""
+def fp8_faults(float8: Float8Config, machine: Machine) -> list[str]:
+    """Faults of what this machine cannot compute in FP8; an unknown GPU is not judged."""
     if float8.recipe_name is None or float8.emulate:
         return []
     remedy = "set float8.emulate = true to see its losses here, at no gain in speed"
@@ -259,7 +259,7 @@ def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
         capacity, name = machine.gpus[0].memory_bytes, machine.gpus[0].name
     world, is_open = smallest_world(config.parallelism), config.parallelism.data_parallel_shard_degree == -1
     sizes = [world * 2**power for power in range(_MOST_DOUBLINGS if is_open else 1)]
-    less = ActivationCheckpoint(mode="full")
+    less = ActivationCheckpointConfig(mode="full")
     smaller = config.model_copy(update={"activation_checkpoint": less})
     for candidate, remark in ((config, ""), (smaller, _WITH_CHECKPOINTING)):
         for size in sizes:

@@ -1,18 +1,14 @@
-"""What a whole run costs: steps, days, GPU-hours, money, and the size of its checkpoints."""
+"""The cost of a whole run: steps, days, GPU-hours and money."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from glm46.operate.estimate.memory import WIDTHS
 from glm46.operate.estimate.step_time import OrderOf, StepTime, step_time
 from glm46.operate.estimate.target_cluster import TargetCluster
-from glm46.run.parameters import adapter_rows, named_rows
 from glm46.run.plan import Plan
 from glm46.run.schedule import batch_sequences
 
 SECONDS_PER_DAY = 86_400
-_HF_BYTES = 2
-"""Of an element in a Hugging Face folder: BF16."""
 
 
 @dataclass(frozen=True)
@@ -109,38 +105,3 @@ def _equal_steps(plan: Plan, clock: int, samples: int, seq_len: int) -> Iterator
         yield steps
         left -= rows * steps
         clock += rows * steps * seq_len
-
-
-@dataclass(frozen=True)
-class CheckpointSize:
-    """Bytes of a checkpoint of all ranks together."""
-
-    weights: float
-    """Master weights."""
-    states: float
-    """Optimizer states."""
-    hugging_face: float
-    """A folder of weights in BF16."""
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.states
-
-
-def checkpoint_size(plan: Plan) -> CheckpointSize:
-    """The size of each checkpoint of a run, with the critic's; under [adapter] of the adapters alone."""
-    optimizer, adapter, rl = plan.config.optimizer, plan.config.adapter, plan.config.rl
-    networks = [(plan.shape, "lm")]
-    if rl is not None and rl.resolved().has_critic:
-        networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
-    weights, states = [], 0
-    for shape, head in networks:
-        rows = (named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)).values()
-        trained = [(row.numel(shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
-        weights.append(sum(count for count, _ in trained))
-        states += sum(count * of_each for count, of_each in trained)
-    return CheckpointSize(
-        sum(weights) * WIDTHS[plan.config.training.dtype],
-        states * WIDTHS[optimizer.state_dtype],
-        weights[0] * _HF_BYTES,
-    )

@@ -7,14 +7,15 @@ from itertools import product
 
 from glm46.config.check import find_faults
 from glm46.config.model import ModelShape
-from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpoint, Parallelism
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpointConfig, ParallelismConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.memory import largest_stage, plan_memory, stage_memory
 from glm46.operate.estimate.requirement import usable_bytes
-from glm46.operate.estimate.run_cost import RunCost, checkpoint_size, run_cost
+from glm46.operate.estimate.run_cost import RunCost, run_cost
 from glm46.operate.estimate.step_time import OrderOf
 from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan, resolve_plan
 
 _MODES = ("none", "selective", "full")
@@ -89,7 +90,7 @@ def search_layouts(
             refused[faults[0].keys[0]] += 1
             continue
         for mode in _MODES:
-            with_mode = candidate.model_copy(update={"activation_checkpoint": ActivationCheckpoint(mode=mode)})
+            with_mode = candidate.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode=mode)})
             plan = resolve_plan(with_mode, cluster.gpus, document_tokens)
             memory = largest_stage(stage_memory(plan)).total
             if memory <= usable:
@@ -106,7 +107,7 @@ def search_layouts(
 def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
     """A plan on the fewest GPUs of this kind, a power of two, that hold the run with full recomputation; None if
     `_MOST_GPUS` do not."""
-    smaller = config.model_copy(update={"activation_checkpoint": ActivationCheckpoint(mode="full")})
+    smaller = config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode="full")})
     usable = usable_bytes(cluster.gpu.memory_bytes)
     kept = checkpoint_size(resolve_plan(config))
     states = 0.0 if config.optimizer.state_offload != "none" else kept.states
@@ -121,7 +122,7 @@ def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
 
 
 @dataclass(frozen=True)
-class Variant:
+class LayoutVariant:
     """A run with other keys on the same GPUs."""
 
     name: str
@@ -133,7 +134,7 @@ class Variant:
     """None if it breaks a rule or does not fit."""
 
 
-def what_if(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> list[Variant]:
+def what_if(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> list[LayoutVariant]:
     """The same layout with a change of the sequence, the batch, FP8, recomputation or offloading."""
     config, variants = plan.config, []
     for name, changes in _changes(config).items():
@@ -141,12 +142,12 @@ def what_if(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> list[Varia
             update={section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
         )
         if faults := find_faults(changed, cluster.gpus):
-            variants.append(Variant(name, faults[0].message))
+            variants.append(LayoutVariant(name, faults[0].message))
             continue
         other = resolve_plan(changed, cluster.gpus, plan.document_tokens)
         memory = largest_stage(stage_memory(other)).total
         fits = memory <= usable_bytes(cluster.gpu.memory_bytes)
-        variants.append(Variant(name, None, memory, run_cost(other, cluster, order_of) if fits else None))
+        variants.append(LayoutVariant(name, None, memory, run_cost(other, cluster, order_of) if fits else None))
     return variants
 
 
@@ -171,7 +172,7 @@ def _changes(config: RunConfig) -> dict[str, dict[str, dict[str, object]]]:
     return changes
 
 
-def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[Parallelism]:
+def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismConfig]:
     """Degrees whose product divides the number of GPUs; a tensor-parallel group stays inside a node."""
     shape = resolve_shape(config.model)
     longest = max([config.training.seq_len, *(stage.seq_len or 0 for stage in config.data.stages)])
@@ -184,7 +185,7 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[Parallelism]
             continue
         for ep in _expert_degrees(shape, gpus // pp):
             for schedule in _schedules(config, shape, pp):
-                yield Parallelism(
+                yield ParallelismConfig(
                     tensor_parallel_degree=tp,
                     context_parallel_degree=cp,
                     expert_parallel_degree=ep,

@@ -9,8 +9,8 @@ from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost
 from glm46.operate.estimate.search import (
     Candidate,
+    LayoutVariant,
     Search,
-    Variant,
     options_of,
     search_layouts,
     smallest_cluster,
@@ -37,7 +37,7 @@ class Found:
     search: Search
     smallest: Plan | None
     """See `smallest_cluster`."""
-    variants: list[Variant]
+    variants: list[LayoutVariant]
     """Of the first layout; empty if none fits."""
 
 
@@ -141,7 +141,7 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _variant_rows(variants: list[Variant]) -> list[tuple[str, ...]]:
+def _variant_rows(variants: list[LayoutVariant]) -> list[tuple[str, ...]]:
     rows = [("change", "tokens/s", "MFU", "memory")]
     for each in variants:
         speed = ("does not fit", "-")

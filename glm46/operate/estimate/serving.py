@@ -110,7 +110,7 @@ def layers_of_stages(layers: int, pp: int) -> list[int]:
 
 
 def degrees_refused(shape: ModelShape, tp: int, pp: int) -> list[str]:
-    """What of a model cannot be split so; the servers would refuse it when they start."""
+    """Parts of a model that cannot be split so; the servers would refuse it when they start."""
     heads, keys = shape.num_attention_heads, shape.num_key_value_heads
     faults = [
         f"{name} = {size} is not a multiple of {tp}"

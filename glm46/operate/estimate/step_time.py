@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from glm46.config.parallelism import Parallelism
+from glm46.config.parallelism import ParallelismConfig
 from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work
 from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.muon_cost import muon_cost
@@ -25,7 +25,7 @@ from glm46.run.plan import Plan
 from glm46.run.stages import bubble
 from glm46.run.timeline import Order, Timeline, simulate
 
-OrderOf = Callable[[Parallelism, int], Order]
+OrderOf = Callable[[ParallelismConfig, int], Order]
 """The order of the actions of a pipeline for a number of micro-batches: `pipeline_order`."""
 _FP32_SHARE = 1 / 15
 """Of the BF16 peak, by FP32 products without tensor cores: 67 of 989 TFLOP/s on an H100, 19.5 of 312 on an A100."""
@@ -197,7 +197,7 @@ def step_time(
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one pipeline rank does in a step."""
+    """The work of one pipeline rank in a step."""
 
     forward: dict[int, _Cost]
     """Seconds of one micro-batch, by stage."""

@@ -70,7 +70,7 @@ class Efficiencies:
 
 @dataclass(frozen=True)
 class Link:
-    """How the ranks of a group are connected."""
+    """The connection between the ranks of a group."""
 
     bytes_per_second: float
     """That each rank sends when all send at once in a ring."""

@@ -1,4 +1,4 @@
-"""What a rank sends and receives in one optimizer step, by collective and mesh axis; without torch.
+"""Calls and bytes of a rank in one optimizer step, by collective and mesh axis; without torch.
 
 It follows the code call by call: `parallelize/`, `compute/distributed/collectives.py`, torch's FSDP2 and pipelines, and
 `engine/training/step.py`. A test counts the calls and bytes of real steps on a fake process group and holds both equal.
@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from glm46.config.float8_layers import linear_layers
 from glm46.config.rules_layout import values_of
-from glm46.operate.estimate.memory import LOSS_CHUNK_TOKENS, WIDTHS
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.rank_parts import (
     Block,
@@ -26,9 +25,11 @@ from glm46.operate.estimate.rank_parts import (
     sharded_dim,
 )
 from glm46.run.activations import FP32, INDEX, attended_keys
+from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
-from glm46.run.plan import Plan
+from glm46.run.plan import Plan, replicas_reduce_once
+from glm46.run.sizes import LOSS_CHUNK_TOKENS
 from glm46.run.stages import rank_of_stage
 
 _FP64 = 8
@@ -44,9 +45,9 @@ class Traffic:
     """Calls of one kind over one axis, for one purpose, in one optimizer step of one rank."""
 
     axis: str
-    """Mesh axis as `compute/distributed/mesh.py` names it: shard (FSDP2, dp_shard x cp ranks), dp_replicate, efsdp, ep, cp, tp,
-    pp; "tp_head" for the ranks of tp that share a key head; "stage" for all ranks of a pipeline stage, "stage_experts"
-    for those that share experts; "world" for all ranks."""
+    """Mesh axis as `compute/distributed/mesh.py` names it: shard (FSDP2, dp_shard x cp ranks), dp_replicate, efsdp, ep,
+    cp, tp, pp; "tp_head" for the ranks of tp that share a key head; "stage" for all ranks of a pipeline stage,
+    "stage_experts" for those that share experts; "world" for all ranks."""
     kind: Kind
     ranks: int
     """Ranks of the group."""
@@ -71,18 +72,8 @@ class _Call(NamedTuple):
     """Bytes of one call."""
 
 
-def replicas_reduce_once(plan: Plan) -> bool:
-    """True if replicas sum gradients after the last micro-batch only: FSDP2 adds up micro-batches in the reduce type,
-    on the device, where BF16 would lose small gradients and `parameter_offload` wants no gradients. Under a pipeline
-    all gradients are reduced once."""
-    training = plan.config.training
-    return (
-        plan.layout.dp_replicate > 1 and training.mixed_precision_reduce == "float32" and not training.parameter_offload
-    )
-
-
 def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
-    """What the first rank of each pipeline rank sends and receives in `train_step`.
+    """Calls and bytes of the first rank of each pipeline rank in `train_step`.
 
     Tokens are spread evenly over experts, and no token is padding. Groups of one rank are left out, as is the agreement
     on a step before it. Calls and bytes are exact, but for the keys that context-parallel ranks exchange under a
@@ -129,7 +120,7 @@ def _merged(calls: Iterator[_Call]) -> list[Traffic]:
 
 
 class _Runs(NamedTuple):
-    """How often a block runs for a micro-batch."""
+    """The number of times that a block runs for a micro-batch."""
 
     forward: int
     backward: int
@@ -205,7 +196,7 @@ class _Step:
         yield from self._pipeline(rank, part)
 
     def _whole_rows(self) -> Iterator[_Call]:
-        """What is summed over whole rows: accepted drafts, or the halves of pairs."""
+        """Sums over whole rows: accepted drafts, or the halves of pairs."""
         cp, tokens = self._layout.cp, self._rows * self._length
         if self._plan.config.preference is None:
             yield _Call("cp", "all_gather", cp, "predictions", 1, (1 + self._depths) * tokens * INDEX)
@@ -250,8 +241,8 @@ class _Step:
             yield _Call("dp_replicate", "all_reduce", layout.dp_replicate, "gradients", reduces, reduced)
 
     def _norms(self, part: StagePart) -> Iterator[_Call]:
-        """DoRA's norms, once per step (`compute/parallelize/magnitudes.py`): A and the magnitude are gathered, and each rank
-        sums over its part of the weight."""
+        """DoRA's norms, once per step (`compute/parallelize/magnitudes.py`): A and the magnitude are gathered, and each
+        rank sums over its part of the weight."""
         layout = self._layout
         of_experts = ("efsdp" if layout.experts_have_own_mesh else "shard", layout.expert_shards), ("ep", layout.ep)
         of_others = ("shard", layout.dense_shards), ("tp", layout.tp)

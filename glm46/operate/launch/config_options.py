@@ -106,4 +106,4 @@ def load_fetched(path: Path, overrides: Sequence[str], *, world_size: int | None
 def task_module(config: RunConfig) -> str:
     """The module that trains a config."""
     room = "rl" if config.rl is not None else "pretrain" if config.finetune is None else "finetune"
-    return f"glm46.{room}.task"
+    return f"glm46.tasks.{room}.task"

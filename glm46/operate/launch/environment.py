@@ -1,7 +1,7 @@
 """Compare the installed packages with pyproject.toml: one message about all of them, before any is imported.
 
-``python -m glm46.operate.launch.environment EXTRA,EXTRA`` exits with 0 if everything fits, else 1; the scripts run it with
-each interpreter they find. Modules beyond the standard library are imported inside functions, because they may be
+``python -m glm46.operate.launch.environment EXTRA,EXTRA`` exits with 0 if everything fits, else 1; the scripts run it
+with each interpreter they find. Modules beyond the standard library are imported inside functions, because they may be
 missing.
 """
 

@@ -148,7 +148,7 @@ class HostNodes:
         self._listener.restore()
 
     def faults(self, *, is_restart: bool = False) -> dict[str, list[NodeClient]]:
-        """What keeps nodes from starting, once all have answered, with the nodes that have the fault.
+        """Faults that keep nodes from starting, once all have answered, with the nodes that have each.
 
         Args:
             is_restart: whether nodes that answer much later than the others count as lost.

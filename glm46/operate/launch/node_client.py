@@ -18,7 +18,6 @@ a node reads its standard input: it closes with the connection, and then the lau
 import json
 import os
 import queue
-import shlex
 import signal
 import subprocess
 import sys
@@ -30,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from glm46.compute.distributed.hostfile import Host
-from glm46.config.errors import UserError
 from glm46.engine.reliability.stop import EXIT_SIGNAL, exit_now, started_ranks
+from glm46.operate.launch.host_group import HostGroup
 from glm46.operate.launch.torchrun import LauncherSignals
 
 SSH_FAILED = 255
@@ -42,22 +41,6 @@ ANSWER_SECONDS = 300.0
 HELD_LINES = 10_000
 _ANSWER = "glm46-node: "
 """Begins a line for the driver; a login may print other lines before the first one."""
-
-
-def _ssh(host: Host, command: str) -> list[str]:
-    # A connection that has been silent for 15 s is lost.
-    options = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=5", "ServerAliveCountMax=3")
-    return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.login, command]
-
-
-def _srun(host: Host, command: str) -> list[str]:
-    # Overlap: after a node is lost, its step still holds the cores of the other nodes.
-    step = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host.name}")
-    return ["srun", *step, "--cpu-bind=none", "sh", "-c", command]
-
-
-CONNECTIONS = {"ssh": _ssh, "srun": _srun}
-"""The command that runs another one on a host, by the name of its client."""
 
 
 class NodeClient:
@@ -82,21 +65,10 @@ class NodeClient:
         self.is_connected, self.is_lost = True, False
         self.asked_at: float | None = None
         self._is_ended = False  # by this process: a signal, or the request to kill the ranks, was sent
-        self._test = f"ssh -o BatchMode=yes {host.login} true"
-        if connection != "ssh":
-            self._test = shlex.join(CONNECTIONS[connection](host, "true"))
-        try:
-            # A session of its own: Ctrl-C reaches this process alone, which passes it on.
-            self._client = subprocess.Popen(
-                CONNECTIONS[connection](host, command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except FileNotFoundError as error:
-            remedy = "install the OpenSSH client" if connection == "ssh" else "start it in an allocation of Slurm"
-            raise UserError(f"--hostfile: {connection} is not on PATH; {remedy}") from error
+        group = HostGroup(connection)
+        self._test = group.test(host)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self._client = group.start(host, command, **pipes)
         threading.Thread(target=self._read, args=(events,), name=self.name, daemon=True).start()
 
     def _read(self, events: queue.Queue) -> None:
@@ -134,7 +106,7 @@ class NodeClient:
 
     @property
     def has_answered(self) -> bool:
-        """Whether the checks of this node have ended, or never will."""
+        """True if the checks of this node have ended, or never will."""
         return "faults" in self.answer or self.code is not None
 
     def faults(self, first: "NodeClient") -> list[str]:

@@ -218,7 +218,7 @@ def _become_rank(server: int, arguments: list[str], variables: dict[str, str]) -
 
 
 def _driver_is_open() -> bool:
-    """Whether this process has a file of a GPU driver open."""
+    """True if this process has a file of a GPU driver open."""
     links = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the listing itself

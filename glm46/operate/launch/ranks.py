@@ -80,7 +80,11 @@ def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -
     start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_nproc(start)
     _, of_ranks = start.parse_known_args(argv)  # torchrun takes --nproc for an abbreviation of its own
-    signals, times, server = LauncherSignals(), StartTimes("the command"), RankServer([f"glm46.commands.{verb}_ranks"])
+    signals, times, server = (
+        LauncherSignals(),
+        StartTimes("the command"),
+        RankServer([f"glm46.operate.models.{verb}_ranks"]),
+    )
     try:
         return run_ranks(rendezvous_options(Nodes(), count, 0), [verb, *of_ranks], signals, server, times).code
     finally:

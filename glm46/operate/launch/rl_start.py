@@ -1,16 +1,16 @@
-"""What a run of reinforcement learning reads at its start, checked once before its ranks start; without torch."""
+"""Checks of what a run of reinforcement learning reads at its start, once, before its ranks start; without torch."""
 
 from collections.abc import Callable
 
 from glm46.config.errors import UserError
 from glm46.config.faults import show
-from glm46.config.rl import RL
+from glm46.config.rl import RLConfig
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.environment import Environment
 from glm46.tasks.rl.rewards.scorer import Scorer
 
 
-def refuse_rl(rl: RL) -> None:
+def refuse_rl(rl: RLConfig) -> None:
     """Raise the faults of prompts, rewards, environment and filter that every rank would raise at its start. Functions
     of the user's are imported in processes of their own.
 

@@ -116,7 +116,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether this is a folder that can be read, with something in it."""
+    """True if this is a folder that can be read, with something in it."""
     with suppress(OSError):
         return any(path.iterdir())
     return False

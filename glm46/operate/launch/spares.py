@@ -1,4 +1,4 @@
-"""Which hosts of a hostfile train and which are spare, when some are lost; and how many replicas the others hold."""
+"""Choice of the hosts of a hostfile that train and those that are spare, when some are lost; and of the replicas."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a launcher keeps ready between two starts of its ranks."""
+"""Rank server and signal handlers, kept across restarts."""
 
 from dataclasses import dataclass
 

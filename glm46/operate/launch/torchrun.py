@@ -46,7 +46,7 @@ class End(NamedTuple):
     cause: str = ""
     """Of a failure, in words."""
     is_final: bool = False
-    """Whether another start is impossible."""
+    """True if another start is impossible."""
     failed_at: float | None = None
     """`time.time` of the first failure of a rank."""
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import global_indices
 from glm46.compute.distributed.ranks import CheckpointError
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
-from glm46.config.model import Model, ModelShape
+from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.resume import BASES_KEY
@@ -166,7 +166,7 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
     config = tomli.loads(tensors.meta["config"])
     if "adapter" not in config:
         raise UserError(f"{arguments.checkpoint}: holds a whole model, not adapters; use convert to-hf")
-    adapter, base = Adapter.model_validate(config["adapter"]), config["checkpoint"]["initial_load_path"]
+    adapter, base = AdapterConfig.model_validate(config["adapter"]), config["checkpoint"]["initial_load_path"]
     stored = {name: tensors.stored(name) for name in tensors}
     total = sum(tensor.nbytes for tensor in stored.values())
     base_files = next(iter(tensors.meta[BASES_KEY].values()))
@@ -197,7 +197,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _table_of(shape: ModelShape, folder: Path) -> Model:
+def _table_of(shape: ModelShape, folder: Path) -> ModelConfig:
     """[model] of a shape: the nearest preset, the keys that differ from it, and the folder's tokenizer."""
 
     def differences(flavor: str) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _table_of(shape: ModelShape, folder: Path) -> Model:
         return {key: value for key, value in shape.model_dump().items() if preset[key] != value}
 
     flavor = min(PRESETS, key=lambda flavor: len(differences(flavor)))
-    return Model.model_validate({"flavor": flavor, "tokenizer_path": str(folder.resolve())} | differences(flavor))
+    return ModelConfig.model_validate({"flavor": flavor, "tokenizer_path": str(folder.resolve())} | differences(flavor))
 
 
 def _report(line: str) -> None:

@@ -1,4 +1,4 @@
-"""What ``python -m glm46 evaluate`` checks before ranks start; without torch."""
+"""Checks of ``python -m glm46 evaluate`` before ranks start; without torch."""
 
 import argparse
 from collections.abc import Mapping

@@ -40,7 +40,7 @@ from glm46.storage.data.manifest import Manifest, load_manifest
 
 
 class _Training(NamedTuple):
-    """What is known of the training of the model."""
+    """Facts about the training of the model."""
 
     window: int | None = None
     """Longest sequence so far."""
@@ -96,7 +96,7 @@ def _standard(work: "_Work") -> dict[str, Any] | None:
 
 
 class _Work(NamedTuple):
-    """What is to be computed."""
+    """The work of one call."""
 
     loaded: Loaded
     other: Loaded | None

@@ -1,7 +1,9 @@
 """The prompts of ``python -m glm46 generate`` as tokens, and the checks before ranks start; without torch."""
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
@@ -9,7 +11,7 @@ from glm46.config.model import ModelShape
 from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
 from glm46.storage.data.chat import chat_prompt
 from glm46.storage.data.chat_template import raise_for_template
-from glm46.storage.data.conversation import Message
+from glm46.storage.data.conversation import BadConversation, Message, parse_tools
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 
@@ -82,3 +84,23 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
     if len(ids) != 1:
         raise UserError(f"--stop-token {text!r}: {len(ids)} tokens; give a text that is one, or a special token's name")
     return ids[0]
+
+
+def read_tools(file: Path) -> tuple[Mapping, ...]:
+    """The descriptions of tools in a JSON file, as the model is shown them.
+
+    Raises:
+        UserError: the file is missing, or no list of functions with names.
+    """
+    remedy = 'give a list such as [{"type": "function", "function": {"name": "now", "parameters": {}}}]'
+    try:
+        tools = parse_tools(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"--tools {file}: {error.strerror}; {remedy}") from error
+    except (ValueError, RecursionError, BadConversation) as error:
+        raise UserError(f"--tools {file}: {error}; {remedy}") from error
+    for number, tool in enumerate(tools, 1):
+        function = tool.get("function", tool)
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            raise UserError(f"--tools {file}: function {number} of {len(tools)} has no name; {remedy}")
+    return tools

@@ -14,8 +14,9 @@ from glm46.engine.inference.stored_model import StoredModel, alignment_faults, s
 from glm46.files.local_disk import space_fault
 from glm46.operate.estimate.inference_memory import inference_bytes, memory_faults
 from glm46.operate.estimate.machine import detect_machine
-from glm46.operate.estimate.memory import FP32, WIDTHS
+from glm46.operate.estimate.memory import FP32
 from glm46.operate.launch.ranks import degrees_of, processes
+from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import generation_layout
 from glm46.run.parameters import named_rows
 from glm46.storage.huggingface.hub import config_folder
@@ -29,7 +30,7 @@ _COPIES = 2
 
 
 def is_on_hub(stated: Path | str | None) -> bool:
-    """Whether an option names a repository of the hub."""
+    """True if an option names a repository of the hub."""
     return stated is not None and is_hub_address(str(stated))
 
 

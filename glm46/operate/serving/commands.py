@@ -15,7 +15,7 @@ RENDEZVOUS_PORT = 29501
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and how clients name the model."""
+    """Address of a server, and the name of the model for clients."""
 
     name: str
     host: str
@@ -26,7 +26,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Service:
-    """What is served, how and where."""
+    """A served folder, its layout and its address."""
 
     folder: ServedFolder
     plan: ServingPlan

@@ -36,7 +36,7 @@ class ServedFolder:
     stored: dict[str, float]
     """Our name -> bytes of the whole parameter in a server that computes in BF16."""
     chats: bool
-    """Whether it has a chat template, and the tokens of thinking and of tool calls."""
+    """True if it has a chat template, and the tokens of thinking and of tool calls."""
     notes: tuple[str, ...]
     """What works differently than a user may expect."""
     _checked: CheckedFolder

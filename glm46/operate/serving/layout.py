@@ -35,7 +35,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a user asks for."""
+    """The options of a user."""
 
     tp: int | None
     """None: the largest degree inside a node that the model allows."""

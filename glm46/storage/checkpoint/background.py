@@ -66,7 +66,7 @@ class BackgroundSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is running on this rank."""
+        """True if a save is running on this rank."""
         return self._save is not None and not self._save.ended.is_set()
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:

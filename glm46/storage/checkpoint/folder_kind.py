@@ -14,7 +14,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Kind(Enum):
-    """What a path is."""
+    """The kinds of folder that a path can be."""
 
     STEP = "a step folder"
     HUGGING_FACE = "a Hugging Face folder"

@@ -218,13 +218,13 @@ def publish_gathered(output: Path, step: int, manifest: bytes) -> list[str]:
 
 
 def is_gathered(output: Path, save: NodePart) -> bool:
-    """Whether the shared folder has this save, without faults in the quick checks."""
+    """True if the shared folder has this save, without faults in the quick checks."""
     path = step_folder(output, save.step)
     return not quick_faults(path, save.step)[1] and hash_file(path / MANIFEST).sha256 == save.seal
 
 
 def is_superseded(output: Path, part: NodePart) -> bool:
-    """Whether the shared folder has a later whole save of this step."""
+    """True if the shared folder has a later whole save of this step."""
     body, faults = quick_faults(step_folder(output, part.step), part.step)
     return not faults and body["saved_at"] > part.saved_at
 

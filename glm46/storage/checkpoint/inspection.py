@@ -36,7 +36,7 @@ class CheckpointSummary:
     tokens: int | None
     validation_loss: float | None
     is_good: bool
-    """Whether the last step was applied, not skipped."""
+    """True if the last step was applied, not skipped."""
     faults: tuple[str, ...]
     """Empty when the checkpoint is complete."""
 

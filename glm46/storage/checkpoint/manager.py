@@ -261,7 +261,7 @@ class CheckpointManager:
             return Snapshot(step, dict(tensors), encode_meta(meta), validation_loss, is_good, self.before_publishing)
 
     def _is_any_rank_saving(self) -> bool:
-        """Whether a background save is running on some rank. Collective."""
+        """True if a background save is running on some rank. Collective."""
         return any(self._ranks.all_gather(self._background.is_busy))
 
     def _wait_for_save(self) -> None:

@@ -31,7 +31,7 @@ class Snapshot:
     """From `encode_meta`, when the save is requested, because the trainer changes the values afterwards."""
     validation_loss: float | None = None
     is_good: bool = True
-    """Whether the last step was applied. A step is skipped when its metrics are bad, and then the state may be bad."""
+    """True if the last step was applied. A step is skipped when its metrics are bad, and then the state may be bad."""
     before_publishing: Callable[[], None] = lambda: None
     """Called on the first rank."""
 

@@ -63,7 +63,7 @@ _TAGS = re.compile(f"({'|'.join(map(re.escape, (CALL, END_CALL, KEY, END_KEY, VA
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How conversations become documents."""
+    """Options by which conversations become documents."""
 
     history: Literal["expand", "last", "all"] = "expand"
     """The format removes reasoning from turns before the last user message. expand: a document for each user turn with

@@ -12,7 +12,7 @@ _LONGEST_CHARACTER = 4
 
 
 class Part(NamedTuple):
-    """What a token adds to a turn."""
+    """The part of a turn that a token adds to."""
 
     kind: Literal["thought", "answer", "call"]
     text: str

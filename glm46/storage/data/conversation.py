@@ -82,7 +82,7 @@ class Message:
     """The assistant's thinking, without its tags."""
     tool_calls: tuple[ToolCall, ...] = ()
     is_trained: bool = True
-    """Whether an assistant's turn may be a target."""
+    """True if an assistant's turn may be a target."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from glm46.config.data import Source
+from glm46.config.data import SourceConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.rules_data import chat_faults, pair_faults
@@ -25,7 +25,7 @@ class SourcePlan(NamedTuple):
     """Largest number of passes over any of its documents, computed from tokens; infinite if it has no full row."""
 
 
-def load_text(plan: Plan, sources: Sequence[Source] | None = None) -> tuple[Tokenizer, dict[str, Manifest]]:
+def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tuple[Tokenizer, dict[str, Manifest]]:
     """Load the tokenizer and the manifests of the sources (by name), and check them against each other and the model.
 
     Args:

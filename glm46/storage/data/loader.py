@@ -67,7 +67,7 @@ class TrainSource(NamedTuple):
     """Folder of best-fit packing plans. None means the folder of the source."""
 
 
-class Span(NamedTuple):
+class SampleSpan(NamedTuple):
     """The samples of one stage of a run."""
 
     first: int = 0
@@ -80,7 +80,7 @@ class Span(NamedTuple):
     """Range of each source's documents that is read, as shares."""
 
 
-WHOLE_RUN = Span()
+WHOLE_RUN = SampleSpan()
 
 
 class TrainStream(IterableDataset):
@@ -89,7 +89,9 @@ class TrainStream(IterableDataset):
     Micro-batch q of dp_rank r holds the samples start_sample + (q * dp_degree + r) * rows + (0 ... rows - 1).
     """
 
-    def __init__(self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int, span: Span):
+    def __init__(
+        self, sources: Sequence[TrainSource], seed: int, layout: BatchLayout, start_sample: int, span: SampleSpan
+    ):
         self.sources, self.seed, self.layout, self.start_sample = tuple(sources), seed, layout, start_sample
         self.span = span
         self.manifests = [source.manifest for source in self.sources]
@@ -259,7 +261,7 @@ class TrainLoader(_BatchLoader):
 
 
 def build_train_loader(
-    sources: Sequence[TrainSource], layout: BatchLayout, *, seed: int, start_sample: int, span: Span = WHOLE_RUN,
+    sources: Sequence[TrainSource], layout: BatchLayout, *, seed: int, start_sample: int, span: SampleSpan = WHOLE_RUN,
     num_workers: int = 0, prefetch_factor: int = 2, begin_worker: Callable[[int], None] | None = None,
 ) -> TrainLoader:  # fmt: skip
     """Build the endless training stream of one rank.

@@ -27,7 +27,7 @@ _REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
 
 def held_out_remedy(documents: int, held_out: float | None) -> str:
-    """What gives a source both text to train on and held-out text, though its ``held_out`` does not: the hash of each
+    """The remedy for a source without text to train on or without held-out text, by its ``held_out``: the hash of each
     document decides, so that few documents are divided by chance."""
     share = round(min(0.5, 5 / max(documents, 1)), 3)
     if documents < 2 or share == held_out:
@@ -103,7 +103,7 @@ class Manifest:
 
     @property
     def is_paired(self) -> bool:
-        """Whether each document is a pair, see `storage/data/pairs.py`."""
+        """True if each document is a pair, see `storage/data/pairs.py`."""
         return self.settings.get("format") == PAIRS
 
     def require_tokenizer(self, fingerprint: str) -> None:

@@ -38,7 +38,7 @@ class TokenizerJson(NamedTuple):
     control: frozenset[str]
     """Names of the added tokens that are marked as special."""
     prefix_space: bool
-    """Whether a space is added before text that does not begin with one."""
+    """True if a space is added before text that does not begin with one."""
 
 
 def read_tokenizer_json(file: Path) -> TokenizerJson:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from glm46.config.errors import UserError
-from glm46.config.model import ModelShape, RopeScaling
+from glm46.config.model import ModelShape, RopeScalingConfig
 from glm46.files.file_content import read_json_object
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 
@@ -241,7 +241,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         scaling.pop(name, None)
     old_type = scaling.pop("type", None)
     rope_type = scaling.get("rope_type", old_type)
-    known = ("rope_type", *RopeScaling.model_fields)
+    known = ("rope_type", *RopeScalingConfig.model_fields)
     more = {k: v for k, v in scaling.items() if k not in known and v not in (None, *_INERT_ROPE.get(k, ()))}
     scaling = {key: value for key, value in scaling.items() if key in known and value is not None}
     if rope_type is None and (scaling or more):

@@ -54,7 +54,7 @@ class Scheme:
         return tuple(-(-size // step) for size, step in zip(shape, self.grid(shape[1]), strict=True))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a weight of this shape is stored in FP8. vLLM and SGLang refuse to fuse matrices with a size that is
+        """True if a weight of this shape is stored in FP8. vLLM and SGLang refuse to fuse matrices with a size that is
         not a multiple of the block (`validate_fp8_block_shape`), such as the dense layer of GLM-4.5-Air with 10,944
         rows."""
         return self.block is None or not any(size % step for size, step in zip(shape, self.block, strict=True))
@@ -170,7 +170,7 @@ def scales_of_columns(scales: Tensor, scheme: Scheme, columns: int, box: Box, gr
 
 
 def matches(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> bool:
-    """Whether FP8 values of a box equal the weights up to one step of E4M3: other tools round differently."""
+    """True if FP8 values of a box equal the weights up to one step of E4M3: other tools round differently."""
     step = dequantise(torch.ones_like(values), scales, scheme, columns, box).mul_(2.0**-9)
     difference = dequantise(values, scales, scheme, columns, box).sub_(weight)
     return bool((difference.abs_() <= weight.abs() / 8 + step).all())

@@ -138,7 +138,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 class CheckedFolder(NamedTuple):
-    """What a folder stores of the model."""
+    """The weights that a folder stores of the model."""
 
     names: HFNames
     found: dict[str, tuple[Path, Record]]
@@ -365,7 +365,7 @@ class FolderReader:
         return sum(file.bytes_moved for file in self._open.values())
 
     def is_plain(self, hf_name: str) -> bool:
-        """Whether a weight is stored as it is, not quantised."""
+        """True if a weight is stored as it is, not quantised."""
         return hf_name not in self._quantised
 
     def fill(self, name: str, local: Tensor, held: list[Tensor], scales: Tensor | None = None) -> list[str]:
@@ -423,7 +423,7 @@ class FolderReader:
         return is_finite(found) and is_finite(parts[""].float())
 
     def _equals(self, hf_name: str, box: Box, target: Tensor) -> bool:
-        """Whether a box of a repeat equals the values read before; in FP8, up to rounding."""
+        """True if a box of a repeat equals the values read before; in FP8, up to rounding."""
         if hf_name not in self._quantised:
             return torch.equal(target, self._file(hf_name).read(hf_name, box).to(target))
         scheme = self.scheme
@@ -432,7 +432,7 @@ class FolderReader:
         return matches(target.float().cpu(), parts[""], parts[scheme.suffix], scheme, columns, box)
 
     def _parts(self, hf_name: str, box: Box) -> dict[str, Tensor]:
-        """What a box of a quantised weight needs, by suffix."""
+        """Tensors that a box of a quantised weight needs, by suffix."""
         assert self.scheme is not None
         boxes = self.scheme.boxes(self._quantised[hf_name], box).items()
         return {suffix: self._file(hf_name + suffix).read(hf_name + suffix, part) for suffix, part in boxes}

@@ -33,7 +33,7 @@ class Int4:
     suffixes = ("_packed", "_scale", "_shape")
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a weight of this shape can be stored."""
+        """True if a weight of this shape can be stored."""
         return shape[1] % self.group == 0
 
     def stored(self, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -90,7 +90,7 @@ def merge_adapter(
 
 
 def merge_lines(folder: Path, errors: dict[str, dict[str, float]]) -> list[str]:
-    """What to tell a user about a merged folder; ``errors`` is the result of `merge_adapter`."""
+    """Lines for a user about a merged folder; ``errors`` is the result of `merge_adapter`."""
     changes = sorted(of["change"] for of in errors.values())
     worst = max(errors, key=lambda name: errors[name]["rounding"])
     lost = [name for name in errors if errors[name]["rounding"] > _MOST_LOST]

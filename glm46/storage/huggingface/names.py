@@ -133,7 +133,7 @@ def stacked_name(row: Parameter) -> str:
 
 
 def has_repeats(hf_names: Iterable[str], shape: ModelShape) -> bool:
-    """Whether a checkpoint with these names repeats embedding and head in its multi-token prediction layers."""
+    """True if a checkpoint with these names repeats embedding and head in its multi-token prediction layers."""
     return not {name for row in PARAMETERS for name in _repeat_names(row, shape)}.isdisjoint(hf_names)
 
 

@@ -61,7 +61,7 @@ def module_of(part: HFPart) -> str:
 
 
 def is_adaptable(entry: HFEntry) -> bool:
-    """Whether a weight may have an adapter: the projections of the main model."""
+    """True if a weight may have an adapter: the projections of the main model."""
     return entry.row.fp8_family is not None and not entry.name.startswith("mtp.")
 
 
@@ -102,12 +102,12 @@ def _part(part: HFPart, kind: str, size: tuple[int, ...]) -> HFPart:
 
 
 def is_of_expert(module: str) -> bool:
-    """Whether a Hugging Face module belongs to a routed expert."""
+    """True if a Hugging Face module belongs to a routed expert."""
     return ".mlp.experts." in module
 
 
 def is_for_experts(config: Mapping[str, Any]) -> bool:
-    """Whether the keys of an adapter_config.json that `export_adapter` writes name routed experts."""
+    """True if the keys of an adapter_config.json that `export_adapter` writes name routed experts."""
     return not set(_EXPERT_PROJECTIONS).isdisjoint(config["target_modules"])
 
 

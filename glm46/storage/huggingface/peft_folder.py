@@ -29,7 +29,7 @@ _FUSED = (".mlp.experts", ".mlp.experts.base_layer")
 
 
 @dataclass(frozen=True)
-class Product:
+class AdapterProduct:
     """The adapter of one matrix, or of gate and up of one expert; all in FP32."""
 
     lora_A: Tensor
@@ -75,7 +75,7 @@ class AdapterFolder:
         return list(self._parts)
 
     def is_stacked(self, weight: str) -> bool:
-        """Whether a weight is a stack of experts."""
+        """True if a weight is a stack of experts."""
         return self._names.entries[weight].row.is_expert
 
     @property
@@ -173,7 +173,7 @@ class AdapterFolder:
         by_expert = self._value(module, "lora_B").view(rows, rank, experts).permute(2, 0, 1).contiguous()
         return self._value(module, "lora_A").view(experts, rank, columns), by_expert, scale
 
-    def _product(self, weight: str, expert: int = 0, *, scale: float = 1.0) -> Product:
+    def _product(self, weight: str, expert: int = 0, *, scale: float = 1.0) -> AdapterProduct:
         """The adapter of a matrix, or of one expert's part of a stack.
 
         Args:
@@ -199,7 +199,7 @@ class AdapterFolder:
         half = lora_a.shape[0] // 2
         if blocks == 2 and lora_a.shape[0] == 2 * half and torch.equal(lora_a[:half], lora_a[half:]):
             lora_a, lora_b = lora_a[:half], lora_b[:, :half] + lora_b[:, half:]
-        return Product(lora_a, lora_b, magnitude)
+        return AdapterProduct(lora_a, lora_b, magnitude)
 
     def merged(self, hf_name: str, values: Tensor, first: int = 0) -> Tensor:
         """Rows of a weight with its adapter: W + B A, and with magnitudes m (W + B A) / |W + B A| for each row.

@@ -79,7 +79,7 @@ def format_of(head: bytes) -> Format | None:
 
 
 def _is_old_tar(head: bytes) -> bool:
-    """Whether a file begins as a tar archive of before POSIX, which has no magic but a checksum."""
+    """True if a file begins as a tar archive of before POSIX, which has no magic but a checksum."""
     try:
         return bool(tarfile.TarInfo.frombuf(head, "latin-1", "strict").name)
     except (tarfile.HeaderError, ValueError):
@@ -92,7 +92,7 @@ def suffix_in(file: Path) -> str:
 
 
 def is_compressed(file: Path) -> bool:
-    """Whether a file has the ending of a compression that is read."""
+    """True if a file has the ending of a compression that is read."""
     return file.suffix.lower() in _SUFFIXES
 
 

@@ -220,7 +220,7 @@ def _tight(text: str) -> str:
 
 
 def _compared(one: str, other: str) -> bool | None:
-    """Whether two spelled results are equal; None: math-verify is to say."""
+    """True if two spelled results are equal; None: math-verify is to say."""
     (x, one), (y, other) = _without_variable(one), _without_variable(other)
     x, y = x or _bounded(one), y or _bounded(other)
     if x and y and x != y:
@@ -381,7 +381,7 @@ def _decimal(text: str) -> Fraction:
 
 
 def has_words(text: str) -> bool:
-    """Whether there is text, whose letters are not factors."""
+    """True if there is text, whose letters are not factors."""
     words = [word.casefold() for word in _WORD.findall(text)]
     return _TEXT in text or any(
         word in ("no", "on") or len(word) > 2 and word not in _FUNCTIONS and re.search("[aeiouy]", word)
@@ -452,7 +452,7 @@ def _bounded(text: str) -> str:
 
 
 def _is_enclosed(text: str) -> bool:
-    """Whether the first bracket is closed by the last character."""
+    """True if the first bracket is closed by the last character."""
     depth = 0
     for place, character in enumerate(text):
         depth += (character in "([") - (character in ")]")
@@ -491,7 +491,7 @@ def _expression(text: str) -> str:
 
 
 def _verified(one: str, other: str, seconds: int) -> bool | None:
-    """Whether math-verify finds results equal; None where it is absent or cannot read one."""
+    """True if math-verify finds results equal; None where it is absent or cannot read one."""
     verify = load_math_verify()
     if verify is None or _TOO_LARGE.search(f"{one} | {other}"):
         return None
@@ -506,7 +506,7 @@ def _verified(one: str, other: str, seconds: int) -> bool | None:
 
 
 def _with_imaginary(part):
-    """What math-verify has read, with the imaginary unit for a letter i that is free in it."""
+    """A result of math-verify, with the imaginary unit for a letter i that is free in it."""
     from sympy import Expr, I
 
     letters = {one: I for one in part.free_symbols if one.name == "i"} if isinstance(part, Expr) else {}

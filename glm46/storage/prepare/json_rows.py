@@ -33,7 +33,7 @@ class JsonText:
                 return self._text[self._at : self._at + 1]
 
     def take(self, character: str) -> bool:
-        """Whether this is the next character; it is read then."""
+        """True if this is the next character; it is read then."""
         is_next = self.peek() == character
         self._at += is_next
         return is_next
@@ -60,7 +60,7 @@ class JsonText:
                 return value
 
     def fills_its_line(self) -> bool:
-        """Whether the last value has no line end inside, and no other row follows on its line."""
+        """True if the last value has no line end inside, and no other row follows on its line."""
         if "\n" in self._text[self._start : self._at]:
             return False
         while True:

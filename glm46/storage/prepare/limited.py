@@ -50,7 +50,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.POINTER(_Step)))
 
 
-class Ended(NamedTuple):
+class ProgramEnd(NamedTuple):
     """The end of a program."""
 
     status: int | None
@@ -61,7 +61,7 @@ class Ended(NamedTuple):
     """The last line of its standard error."""
 
 
-def run_limited(program: str, given: str = "", *, cpu_seconds: float, seconds: float, memory_gib: float) -> Ended:
+def run_limited(program: str, given: str = "", *, cpu_seconds: float, seconds: float, memory_gib: float) -> ProgramEnd:
     """Run the text of a Python program in a folder of its own, which is removed.
 
     Args:
@@ -89,7 +89,7 @@ def run_limited(program: str, given: str = "", *, cpu_seconds: float, seconds: f
         stdout.seek(0)
         stderr.seek(max(stderr.seek(0, os.SEEK_END) - _ERROR_BYTES, 0))
         lines = stderr.read().decode(errors="replace").strip().splitlines()
-        return Ended(status, stdout.read().decode(errors="replace"), lines[-1] if lines else "")
+        return ProgramEnd(status, stdout.read().decode(errors="replace"), lines[-1] if lines else "")
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def limited_process(
 
 
 def _limits(cpu_seconds: int, memory: int) -> Callable[[], None]:
-    """What a process calls before it becomes the program. Prepared before the fork, behind which little is safe."""
+    """A function for a process to call before it becomes the program. Made before the fork: after it little is safe."""
     libc, filter_ = ctypes.CDLL(None, use_errno=True), _filter(_CALLS.get(platform.machine()))
     prctl, call, domain = libc.prctl, libc.syscall, (ctypes.c_uint64 * 3)(_MAKE_SOCKET, 0, _SIGNALS)
     prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)

@@ -147,7 +147,7 @@ def concluded_result(text: str) -> str | None:
 
 
 def _of_sentence(stated: str) -> str:
-    """What a sentence states behind "the answer is"."""
+    """The result that a sentence states after "the answer is"."""
     stated = " ".join(stated.split())
     if match := _DENIED.match(stated):
         return _of_sentence(match[1])
@@ -180,12 +180,12 @@ def last_box(text: str) -> tuple[str | None, str]:
 
 
 def takes_back(sentence: str) -> bool:
-    """Whether a sentence takes back what was said before it, as "Wait, it is 6." does."""
+    """True if a sentence takes back what was said before it, as "Wait, it is 6." does."""
     return _TAKES_BACK.match(sentence) is not None
 
 
 def _marked(text: str) -> tuple[str | None, int]:
-    """What stands behind the last mark in its line, or the next one that is not empty, and where the mark ends."""
+    """The text after the last mark in its line, or the next line that is not empty, and the end of the mark."""
     *_, mark = [None, *_MARKS.finditer(text)]
     *_, box = [None, *_BOX.finditer(text)]
     if mark is None or (box is not None and box.start() > mark.start()):

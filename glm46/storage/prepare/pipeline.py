@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from glm46.config.data import Source
+from glm46.config.data import SourceConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.text_recipe import TextRecipe
@@ -70,7 +70,7 @@ def prepare_run(
     return load_text(plan)[1] if missing else manifests
 
 
-def _text_recipe(source: Source, tokenizer: str) -> TextRecipe:
+def _text_recipe(source: SourceConfig, tokenizer: str) -> TextRecipe:
     return TextRecipe(**source.recipe.model_dump(), output=source.path, name=source.name, tokenizer=tokenizer)
 
 

@@ -275,7 +275,7 @@ def _parquet_faults(file: Path | str) -> Iterator[None]:
 
 
 def _parquet_fault(error: Exception) -> str:
-    """What an error of pyarrow says of a file, by its words: its classes do not tell damage from a missing codec."""
+    """The fault of a file by the words of pyarrow's error: its classes do not tell damage from a missing codec."""
     words = str(error).lower()
     if "crypt" in words:
         return f"encrypted Parquet ({error}); write it without encryption"

@@ -56,7 +56,7 @@ class Fields(NamedTuple):
     format: str = "text"
     """As `Recipe.format`."""
     json_is_text: bool = False
-    """Whether a .json file without rows is one text."""
+    """True if a .json file without rows is one text."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Fields":

@@ -15,7 +15,7 @@ from glm46.compute.distributed.collectives import sum_over_ranks
 from glm46.compute.distributed.local_tensor import copy_to_device
 from glm46.compute.model.cross_entropy import IGNORE, token_logprobs
 from glm46.compute.model.transformer import LossSums
-from glm46.config.finetune import Preference
+from glm46.config.finetune import PreferenceConfig
 from glm46.engine.training.network import Batch, Network
 
 HALF, REFERENCE = "pair_half", "reference_logprobs"
@@ -79,7 +79,7 @@ class PreferenceLoss:
     form = staticmethod(token_logprobs)
     fields = (HALF, REFERENCE)
 
-    def __init__(self, network: Network, config: Preference):
+    def __init__(self, network: Network, config: PreferenceConfig):
         self._network, self._config = network, config
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from glm46.compute.model.cross_entropy import token_logprobs
-from glm46.config.finetune import Preference
+from glm46.config.finetune import PreferenceConfig
 from glm46.engine.training.named_sums import sum_over_all_ranks
 from glm46.engine.training.network import Batch, build_network
 from glm46.engine.training.state import Progress
@@ -27,7 +27,7 @@ class Preferences:
     checkpoint.initial_load_path.
     """
 
-    def __init__(self, text: Pretraining, config: Preference):
+    def __init__(self, text: Pretraining, config: PreferenceConfig):
         """Build the reference. Collective."""
         self._text, self._begin_id = text, text.tokenizer.special[BEGIN]
         self._policy, adapter = text.network, text.plan.config.adapter

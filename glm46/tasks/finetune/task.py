@@ -7,7 +7,7 @@ from typing import Any
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
 from glm46.config.errors import UserError
-from glm46.config.finetune import FineTune
+from glm46.config.finetune import FineTuneConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
@@ -43,7 +43,7 @@ class FineTuning:
         self._prompts = run_on_all_ranks(self._sample_prompts)
 
     def _sample_prompts(self) -> list[list[int]]:
-        config: FineTune = self._config
+        config: FineTuneConfig = self._config
         prompts = [
             chat_prompt(self._text.tokenizer, [Message("user", text)], thinking=config.thinking)
             for text in config.samples

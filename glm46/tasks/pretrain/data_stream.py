@@ -14,7 +14,7 @@ from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import TextStage, describe_attention, stage_at
 from glm46.run.plan import Plan
-from glm46.storage.data.loader import BatchLayout, Span, TrainSource, build_train_loader
+from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.mixing import integer_weights, taken
 
@@ -81,7 +81,7 @@ class DataStream:
                     start_sample=progress.samples,
                     num_workers=config.data.num_workers,
                     prefetch_factor=config.data.prefetch_factor,
-                    span=Span(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
+                    span=SampleSpan(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
                     begin_worker=begin_worker,
                 )
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a network on any layout computes of rows: the figures of a measure, and greedy answers."""
+"""Rows through a network on any layout: the figures of a measure, and greedy answers."""
 
 from collections.abc import Callable, Sequence
 

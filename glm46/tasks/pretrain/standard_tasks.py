@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.errors import UserError
-from glm46.config.training import ValidationTask
-from glm46.engine.evaluation.answers import Answering, FirstRankLeads, Keys, Prompt, has_ended, text_of
+from glm46.config.training import ValidationTaskConfig
+from glm46.engine.evaluation.answers import Answering, EvaluationPrompt, FirstRankLeads, Keys, has_ended, text_of
 from glm46.engine.evaluation.rows import Batch, Figures, Row
 from glm46.engine.evaluation.standard import find_tasks, run_tasks
-from glm46.engine.inference.scoring import Request, Score
+from glm46.engine.inference.scoring import ContinuationRequest, ContinuationScore
 from glm46.engine.training.network import Network
 from glm46.storage.data.batches import IGNORE
 from glm46.storage.data.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ from glm46.tasks.pretrain.network_rows import greedy_answers, measured_figures, 
 class StandardMeasure:
     """The tasks of one entry of [[validation.tasks]]."""
 
-    def __init__(self, task: ValidationTask, place: str, tokenizer: Tokenizer, positions: int):
+    def __init__(self, task: ValidationTaskConfig, place: str, tokenizer: Tokenizer, positions: int):
         """Load the tasks and their data on rank 0, and make all requests once, so that each fault is found before the
         first step.
 
@@ -72,10 +72,10 @@ class _NoAnswers:
     def __init__(self, keys: Keys):
         self._keys = keys
 
-    def scores(self, requests: Sequence[Request]) -> list[Score]:
-        return [Score(0.0, False)] * len(requests)
+    def scores(self, requests: Sequence[ContinuationRequest]) -> list[ContinuationScore]:
+        return [ContinuationScore(0.0, False)] * len(requests)
 
-    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+    def texts(self, prompts: Sequence[EvaluationPrompt]) -> list[str]:
         for prompt in prompts:
             if not prompt.sampling.is_greedy:
                 raise UserError(
@@ -92,21 +92,21 @@ class NetworkAnswers(FirstRankLeads):
         super().__init__(network.plan.layout.world_size)
         self._network, self._tokenizer, self._stop = network, tokenizer, frozenset(stop_ids(tokenizer))
 
-    def scores(self, requests: Sequence[Request]) -> list[Score]:
+    def scores(self, requests: Sequence[ContinuationRequest]) -> list[ContinuationScore]:
         """See `Answering`. The others run `follow`."""
         return self._lead("_score", requests)
 
-    def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+    def texts(self, prompts: Sequence[EvaluationPrompt]) -> list[str]:
         """See `Answering`. The others run `follow`."""
         return self._lead("_continue", prompts)
 
-    def _score(self, requests: Sequence[Request]) -> list[Score]:
+    def _score(self, requests: Sequence[ContinuationRequest]) -> list[ContinuationScore]:
         """Collective."""
         figures = measured_figures(self._network, _Requests(requests))
         found = (figures[str(number)] for number in range(len(requests)))
-        return [Score(logprob, others == 0) for logprob, others in found]
+        return [ContinuationScore(logprob, others == 0) for logprob, others in found]
 
-    def _continue(self, prompts: Sequence[Prompt]) -> list[str]:
+    def _continue(self, prompts: Sequence[EvaluationPrompt]) -> list[str]:
         """Collective."""
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
         texts: dict[int, str] = {}
@@ -123,7 +123,7 @@ class NetworkAnswers(FirstRankLeads):
                 texts[number] = text_of(self._tokenizer, written, prompt)
         return [texts[number] for number in range(len(prompts))]
 
-    def _is_done(self, prompts: Sequence[Prompt], number: int, tokens: Sequence[int]) -> bool:
+    def _is_done(self, prompts: Sequence[EvaluationPrompt], number: int, tokens: Sequence[int]) -> bool:
         if tokens[-1] in self._stop or len(tokens) >= prompts[number].max_new_tokens:
             return True
         return has_ended(self._tokenizer, tokens, prompts[number])
@@ -134,7 +134,7 @@ class _Requests:
 
     width = 2
 
-    def __init__(self, requests: Sequence[Request]):
+    def __init__(self, requests: Sequence[ContinuationRequest]):
         # Few lengths, so that a compiled model is compiled few times.
         lengths = [1 << (len(one.inputs) - 1).bit_length() for one in requests]
         rows = (
@@ -151,7 +151,7 @@ class _Requests:
         return {"columns": {}}
 
 
-def _row(request: Request, length: int) -> Batch:
+def _row(request: ContinuationRequest, length: int) -> Batch:
     """One document with padding behind it, whose labels are those of the continuation."""
     ids, read = torch.tensor([(*request.context, *request.continuation)]), len(request.inputs)
     batch = {name: torch.zeros(1, length, dtype=torch.int64) for name in ("input_ids", "positions")}

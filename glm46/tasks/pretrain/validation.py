@@ -8,7 +8,7 @@ import torch
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
-from glm46.config.training import ValidationTask
+from glm46.config.training import ValidationTaskConfig
 from glm46.engine.evaluation.loss import loss_columns
 from glm46.engine.evaluation.needle import Needle
 from glm46.engine.evaluation.position import Position
@@ -51,13 +51,13 @@ def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: T
 
 
 def due_tasks(plan: Plan, progress: Progress) -> list[bool]:
-    """Whether each of [[validation.tasks]] is part of a validation after these steps: of the first, of the last, and of
+    """Flags of the [[validation.tasks]] that are part of a validation after these steps: of the first, the last, and of
     those at its own frequency."""
     is_last = progress.tokens >= plan.budget_tokens
     return [is_last or progress.step % (task.freq or 1) == 0 for task in plan.config.validation.tasks]
 
 
-def _measure(task: ValidationTask, plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> Measure:
+def _measure(task: ValidationTaskConfig, plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> Measure:
     usual = {"lengths": task.lengths, "samples": task.samples, "seed": plan.config.debug.seed}
     if task.kind == "needle":
         return Needle(manifests, tokenizer, depths=task.depths, **usual)

@@ -47,7 +47,7 @@ def differing_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """What a reward loses in the last ``buffer`` tokens of the ``longest`` length, from 0 to -1 (arXiv 2503.14476).
+    """The penalty of a reward in the last ``buffer`` tokens of the ``longest`` length, from 0 to -1 (arXiv 2503.14476).
 
     Args:
         lengths: [N]: tokens of completions.

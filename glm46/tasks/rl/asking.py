@@ -1,4 +1,4 @@
-"""What asks an engine and judges its answers: completions, conversations with an environment, scores."""
+"""Requests to an engine and scores of its answers: completions, and conversations with an environment."""
 
 import hashlib
 import re
@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
-from glm46.config.rl import RL
-from glm46.config.rollout import Rollout as RolloutSection
+from glm46.config.rl import RLConfig
+from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.data.chat import chat_reply
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.prompts import Prompt
@@ -33,9 +33,9 @@ class Judged(NamedTuple):
 
 @dataclass
 class Asking:
-    """What asks an engine and judges its answers."""
+    """Asks an engine and scores its answers."""
 
-    config: RL
+    config: RLConfig
     """Resolved."""
     section: RolloutSection
     tokenizer: Tokenizer
@@ -46,7 +46,7 @@ class Asking:
     seed: int
     environment: Environment | None = None
     filter: Scorer | None = None
-    """Of `RL.filter`."""
+    """Of `RLConfig.filter`."""
     say: Callable[[str], None] = print
     """Takes a line for the log, on rank 0."""
     _times: Counter[str] = field(default_factory=Counter)
@@ -180,7 +180,7 @@ class Asking:
         return completions, faults
 
     def _asked_role(self, completion: Completion) -> Literal["tool", "user"] | None:
-        """Who is asked to reply to the last turn."""
+        """The role that is asked to reply to the last turn."""
         if completion.finish != "stop":
             return None
         markers = self.tokenizer.special

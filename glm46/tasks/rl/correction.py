@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from glm46.config.rl import Correction
+from glm46.config.rl import CorrectionConfig
 from glm46.tasks.rl.policy_loss import LARGEST_LOG_RATIO
 
 SumOverSamples = Callable[[Tensor], Tensor]
@@ -16,7 +16,7 @@ SumOverSamples = Callable[[Tensor], Tensor]
 def correction_weights(
     log_ratio: Tensor,
     sums: SumOverSamples,
-    of: Correction,
+    of: CorrectionConfig,
     normalised: Callable[[Tensor], Tensor] = lambda weights: weights,
 ) -> Tensor:
     """The factor of the policy loss of each token.
@@ -24,7 +24,7 @@ def correction_weights(
     Args:
         log_ratio: floating, of any shape: old policy of the trainer against that of the rollout; 0 outside of samples.
         of: resolved.
-        normalised: divides the bounded weights by their mean over the optimizer step, with `Correction.normalize`.
+        normalised: divides the bounded weights by their mean over the step, with `CorrectionConfig.normalize`.
 
     Returns:
         In the shape of ``log_ratio``; any values outside of samples.

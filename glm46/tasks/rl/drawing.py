@@ -33,25 +33,25 @@ class Drawn(NamedTuple):
     """By index, why the environment failed."""
 
 
-class Source(Protocol):
-    """What draws the groups of rollouts."""
+class GroupSource(Protocol):
+    """The source of the groups of rollouts."""
 
     next_prompt: int
     """Number of the first prompt that is not handed out."""
 
     def take(self, count: int) -> Drawn | None:
-        """So many groups; None if a stop was requested. Collective; equal on all ranks."""
+        """Take this many groups; None if a stop was requested. Collective; equal on all ranks."""
         ...
 
 
 class InOrder:
-    """A `Source` that draws the next prompts when it is asked."""
+    """A `GroupSource` that draws the next prompts when it is asked."""
 
     def __init__(self, asking: Asking, prompts: Sequence[Prompt], first_prompt: int):
         self._asking, self._prompts, self.next_prompt = asking, prompts, first_prompt
 
     def take(self, count: int) -> Drawn | None:
-        """See `Source.take`."""
+        """See `GroupSource.take`."""
         numbers = range(self.next_prompt, self.next_prompt + count)
         requests = [one for number in numbers for one in requests_of(self._asking, self._prompts, number)]
         each = [number for number in numbers for _ in range(self._asking.config.group_size)]
@@ -74,7 +74,7 @@ def requests_of(asking: Asking, prompts: Sequence[Prompt], number: int) -> list[
 
 
 def draw_rollout(
-    asking: Asking, prompts: Sequence[Prompt], source: Source, step: int, first_prompt: int
+    asking: Asking, prompts: Sequence[Prompt], source: GroupSource, step: int, first_prompt: int
 ) -> Rollout | None:
     """Draw a rollout; None if a stop was requested. Collective.
 

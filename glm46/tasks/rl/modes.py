@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from glm46.config.rl import Stop
+from glm46.config.rl import StopConfig
 from glm46.engine.reliability.stop import EXIT_STOPPED
 from glm46.engine.training.loop import validate
 from glm46.engine.training.named_sums import sum_over_all_ranks
@@ -44,8 +44,8 @@ def steps_per_rollout(plan: Plan) -> int:
     return plan.config.rl.samples_per_rollout // int(plan.config.training.global_batch_size)
 
 
-def broken_bound(stop: Stop, row: Mapping[str, float], equal_rollouts: int) -> str | None:
-    """Which bound of [rl.stop] a step breaks, with the remedy; None if none.
+def broken_bound(stop: StopConfig, row: Mapping[str, float], equal_rollouts: int) -> str | None:
+    """The bound of [rl.stop] that a step breaks, with the remedy; None if none.
 
     Args:
         row: of metrics.
@@ -71,5 +71,5 @@ def broken_bound(stop: Stop, row: Mapping[str, float], equal_rollouts: int) -> s
 
 
 def _must_stop(services: Services) -> bool:
-    """Whether some rank was asked to stop. Collective."""
+    """True if some rank was asked to stop. Collective."""
     return bool(sum_over_all_ranks(services.requests(has_failed=False))["stop"])

@@ -20,7 +20,7 @@ _KEYS_OF_ROW = SHARED_KEYS - 1
 
 
 class PackShape(NamedTuple):
-    """How micro-batches are cut."""
+    """The shape of micro-batches."""
 
     seq_len: int
     """Tokens of a row."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.config.rl_data import Prompts
+from glm46.config.rl_data import PromptsConfig
 from glm46.storage.data.chat import chat_prompt
 from glm46.storage.data.conversation import BadConversation, parse_prompt, parse_tools
 from glm46.storage.data.mixing import permute
@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(
-    file: Path, keys: Prompts, tokenizer: Tokenizer, *, most_tokens: int, needs_label: bool
+    file: Path, keys: PromptsConfig, tokenizer: Tokenizer, *, most_tokens: int, needs_label: bool
 ) -> list[Prompt]:
     """All prompts of a file in its order.
 
@@ -157,7 +157,7 @@ def _order(epoch: int, count: int, seed: int) -> np.ndarray:
     return permute(np.arange(count), count, f"prompts {seed} {epoch}")
 
 
-def _prompt(row: Any, keys: Prompts, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
+def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
     """
     Raises:
         ValueError: the row is not a prompt.

@@ -184,7 +184,7 @@ def write_fields(folder: Path, step: int, fields: Mapping[str, Tensor]) -> None:
 
 
 def read_fields(folder: Path, step: int) -> dict[str, Tensor]:
-    """What `write_fields` wrote.
+    """Read what `write_fields` wrote.
 
     Raises:
         UserError: the file is missing or damaged.
@@ -196,7 +196,7 @@ def read_fields(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def missing_inside(path: Path) -> UserError:
-    """What to raise if a file is missing of a rollout that weights have been trained on."""
+    """The error to raise if a file is missing of a rollout that weights have been trained on."""
     return UserError(f"{path}: missing, and the run goes on inside of this rollout; {_REMEDY}")
 
 

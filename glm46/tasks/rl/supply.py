@@ -1,4 +1,4 @@
-"""Where the rollouts of a run come from: its journal, labels, its engine at once, or groups that are drawn ahead."""
+"""The supply of a run's rollouts: its journal, labels, its engine at once, or groups that are generated ahead."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glm46.config.rl_data import PromptSet as Table
+from glm46.config.rl_data import PromptSetConfig
 from glm46.tasks.rl.asking import Asking
 from glm46.tasks.rl.prompts import Prompt
 
@@ -16,7 +16,7 @@ _SHOWN, _LONGEST_SHOWN = 3, 400
 class PromptSet(NamedTuple):
     """The prompts of a table of [[rl.validation]]."""
 
-    table: Table
+    table: PromptSetConfig
     prompts: list[Prompt]
 
 
@@ -33,7 +33,8 @@ def validate_sets(asking: Asking, sets: Sequence[PromptSet]) -> dict[str, float]
     The draws depend on the prompt only, so that two validations differ by the weights.
     """
     columns: dict[str, float] = {}
-    for table, prompts in sets:
+    for one_set in sets:
+        table, prompts = one_set.table, one_set.prompts
         asked = [(number, prompt, i) for number, prompt in enumerate(prompts) for i in range(table.samples)]
         judged = asking.judge(
             [prompt for _, prompt, _ in asked],

@@ -76,7 +76,7 @@ def launcher(tmp_path, monkeypatch) -> Path:
     path = tmp_path / "launcher"
     path.write_text(LAUNCHER.format(python=sys.executable))
     path.chmod(0o755)
-    monkeypatch.setattr("glm46.commands.ablate.sys.executable", str(path))
+    monkeypatch.setattr("glm46.operate.ablation.ablation_training.sys.executable", str(path))
     return path
 
 
@@ -328,7 +328,7 @@ def test_the_recipes_are_really_trained(file, tmp_path, monkeypatch, warm_python
     program = "import sys; from tests.ranks.forked_launch import launch; sys.exit(launch(*sys.argv[4:]))"
     launcher.write_text(f'#!/bin/sh\nexec {warm_python} -c {shlex.quote(program)} "$@"\n')
     launcher.chmod(0o755)
-    monkeypatch.setattr("glm46.commands.ablate.sys.executable", str(launcher))
+    monkeypatch.setattr("glm46.operate.ablation.ablation_training.sys.executable", str(launcher))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     ablation = tomli.loads(SHIPPED.read_text())["ablation"]
     path = file(ablation, validation={"enable": True}, model=TINY | {"moe_intermediate_size": 32})  # mxfp8 needs 32

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from glm46.cli import main
 from glm46.compute.model.transformer import Transformer
 from glm46.config.loader import dump_config
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.files import progress
@@ -24,7 +24,7 @@ from glm46.storage.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_token
 from glm46.storage.huggingface.tokenizer_files import tokenizer_files
 
 ROOT = Path(__file__).resolve().parents[3]
-TABLE = Model(
+TABLE = ModelConfig(
     flavor="debug", hidden_size=32, num_hidden_layers=2, intermediate_size=48, moe_intermediate_size=16,
     n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, head_dim=8,
 )  # fmt: skip

@@ -129,7 +129,7 @@ def test_a_conversion_is_compared_with_memory_and_disk(words, lacks, is_on_hub, 
 def test_a_model_of_the_hub_is_compared_before_its_weights_are_fetched(verb, folder, monkeypatch, capsys):
     monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", lambda *_: pytest.fail("weights were fetched"))
     place = Path(folder(**LARGE))
-    for module in ("model_fit", "served_folder"):
-        monkeypatch.setattr(f"glm46.commands.{module}.config_folder", lambda _: place)
+    for module in ("models.model_fit", "serving.served_folder"):
+        monkeypatch.setattr(f"glm46.operate.{module}.config_folder", lambda _: place)
     assert main([*verb, "--model", "hf://owner/name"]) == 2
     assert "cannot" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import torch
 from glm46.cli import main
 from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.engine.inference.generation import Continuation
 from glm46.operate.models.terminal_chat import TerminalChat
@@ -208,7 +208,7 @@ def test_ctrl_c_stops_an_answer_or_the_input_and_not_the_chat(monkeypatch, capsy
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder of a random model with room for long answers."""
-    shape = resolve_shape(Model(flavor="debug", num_hidden_layers=2, max_position_embeddings=65536))
+    shape = resolve_shape(ModelConfig(flavor="debug", num_hidden_layers=2, max_position_embeddings=65536))
     torch.manual_seed(0)
     model = Transformer(shape)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.rules_effect import idle_keys
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import section_of
@@ -59,7 +59,7 @@ def runs(draw):
     tables = {}
     for name, field in RunConfig.model_fields.items():
         section = section_of(field)
-        if section is not Model and draw(st.integers(0, 3)) == 0:
+        if section is not ModelConfig and draw(st.integers(0, 3)) == 0:
             tables[name] = draw(sections(section))
     tables["model"] = {"flavor": "debug", "hidden_size": draw(st.integers(1, 999))}
     names = draw(st.lists(st.sampled_from("abcdef"), unique=True, max_size=3))

@@ -5,7 +5,7 @@ import tomli
 
 from glm46.config.faults import Fault
 from glm46.config.loader import dump_config
-from glm46.config.rl import PRESETS, RL
+from glm46.config.rl import PRESETS, RLConfig
 from glm46.config.rules_effect import stated_keys_have_an_effect
 from glm46.config.rules_rl import RL_RULES
 from glm46.config.run_config import RunConfig
@@ -119,6 +119,8 @@ def test_every_preset_is_sound_and_its_dump_runs_again(algorithm):
 
 
 def test_a_stated_key_is_stronger_than_the_preset():
-    rl = RL.model_validate({"algorithm": "dapo", "prompts_per_rollout": 1, "clip": {"low": 0.1}, "overlong_share": 0.0})
+    rl = RLConfig.model_validate(
+        {"algorithm": "dapo", "prompts_per_rollout": 1, "clip": {"low": 0.1}, "overlong_share": 0.0}
+    )
     assert (rl.resolved().clip.low, rl.resolved().clip.high, rl.resolved().overlong_share) == (0.1, 0.28, 0.0)
     assert rl.resolved().resolved() == rl.resolved()

@@ -36,7 +36,7 @@ def test_shipped_schema_is_the_current_one():
 
 def test_schema_knows_presets_and_refuses_unknown_keys():
     schema = json_schema()
-    assert schema["$defs"]["Model"]["properties"]["flavor"]["enum"] == list(PRESETS)
+    assert schema["$defs"]["ModelConfig"]["properties"]["flavor"]["enum"] == list(PRESETS)
     assert schema["additionalProperties"] is False
     assert all(not part.get("additionalProperties", True) for part in schema["$defs"].values())
 

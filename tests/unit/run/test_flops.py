@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.presets import PRESETS
 from glm46.run.flops import (
     attention_flops,
@@ -96,9 +96,9 @@ def test_attention_of_exponential_documents_is_that_of_drawn_ones(window):
 def test_a_frozen_weight_has_no_gradient_of_its_own():
     """Attention has no weights: forward and backward of scores and values cost what they do in full training."""
     shape = PRESETS["GLM-4.5-Air"].model_copy(update={"num_nextn_predict_layers": 0})
-    full, lora = training_flops(shape, 4096), training_flops(shape, 4096, adapter=Adapter(rank=32))
+    full, lora = training_flops(shape, 4096), training_flops(shape, 4096, adapter=AdapterConfig(rank=32))
     assert lora.matrices == pytest.approx(full.matrices * 2 / 3) and lora.attention == full.attention
-    active = sum(row.active_numel(shape) for row in adapter_rows(shape, Adapter(rank=32)).values())
+    active = sum(row.active_numel(shape) for row in adapter_rows(shape, AdapterConfig(rank=32)).values())
     assert lora.adapters == 6 * active
-    assert training_flops(shape, 4096, adapter=Adapter(name="dora", rank=32)).adapters == lora.adapters
-    assert batch_flops(shape, 4096, 4096**2, Adapter(rank=32)) == pytest.approx(4096 * lora.total)
+    assert training_flops(shape, 4096, adapter=AdapterConfig(name="dora", rank=32)).adapters == lora.adapters
+    assert batch_flops(shape, 4096, 4096**2, AdapterConfig(rank=32)) == pytest.approx(4096 * lora.total)

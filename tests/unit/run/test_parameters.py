@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glm46.compute.model.transformer import Transformer
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.presets import PRESETS
 from glm46.run.parameters import (
     PARAMETERS,
@@ -125,13 +125,13 @@ def test_scale_downs_have_the_size_of_their_name():
 
 def test_the_rows_of_adapters_have_the_sizes_of_their_weights():
     shape, air = PRESETS["debug"], PRESETS["GLM-4.5-Air"]
-    rows = adapter_rows(shape, Adapter(name="dora", rank=4, expert_rank=8, layers=(0, 1)))
+    rows = adapter_rows(shape, AdapterConfig(name="dora", rank=4, expert_rank=8, layers=(0, 1)))
     assert rows["layers.0.mlp.down_proj.lora_A"].shape(shape) == (4, shape.intermediate_size)
     assert rows["layers.1.mlp.experts.gate_up_magnitude"].shape(shape) == (16, 2 * shape.moe_intermediate_size)
     assert len(rows) == 3 * (7 + 9) and {name.split(".")[1] for name in rows} == {"0", "1"}
     assert all(find_parameter(name) == replace(row, rank=None) for name, row in rows.items())
     # Of the published model, counted by hand.
-    for adapter, numbers in ((Adapter(), 2.377), (Adapter(expert_rank=8), 0.661)):
+    for adapter, numbers in ((AdapterConfig(), 2.377), (AdapterConfig(expert_rank=8), 0.661)):
         assert round(sum(row.numel(air) for row in adapter_rows(air, adapter).values()) / 1e9, 3) == numbers
-    few = Adapter(targets=("attention", "dense", "shared_experts"))
+    few = AdapterConfig(targets=("attention", "dense", "shared_experts"))
     assert round(sum(row.numel(air) for row in adapter_rows(air, few).values()) / 1e9, 3) == 0.089

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm46.config.optimizer import LRScheduler
+from glm46.config.optimizer import LRSchedulerConfig
 from glm46.run.schedule import batch_sequences, learning_rate_factor, schedule_value
 
 # One rounding of a double on values near one.
@@ -38,7 +38,7 @@ def test_jump_at_zero_and_single_point():
     ("decay_type", "middle"), [("cosine", 0.55), ("linear", 0.55), ("sqrt", 1 - 0.9 * math.sqrt(0.5))]
 )
 def test_warmup_then_decay(decay_type, middle):
-    scheduler = LRScheduler(warmup_tokens=100, decay_type=decay_type, min_lr_factor=0.1)
+    scheduler = LRSchedulerConfig(warmup_tokens=100, decay_type=decay_type, min_lr_factor=0.1)
     expected = {0: 0.0, 1: 0.01, 99: 0.99, 100: 1.0, 550: middle, 1000: 0.1, 1001: 0.1, 10**9: 0.1}
     for tokens, factor in expected.items():
         assert learning_rate_factor(tokens, scheduler, 1000) == pytest.approx(factor, abs=EXACT)
@@ -46,30 +46,30 @@ def test_warmup_then_decay(decay_type, middle):
 
 
 def test_constant_until_the_decay_part():
-    scheduler = LRScheduler(warmup_tokens=100, decay_type="linear", decay_ratio=0.2, min_lr_factor=0.0)
+    scheduler = LRSchedulerConfig(warmup_tokens=100, decay_type="linear", decay_ratio=0.2, min_lr_factor=0.0)
     expected = {0: 0.0, 99: 0.99, 100: 1.0, 799: 1.0, 800: 1.0, 801: 0.995, 900: 0.5, 999: 0.005, 1000: 0.0, 2000: 0.0}
     for tokens, factor in expected.items():
         assert learning_rate_factor(tokens, scheduler, 1000) == pytest.approx(factor, abs=EXACT)
 
 
 def test_without_warmup_the_first_token_has_the_peak():
-    assert learning_rate_factor(0, LRScheduler(), 1000) == 1.0
+    assert learning_rate_factor(0, LRSchedulerConfig(), 1000) == 1.0
 
 
 def test_the_first_step_has_its_share_of_the_warmup():
-    scheduler = LRScheduler(warmup_tokens=100, decay_type="linear")
+    scheduler = LRSchedulerConfig(warmup_tokens=100, decay_type="linear")
     assert [learning_rate_factor(t, scheduler, 1000, 30) for t in (0, 30, 60, 90, 120)] == pytest.approx(
         [0.3, 0.6, 0.9, 1.0, learning_rate_factor(120, scheduler, 1000)], abs=EXACT
     )
 
 
 def test_total_tokens_of_the_table_goes_before_the_end_of_the_run():
-    scheduler = LRScheduler(total_tokens=2000, decay_type="linear", min_lr_factor=0.0)
+    scheduler = LRSchedulerConfig(total_tokens=2000, decay_type="linear", min_lr_factor=0.0)
     assert learning_rate_factor(1000, scheduler, 1000) == pytest.approx(0.5, abs=EXACT)
 
 
 def test_warmup_longer_than_the_run_still_rises():
-    scheduler = LRScheduler(warmup_tokens=100)
+    scheduler = LRSchedulerConfig(warmup_tokens=100)
     assert learning_rate_factor(50, scheduler, 60) == 0.5
     assert learning_rate_factor(99, scheduler, 60) == 0.99
     assert learning_rate_factor(100, scheduler, 60) == scheduler.min_lr_factor
@@ -82,7 +82,7 @@ def test_warmup_longer_than_the_run_still_rises():
     st.floats(0.0, 1.0),
 )
 def test_factor_never_rises_after_warmup_nor_leaves_its_range(tokens, decay_type, ratio, least):
-    scheduler = LRScheduler(warmup_tokens=300, decay_type=decay_type, decay_ratio=ratio, min_lr_factor=least)
+    scheduler = LRSchedulerConfig(warmup_tokens=300, decay_type=decay_type, decay_ratio=ratio, min_lr_factor=least)
     now, later = (learning_rate_factor(t, scheduler, 4000) for t in (tokens, tokens + 1))
     assert 0.0 <= now <= 1.0
     if tokens >= 300:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.config.parallelism import PIPELINE_SCHEDULES, Parallelism
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ParallelismConfig
 from glm46.config.presets import PRESETS
 from glm46.run.flops import layer_flops, training_flops_per_token
 from glm46.run.stages import rank_of_stage, split_layers, stages_of_rank
@@ -60,7 +60,7 @@ def test_no_split_has_a_cheaper_dearest_stage(layers, dense, stages, vocab):
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_each_stage_has_one_rank(schedule, ranks):
-    parallelism = Parallelism(pipeline_parallel_degree=ranks, pipeline_parallel_schedule=schedule)
+    parallelism = ParallelismConfig(pipeline_parallel_degree=ranks, pipeline_parallel_schedule=schedule)
     held = {stage: rank for rank in range(ranks) for stage in stages_of_rank(parallelism, rank)}
     assert sorted(held) == list(range(parallelism.stages))
     assert all(rank_of_stage(parallelism, stage) == rank for stage, rank in held.items())

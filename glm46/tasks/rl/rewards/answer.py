@@ -1,4 +1,4 @@
-"""What a reward reads, and how rewards are named and weighted."""
+"""The input of a reward, and the names and weights of rewards."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class Answer(NamedTuple):
     label: Any
     """What the prompt file states under its label key; None if it has no such key."""
     thinking: bool
-    """Whether the model could think: the text then holds the thought, which the prompt has closed otherwise."""
+    """True if the model could think: the text then holds the thought, which the prompt has closed otherwise."""
     tokens: int
     """Of the completion, its stop token included."""
     is_finished: bool

@@ -1,4 +1,4 @@
-"""A calculator as an environment: the example of a tool. ``function = "glm46.tasks.rl.rewards.calculator:calculate"``."""
+"""A calculator as an environment, the example of a tool: ``"glm46.tasks.rl.rewards.calculator:calculate"``."""
 
 import ast
 import operator

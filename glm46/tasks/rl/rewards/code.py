@@ -1,4 +1,4 @@
-"""The reward for code: Python in a fenced block, run against tests in limited processes (`glm46.storage.prepare.limited`)."""
+"""The reward for code: Python in a fenced block, run against tests in processes with limits (`prepare/limited.py`)."""
 
 import ast
 import json
@@ -166,7 +166,7 @@ def _last_program(text: str) -> str | None:
 
 
 def _is_program(text: str) -> bool:
-    """Whether it is Python that does something, unlike an output."""
+    """True if it is Python that does something, unlike an output."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):

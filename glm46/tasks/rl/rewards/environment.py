@@ -1,4 +1,4 @@
-"""What replies to the turns of a policy, in processes that can be killed."""
+"""Replies to the turns of a policy, in processes that can be killed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class Environment:
         )
 
     def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
-        """What it replies to each turn, or as a text why it does not: it raised, hung or returned no text. A turn that
+        """Replies to each turn, or as a text the reason for none: it raised, hung or returned no text. A turn that
         says nothing behind its thought, or never closed it, ends the conversation: calls in a thought are drafts."""
         replies = iter(self._processes.values(self._function, [answer for answer in answers if answer.spoken]))
         return [next(replies) if answer.spoken else Reply(None) for answer in answers]

@@ -1,4 +1,4 @@
-"""Whether tests of a label can fail: by their form, else by a run against programs that do nothing."""
+"""True if tests of a label can fail: by their form, else by a run against programs that do nothing."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ _TESTS_OF_PROCESS, _SECONDS_OF_PROCESS = 1_000, 60
 
 
 def compares(test: str) -> bool:
-    """Whether a statement asserts that a call of the program gives a value that says something, so that a program that
+    """True if a statement asserts that a call of the program gives a value that says something, so that a program that
     does nothing fails."""
     names = tested_program.asked_names(test)
     for node in ast.parse(test).body:

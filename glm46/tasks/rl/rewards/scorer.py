@@ -58,7 +58,7 @@ class Score(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What an environment says to a turn."""
+    """The reply of an environment to a turn."""
 
     text: str | None
     """None: the conversation has ended."""

@@ -151,7 +151,7 @@ def repetition(answer: Answer, options: Mapping[str, Any]) -> float:
 
 
 def is_text_or_number(label: Any) -> bool:
-    """Whether a label is a text or a finite number: True is no 1, and nothing equals NaN."""
+    """True if a label is a text or a finite number: True is no 1, and nothing equals NaN."""
     return isinstance(label, str) or (
         isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from glm46.engine.reliability.run_lock import writing
 from glm46.files.durable import replace_durably
 from glm46.tasks.rl.rollout.first_rank import pack, unpack
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, Span, appended_routes
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan, appended_routes
 
 Draw = Callable[
     [Sequence[Request], SamplingRules, threading.Event, Callable[[int, Completion], None]], list[Completion]
@@ -113,7 +113,7 @@ class BackgroundDrawing:
         return True
 
     def take(self, count: int, due: set[int], is_stopped: Callable[[], bool]) -> list[Group] | None:
-        """So many finished groups, those that are due first, then by number; waits for them. None if a stop was
+        """Take this many finished groups, those that are due first, then by number; waits for them. None if a stop was
         requested.
 
         Args:
@@ -185,7 +185,7 @@ class BackgroundDrawing:
 
 
 def rest(request: Request, drawn: Completion) -> Request:
-    """What is left of a request: its prompt grows by the tokens that are drawn, and its seed changes with them, so that
+    """The rest of a request: its prompt grows by the tokens that are generated, and its seed changes with them, so that
     the draws of a position are not used twice."""
     count = len(drawn.tokens)
     return Request(request.prompt + drawn.tokens, request.seed + count, request.max_new_tokens - count)
@@ -194,7 +194,7 @@ def rest(request: Request, drawn: Completion) -> Request:
 def continued(first: Completion, then: Completion) -> Completion:
     """One completion of two parts, the second of which was drawn behind the first."""
     at = len(first.tokens)
-    spans = [*first.spans, *(Span(at + start, version) for start, version in then.spans)]
+    spans = [*first.spans, *(VersionSpan(at + start, version) for start, version in then.spans)]
     spans = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
     return Completion(
         first.tokens + then.tokens,

@@ -21,7 +21,7 @@ _TICK_SECONDS = 0.2
 
 
 class Pool(Protocol):
-    """What a dispatch needs of the pool of servers."""
+    """The methods that a dispatch needs of the pool of servers."""
 
     deadline: float
     """Seconds for one completion."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.records import FINISHES, Completion, Span
+from glm46.tasks.rl.rollout.records import FINISHES, Completion, VersionSpan
 from glm46.tasks.rl.rollout.server_state import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
@@ -135,7 +135,7 @@ def unpack(content: bytes) -> list[Completion]:
     """The inverse of `pack`."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         counts, tokens = arrays["counts"], arrays["tokens"].tolist()
-        logprobs, spans = arrays["logprobs"].tolist(), [Span(*span) for span in arrays["spans"].tolist()]
+        logprobs, spans = arrays["logprobs"].tolist(), [VersionSpan(*span) for span in arrays["spans"].tolist()]
         completions, token, span = [], 0, 0
         for index, (length, spans_here, finish) in enumerate(counts.tolist()):
             ends, routes = (token + length, span + spans_here), f"routes {index}"

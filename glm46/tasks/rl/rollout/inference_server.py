@@ -1,4 +1,4 @@
-"""What the pool of servers asks of one, whatever its kind, and what it checks in every reply."""
+"""A server as the pool sees it, whatever its kind, and the checks of every reply."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError
-from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
+from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 QUICK_SECONDS = 10.0
@@ -104,7 +104,7 @@ def checked(
     tokens: list[int],
     logprobs: list[float],
     finish: str,
-    spans: list[Span],
+    spans: list[VersionSpan],
     routes: np.ndarray | None = None,
 ) -> Completion:
     """The completion, if it is possible at all.

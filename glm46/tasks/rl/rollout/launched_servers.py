@@ -37,7 +37,7 @@ class LaunchedServers:
 
     @property
     def are_named(self) -> bool:
-        """Whether there is any."""
+        """True if there is any."""
         return bool(self._ports)
 
     def folder_of(self, url: str) -> Path | None:

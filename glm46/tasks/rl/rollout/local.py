@@ -14,7 +14,7 @@ from glm46.engine.inference.generation import Continuation, Generation
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.training.network import Network
-from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, Span
+from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weights import whole_weights
 
 
@@ -165,7 +165,7 @@ class LocalEngine:
         rows = zip(lengths, experts.split(fed), finishes, zip(drafted, accepted, strict=True), strict=True)
         for length, routes, finish, drafts in rows:
             own = slice(start, start := start + length)
-            spans = [Span(0, self._version)] if length else []
+            spans = [VersionSpan(0, self._version)] if length else []
             record = _as_record(routes) if len(routes) else None
             completions.append(Completion(ids[own], of_ids[own], FINISHES[finish], spans, record, (), *drafts))
         return completions

@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it returns: the only types that engines and reinforcement learning share."""
+"""Requests to an engine and its replies: the only types that engines and reinforcement learning share."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -20,7 +20,7 @@ class Request(NamedTuple):
 
 
 class SamplingRules(NamedTuple):
-    """How the tokens of all requests of a call are drawn: from the whole distribution, without top-p and top-k."""
+    """The sampling of all requests of a call: from the whole distribution, without top-p and top-k."""
 
     temperature: float
     """Logits are divided by it; 0 takes the most likely token, with its log-probability at 1."""
@@ -32,7 +32,7 @@ class SamplingRules(NamedTuple):
     """Return the chosen experts."""
 
 
-class Span(NamedTuple):
+class VersionSpan(NamedTuple):
     """The tokens of a completion from `start` on were drawn by this version of the weights."""
 
     start: int
@@ -47,7 +47,7 @@ class Completion(NamedTuple):
     logprobs: list[float]
     """Of each token, of the distribution that it was drawn from (at the temperature), natural logarithm."""
     finish: Finish
-    spans: list[Span]
+    spans: list[VersionSpan]
     routes: np.ndarray | None
     """uint8 or uint16 [prompt + tokens - 1, MoE layers, top_k]: the chosen experts of each token that was fed."""
     replies: tuple[tuple[int, int], ...] = ()
@@ -62,7 +62,7 @@ class Completion(NamedTuple):
         """This completion with a reply and the turn that was drawn behind it."""
         start = len(self.tokens)
         end = start + len(reply)
-        spans = [*self.spans, *(Span(end + span.start, span.version) for span in turn.spans)]
+        spans = [*self.spans, *(VersionSpan(end + span.start, span.version) for span in turn.spans)]
         logprobs = [*self.logprobs, *[0.0] * len(reply), *turn.logprobs]
         return turn._replace(
             tokens=[*self.tokens, *reply, *turn.tokens],

@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import on_first_rank
-from glm46.config.rollout import Rollout
+from glm46.config.rollout import RolloutConfig
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundDrawing
@@ -37,7 +37,7 @@ class ServerEngine:
 
     def __init__(
         self,
-        config: Rollout,
+        config: RolloutConfig,
         *,
         folder: Path,
         policy: ServedPolicy,
@@ -228,7 +228,7 @@ class ServerEngine:
         self._check_new(has_new)
 
     def _hand_over(self, version: int, path: Path) -> bytes:
-        """What `_check_new` asks for."""
+        """The weights that `_check_new` asks for."""
         folder = None if self._broadcasts else path
         if folder is not None:
             self._export(folder)

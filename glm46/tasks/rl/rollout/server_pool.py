@@ -102,11 +102,11 @@ class ServerPool:
 
     @property
     def has_new(self) -> bool:
-        """Whether a server has drawn nothing since it joined."""
+        """True if a server has generated nothing since it joined."""
         return any(not state.is_checked for state in self._drawing())
 
     def first_draws(self, requests: Sequence[Request], *, at_start: bool) -> dict[ServerState, list[Completion]]:
-        """What each server that has drawn nothing since it joined draws of the same requests. One that fails is lost.
+        """Completions of these requests by each server that has generated none since it joined. One that fails is lost.
 
         Raises:
             UserError: a server refuses a request, at the start of the run or when no other one draws.

@@ -53,7 +53,7 @@ class ServerState:
     lost: str | None = NEVER_JOINED
     """Why it draws nothing."""
     is_checked: bool = False
-    """Whether what it draws was compared with the policy since it joined."""
+    """True if what it draws was compared with the policy since it joined."""
     is_refused: bool = False
     """It draws from another distribution; no update changes that, so it is not asked again."""
     refused: int | None = None

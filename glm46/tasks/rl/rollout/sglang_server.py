@@ -8,7 +8,7 @@ from typing import Any
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, call
 from glm46.tasks.rl.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, version_of
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 
 
 class SglangServer:
@@ -56,7 +56,7 @@ class SglangServer:
         except (KeyError, TypeError, ValueError) as error:
             raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
         tokens = [token for _, token in drawn]
-        return checked(request, rules, tokens, [value for value, _ in drawn], finish, [Span(0, version)])
+        return checked(request, rules, tokens, [value for value, _ in drawn], finish, [VersionSpan(0, version)])
 
     def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
         """See `InferenceServer.ended_by`."""

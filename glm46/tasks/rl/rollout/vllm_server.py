@@ -15,7 +15,7 @@ from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG, is_for_experts
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, StatusError, call, exchange
 from glm46.tasks.rl.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, version_of
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _EXTENSION_REVISION = 5
@@ -90,7 +90,9 @@ class VllmServer:
             tokens, entries = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
             if [entry["token_id"] for entry in entries] != tokens:
                 raise CallError("log-probabilities of other tokens")
-            spans = [Span(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()]
+            spans = [
+                VersionSpan(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()
+            ]
             logprobs, finish = [entry["logprob"] for entry in entries], choice["finish_reason"]
             encoded = choice.get("routed_experts")
         except (LookupError, TypeError, ValueError) as error:

@@ -180,7 +180,7 @@ class WeightGroup:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """What gloo says, without the place in its source."""
+    """The message of gloo, without the place in its source."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
 
 

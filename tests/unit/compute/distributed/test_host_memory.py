@@ -9,7 +9,8 @@ import torch
 
 from glm46.compute.distributed.host_memory import host_tensor
 from glm46.compute.optim.muon_layout import zeros_in_host_memory
-from glm46.compute.optim.state_ring import RING_SLOTS, StateRing
+from glm46.compute.optim.state_ring import StateRing
+from glm46.run.sizes import OFFLOAD_SLOTS
 from glm46.storage.checkpoint import staging
 
 SIZES = ((3, 7), (1000, 333), (5,))
@@ -40,7 +41,7 @@ def test_states_and_their_ring_pin_exactly_their_bytes_and_release_them(pinned):
     assert all(tuple(pinned)[n] == states[n].data_ptr() for n in range(len(SIZES)))
     assert all(not state.any() and state.is_contiguous() for state in states) and states[-1].shape == (0, 4)
     ring = StateRing([states], 12345, pin=True)
-    assert [*pinned.values()][-1] == RING_SLOTS * 12345
+    assert [*pinned.values()][-1] == OFFLOAD_SLOTS * 12345
     part = states[1][5:7]  # a view keeps the memory
     del ring, states
     gc.collect()

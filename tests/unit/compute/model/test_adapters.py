@@ -12,7 +12,7 @@ from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.row_norms import base_squares, row_squares
 from glm46.compute.parallelize.magnitudes import Magnitudes
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.run.flops import training_flops
 from glm46.run.parameters import adapter_rows
 from tests.unit.compute.model.test_parity_transformers import reference_of, summed_loss
@@ -22,7 +22,7 @@ RANK = 4
 SWIGLU = ("gate_proj", "up_proj", "down_proj")
 
 
-def of_peft(adapter: Adapter, reference):
+def of_peft(adapter: AdapterConfig, reference):
     """PEFT's model with these adapters: it takes feed-forward matrices of glm4_moe as parameters only."""
     parameters = {
         "dense": [f"layers.0.mlp.{name}.weight" for name in SWIGLU],
@@ -88,7 +88,7 @@ def copy_to_peft(reference, model) -> None:
 )
 def test_adapters_equal_pefts(name, targets, tiny, random_batch, relative_error):
     """Those that PEFT can have: DoRA of attention alone."""
-    adapter = Adapter(name=name, rank=RANK, alpha=6.0, targets=targets, rank_stabilized=len(targets) > 1)
+    adapter = AdapterConfig(name=name, rank=RANK, alpha=6.0, targets=targets, rank_stabilized=len(targets) > 1)
     model, batch = tiny, random_batch(tiny.shape)
     reference = of_peft(adapter, reference_of(model)[0])
     add_adapters(model, adapter)
@@ -137,7 +137,7 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("layer", ["0", "1"], ids=["dense", "shared experts"])
 def test_dora_of_a_feed_forward_network_equals_pefts(layer, tiny, relative_error):
-    adapter = Adapter(name="dora", rank=RANK, alpha=6.0)
+    adapter = AdapterConfig(name="dora", rank=RANK, alpha=6.0)
     add_adapters(tiny, adapter)
     randomise_adapters(tiny)
     Magnitudes(tiny, adapter, None).start(new_adapters=False)
@@ -158,7 +158,7 @@ def test_dora_of_a_feed_forward_network_equals_pefts(layer, tiny, relative_error
 
 def test_dora_of_experts_equals_pefts_of_one_linear_layer_each(tiny, relative_error):
     """Nobody else has DoRA of experts. One expert here has no rows."""
-    adapter = Adapter(name="dora", rank=RANK, alpha=6.0)
+    adapter = AdapterConfig(name="dora", rank=RANK, alpha=6.0)
     add_adapters(tiny, adapter)
     randomise_adapters(tiny)
     Magnitudes(tiny, adapter, None).start(new_adapters=False)
@@ -187,7 +187,7 @@ def test_dora_of_experts_equals_pefts_of_one_linear_layer_each(tiny, relative_er
 
 def test_the_norm_is_not_in_the_graph(tiny, relative_error):
     """Of one layer, by plain autograd of the formula: with the norm in the graph the gradient of B is another one."""
-    adapter = Adapter(name="dora", rank=RANK, alpha=6.0, targets=("attention",))
+    adapter = AdapterConfig(name="dora", rank=RANK, alpha=6.0, targets=("attention",))
     add_adapters(tiny, adapter)
     randomise_adapters(tiny)
     Magnitudes(tiny, adapter, None).start(new_adapters=False)
@@ -223,7 +223,7 @@ def test_an_adapter_that_begins_changes_no_bit(name, tiny, random_batch):
     batch = random_batch(tiny.shape)
     with torch.no_grad():
         expected = tiny(**batch).loss, tiny(batch["input_ids"])
-        magnitudes = start(tiny, Adapter(name=name, rank=RANK))
+        magnitudes = start(tiny, AdapterConfig(name=name, rank=RANK))
         assert torch.equal(tiny(**batch).loss, expected[0]) and torch.equal(tiny(batch["input_ids"]), expected[1])
         randomise_adapters(tiny)
         magnitudes.refresh()
@@ -247,7 +247,7 @@ def test_row_squares_need_no_matrix_of_the_sum(dtype, monkeypatch, relative_erro
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_a_step_has_the_planned_products(name, tiny, random_batch):
     """Multiply-adds of the products with weights and adapters: none is of a gradient that nobody needs."""
-    adapter, batch = Adapter(name=name, rank=RANK, expert_rank=8), random_batch(tiny.shape)
+    adapter, batch = AdapterConfig(name=name, rank=RANK, expert_rank=8), random_batch(tiny.shape)
     shape, tokens = tiny.shape, batch["input_ids"].numel()
     start(tiny, adapter)
 

@@ -13,14 +13,14 @@ from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import compile as layer_compile
-from glm46.config.model import RopeScaling
+from glm46.config.model import RopeScalingConfig
 
 # Inductor needs a C++ compiler for CPU code; without one the graph is still captured and its derivative traced.
 BACKEND = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
 
-LINEAR = RopeScaling(rope_type="linear", factor=2.0)
-YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+LINEAR = RopeScalingConfig(rope_type="linear", factor=2.0)
+YARN = RopeScalingConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 
 
 def inputs(shape, seed):

@@ -7,9 +7,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from glm46.compute.model.adapters import add_adapters, without_adapters
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.magnitudes import Magnitudes
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.files.tensor_file import TensorFile, read_records
 from glm46.run.parameters import fp8_families, in_float8, named_rows
@@ -23,7 +23,7 @@ from tests.unit.storage.huggingface.test_hf_fp8 import rewrite, stored_in
 
 # Keys and values are narrower than a block, so attention's first three matrices are not in FP8.
 SHAPE = resolve_shape(
-    Model(
+    ModelConfig(
         flavor="debug", vocab_size=512, hidden_size=256, num_hidden_layers=2, intermediate_size=256,
         moe_intermediate_size=128, n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, head_dim=64,
         num_key_value_heads=1, num_nextn_predict_layers=0,
@@ -52,7 +52,7 @@ def write_folder(folder, scheme: str | None, shape=SHAPE):
     return folder
 
 
-def build(folder, adapter: Adapter, dtype: torch.dtype) -> Transformer:
+def build(folder, adapter: AdapterConfig, dtype: torch.dtype) -> Transformer:
     model = Transformer(SHAPE).cast(dtype)
     add_adapters(model, adapter)
     base = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
@@ -89,7 +89,7 @@ def gradients(model, batch, sizes: dict[int, int] | None = None):
 )
 def test_a_base_in_fp8_is_the_converted_base_bit_for_bit(scheme, adapter, dtype, tmp_path, random_batch):
     folder, batch = write_folder(tmp_path / "base", scheme), random_batch(SHAPE)
-    adapter = Adapter(rank=8, **adapter)
+    adapter = AdapterConfig(rank=8, **adapter)
     in_fp8 = adapter.model_copy(update={"base_dtype": "float8"})
     converted, stored = (build(folder, one, dtype) for one in (adapter, in_fp8))
     kept = [p for n, p in stored.named_parameters() if n.endswith(("o_proj.weight", "experts.down"))]
@@ -108,7 +108,7 @@ def test_forward_keeps_no_converted_weight(is_compiled, tmp_path, random_batch):
     saved = []
     for base_dtype in (None, "float8"):
         sizes: dict[int, int] = {}
-        model = build(folder, Adapter(rank=8, base_dtype=base_dtype), torch.float32)
+        model = build(folder, AdapterConfig(rank=8, base_dtype=base_dtype), torch.float32)
         for layer in model.layers.values() if is_compiled else ():
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
         gradients(model, batch, sizes)

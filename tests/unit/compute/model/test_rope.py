@@ -8,18 +8,18 @@ from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding, apply_rotary_pos_emb
 
 from glm46.compute.model.rope import inverse_frequencies, rotary_dim, rotary_tables, rotate
-from glm46.config.model import RopeScaling
+from glm46.config.model import RopeScalingConfig
 
 CPU = torch.device("cpu")
 SCALINGS = {
     "none": None,
-    "linear": RopeScaling(rope_type="linear", factor=4.0, original_max_position_embeddings=128),
-    "yarn": RopeScaling(rope_type="yarn", factor=8.0, original_max_position_embeddings=4096),
-    "yarn, fractional factor and own turns": RopeScaling(
+    "linear": RopeScalingConfig(rope_type="linear", factor=4.0, original_max_position_embeddings=128),
+    "yarn": RopeScalingConfig(rope_type="yarn", factor=8.0, original_max_position_embeddings=4096),
+    "yarn, fractional factor and own turns": RopeScalingConfig(
         rope_type="yarn", factor=1.546875, original_max_position_embeddings=131072, beta_fast=16.0, beta_slow=2.0
     ),
-    "yarn, factor 1": RopeScaling(rope_type="yarn", factor=1.0, original_max_position_embeddings=64),
-    "yarn, a step instead of a ramp": RopeScaling(
+    "yarn, factor 1": RopeScalingConfig(rope_type="yarn", factor=1.0, original_max_position_embeddings=64),
+    "yarn, a step instead of a ramp": RopeScalingConfig(
         rope_type="yarn", factor=2.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=4.0
     ),
 }

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from glm46.compat import StridedShard
 from glm46.compute.optim.muon_layout import tensor_layout
-from glm46.compute.optim.muon_plan import Request, make_plan
+from glm46.compute.optim.muon_plan import PlannedParameter, make_plan
 from glm46.config.presets import PRESETS
 from glm46.run.flops import newton_schulz_flops
 from tests.unit.compute.optim.muon_reference import entries_per_rank, entries_received
@@ -49,7 +49,9 @@ def stage_requests():
     }
     layouts = {name: tensor_layout(tensor) for name, tensor in tensors.items()}  # the same in all layers
     blocks = {name: (tensor.shape[-2],) for name, tensor in tensors.items()} | {"gate_up": (narrow, narrow)}
-    return [Request(f"{layer}.{name}", layouts[name], blocks[name]) for layer in range(LAYERS) for name in tensors]
+    return [
+        PlannedParameter(f"{layer}.{name}", layouts[name], blocks[name]) for layer in range(LAYERS) for name in tensors
+    ]
 
 
 def plan_of(rank):

@@ -14,7 +14,7 @@ from glm46 import MuonWithAdamW
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.optim.optimizers import build_optimizers
 from glm46.config.errors import UserError
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 from glm46.config.presets import PRESETS
 from tests.unit.compute.optim.test_muon import FP32, plain_newton_schulz, relative_error
 
@@ -160,7 +160,7 @@ def test_our_own_model_gets_the_roles_of_training():
             parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
     theirs = copy.deepcopy(mine)
     run(mine, MuonWithAdamW(mine, 0.02, 3e-4, ns_dtype="float32"), range(2))
-    config = Optimizer(lr=0.02, adamw_lr=3e-4, adjust_lr="original", ns_dtype="float32")
+    config = OptimizerConfig(lr=0.02, adamw_lr=3e-4, adjust_lr="original", ns_dtype="float32")
     training = build_optimizers(list(theirs.named_parameters()), config)
     for step in range(2):
         give_gradients(theirs, step)

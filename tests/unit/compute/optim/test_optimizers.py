@@ -5,7 +5,7 @@ import torch
 
 from glm46.compute.optim.compact_state import local_state, make_state
 from glm46.compute.optim.optimizers import build_optimizers
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 
 SHAPES = {
     "embed_tokens.weight": (32, 16),
@@ -35,7 +35,7 @@ def train(parameters, group, steps, lr_factor=1.0):
 
 def test_states_exist_before_the_first_step_under_their_names():
     parameters = make_parameters()
-    states = build_optimizers(list(parameters.items()), Optimizer()).state_tensors()
+    states = build_optimizers(list(parameters.items()), OptimizerConfig()).state_tensors()
     expected = {f"{name}.momentum_buffer" for name in MATRICES}
     expected |= {f"{name}.{key}" for name in set(SHAPES) - MATRICES for key in ("step", "exp_avg", "exp_avg_sq")}
     assert set(states) == expected
@@ -43,7 +43,7 @@ def test_states_exist_before_the_first_step_under_their_names():
 
 
 def test_adamw_equals_torch_with_lazy_states():
-    config = Optimizer(name="AdamW", lr=0.01)
+    config = OptimizerConfig(name="AdamW", lr=0.01)
     mine, theirs = make_parameters(), make_parameters()
     group = build_optimizers(list(mine.items()), config)
     reference = torch.optim.AdamW(
@@ -66,7 +66,7 @@ def test_adamw_equals_torch_with_lazy_states():
 
 
 def test_states_written_in_place_continue_bit_for_bit():
-    config = Optimizer(lr=0.01, ns_dtype="float32")
+    config = OptimizerConfig(lr=0.01, ns_dtype="float32")
     first = make_parameters()
     group = build_optimizers(list(first.items()), config)
     train(first, group, range(3))
@@ -84,7 +84,7 @@ def test_states_written_in_place_continue_bit_for_bit():
 
 
 def test_own_rate_of_adamw_and_factor():
-    config = Optimizer(lr=0.01, adamw_lr=0.002, weight_decay=0.0, ns_dtype="float32")
+    config = OptimizerConfig(lr=0.01, adamw_lr=0.002, weight_decay=0.0, ns_dtype="float32")
     moved = {}
     for factor in (1.0, 0.5):
         parameters, start = make_parameters(), make_parameters()
@@ -98,7 +98,7 @@ def test_own_rate_of_adamw_and_factor():
 
 def test_fused_gate_and_up_are_two_matrices_per_expert():
     parameters = make_parameters()
-    group = build_optimizers(list(parameters.items()), Optimizer())
+    group = build_optimizers(list(parameters.items()), OptimizerConfig())
     tasks = [task for task in group.muon.plan().local if task.columns == 16]
     fused = [task for task in tasks if task.matrices == (0, 4) and task.rows[1] - task.rows[0] == 6]
     assert sorted(task.rows for task in fused) == [(0, 6), (6, 12)]
@@ -106,7 +106,7 @@ def test_fused_gate_and_up_are_two_matrices_per_expert():
 
 def test_parameters_without_gradient_stay():
     parameters, start = make_parameters(), make_parameters()
-    group = build_optimizers(list(parameters.items()), Optimizer())
+    group = build_optimizers(list(parameters.items()), OptimizerConfig())
     group.step(1.0)
     assert all(torch.equal(parameters[name], start[name]) for name in SHAPES)
     assert all(state.count_nonzero() == 0 for state in group.state_tensors().values())
@@ -114,7 +114,7 @@ def test_parameters_without_gradient_stay():
 
 def test_zero_grad_forgets_all_gradients():
     parameters = make_parameters()
-    group = build_optimizers(list(parameters.items()), Optimizer())
+    group = build_optimizers(list(parameters.items()), OptimizerConfig())
     train(parameters, group, range(1))
     group.zero_grad()
     assert all(parameter.grad is None for parameter in parameters.values())
@@ -122,7 +122,7 @@ def test_zero_grad_forgets_all_gradients():
 
 def test_role_table_covers_all_parameters():
     parameters = make_parameters()
-    rows = build_optimizers(list(parameters.items()), Optimizer()).role_table()
+    rows = build_optimizers(list(parameters.items()), OptimizerConfig()).role_table()
     assert sum(row.tensors for row in rows) == len(SHAPES)
     assert sum(row.parameters for row in rows) == sum(p.numel() for p in parameters.values())
 
@@ -133,7 +133,9 @@ BIG = {"layers.0.mlp.experts.gate_up": (4, 96, 100), "lm_head.weight": (80, 130)
 def trained_with_states(state_dtype, name, steps, **options):
     generator = torch.Generator().manual_seed(0)
     parameters = {key: torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for key, shape in BIG.items()}
-    config = Optimizer(name=name, lr=0.01, state_dtype=state_dtype, ns_dtype="float32", weight_decay=0.0, **options)
+    config = OptimizerConfig(
+        name=name, lr=0.01, state_dtype=state_dtype, ns_dtype="float32", weight_decay=0.0, **options
+    )
     group = build_optimizers(list(parameters.items()), config)
     train(parameters, group, range(steps))
     return parameters, group

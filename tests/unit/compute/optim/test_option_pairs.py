@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from glm46.compute.optim.compact_state import BLOCK, LEAST_ENTRIES
 from glm46.compute.optim.optimizers import build_optimizers
 from glm46.config import rules_layout
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 
 EXPERTS, WIDTH, VOCABULARY = 3, 64, 80
 SHAPES = {
@@ -27,7 +27,7 @@ SHAPES = {
 def choices() -> dict[str, tuple]:
     """The values of every option that has a list of them, read from [optimizer], and the types of master weights."""
     found: dict[str, tuple] = {"weights": (torch.float32, torch.bfloat16)}
-    for name, field in Optimizer.model_fields.items():
+    for name, field in OptimizerConfig.model_fields.items():
         if field.annotation is bool:
             found[name] = (True, False)
         elif typing.get_origin(field.annotation) is typing.Literal:
@@ -93,7 +93,7 @@ def test_every_pair_of_options_trains(row, tmp_path):
         )
         for name, shape in SHAPES.items()
     }
-    optimizer = build_optimizers(list(parameters.items()), Optimizer(lr=0.01, **options))
+    optimizer = build_optimizers(list(parameters.items()), OptimizerConfig(lr=0.01, **options))
     tokens = torch.randint(0, VOCABULARY, (64,), generator=generator)
     losses = []
     for _ in range(6):

@@ -5,7 +5,7 @@ import torch
 
 from glm46.compute.optim.roles import assign_roles, format_role_table, role_rows
 from glm46.config.errors import UserError
-from glm46.config.optimizer import Optimizer
+from glm46.config.optimizer import OptimizerConfig
 from glm46.run.parameters import PARAMETERS
 
 BLOCK = [
@@ -51,22 +51,22 @@ EXPECTED = {
 
 
 def test_every_name_of_the_model_has_its_role():
-    roles = assign_roles(list(EXPECTED), Optimizer())
+    roles = assign_roles(list(EXPECTED), OptimizerConfig())
     assert {name: (role.optimizer, role.decay) for name, role in zip(EXPECTED, roles, strict=True)} == EXPECTED
     assert {role.rule for role in roles} == {row.group for row in PARAMETERS if row.part != "value"}
-    (value_head,) = assign_roles(["value_head.weight"], Optimizer())
+    (value_head,) = assign_roles(["value_head.weight"], OptimizerConfig())
     assert (value_head.rule, value_head.optimizer, value_head.decay) == ("value head", "adamw", True)
 
 
 def test_only_the_fused_gate_and_up_is_split():
-    roles = assign_roles(list(EXPECTED), Optimizer())
+    roles = assign_roles(list(EXPECTED), OptimizerConfig())
     split = {name for name, role in zip(EXPECTED, roles, strict=True) if role.row_blocks == 2}
     assert split == {"layers.17.mlp.experts.gate_up", "mtp.0.block.mlp.experts.gate_up"}
 
 
 def test_switches_move_router_and_head_and_nothing_else():
-    plain = assign_roles(list(EXPECTED), Optimizer())
-    moved = assign_roles(list(EXPECTED), Optimizer(router="adamw", lm_head="muon"))
+    plain = assign_roles(list(EXPECTED), OptimizerConfig())
+    moved = assign_roles(list(EXPECTED), OptimizerConfig(router="adamw", lm_head="muon"))
     changed = {
         name: after.optimizer
         for name, before, after in zip(EXPECTED, plain, moved, strict=True)
@@ -80,21 +80,21 @@ def test_switches_move_router_and_head_and_nothing_else():
 
 
 def test_adamw_takes_everything_with_the_same_decay():
-    roles = assign_roles(list(EXPECTED), Optimizer(name="AdamW", lm_head="muon"))
+    roles = assign_roles(list(EXPECTED), OptimizerConfig(name="AdamW", lm_head="muon"))
     assert {role.optimizer for role in roles} == {"adamw"}
     assert [role.decay for role in roles] == [decay for _, decay in EXPECTED.values()]
 
 
 def test_names_without_a_rule_are_all_reported():
     with pytest.raises(UserError) as caught:
-        assign_roles(["layers.0.mlp.extra.weight", "norm.weight", "layers.x.input_layernorm.weight"], Optimizer())
+        assign_roles(["layers.0.mlp.extra.weight", "norm.weight", "layers.x.input_layernorm.weight"], OptimizerConfig())
     assert len(caught.value.faults) == 2
     assert "layers.0.mlp.extra.weight" in caught.value.faults[0]
 
 
 def test_table_counts_tensors_and_parameters():
     tensors = [torch.empty(2, 3) for _ in EXPECTED]
-    config = Optimizer()
+    config = OptimizerConfig()
     rows = role_rows(tensors, assign_roles(list(EXPECTED), config), config)
     assert sum(row.tensors for row in rows) == len(EXPECTED)
     assert sum(row.parameters for row in rows) == 6 * len(EXPECTED)

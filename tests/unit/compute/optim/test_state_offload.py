@@ -8,10 +8,11 @@ import torch
 from glm46.compute.optim.compact_state import Quantized
 from glm46.compute.optim.muon import Muon
 from glm46.compute.optim.state_file import StateFile
-from glm46.compute.optim.state_offload import SLOTS, StateStream
+from glm46.compute.optim.state_offload import StateStream
 from glm46.compute.optim.state_ring import StateRing
 from glm46.config.errors import UserError
 from glm46.files.local_disk import local_disk_fault
+from glm46.run.sizes import OFFLOAD_SLOTS
 
 CPU = torch.device("cpu")
 
@@ -117,7 +118,7 @@ def test_device_memory_is_a_few_slots_of_the_largest_item():
         with stream.take() as states:
             seen.add(states[0].data_ptr())
     stream.end()
-    assert len(seen) == SLOTS
+    assert len(seen) == OFFLOAD_SLOTS
 
 
 def test_states_that_stay_are_not_copied():

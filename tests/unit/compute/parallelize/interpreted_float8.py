@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from glm46 import compat
 from glm46.compute.parallelize.float8 import E4M3, experts_product
-from glm46.config.float8 import Float8
+from glm46.config.float8 import Float8Config
 from tests.unit.compute.model.test_experts import refuse_as_on_a_gpu
 from tests.unit.compute.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
 
@@ -56,7 +56,7 @@ def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, o
 def main() -> None:
     # torchao and `compat` ask it, and it asks for a GPU.
     torch.utils._triton.has_triton = compat.has_triton = lambda: True
-    product = experts_product(Float8(recipe_name="rowwise", experts_recipe_name="rowwise"))
+    product = experts_product(Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise"))
     from torchao.prototype.moe_training.kernels import float8_rowwise, jagged_float8_scales
 
     # Not the number of rows, by which each step would be tuned anew.

@@ -24,9 +24,9 @@ from glm46.compute.parallelize.float8 import (
     experts_product,
     linear_product,
 )
-from glm46.config.float8 import Float8
+from glm46.config.float8 import Float8Config
 from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.run.parameters import dimensions, named_rows
 
@@ -87,7 +87,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def test_linear_product_follows_its_recipe(recipe, dtype):
     x, weight, grad, bias = (t.to(dtype) for t in operands((64, 128), (96, 128), (64, 96), (96,)))
     x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
-    y = linear_product(Float8(recipe_name=recipe, emulate=True))(x.view(4, 16, 128), weight, bias)
+    y = linear_product(Float8Config(recipe_name=recipe, emulate=True))(x.view(4, 16, 128), weight, bias)
     assert y.shape == (4, 16, 96) and y.dtype == dtype
     y.backward(grad.view_as(y))
     exact = [t.detach().double() for t in (x, weight, grad)]
@@ -119,7 +119,9 @@ def test_grouped_product_follows_its_recipe(recipe, dtype):
     # Powers of two as scales differ only where an element is too small for one scale per row.
     blocks = 2.0 ** torch.tensor([-12.0, 0.0, 12.0]).repeat_interleave(MX_BLOCK).to(dtype)
     x, weight = (x * blocks).requires_grad_(), (weight / blocks).requires_grad_()
-    y = experts_product(Float8(recipe_name="rowwise", experts_recipe_name=recipe, emulate=True))(x, weight, OFFSETS)
+    y = experts_product(Float8Config(recipe_name="rowwise", experts_recipe_name=recipe, emulate=True))(
+        x, weight, OFFSETS
+    )
     assert y.dtype == dtype
     end = int(OFFSETS[-1])
     y[:end].backward(grad[:end])
@@ -169,7 +171,7 @@ def test_padding_changes_no_scale():
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         layer.experts.product = experts_product(
-            Float8(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=True)
+            Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=True)
         )
         layer.dispatcher.multiple = multiple
         inputs = x.clone().requires_grad_()
@@ -216,7 +218,7 @@ def test_no_rows_reach_no_fp8_kernel_and_empty_experts_get_no_gradient(is_compil
 
     monkeypatch.setattr(compat, "float8_grouped_mm", lambda recipe: Kernels.apply)
     monkeypatch.setattr(compat, "gradients_of_empty_groups_are_undefined", lambda device: True)
-    product = experts_product(Float8(recipe_name="rowwise", experts_recipe_name="rowwise"))
+    product = experts_product(Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise"))
     if is_compiled:
         product = torch.compile(product, backend="aot_eager", dynamic=True)
     for sizes in ([16, 0, 32], [0, 0, 0], [0, 16, 0]):
@@ -243,19 +245,19 @@ def test_gpu_kernels_of_the_experts_follow_the_recipe_in_tritons_interpreter():
 
 
 def test_the_list_of_linear_layers_is_the_model():
-    shape = resolve_shape(Model(flavor="debug", num_nextn_predict_layers=2))
+    shape = resolve_shape(ModelConfig(flavor="debug", num_nextn_predict_layers=2))
     with torch.device("meta"):
         model = Transformer(shape)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    layers = {layer.name: (layer.outputs, layer.inputs) for layer in linear_layers(shape, Float8())}
+    layers = {layer.name: (layer.outputs, layer.inputs) for layer in linear_layers(shape, Float8Config())}
     assert layers == {name: (module.out_features, module.in_features) for name, module in modules.items()}
     assert any(isinstance(module, Experts) for module in model.modules())
 
 
 def test_the_list_of_linear_layers_is_split_as_the_parameters():
-    shape = resolve_shape(Model(flavor="debug"))
+    shape = resolve_shape(ModelConfig(flavor="debug"))
     sizes, rows = dimensions(shape), named_rows(shape)
-    for layer in linear_layers(shape, Float8(), tp=2):
+    for layer in linear_layers(shape, Float8Config(), tp=2):
         row = rows[f"{layer.name}.weight"]
         wanted = [sizes[dim] // (2 if axis == row.tensor_dim else 1) for axis, dim in enumerate(row.dims.split())]
         assert [layer.outputs, layer.inputs] == wanted

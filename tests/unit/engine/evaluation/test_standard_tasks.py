@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.engine.evaluation import results
-from glm46.engine.evaluation.answers import Keys, Prompt, has_ended, text_of
+from glm46.engine.evaluation.answers import EvaluationPrompt, Keys, has_ended, text_of
 from glm46.engine.evaluation.standard import FOLDER, find_tasks
 from glm46.engine.inference.sampling import Sampling
 from glm46.tasks.pretrain.task import train
@@ -193,7 +193,7 @@ def test_stop_strings_and_thoughts(tokenizer, tokens, thinks, until, text):
     from lm_eval.models.utils import postprocess_generated_text
 
     ids = tokenizer.encode_with_special(tokens).tolist()
-    prompt = Prompt((1,), 9, tuple(until), Sampling(0.0), 0, thinks)
+    prompt = EvaluationPrompt((1,), 9, tuple(until), Sampling(0.0), 0, thinks)
     assert text_of(tokenizer, ids, prompt) == text
     assert has_ended(tokenizer, ids, prompt) is (until != [] and (not thinks or "</think>" in tokens))
     if text and "<|" not in tokens:

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 from glm46.cli import main
 from glm46.compute.model.transformer import Transformer
 from glm46.config.loader import dump_config
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.inference import decoder as decoder_module
@@ -44,7 +44,7 @@ PROMPTS = [[5, 1, 4, 1, 3], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3]]
 
 def random_model(**changes):
     torch.manual_seed(1)
-    model = Transformer(resolve_shape(Model.model_validate(TABLE | changes)))
+    model = Transformer(resolve_shape(ModelConfig.model_validate(TABLE | changes)))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         torch.nn.init.normal_(tensor, 1.0 if name.endswith("norm.weight") else 0.0, 0.3)
     return model.eval()
@@ -55,7 +55,7 @@ def predictable():
     """A model trained to count in steps of one and two, so that its drafts are often accepted."""
     torch.manual_seed(0)
     changes = dict(vocab_size=24, num_hidden_layers=2, num_nextn_predict_layers=2)
-    model = Transformer(resolve_shape(Model.model_validate(TABLE | changes)))
+    model = Transformer(resolve_shape(ModelConfig.model_validate(TABLE | changes)))
     for name, parameter in model.named_parameters():
         torch.nn.init.constant_(parameter, 1.0) if name.endswith("norm.weight") else torch.nn.init.normal_(
             parameter, 0, 0.1
@@ -329,7 +329,7 @@ def folders(tmp_path_factory):
     folder, model, tokenizer = tmp_path_factory.mktemp("models"), random_model(), load_tokenizer("builtin")
     tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
     stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    meta = {"config": dump_config(RunConfig(model=Model.model_validate(TABLE)))}
+    meta = {"config": dump_config(RunConfig(model=ModelConfig.model_validate(TABLE)))}
     CheckpointManager(folder, keep_latest_k=0).save(1, stored, meta)
     config = config_of(model.shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
     files = files_beside_weights(tokenizer, max_length=64)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from glm46.compute.model.transformer import Transformer
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.engine.inference import scoring
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.engine.inference.scoring import Request, score
+from glm46.engine.inference.scoring import ContinuationRequest, score
 
 TABLE = dict(
     flavor="debug", hidden_size=32, num_hidden_layers=3, intermediate_size=48, moe_intermediate_size=16,
@@ -22,27 +22,27 @@ TABLE = dict(
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(1)
-    model = Transformer(resolve_shape(Model.model_validate(TABLE)))
+    model = Transformer(resolve_shape(ModelConfig.model_validate(TABLE)))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         torch.nn.init.normal_(tensor, 1.0 if name.endswith("norm.weight") else 0.0, 0.3)
     return model.eval()
 
 
 @torch.no_grad()
-def one_alone(model: Transformer, request: Request) -> tuple[float, bool]:
+def one_alone(model: Transformer, request: ContinuationRequest) -> tuple[float, bool]:
     logits = model(torch.tensor([request.inputs]))[0, -len(request.continuation) :]
     labels = torch.tensor(request.continuation)
     logprobs = logits.double().log_softmax(-1).gather(1, labels.unsqueeze(1))
     return logprobs.sum().item(), bool((logits.argmax(-1) == labels).all())
 
 
-def answers(model, requests) -> list[scoring.Score]:
+def answers(model, requests) -> list[scoring.ContinuationScore]:
     found = dict(pair for batch in score(model, ModelMesh(), requests) for pair in batch)
     assert sorted(found) == list(range(len(requests)))
     return [found[number] for number in range(len(requests))]
 
 
-def make_requests(draw: random.Random, model: Transformer) -> list[Request]:
+def make_requests(draw: random.Random, model: Transformer) -> list[ContinuationRequest]:
     """Questions behind examples, some with answers that begin alike, texts alone, repeats and greedy continuations."""
 
     def words(length):
@@ -53,13 +53,13 @@ def make_requests(draw: random.Random, model: Transformer) -> list[Request]:
         for question in (words(19), words(30), words(1)):
             answers = [words(1), words(1), words(2), words(25), ()]
             answers[4] = answers[3][:20] + words(3)
-            requests += [Request(examples + question, answer) for answer in answers]
-    requests += [Request(words(1), words(length)) for length in (1, 2, 60, 61)]
-    requests += [requests[7], Request(requests[3].context, requests[3].continuation[:18])]
+            requests += [ContinuationRequest(examples + question, answer) for answer in answers]
+    requests += [ContinuationRequest(words(1), words(length)) for length in (1, 2, 60, 61)]
+    requests += [requests[7], ContinuationRequest(requests[3].context, requests[3].continuation[:18])]
     with torch.no_grad():
         for request in requests[:3]:
             greedy = model(torch.tensor([request.context]))[0, -1].argmax().item()
-            requests.append(Request(request.context, (greedy,)))
+            requests.append(ContinuationRequest(request.context, (greedy,)))
     draw.shuffle(requests)
     return requests
 
@@ -83,8 +83,8 @@ def test_what_requests_share_is_computed_once(model, monkeypatch):
         Decoder, "hidden", lambda self, tokens, starts: (computed.append(tokens.numel()), real(self, tokens, starts))[1]
     )
     examples, questions = tuple(range(40)), [(7 * i % 50,) * 20 for i in range(6)]
-    requests = [Request(examples + question, (1, 2, last)) for question in questions for last in range(4)]
-    requests += [Request(examples + question, (3, 4, 5)) for question in questions]
+    requests = [ContinuationRequest(examples + question, (1, 2, last)) for question in questions for last in range(4)]
+    requests += [ContinuationRequest(examples + question, (3, 4, 5)) for question in questions]
     answers(model, requests)
     # The examples, six questions without their end, and two different ends of two tokens for each.
     assert sum(computed) == 40 + 6 * 20 + 6 * 2 * 2

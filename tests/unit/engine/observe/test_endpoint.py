@@ -11,14 +11,14 @@ import urllib.request
 import pytest
 
 from glm46.cli import main
-from glm46.config.checkpoint import Metrics
+from glm46.config.checkpoint import MetricsConfig
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.engine.observe import endpoint as endpoint_module
 from glm46.engine.observe.endpoint import Endpoint
 from glm46.engine.observe.exporter import RunCollector
 from glm46.engine.reliability.stop import before_exit
-from glm46.operate.launch.metrics import exporting
+from glm46.operate.launch.exporting import exporting
 from tests.unit.engine.observe.test_exporter import begin
 
 
@@ -34,7 +34,7 @@ def serve(tmp_path):
             port = free.getsockname()[1]
         keys = {"prometheus_port": port, "prometheus_sd_folder": str(tmp_path / "targets")} | keys
         (tmp_path / folder).mkdir(exist_ok=True)
-        endpoint = Endpoint(Metrics(**keys), tmp_path / folder, RunCollector(tmp_path / folder), said.append)
+        endpoint = Endpoint(MetricsConfig(**keys), tmp_path / folder, RunCollector(tmp_path / folder), said.append)
         started.append(endpoint)
         return endpoint, said
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from glm46.config.checkpoint import Metrics
+from glm46.config.checkpoint import MetricsConfig
 from glm46.engine.observe.endpoint import Endpoint
 from glm46.engine.observe.exporter import RunCollector, exported_names
 from scripts import make_dashboards
@@ -307,7 +307,7 @@ def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
     beat = begin(tmp_path / "run")
     beat.saved(1)
     write_rows(tmp_path / "run", full_row())
-    config = Metrics(prometheus_port=free_ports(1)[0], prometheus_sd_folder=str(state / "targets"))
+    config = MetricsConfig(prometheus_port=free_ports(1)[0], prometheus_sd_folder=str(state / "targets"))
     endpoint = Endpoint(config, tmp_path / "run", RunCollector(tmp_path / "run"), print)
     gpus = ThreadingHTTPServer(("127.0.0.1", 0), Gpus)
     threading.Thread(target=gpus.serve_forever, daemon=True).start()

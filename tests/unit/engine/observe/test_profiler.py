@@ -14,10 +14,10 @@ from glm46.compute.model.transformer import Transformer
 from glm46.compute.optim.muon import Muon
 from glm46.compute.parallelize import activation_checkpoint
 from glm46.compute.parallelize.plan import initialise
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
-from glm46.config.profiling import Profiling
+from glm46.config.profiling import ProfilingConfig
 from glm46.engine.observe import profiler as profiler_module
 from glm46.engine.observe.module_ranges import KINDS, kind_of, module_ranges
 from glm46.engine.observe.module_times import IDLE, REST, flops_by_kind, format_table, table_rows, time_by_kind
@@ -113,7 +113,7 @@ def test_flops_of_all_kinds_are_those_of_the_step(flavor):
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_flops_of_adapters_are_those_of_the_step(name):
     shape = PRESETS["debug"].model_copy(update={"num_nextn_predict_layers": 0})
-    adapter = Adapter(name=name, rank=8, expert_rank=4)
+    adapter = AdapterConfig(name=name, rank=8, expert_rank=4)
     names = [*named_rows(shape), *adapter_rows(shape, adapter)]
     flops = flops_by_kind(names, shape, 3000, 10**6, adapter)
     assert sum(flops.values()) == pytest.approx(batch_flops(shape, 3000, 10**6, adapter), rel=1e-12)
@@ -206,7 +206,7 @@ def profiler(folder: Path, **keys) -> tuple[Profiler, list[str]]:
         lambda tokens, pairs: {},
         lambda: said.append(WAITED),
     )
-    return Profiler(Profiling(**{"enable_profiling": True} | keys), folder, about, said.append), said
+    return Profiler(ProfilingConfig(**{"enable_profiling": True} | keys), folder, about, said.append), said
 
 
 def steps_of(service: Profiler, first: int, last: int) -> list[int]:

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from glm46.config.checkpoint import Metrics
+from glm46.config.checkpoint import MetricsConfig
 from glm46.config.errors import UserError
 from glm46.engine.observe import tracker
 from glm46.engine.observe.report import Report
@@ -65,7 +65,7 @@ def package(request, monkeypatch):
 
 
 def start(package, folder, said, *, is_new=True):
-    return Tracker(Metrics(tracker=package.__name__), folder, CONFIG, is_new=is_new, report=said.append)
+    return Tracker(MetricsConfig(tracker=package.__name__), folder, CONFIG, is_new=is_new, report=said.append)
 
 
 def test_rows_of_a_report_arrive_and_a_restart_continues_the_run(package, tmp_path):
@@ -119,4 +119,4 @@ def test_a_tracker_that_fails_says_so_once(package, tmp_path):
 def test_a_package_that_is_absent_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="metrics.tracker = 'wandb'.*pip install wandb"):
-        Tracker(Metrics(tracker="wandb"), tmp_path, CONFIG, is_new=True, report=print)
+        Tracker(MetricsConfig(tracker="wandb"), tmp_path, CONFIG, is_new=True, report=print)

@@ -7,7 +7,7 @@ import torch
 
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer
-from glm46.config.moe import MoE
+from glm46.config.moe import MoEConfig
 from glm46.config.presets import PRESETS
 from glm46.engine.observe.metrics import find_metric
 from glm46.engine.training.balance import ExpertBalance, balance_metrics
@@ -22,7 +22,7 @@ def model_with(**config) -> tuple[Transformer, ExpertBalance]:
     model = Transformer(SHAPE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    return model, ExpertBalance(SHAPE, [model], MoE(**config), torch.device("cpu"))
+    return model, ExpertBalance(SHAPE, [model], MoEConfig(**config), torch.device("cpu"))
 
 
 def biases(model: Transformer) -> torch.Tensor:

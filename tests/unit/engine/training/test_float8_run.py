@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from glm46.config.float8 import Float8
+from glm46.config.float8 import Float8Config
 from glm46.config.float8_layers import describe_float8
 from glm46.config.presets import PRESETS
 from glm46.tasks.pretrain.task import train
@@ -60,12 +60,12 @@ def test_gathering_in_fp8_changes_no_bit(make_config, tmp_path):
 
 
 def test_the_start_message_says_what_is_converted_and_why_the_rest_is_not():
-    text = describe_float8(PRESETS["debug"], Float8(recipe_name="rowwise", filter_fqns=("k_proj", "mtp.")), tp=1)
+    text = describe_float8(PRESETS["debug"], Float8Config(recipe_name="rowwise", filter_fqns=("k_proj", "mtp.")), tp=1)
     assert text == (
         "rowwise for 24 of 36 linear layers; not converted: embedding, router and output head by design; k_proj by "
         'filter_fqns "k_proj"; eh_proj, q_proj, v_proj, o_proj, gate_proj, up_proj, down_proj by filter_fqns "mtp."; '
         "routed experts, because experts_recipe_name is absent"
     )
-    text = describe_float8(PRESETS["debug"], Float8(filter_min_features=200, **GATHERED), tp=1)
+    text = describe_float8(PRESETS["debug"], Float8Config(filter_min_features=200, **GATHERED), tp=1)
     assert text.startswith("tensorwise for ") and "gathered in FP8, rowwise for the routed experts, emulated" in text
     assert "by filter_min_features = 200" in text

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 from glm46.commands.checkpoint import checkpoint_command
 from glm46.compute.distributed.ranks import CheckpointError
-from glm46.config.ablation import Ablation, require_one_run
+from glm46.config.ablation import AblationConfig, require_one_run
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.engine.inference.generation import continue_tokens
@@ -754,7 +754,7 @@ def test_commands_to_copy_name_paths_with_blanks_as_one_word(make_config, tmp_pa
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("TensorBoard")]
     assert shlex.split(line) == ["TensorBoard", "tensorboard", "--logdir", str(folder / "tb")]
     with pytest.raises(UserError) as caught:
-        require_one_run(Ablation(seeds=(1, 2)), folder / "a.toml", "glm46")
+        require_one_run(AblationConfig(seeds=(1, 2)), folder / "a.toml", "glm46")
     assert f"ablate --config {shlex.quote(str(folder / 'a.toml'))}, or" in caught.value.faults[0]
 
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm46.cli import main
 from glm46.commands.benchmark import benchmark_command
 from glm46.compute.model.router import RoutingOptions
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.operate.benchmark import rates
-from glm46.operate.benchmark.finetune_speed import RECOMPUTED, TRAINED, FineTuning
+from glm46.operate.benchmark.finetune_speed import RECOMPUTED, TRAINED, FineTuningWork
 from glm46.operate.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
 from glm46.operate.benchmark.rounds import timed_rounds
 from glm46.operate.benchmark.titan import with_titan_moe
@@ -177,7 +177,7 @@ def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_ways_of_fine_tuning_begin_at_one_loss_and_change_what_they_train():
-    runs = {trained: FineTuning(TINY, trained, Adapter(rank=8, expert_rank=4)) for trained in TRAINED}
+    runs = {trained: FineTuningWork(TINY, trained, AdapterConfig(rank=8, expert_rank=4)) for trained in TRAINED}
     losses = [run.forward() for run in runs.values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
     for trained, run in runs.items():

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from glm46.commands import preflight
-from glm46.commands.preflight import _Host, _obstacle, preflight_command
+from glm46.commands.preflight import preflight_command
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
+from glm46.operate.cluster import preflight
+from glm46.operate.cluster.preflight import HostExamination, _obstacle
 from glm46.operate.cluster.results import HostReport
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.launch.nodes import Nodes
@@ -41,13 +42,13 @@ SERVER = {"cores": 64, "memory_bytes": 999 * GIB, "free_bytes": 900 * GIB, "gpus
 )
 def test_a_host_has_as_many_ranks_as_a_node_of_the_run(machine, nodes, config, overrides, ranks):
     config = load_config(CONFIGS / config, overrides) if config else None
-    host = _Host(Namespace(nproc=None), (), config, Nodes(nodes, 0, "node0"))
+    host = HostExamination(Namespace(nproc=None), (), config, Nodes(nodes, 0, "node0"))
     assert host._processes(Machine(**machine, nodes=nodes)) == ranks
 
 
 @pytest.mark.parametrize(("stated", "of_job", "ranks"), [(5, None, 5), (None, 3, 3), (5, 3, 5)])
 def test_a_number_that_is_stated_goes_before(stated, of_job, ranks):
-    host = _Host(Namespace(nproc=stated), (), None, Nodes(processes=of_job))
+    host = HostExamination(Namespace(nproc=stated), (), None, Nodes(processes=of_job))
     assert host._processes(Machine(**LAPTOP)) == ranks
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import main
-from glm46.commands.setup_cluster import examine_host
+from glm46.operate.cluster.setup import examine_host
 from tests.fake_ssh import UNREACHABLE, write_ssh
 
 ROOT = Path(__file__).parents[4]
@@ -92,7 +92,9 @@ def test_hosts_that_do_not_answer_are_all_named_and_nothing_is_changed(cluster, 
     assert main(["setup-cluster", *cluster()]) == 2
     (fault,) = capsys.readouterr().err.splitlines()
     assert (
-        fault.startswith(f"error: {UNREACHABLE}: ") and "No route to host" in fault and f"ssh me@{UNREACHABLE}" in fault
+        fault.startswith(f"error: {UNREACHABLE}: ")
+        and "No route to host" in fault
+        and f"me@{UNREACHABLE} true" in fault
     )
     assert not (tmp_path / "nvme").exists() and not (tmp_path / "cluster").exists()
 

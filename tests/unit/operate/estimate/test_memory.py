@@ -11,17 +11,14 @@ from glm46.compute.distributed.sequence import SequenceShard
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.attention import attend
 from glm46.compute.model.attention_layout import attention_layout
-from glm46.compute.model.cross_entropy import DEFAULT_CHUNK_TOKENS
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.optim.compact_state import copy_states, state_parts
 from glm46.compute.optim.optimizers import build_optimizers
-from glm46.compute.optim.state_offload import SLOTS
-from glm46.compute.optim.state_ring import RING_SLOTS
 from glm46.compute.parallelize import activation_checkpoint
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.operate.estimate.memory import LOSS_CHUNK_TOKENS, OFFLOAD_ITEM_BYTES, OFFLOAD_SLOTS, plan_memory
+from glm46.operate.estimate.memory import OFFLOAD_ITEM_BYTES, plan_memory
 from glm46.run.activations import (
     Frozen,
     attended_keys,
@@ -41,6 +38,7 @@ from glm46.run.activations import (
 from glm46.run.layout import resolve_layout, smallest_world
 from glm46.run.parameters import adapter_layer, count_parameters
 from glm46.run.plan import resolve_plan
+from glm46.run.sizes import OFFLOAD_SLOTS
 
 SMALL_VOCABULARY = {"vocab_size": 512}
 """Where layers are measured, a large head would only take time."""
@@ -130,10 +128,11 @@ def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_no
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize(
-    "targets", [("attention",), ("experts",), ("dense", "shared_experts"), Adapter.model_fields["targets"].default]
+    "targets",
+    [("attention",), ("experts",), ("dense", "shared_experts"), AdapterConfig.model_fields["targets"].default],
 )
 def test_activations_of_a_frozen_layer_with_adapters_match_what_autograd_keeps(dtype, width, targets):
-    adapter = Adapter(rank=16, targets=targets)
+    adapter = AdapterConfig(rank=16, targets=targets)
     shape = PRESETS["debug"].model_copy(update=SMALL_VOCABULARY | {"num_nextn_predict_layers": 0})
     two, three = (shape.model_copy(update={"num_hidden_layers": count}) for count in (2, 3))
     base, tokens = _kept_bytes(two, dtype, adapter=adapter)
@@ -326,7 +325,6 @@ def test_state_types(name, state_dtype):
 
 
 def test_states_in_host_memory_leave_some_slots_on_the_device():
-    assert OFFLOAD_SLOTS == SLOTS == RING_SLOTS
     degrees = {"pipeline_parallel_degree": 4, "expert_parallel_degree": 32, "data_parallel_shard_degree": 32}
     large = {"model": {"flavor": "GLM-4.6"}, "parallelism": degrees}
     kept, offloaded = (plan_memory(_run(**large, optimizer={"state_offload": place}), 128) for place in ("none", "cpu"))
@@ -483,10 +481,6 @@ def test_selective_checkpointing_lies_between_the_others():
             for mode in ("none", "selective", "full")
         }
         assert plans["full"] < plans["selective"] < 0.8 * plans["none"], plans
-
-
-def test_the_planned_chunk_is_the_models():
-    assert LOSS_CHUNK_TOKENS == DEFAULT_CHUNK_TOKENS
 
 
 def test_the_seed_layout_of_the_355b_model():

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from glm46.compute.parallelize.pipeline_order import pipeline_order
-from glm46.config.parallelism import PIPELINE_SCHEDULES, Parallelism
+from glm46.config.parallelism import PIPELINE_SCHEDULES, ParallelismConfig
 from glm46.operate.estimate.rank_parts import in_flight
 from glm46.run.stages import stages_of_rank
 
@@ -33,7 +33,7 @@ def held_by(order, rank: int, weights: dict[int, float], ends: str) -> tuple[int
 @pytest.mark.parametrize(("name", "ranks", "each", "micro_batches"), CASES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_micro_batches_in_flight_are_those_of_the_order(name, ranks, each, micro_batches, whole):
-    parallelism = Parallelism(
+    parallelism = ParallelismConfig(
         pipeline_parallel_degree=ranks, pipeline_parallel_schedule=name, pipeline_parallel_stages_per_rank=each
     )
     order = pipeline_order(parallelism, micro_batches)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from glm46.config.float8 import Float8
+from glm46.config.float8 import Float8Config
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate import requirement
 from glm46.operate.estimate.machine import Gpu, Machine
@@ -88,7 +88,9 @@ def test_a_machine_without_fp8_is_named_with_what_to_do():
     A100, L40S = (Machine(96, 2**40, 2**40, (Gpu(name, 40 * 2**30),)) for name in ("NVIDIA A100-SXM4", "NVIDIA L40S"))
 
     def found(machine: Machine, **keys) -> str:
-        return describe_requirement(run.model_copy(update={"float8": Float8(**fp8 | keys)}), machine, world_size=1)[1]
+        return describe_requirement(
+            run.model_copy(update={"float8": Float8Config(**fp8 | keys)}), machine, world_size=1
+        )[1]
 
     for machine, name in ((SMALL, "found: none"), (A100, "found: NVIDIA A100-SXM4")):
         text = found(machine)

@@ -10,7 +10,7 @@ from glm46.cli import main
 from glm46.compute.parallelize.pipeline_order import pipeline_order
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
-from glm46.config.parallelism import ActivationCheckpoint
+from glm46.config.parallelism import ActivationCheckpointConfig
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate import search_layouts as search_command
 from glm46.operate.estimate.memory import largest_stage, stage_memory
@@ -180,7 +180,7 @@ def test_a_search_asks_for_each_size_once(monkeypatch):
         )
         plan = resolve_plan(config, 8)
         for mode in ("none", "selective", "full"):
-            changed = config.model_copy(update={"activation_checkpoint": ActivationCheckpoint(mode=mode)})
+            changed = config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode=mode)})
             memory = largest_stage(stage_memory(replace(plan, config=changed)))
         run_cost(plan, TargetCluster(small_gpu(80), 8), pipeline_order)
         asked.append(len(counts))

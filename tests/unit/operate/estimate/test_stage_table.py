@@ -5,7 +5,7 @@ import re
 import pytest
 
 from glm46.compute.parallelize.pipeline_order import pipeline_order
-from glm46.config.parallelism import Parallelism
+from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.machine import Gpu, Machine
@@ -143,7 +143,7 @@ COSTS = {"forward": 1, "backward": 2, "input gradient": 1, "weight gradient": 1}
 ])  # fmt: skip
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_the_bubble_is_that_of_torchs_order(name, each, ranks):
-    layout = Parallelism(
+    layout = ParallelismConfig(
         pipeline_parallel_degree=ranks, pipeline_parallel_schedule=name, pipeline_parallel_stages_per_rank=each
     )
     for micro_batches in (1, ranks // 2, ranks, ranks * 3 // 2, 2 * ranks, 4 * ranks, 8 * ranks):
@@ -162,6 +162,6 @@ def test_the_bubble_is_that_of_torchs_order(name, each, ranks):
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 def test_the_bubble_of_one_stage_per_rank(name):
     """(p - 1) / (m + p - 1): Narayanan et al., arXiv 2104.04473."""
-    layout = Parallelism(pipeline_parallel_degree=16, pipeline_parallel_schedule=name)
+    layout = ParallelismConfig(pipeline_parallel_degree=16, pipeline_parallel_schedule=name)
     assert bubble(layout, 16) == pytest.approx(15 / 31) and bubble(layout, 64) == pytest.approx(15 / 79)
-    assert bubble(Parallelism(), 4) == 0
+    assert bubble(ParallelismConfig(), 4) == 0

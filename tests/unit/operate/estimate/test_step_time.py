@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from glm46.compute.parallelize.pipeline_order import pipeline_order
-from glm46.config.finetune import FineTune, Preference
-from glm46.config.parallelism import Parallelism
+from glm46.config.finetune import FineTuneConfig, PreferenceConfig
+from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import PRESETS
-from glm46.config.rl import RL
+from glm46.config.rl import RLConfig
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.kernels import MicroBatch, part_work
 from glm46.operate.estimate.memory import plan_memory
-from glm46.operate.estimate.run_cost import checkpoint_size, count_steps, run_cost
+from glm46.operate.estimate.run_cost import count_steps, run_cost
 from glm46.operate.estimate.step_time import StepTime, step_time
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
+from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.flops import attention_flops, training_flops
 from glm46.run.layout import Layout
 from glm46.run.parameters import layer_counts
@@ -51,7 +52,7 @@ def predicted(config: RunConfig, gpu="H100", world=None, network=400.0, **effici
 def test_a_preference_adds_a_forward_of_its_reference():
     for parallelism in ({}, {"pipeline_parallel_degree": 4}):
         config = run(parallelism=parallelism)
-        tasks = (FineTune(preference=preference) for preference in (None, Preference()))
+        tasks = (FineTuneConfig(preference=preference) for preference in (None, PreferenceConfig()))
         sft, dpo = (predicted(config.model_copy(update={"finetune": task}), world=8) for task in tasks)
         added = dpo.parts.pop("passes without gradient")
         # The step adds up a few more numbers over all ranks.
@@ -66,7 +67,7 @@ def test_a_preference_adds_a_forward_of_its_reference():
 
 
 def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a_critic():
-    tasks = {name: RL.model_validate({"prompts_per_rollout": 2} | keys) for name, keys in {
+    tasks = {name: RLConfig.model_validate({"prompts_per_rollout": 2} | keys) for name, keys in {
         "grpo": {"algorithm": "grpo"}, "ppo": {"algorithm": "ppo"},
         "all": {"algorithm": "ppo", "kl": {"weight": 0.1}}, "none": {"algorithm": "tv", "kl": {"weight": 0.0}},
         "one step": {"algorithm": "gspo", "prompts_per_rollout": 1},
@@ -86,7 +87,9 @@ def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a
 def test_an_update_moves_no_offloaded_reference():
     config, task = run(global_batch_size=8, optimizer={"state_offload": "cpu"}), {"prompts_per_rollout": 1}
     times = [
-        predicted(config.model_copy(update={"rl": RL.model_validate(task | {"kl": {"weight": 0.1}} | keys)}), world=8)
+        predicted(
+            config.model_copy(update={"rl": RLConfig.model_validate(task | {"kl": {"weight": 0.1}} | keys)}), world=8
+        )
         for keys in ({}, {"reference_offload": True})
     ]
     assert times[0].seconds == times[1].seconds
@@ -225,7 +228,7 @@ COSTS = {"forward": 1, "backward": 2, "input gradient": 1, "weight gradient": 1}
 
 
 def test_a_timeline_waits_for_slow_stages_and_links():
-    layout = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="GPipe")
+    layout = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule="GPipe")
     order = pipeline_order(layout, 2)
     even = simulate(order, lambda kind, stage: COSTS[kind])
     assert even.seconds == 9 and even.bubble == pytest.approx(1 / 3)
@@ -322,7 +325,7 @@ def test_a_critic_moves_its_own_states_once(place):
     filed = {"state_offload_folder": "/scratch"} if place == "nvme" else {}
     config = run(global_batch_size=8, optimizer={"state_offload": place} | filed)
     grpo, ppo = (
-        predicted(config.model_copy(update={"rl": RL(algorithm=name, prompts_per_rollout=2)}), world=8).parts
+        predicted(config.model_copy(update={"rl": RLConfig(algorithm=name, prompts_per_rollout=2)}), world=8).parts
         for name in ("grpo", "ppo")
     )
     waiting = "waiting for the disk" if place == "nvme" else "waiting for the host"

@@ -14,25 +14,21 @@ from types import SimpleNamespace
 import pytest
 
 from glm46.cli import main
+from glm46.commands.launch import launch_command
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.config.presets import resolve_shape
-from glm46.config.rl import Reference
+from glm46.config.rl import ReferenceConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.training.origin import refuse_origin
 from glm46.operate.estimate.machine import Gpu, Machine
-from glm46.operate.launch import launch
+from glm46.operate.launch import one_node
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.operate.launch.environment import unfit_packages
-from glm46.operate.launch.launch import (
-    _refuse_start,
-    _refuse_state_folder,
-    describe_next,
-    describe_refusal,
-    keep_running,
-)
+from glm46.operate.launch.one_node import _refuse_start, _refuse_state_folder, describe_next, describe_refusal
+from glm46.operate.launch.restarts import keep_running
 from glm46.operate.launch.torchrun import End, LauncherSignals, describe_exit, run_ranks
 from glm46.run.plan import resolve_plan
 
@@ -55,13 +51,13 @@ def test_each_of_several_nodes_has_a_process_for_each_of_its_gpus(monkeypatch, t
         found.append((plan.layout.world_size, processes))
         raise UserError("seen")
 
-    monkeypatch.setattr(launch, "detect_machine", lambda *arguments, nodes: replace(SERVER, nodes=nodes))
-    monkeypatch.setattr(launch, "_refuse_state_folder", seen)
+    monkeypatch.setattr(one_node, "detect_machine", lambda *arguments, nodes: replace(SERVER, nodes=nodes))
+    monkeypatch.setattr(one_node, "_refuse_state_folder", seen)
     for name, value in (("NNODES", "16"), ("NODE_RANK", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     command = ["--config", str(ROOT / "train_configs/debug.toml"), "--job.dump_folder", str(tmp_path / "out")]
     with pytest.raises(UserError, match="seen"):
-        launch.launch_command([*command, "--training.global_batch_size", "1024"])
+        launch_command([*command, "--training.global_batch_size", "1024"])
     assert found == [(128, 8)]
 
 
@@ -71,23 +67,23 @@ def test_machine_that_fits_is_accepted():
 
 
 def test_memory_snapshots_are_refused_where_there_is_no_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(launch, "detect_machine", lambda *arguments, **keys: LAPTOP)
+    monkeypatch.setattr(one_node, "detect_machine", lambda *arguments, **keys: LAPTOP)
     dump = ["--job.dump_folder", str(tmp_path / "out")]
     command = ["--config", str(ROOT / "train_configs/debug.toml"), "--profiling.enable_memory_snapshot", "true", *dump]
     with pytest.raises(UserError, match=r"profiling.enable_memory_snapshot = true: needs a GPU.*set it to false"):
-        launch.launch_command(command)
+        launch_command(command)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_job_system_states_the_processes_unless_the_command_does(monkeypatch, tmp_path):
-    monkeypatch.setattr(launch, "detect_machine", lambda *arguments, **keys: LAPTOP)
+    monkeypatch.setattr(one_node, "detect_machine", lambda *arguments, **keys: LAPTOP)
     monkeypatch.setenv("PET_NNODES", "1")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     command = ["--config", str(ROOT / "train_configs/debug.toml"), "--job.dump_folder", str(tmp_path / "out")]
     command += ["--parallelism.data_parallel_shard_degree", "2"]
     for options, count in (([], 3), (["--nproc", "auto"], 3), (["--nproc", "4"], 4)):
         with pytest.raises(UserError, match=f"multiply to 2 processes, and {count} is more"):
-            launch.launch_command([*command, *options])
+            launch_command([*command, *options])
 
 
 def test_too_many_processes_for_the_memory_are_refused():
@@ -193,7 +189,7 @@ def test_a_reference_of_another_shape_is_refused_before_ranks_start(stated, is_r
     step.mkdir(parents=True)
     (step / "meta.json").write_text(json.dumps({"config": dump_config(load_config(recipe))}))
     config = load_config(recipe, stated)
-    teacher = Reference(load_path=str(step), load_in_hf=False)
+    teacher = ReferenceConfig(load_path=str(step), load_in_hf=False)
     rl = config.rl.model_copy(update={"reference": teacher})
     start = config.checkpoint.model_copy(update={"initial_load_path": None})
     config = config.model_copy(
@@ -234,7 +230,7 @@ def test_launcher_refuses_a_folder_of_states_that_no_rank_could_use(make_config,
         return str(caught.value)
 
     assert "no such folder" in refused(tmp_path / "missing")
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(one_node.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
     text = refused(tmp_path)
     assert "optimizer states of 2 processes need 0.00 GiB, and 0.00 GiB of" in text and "are free" in text
     assert 'or set optimizer.state_offload = "cpu"' in text
@@ -392,7 +388,7 @@ def test_a_closed_output_of_a_rank_is_the_end_of_the_run(monkeypatch, capsys):
     (["--rl.environment.function=no_such_module:turn"], ("rl.environment", "no_such_module:turn")),
 ])  # fmt: skip
 def test_what_reinforcement_learning_reads_is_checked_before_ranks_start(stated, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(one_node, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     config = Path(__file__).parents[4] / "train_configs" / "rl_debug.toml"
     stated = [*stated, f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable=false"]
     monkeypatch.setattr(
@@ -411,10 +407,10 @@ def test_prompts_of_the_hub_are_fetched_before_they_are_checked(is_there, tmp_pa
     place, asked, started = prompts if is_there else tmp_path / "none.jsonl", [], []
     fetch = lambda stated, mark, option: asked.append((option, str(stated))) or place  # noqa: E731
     monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", fetch)
-    run = lambda _, command, *rest: started.append(command) or launch.End(2, is_final=True)  # noqa: E731
-    monkeypatch.setattr(launch, "run_ranks", run)
+    run = lambda _, command, *rest: started.append(command) or one_node.End(2, is_final=True)  # noqa: E731
+    monkeypatch.setattr(one_node, "run_ranks", run)
     monkeypatch.setattr("glm46.engine.training.origin.refuse_origin", lambda config: None)
-    monkeypatch.setattr(launch, "_prepare", lambda plan: None)
+    monkeypatch.setattr(one_node, "_prepare", lambda plan: None)
     address = "hf://datasets/owner/name/prompts.jsonl"
     stated = [f"--rl.prompts.file={address}", f"--job.dump_folder={tmp_path / 'run'}", "--checkpoint.enable=false"]
     config = prompts.with_name("rl_debug.toml")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.config.rl_data import Prompts
+from glm46.config.rl_data import PromptsConfig
 from glm46.storage.data.chat import ChatOptions, chat_prompt, render
 from glm46.storage.data.chat_template import CHAT_TEMPLATE, rendered
 from glm46.storage.data.conversation import BadConversation, parse_prompt, parse_tools
@@ -131,7 +131,7 @@ def test_the_prompts_are_those_of_the_original_template():
 
 
 def test_prompts_of_rl(rows):
-    keys = Prompts(file=str(rows), thinking=True)
+    keys = PromptsConfig(file=str(rows), thinking=True)
     found = read_prompts(rows, keys, TOKENIZER, most_tokens=10_000, needs_label=False)
     assert [prompt.tokens for prompt in found] == WANTED
 
@@ -178,7 +178,7 @@ def test_every_reader_refuses_the_same_for_the_same_reason(reason, tmp_path):
         assert read_row(row | {"tools": TOOLS}, "", Fields("", None, format)).args[0] == reason
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": messages, "tools": TOOLS}))
     with pytest.raises(UserError, match=f"rl.prompts.prompt_key.: {reason}"):
-        keys = Prompts(file=str(tmp_path / "rows.jsonl"))
+        keys = PromptsConfig(file=str(tmp_path / "rows.jsonl"))
         read_prompts(tmp_path / "rows.jsonl", keys, TOKENIZER, most_tokens=10_000, needs_label=False)
     with pytest.raises(BadConversation, match=reason):
         parse_prompt(messages, parse_tools(TOOLS))
@@ -209,7 +209,7 @@ def test_nulls_that_are_stated_stay_and_those_of_arrow_go(tmp_path):
     from pyarrow import parquet
 
     def prompt_of(file):
-        keys = Prompts(file=str(file), thinking=True)
+        keys = PromptsConfig(file=str(file), thinking=True)
         found = read_prompts(file, keys, TOKENIZER, most_tokens=10_000, needs_label=False)
         return TOKENIZER.decode(found[0].tokens)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from glm46.cli import main
 from glm46.storage.data import best_fit, pack_plans
 from glm46.storage.data.best_fit import concatenate, plan_groups
-from glm46.storage.data.loader import BatchLayout, Span, TrainSource, build_train_loader
+from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.pack_plans import keep_plan, plan_of
 from glm46.storage.data.packing import open_tokens
@@ -61,7 +61,7 @@ def test_the_stream_is_the_same_with_and_without_a_file(source, monkeypatch, tmp
     def batches(folder=None):
         chosen = [TrainSource("s", load_manifest(source), 1.0, "best_fit", folder)]
         layout = BatchLayout(64, 1, 2, 0, 1, True)
-        loader = build_train_loader(chosen, layout, seed=3, start_sample=5, span=Span(documents=share))
+        loader = build_train_loader(chosen, layout, seed=3, start_sample=5, span=SampleSpan(documents=share))
         return [batch for batch, _ in zip(loader, range(40), strict=False)]
 
     with monkeypatch.context() as patch:

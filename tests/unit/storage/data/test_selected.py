@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glm46.storage.data.loader import BatchLayout, Span, TrainSource, build_train_loader
+from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.mixing import integer_weights, mix, taken
 from glm46.storage.data.packing import SelectedTokens, TokenStream, falls_into
@@ -55,7 +55,7 @@ def test_rows_behind_the_end_of_a_stage_are_padding(make_source, counting_docume
     manifest = load_manifest(make_source(tmp_path / "s", counting_documents([30] * 20)))
     keys = {"layout": BatchLayout(16, 1, 4, 0, 1, True), "seed": 0}
     loader = build_train_loader(
-        [TrainSource("s", manifest, 1.0, packing)], start_sample=8, span=Span(5, 14, (3,)), **keys
+        [TrainSource("s", manifest, 1.0, packing)], start_sample=8, span=SampleSpan(5, 14, (3,)), **keys
     )
     batches = iter(loader)
     assert next(batches)["sample_numbers"].tolist() == [8, 9, 10, 11]
@@ -67,7 +67,7 @@ def test_rows_behind_the_end_of_a_stage_are_padding(make_source, counting_docume
     again = next(
         iter(
             build_train_loader(
-                [TrainSource("s", manifest, 1.0, packing)], start_sample=8, span=Span(5, 14, (3,)), **keys
+                [TrainSource("s", manifest, 1.0, packing)], start_sample=8, span=SampleSpan(5, 14, (3,)), **keys
             )
         )
     )

@@ -8,7 +8,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.engine.evaluation.position import Position
 from glm46.storage.data.batches import IGNORE
-from glm46.storage.data.loader import BatchLayout, Span, TrainSource, build_train_loader, build_validation_loader
+from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader, build_validation_loader
 from glm46.storage.data.manifest import FILE_NAME, load_manifest
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import NOT_A_TARGET, open_shard
@@ -71,7 +71,7 @@ def check(batch, documents):
 def test_a_label_is_a_target_at_every_depth(folder, documents):
     source = TrainSource("a", load_manifest(folder), 1.0, "best_fit")
     layout = BatchLayout(LENGTH, DEPTH, 1, 0, 1, True)
-    loader = build_train_loader([source], layout, seed=3, start_sample=0, span=Span(documents=documents))
+    loader = build_train_loader([source], layout, seed=3, start_sample=0, span=SampleSpan(documents=documents))
     rows = loader.dataset.rows_per_source[0]
     known = split_of(folder, "train")
     found = [d for batch, _ in zip(loader, range(rows), strict=False) for d in check(batch, known)]

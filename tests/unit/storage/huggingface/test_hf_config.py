@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, Glm4MoeConfig
 
 from glm46.config.errors import UserError
-from glm46.config.model import RopeScaling
+from glm46.config.model import RopeScalingConfig
 from glm46.config.presets import PRESETS
 from glm46.storage.huggingface.config_json import config_of, read_config, shape_of
 
@@ -99,7 +99,7 @@ def test_writing_a_changed_model_changes_that_and_keeps_the_rest():
     assert "rope_theta" not in got and got["my_field"] == {"x": 1}
 
 
-YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, beta_fast=16.0)
+YARN = RopeScalingConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, beta_fast=16.0)
 
 
 @pytest.mark.parametrize("raw", [None, GLM_46, in_transformers_5_form(GLM_46)], ids=["new", "4", "5"])
@@ -116,7 +116,7 @@ def test_stretched_positions_are_written_and_read_in_each_form(raw, tmp_path):
 
 @pytest.mark.parametrize("raw", [None, GLM_46, in_transformers_5_form(GLM_46)], ids=["new", "4", "5"])
 def test_interpolated_positions_are_written_without_the_keys_of_yarn(raw, tmp_path, caplog):
-    shape = PRESETS["GLM-4.6"].model_copy(update=dict(rope_scaling=RopeScaling(rope_type="linear", factor=2.0)))
+    shape = PRESETS["GLM-4.6"].model_copy(update=dict(rope_scaling=RopeScalingConfig(rope_type="linear", factor=2.0)))
     config = config_of(shape, raw, eos_ids=EOS, dtype="bfloat16")
     assert shape_of(config) == shape
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -128,11 +128,11 @@ def test_interpolated_positions_are_written_without_the_keys_of_yarn(raw, tmp_pa
 
 def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
     raw = GLM_46 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}
-    assert shape_of(raw).rope_scaling == RopeScaling(
+    assert shape_of(raw).rope_scaling == RopeScalingConfig(
         rope_type="yarn", factor=2.0, original_max_position_embeddings=202752
     )
     raw = GLM_46 | {"rope_scaling": {"type": "linear", "factor": 2.0}}  # which has no use for a length
-    assert shape_of(raw).rope_scaling == RopeScaling(rope_type="linear", factor=2.0)
+    assert shape_of(raw).rope_scaling == RopeScalingConfig(rope_type="linear", factor=2.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from glm46.cli import main
 from glm46.compute.distributed.local_tensor import global_indices
 from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.storage.checkpoint.step_tensors import StepTensors
@@ -22,7 +22,7 @@ from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of
 from glm46.storage.huggingface.schemes import FP8_SCHEMES as SCHEMES
 
 # Sizes that are not multiples of a block: dense layers, as the 10944 rows of GLM-4.5-Air, and queries, keys and values.
-TABLE = Model(
+TABLE = ModelConfig(
     flavor="debug", vocab_size=8192, hidden_size=256, num_hidden_layers=2, intermediate_size=272,
     moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=4, head_dim=32,
 )  # fmt: skip

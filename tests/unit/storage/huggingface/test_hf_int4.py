@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from glm46.cli import main
 from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.storage.huggingface.config_json import config_of
@@ -22,7 +22,7 @@ from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
 
 INT4 = Int4()
-TABLE = Model(
+TABLE = ModelConfig(
     flavor="debug", vocab_size=512, hidden_size=256, num_hidden_layers=2, intermediate_size=384,
     moe_intermediate_size=128, n_routed_experts=2, num_experts_per_tok=1, num_attention_heads=3, head_dim=32,
     num_key_value_heads=1,

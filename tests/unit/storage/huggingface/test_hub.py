@@ -19,7 +19,7 @@ from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.config.presets import PRESETS
-from glm46.operate.launch import launch, ranks
+from glm46.operate.launch import one_node, ranks
 from glm46.operate.launch.config_options import load_fetched
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.tokenizer import BUILTIN_PATH
@@ -248,10 +248,10 @@ def test_keys_of_a_run_are_fetched_once_by_what_starts_its_ranks(monkeypatch, tm
     asked, started, prepared = [], [], []
     fetch = lambda stated, mark, key: asked.append((key, mark.kind, stated)) or tmp_path / mark.kind  # noqa: E731
     monkeypatch.setattr(hub_folders, "local_path", fetch)
-    monkeypatch.setattr(launch, "_refuse_start", lambda *_: None)  # which would read the folder
-    monkeypatch.setattr(launch, "_prepare", lambda plan: prepared.append(plan.config))
+    monkeypatch.setattr(one_node, "_refuse_start", lambda *_: None)  # which would read the folder
+    monkeypatch.setattr(one_node, "_prepare", lambda plan: prepared.append(plan.config))
     monkeypatch.setattr(
-        launch, "run_ranks", lambda _, command, *rest: started.append(command) or launch.End(2, is_final=True)
+        one_node, "run_ranks", lambda _, command, *rest: started.append(command) or one_node.End(2, is_final=True)
     )
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RUN.format(source="chats"))

@@ -1,4 +1,4 @@
-"""scripts/measure/verify_published.py on small folders: it accepts a right one, and finds a changed byte and a wrong weight."""
+"""verify_published.py on small folders: it accepts a right one, and finds a changed byte and a wrong weight."""
 
 import importlib.util
 import json
@@ -10,14 +10,14 @@ import torch
 
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.plan import initialise
-from glm46.config.model import Model
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 
-TABLE = Model(
+TABLE = ModelConfig(
     flavor="debug", hidden_size=64, num_hidden_layers=3, intermediate_size=96, moe_intermediate_size=32,
     n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
 )  # fmt: skip

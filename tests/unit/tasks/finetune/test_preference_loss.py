@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from glm46.config.finetune import Preference
+from glm46.config.finetune import PreferenceConfig
 from glm46.tasks.finetune.preference_loss import (
     HALF,
     REFERENCE,
@@ -29,7 +29,7 @@ def network(context=1):
 
 
 def objective(**keys) -> PreferenceLoss:
-    return PreferenceLoss(network(), Preference(**keys))
+    return PreferenceLoss(network(), PreferenceConfig(**keys))
 
 
 def row(*pairs, length):
@@ -85,7 +85,7 @@ def loss_and_gradient(objective, batch, policy, reference, totals):
 
 @pytest.mark.parametrize("keys", [{}, {"beta": 0.5, "label_smoothing": 0.2}, {"beta": 2.0, "sft_weight": 0.7}])
 def test_loss_and_gradient_equal_the_formula_in_fp64_packed_and_single(keys):
-    config, judge = Preference(**keys), objective(**keys)
+    config, judge = PreferenceConfig(**keys), objective(**keys)
     policy, reference = logprobs(PACKED)
     totals = judge.count([PACKED])
     packed, gradient = loss_and_gradient(judge, PACKED, policy, reference, totals)

@@ -5,7 +5,7 @@ import torch
 
 from glm46.compute.model.mtp import accepted_drafts
 from glm46.compute.model.transformer import LossSums
-from glm46.config.moe import MoE
+from glm46.config.moe import MoEConfig
 from glm46.config.presets import PRESETS
 from glm46.engine.training.balance import auxiliary_loss
 from glm46.engine.training.totals import count_half_pairs
@@ -19,7 +19,7 @@ def sums(loss: float, mtp: list[float], aux: tuple[float, float]) -> LossSums:
 
 
 def test_parts_of_micro_batches_add_up_to_the_mean_of_the_step():
-    totals, moe = {"targets": 10, "mtp_targets": [8, 5]}, MoE(sequence_aux_loss_weight=0.01, z_loss_weight=0.001)
+    totals, moe = {"targets": 10, "mtp_targets": [8, 5]}, MoEConfig(sequence_aux_loss_weight=0.01, z_loss_weight=0.001)
     parts = [sums(12.0, [4.0, 1.0], (30.0, 100.0)), sums(18.0, [12.0, 9.0], (10.0, 60.0))]
     total = sum(next_token_loss(part, totals, 0.3) + auxiliary_loss(part.aux_losses, 20, moe, 0) for part in parts)
     expected = 30 / 10 + 0.3 / 2 * (16 / 8 + 10 / 5) + 0.01 * 40 / 20 + 0.001 * 160 / 20
@@ -27,13 +27,13 @@ def test_parts_of_micro_batches_add_up_to_the_mean_of_the_step():
 
 
 def test_a_step_without_any_target_has_loss_zero_not_nan():
-    nothing, moe = sums(0.0, [0.0], (0.0, 0.0)), MoE(sequence_aux_loss_weight=1.0, z_loss_weight=1.0)
+    nothing, moe = sums(0.0, [0.0], (0.0, 0.0)), MoEConfig(sequence_aux_loss_weight=1.0, z_loss_weight=1.0)
     assert next_token_loss(nothing, {"targets": 0, "mtp_targets": [0]}, 0.3).item() == 0.0
     assert auxiliary_loss(nothing.aux_losses, 0, moe, 0).item() == 0.0
 
 
 def test_weights_of_the_auxiliary_losses_follow_their_schedules():
-    moe = MoE(sequence_aux_loss_weight=((0, 0.1), (100, 0.3), (100, 0.0)), z_loss_weight=((50, 0.0), (150, 1.0)))
+    moe = MoEConfig(sequence_aux_loss_weight=((0, 0.1), (100, 0.3), (100, 0.0)), z_loss_weight=((50, 0.0), (150, 1.0)))
     aux_losses = torch.tensor([20.0, 10.0])  # of 10 tokens: 2 and 1 for each
     found = [auxiliary_loss(aux_losses, 10, moe, clock).item() for clock in (0, 50, 99, 100, 150, 1000)]
     assert found == pytest.approx([0.2, 0.4, 2 * 0.298 + 0.49, 0.5, 1.0, 1.0], rel=1e-6)

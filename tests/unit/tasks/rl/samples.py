@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from glm46.compute.model.cross_entropy import IGNORE
-from glm46.config.rl import RL
+from glm46.config.rl import RLConfig
 from glm46.tasks.rl.fields import Rewards, prepare_fields
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss
 
@@ -35,7 +35,7 @@ def batch_of(tokens: dict[str, Tensor], sample: Tensor) -> dict[str, Tensor]:
 
 
 def prepared(
-    batches: list[dict[str, Tensor]], rewards: Tensor, groups: Tensor, config: RL, longest: int = 6
+    batches: list[dict[str, Tensor]], rewards: Tensor, groups: Tensor, config: RLConfig, longest: int = 6
 ) -> list[dict[str, Tensor]]:
     """The same batches, of one optimizer step, with all fields."""
     batches = [dict(batch) for batch in batches]
@@ -45,7 +45,7 @@ def prepared(
 
 def policy_step(
     batches: list[dict[str, Tensor]],
-    config: RL,
+    config: RLConfig,
     seq_len: int,
     entropy: Tensor | None = None,
     *,
@@ -65,7 +65,7 @@ def policy_step(
     return torch.stack(parts).sum(), objective.metrics(sums, totals, 0), gradients
 
 
-def value_step(batch: dict[str, Tensor], config: RL) -> tuple[Tensor, dict[str, float], Tensor]:
+def value_step(batch: dict[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float], Tensor]:
     """Loss, metrics and gradient of the values ``new_values``."""
     objective = ValueLoss(network(1), config)
     values, totals = batch["new_values"].clone().requires_grad_(), objective.count([batch])

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from glm46.compute.distributed.process import join, leave
-from glm46.config.rl import RL
+from glm46.config.rl import RLConfig
 from glm46.tasks.rl.ahead import AheadSource
 from glm46.tasks.rl.asking import Asking
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.background import BackgroundDrawing
-from glm46.tasks.rl.rollout.records import Completion, SamplingRules, Span
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 
 PROMPTS = [Prompt([5, number], "", None) for number in range(40)]
 PER_ROLLOUT, GROUP, STEPS = 4, 2, 2
@@ -53,7 +53,7 @@ class Engine:
         while alive and not halt.wait(0.0005):
             place = self.chance.choice(alive)
             tokens = [*drawn[place].tokens, 9]
-            drawn[place] = Completion(tokens, [-1.0] * len(tokens), "abort", [Span(0, self.version)], None)
+            drawn[place] = Completion(tokens, [-1.0] * len(tokens), "abort", [VersionSpan(0, self.version)], None)
             if len(tokens) == requests[place].max_new_tokens:
                 drawn[place] = drawn[place]._replace(finish="length")
                 alive.remove(place)
@@ -63,8 +63,8 @@ class Engine:
 
 def source_of(engine: Engine, staleness: int) -> AheadSource:
     asking = Asking(
-        RL(prompts_per_rollout=PER_ROLLOUT, group_size=GROUP), SimpleNamespace(max_new_tokens=4), None, engine, None,
-        None, 0,
+        RLConfig(prompts_per_rollout=PER_ROLLOUT, group_size=GROUP), SimpleNamespace(max_new_tokens=4), None, engine,
+        None, None, 0,
     )  # fmt: skip
     return AheadSource(
         asking, PROMPTS, oldest=staleness * STEPS, version=lambda: engine.version, is_stopped=lambda: False

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from glm46.commands.rl import describe_rollout
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
-from glm46.config.rl import RL
-from glm46.config.rollout import Rollout as RolloutSection
+from glm46.config.rl import RLConfig
+from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.data.chat import ChatOptions, chat_prompt, render
 from glm46.storage.data.conversation import Conversation, Message, ToolCall
 from glm46.tasks.rl.asking import Asking
@@ -21,7 +21,7 @@ from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.scorer import Reply, Score, Scorer
-from glm46.tasks.rl.rollout.records import Completion, SamplingRules, Span
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import FOLDER, write_fields, write_rollout
 
 TOOLS = ({"name": "calculator"},)
@@ -47,7 +47,8 @@ class Scripted:
         self.asked += requests
         tokens = self._turns.pop(0)
         return [
-            Completion(tokens, [-0.5] * len(tokens), "stop", [Span(0, 7)], None, (), len(tokens), 1) for _ in requests
+            Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None, (), len(tokens), 1)
+            for _ in requests
         ]
 
 
@@ -65,7 +66,7 @@ def document_of(messages: tuple[Message, ...], tokenizer) -> tuple[list[int], li
 def asking(engine, tokenizer, replies, longest: int = LONGEST) -> Asking:
     environment = SimpleNamespace(max_turns=3, replies=replies)
     section = RolloutSection.model_validate({"max_new_tokens": longest})
-    config = RL.model_validate({"prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl"},
+    config = RLConfig.model_validate({"prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl"},
                                 "rewards": [{"name": "exact"}]}).resolved()  # fmt: skip
     rules = SamplingRules(1.0, frozenset(), tokenizer.vocab_size)
     return Asking(config, section, tokenizer, engine, Scorer([RewardRule("exact")]), rules, 0, environment)
@@ -175,7 +176,7 @@ def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_thei
     class Engine:
         def generate(self, requests, rules):
             tokens = [tokenizer.encode(texts.pop(0)).tolist() + [tokenizer.special["<|user|>"]] for _ in requests]
-            return [Completion(one, [-1.0] * len(one), "stop", [Span(0, 7)], None) for one in tokens]
+            return [Completion(one, [-1.0] * len(one), "stop", [VersionSpan(0, 7)], None) for one in tokens]
 
     of, said, name = asking(Engine(), tokenizer, None), [], "tests.unit.tasks.rl.rewards.bad_rewards:differing"
     of.config = of.config.model_copy(update={

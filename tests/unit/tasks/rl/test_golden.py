@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm46.config.rl import RL
+from glm46.config.rl import RLConfig
 from glm46.tasks.rl.advantages import overlong_penalty
 from tests.unit.tasks.rl.samples import batch_of, policy_step, prepared, value_step
 
@@ -80,7 +80,7 @@ def table(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def golden_batch(config: RL) -> dict[str, torch.Tensor]:
+def golden_batch(config: RLConfig) -> dict[str, torch.Tensor]:
     of = {name: table(values) for name, values in GOLDEN["inputs"].items()}
     sample = torch.where(of["mask"] > 0, torch.arange(len(of["mask"])).unsqueeze(1), -1)
     tokens = {
@@ -92,7 +92,7 @@ def golden_batch(config: RL) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_that_of_the_peer(name):
-    config = RL.model_validate({"prompts_per_rollout": 1} | CASES[name]).resolved()
+    config = RLConfig.model_validate({"prompts_per_rollout": 1} | CASES[name]).resolved()
     batch, expected = golden_batch(config), GOLDEN["cases"][name]
     _, metrics, (gradient,) = policy_step([batch], config, seq_len=batch["labels"].shape[1])
     for field in ("advantages", "returns", "correction"):
@@ -110,7 +110,7 @@ def test_a_step_equals_that_of_the_peer(name):
 
 
 def test_a_step_of_the_critic_equals_that_of_verl():
-    config = RL.model_validate({"prompts_per_rollout": 1} | CASES["ppo"]).resolved()
+    config = RLConfig.model_validate({"prompts_per_rollout": 1} | CASES["ppo"]).resolved()
     loss, metrics, gradient = value_step(golden_batch(config), config)
     expected = GOLDEN["cases"]["value"]
     torch.testing.assert_close(gradient, table(expected["gradient"]), **TOLERANCE)

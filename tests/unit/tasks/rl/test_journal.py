@@ -5,7 +5,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.run.plan import resolve_plan
 from glm46.tasks.rl.journal import Journal
-from glm46.tasks.rl.rollout.records import Completion, Span
+from glm46.tasks.rl.rollout.records import Completion, VersionSpan
 from glm46.tasks.rl.rollouts import DrawnSample, Rollout, to_arrays
 
 SERVED = {"kind": "vllm", "urls": ["http://127.0.0.1:8000"], "max_staleness": 2}
@@ -50,7 +50,7 @@ def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journ
 
 
 def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
-    versions = [Span(0, 2), Span(1, 4)]
+    versions = [VersionSpan(0, 2), VersionSpan(1, 4)]
     completion = Completion([7, 9], [-1.0, -1.0], "length", versions, None)
     sample = DrawnSample([5, 6], 8, completion, 1.0, {"format": 1.0})
     drawn = Rollout(4, 8, 9, ("format",), False, to_arrays([sample], ["format"]))

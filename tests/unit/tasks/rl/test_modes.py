@@ -17,7 +17,7 @@ from glm46.commands.rl import _token_lines, rl_command
 from glm46.config.errors import UserError
 from glm46.engine.reliability.run_lock import refuse_small_disk
 from glm46.engine.reliability.stop import EXIT_STOPPED, Diverged, StopRequest
-from glm46.operate.estimate.run_cost import checkpoint_size
+from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager

@@ -18,16 +18,16 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer, router_names
-from glm46.config.adapter import Adapter
+from glm46.config.adapter import AdapterConfig
 from glm46.config.check import check_config
-from glm46.config.checkpoint import Checkpoint
+from glm46.config.checkpoint import CheckpointConfig
 from glm46.config.errors import UserError
-from glm46.config.model import ModelShape, RopeScaling
-from glm46.config.moe import MTP, MoE
+from glm46.config.model import ModelShape, RopeScalingConfig
+from glm46.config.moe import MoEConfig, MTPConfig
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.loading import load_for_inference
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.engine.inference.scoring import Request as Scored
+from glm46.engine.inference.scoring import ContinuationRequest as Scored
 from glm46.engine.inference.scoring import score
 from glm46.engine.training import loop
 from glm46.engine.training.balance import routing_options
@@ -85,7 +85,13 @@ KEYS = {
     },
 }  # fmt: skip
 """The other value of a key that changes the function, or the reason (a sentence) why a key does not."""
-SECTIONS = {"model": ModelShape, "model.rope_scaling": RopeScaling, "moe": MoE, "mtp": MTP, "adapter": Adapter}
+SECTIONS = {
+    "model": ModelShape,
+    "model.rope_scaling": RopeScalingConfig,
+    "moe": MoEConfig,
+    "mtp": MTPConfig,
+    "adapter": AdapterConfig,
+}
 
 IDS = (torch.arange(2 * 15).view(2, 15) * 37 + 11) % 290
 
@@ -328,7 +334,7 @@ def test_a_phase_goes_on_with_the_function_of_the_one_before(consumers, moe, clo
     after = consumers("after", {}, moe, None, before.step, clock)
     stored, clocks = StepTensors(before.step), StepTensors(after.step).meta["progress"]
     assert (clocks["tokens"], clocks["curriculum_tokens"]) == (64, clock + 64)
-    assert "begins at lr_scheduler.start_tokens" in Checkpoint.model_fields["initial_load_model_only"].description
+    assert "begins at lr_scheduler.start_tokens" in CheckpointConfig.model_fields["initial_load_model_only"].description
     assert stored.function.router_temperature == pytest.approx(2.6)
     assert torch.equal(after.gates["layers.1.mlp.router.weight"], stored["layers.1.mlp.router.weight"] * factor)
     if factor != 1.0:

@@ -6,14 +6,14 @@ import itertools
 import pytest
 import torch
 
-from glm46.config.rl import PRESETS, RL
+from glm46.config.rl import PRESETS, RLConfig
 from tests.unit.tasks.rl.samples import batch_of, policy_step, prepared, value_step
 
 SYMBOLS, LENGTH = 3, 2
 
 
-def rl(algorithm: str, **keys) -> RL:
-    return RL.model_validate({"algorithm": algorithm, "prompts_per_rollout": 1} | keys).resolved()
+def rl(algorithm: str, **keys) -> RLConfig:
+    return RLConfig.model_validate({"algorithm": algorithm, "prompts_per_rollout": 1} | keys).resolved()
 
 
 @pytest.mark.parametrize("algorithm", ["gspo", "grpo", "dapo", "dr_grpo", "cispo", "rloo", "tv"])
@@ -228,7 +228,7 @@ def test_a_single_step_needs_no_old_logprobs(keys):
     ids=["steps", "mean weight", "reward", "engine"],
 )
 def test_what_needs_old_logprobs_before_the_step(keys, steps):
-    config = RL.model_validate({"prompts_per_rollout": 2} | keys).resolved()
+    config = RLConfig.model_validate({"prompts_per_rollout": 2} | keys).resolved()
     assert not config.is_on_policy(config.samples_per_rollout // steps)
 
 

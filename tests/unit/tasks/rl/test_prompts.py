@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.config.rl_data import Prompts
+from glm46.config.rl_data import PromptsConfig
 from glm46.tasks.rl.prompts import Prompt, prompt_at, read_prompts, require_reachable_labels
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.scorer import Scorer
@@ -24,7 +24,7 @@ def write(folder, *rows):
 
 
 def read(file, tokenizer, needs_label=True, most_tokens=100, **keys):
-    config = Prompts(file=str(file), **keys)
+    config = PromptsConfig(file=str(file), **keys)
     return read_prompts(file, config, tokenizer, most_tokens=most_tokens, needs_label=needs_label)
 
 

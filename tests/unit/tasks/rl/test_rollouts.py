@@ -12,7 +12,7 @@ from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
 from glm46.run.activations import SHARED_KEYS
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
-from glm46.tasks.rl.rollout.records import Completion, Span
+from glm46.tasks.rl.rollout.records import Completion, VersionSpan
 from glm46.tasks.rl.rollouts import (
     DrawnSample,
     Rollout,
@@ -27,7 +27,7 @@ from glm46.tasks.rl.rollouts import (
 
 def sample(group: int, prompt: list[int], tokens: list[int], reward: float) -> DrawnSample:
     logprobs = [-token / 7 for token in tokens]
-    spans = [Span(0, 3), Span(1, 4)] if len(tokens) > 1 else [Span(0, 3)]
+    spans = [VersionSpan(0, 3), VersionSpan(1, 4)] if len(tokens) > 1 else [VersionSpan(0, 3)]
     return DrawnSample(prompt, group, Completion(tokens, logprobs, "stop", spans, None), reward, {"exact": reward})
 
 
@@ -120,7 +120,9 @@ def test_samples_of_a_row_share_their_prompt():
 
 def test_prediction_layers_predict_drawn_tokens_behind_those_of_the_main_model():
     """A label where the main model has one. Samples that share a prompt have the tokens of those that do not."""
-    answer = Completion([7, 4, 4, 8, 9], [-1.0] * 5, "stop", [Span(0, 3)], None, ((1, 3),))  # 4: of an environment
+    answer = Completion(
+        [7, 4, 4, 8, 9], [-1.0] * 5, "stop", [VersionSpan(0, 3)], None, ((1, 3),)
+    )  # 4: of an environment
     replied = DrawnSample([5, 6], 8, answer, 1.0, {"exact": 1.0})
     rollout, none = rollout_of(replied, sample(8, [5, 6], [1, 2, 3], 0.0)), IGNORE
     shape = PackShape(seq_len=12, rows=1, ranks=1, micro_batches=None, mtp_depth=2)

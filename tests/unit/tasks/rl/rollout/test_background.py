@@ -11,7 +11,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import background, dispatch
 from glm46.tasks.rl.rollout.background import BackgroundDrawing, continued, rest
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, Span
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
@@ -138,7 +138,7 @@ def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
     finished = []
 
     def draw_one(requests, rules, halt, finish):
-        finish(1, Completion([STOP], [-1.0], "stop", [Span(0, 0)], None))
+        finish(1, Completion([STOP], [-1.0], "stop", [VersionSpan(0, 0)], None))
         finished.append(halt.wait(5))
         return [Completion([], [], "abort", [], None)] * 2
 
@@ -175,8 +175,8 @@ def test_a_full_disk_is_a_mistake_of_the_user_whose_folder_is_named(pool, tmp_pa
 
 
 def test_turns_and_parts_of_a_sample_keep_the_routes_that_drew_them():
-    first = Completion([5, 6], [-1.0, -2.0], "abort", [Span(0, 3)], np.full((4, 1, 1), 1, np.uint8))
-    then = Completion([7], [-3.0], "stop", [Span(0, 3)], np.full((5, 1, 1), 2, np.uint8))
+    first = Completion([5, 6], [-1.0, -2.0], "abort", [VersionSpan(0, 3)], np.full((4, 1, 1), 1, np.uint8))
+    then = Completion([7], [-3.0], "stop", [VersionSpan(0, 3)], np.full((5, 1, 1), 2, np.uint8))
     whole = continued(first, then)
     assert whole.tokens == [5, 6, 7] and whole.spans == [(0, 3)] and whole.finish == "stop"
     assert whole.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2]

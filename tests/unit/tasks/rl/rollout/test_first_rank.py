@@ -7,15 +7,21 @@ import pytest
 
 from glm46.tasks.rl.rollout import first_rank
 from glm46.tasks.rl.rollout.first_rank import Interlude, pack, run_on_first_rank, unpack
-from glm46.tasks.rl.rollout.records import Completion, Span
+from glm46.tasks.rl.rollout.records import Completion, VersionSpan
 
 
 def test_completions_are_the_same_after_the_way():
     routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
     completions = [
-        Completion([5, 2], [-0.1, -1 / 3], "stop", [Span(0, 7)], routes),
+        Completion([5, 2], [-0.1, -1 / 3], "stop", [VersionSpan(0, 7)], routes),
         Completion([], [], "abort", [], None),
-        Completion([9, 9, 9], [-1.0, 0.0, -2e-30], "length", [Span(0, 7), Span(2, 8)], routes[:1].astype(np.uint16)),
+        Completion(
+            [9, 9, 9],
+            [-1.0, 0.0, -2e-30],
+            "length",
+            [VersionSpan(0, 7), VersionSpan(2, 8)],
+            routes[:1].astype(np.uint16),
+        ),
     ]
     for before, after in zip(completions, unpack(pack(completions)), strict=True):
         assert before[:4] == after[:4]

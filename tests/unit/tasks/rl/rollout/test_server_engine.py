@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from glm46.compute.distributed.process import join, leave
-from glm46.config.rollout import Rollout
+from glm46.config.rollout import RolloutConfig
 from glm46.tasks.rl.rollout import server_engine, server_pool
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
@@ -48,7 +48,7 @@ class Policy:
 def test_folder_that_a_server_was_started_with_stays_until_it_draws(stubs, tmp_path):
     """It reads the weights when its imports are done, some updates after its start."""
     policy, lines = Policy(), []
-    config = Rollout(
+    config = RolloutConfig(
         kind="vllm", urls=[stub.url for stub in stubs], max_new_tokens=6, restart_seconds=0.2,
         launch=[sys.executable, "-c", "import time; time.sleep(60)", "{folder}", "{port}"],
     )  # fmt: skip

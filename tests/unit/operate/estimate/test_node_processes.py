@@ -2,9 +2,8 @@
 
 import pytest
 
-from glm46.config.parallelism import Parallelism
-from glm46.operate.estimate.machine import Gpu, Machine
-from glm46.run.layout import processes_of_node
+from glm46.config.parallelism import ParallelismConfig
+from glm46.operate.estimate.machine import Gpu, Machine, processes_of_node
 
 GIB = 2**30
 
@@ -34,8 +33,8 @@ def machine(gpus: int, nodes: int, cores: int = 8) -> Machine:
     ],
 )
 def test_processes_of_each_node_follow_its_gpus_and_the_degrees_over_all_nodes(gpus, nodes, degrees, processes):
-    assert processes_of_node(Parallelism(**degrees), machine(gpus, nodes)) == processes
+    assert processes_of_node(ParallelismConfig(**degrees), machine(gpus, nodes)) == processes
 
 
 def test_a_node_of_one_core_has_one_process():
-    assert processes_of_node(Parallelism(), machine(0, 2, cores=1)) == 1
+    assert processes_of_node(ParallelismConfig(), machine(0, 2, cores=1)) == 1

@@ -4,6 +4,7 @@ Two nodes are two folders: the parts are made by splitting a checkpoint, as a sa
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ SCRIPT = ROOT / "scripts" / "consolidate_checkpoints.py"
 # Replaces ssh: runs the command in a folder named after the host, so that a relative path is another disk on each.
 REMOTE_SHELL = """
 import subprocess, sys
-host, command = sys.argv[1:]
+host, command = sys.argv[-2:]
 if host == "down":
     sys.exit("ssh: connect to host down port 22: No route to host")
 print("Welcome to", host)
@@ -56,14 +57,16 @@ def cluster(tmp_path):
             shutil.copytree(folder, part)
             (part / other).unlink()
     (tmp_path / "hosts").write_text("# two nodes\na slots=8\nb\na\n")
-    (tmp_path / "shell.py").write_text(REMOTE_SHELL)
+    (tmp_path / "ssh").write_text(f"#!{sys.executable}{REMOTE_SHELL}")
+    (tmp_path / "ssh").chmod(0o755)
     return tmp_path
 
 
 def run_script(python: str, cluster: Path, *options: str) -> subprocess.CompletedProcess:
     command = [python, SCRIPT, "--node-local-dir", "local", "--output-dir", cluster / "shared"]
-    command += ["--hostfile", cluster / "hosts", "--remote-shell", f"{sys.executable} {cluster / 'shell.py'}"]
-    return subprocess.run([*command, *options], capture_output=True, text=True, cwd=cluster, check=False)
+    command += ["--hostfile", cluster / "hosts"]
+    own = os.environ | {"PATH": f"{cluster}:{os.environ['PATH']}"}
+    return subprocess.run([*command, *options], capture_output=True, text=True, cwd=cluster, env=own, check=False)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
-"""``python -m glm46 launch``: check a config, compare it with the machine, prepare its data, train on this node, or on
-all nodes of a hostfile.
+"""Train on this node: the checks before ranks start, the start, and what a person is told about both.
 
-Everything that can be refused is refused here, in one process and before any work: each rank that finds a fault prints
-it. The processes are started by torchrun's own code (`torchrun.py`), in this process.
+A job system or torchrun starts the same on each node of a run; with a hostfile the driver orders it (`take_orders`).
 """
 
 import argparse
@@ -11,7 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config, load_config
 from glm46.config.optimizer import state_folder_message
-from glm46.config.options import positive, process_count, whole
 from glm46.config.profiling import snapshot_fault
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import VARIABLE as START_TIMES
@@ -34,14 +31,13 @@ from glm46.engine.reliability.run_lock import refuse_locked, refuse_small_disk, 
 from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED, started_ranks
 from glm46.engine.reliability.verdict import hung_hosts, hung_ranks
 from glm46.files.local_disk import local_disk_fault
-from glm46.operate.estimate.machine import Machine, detect_machine
+from glm46.operate.estimate.machine import Machine, detect_machine, processes_of_node
 from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.operate.estimate.requirement import describe_requirement
-from glm46.operate.launch.config_options import config_parser, fetched_overrides, parse_with_overrides
+from glm46.operate.launch.config_options import fetched_overrides
 from glm46.operate.launch.environment import describe_version
-from glm46.operate.launch.launch_hosts import launch_hosts
-from glm46.operate.launch.metrics import exporting
-from glm46.operate.launch.node_client import ANSWER_SECONDS, CONNECTIONS, Driver
+from glm46.operate.launch.exporting import exporting
+from glm46.operate.launch.node_client import ANSWER_SECONDS, Driver
 from glm46.operate.launch.nodes import VARIABLES, Nodes, detect_nodes, refuse_node
 from glm46.operate.launch.rendezvous import (
     refuse_ports,
@@ -53,75 +49,16 @@ from glm46.operate.launch.rendezvous import (
 from glm46.operate.launch.restarts import keep_running
 from glm46.operate.launch.saved_steps import LONGEST_ABSENCE, SavedSteps, known_step
 from glm46.operate.launch.standby import Standby
-from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, LauncherSignals, load_torchrun, run_ranks
-from glm46.run.layout import processes_of_node
+from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, load_torchrun, run_ranks
 from glm46.run.plan import Plan, resolve_plan
 
 _LONGER = 4
 """Factor on the budget of the longer run that is proposed at the end."""
 
 
-def launch_command(argv: Sequence[str]) -> int:
-    """Train a config on this node.
-
-    Returns:
-        Exit code: 0 trained to the end; 2 refused; EXIT_DIVERGED diverged;
-        EXIT_STOPPED stopped by SIGTERM, SIGHUP or SIGUSR1, nothing is lost;
-        128 + n stopped by signal n otherwise; else a rank failed or hung, and no restart is left.
-
-    Raises:
-        UserError: the config has faults, or this node cannot train it.
-    """
-    parser = config_parser("launch")
-    parser.add_argument(
-        "--nproc",
-        type=process_count,
-        metavar="N",
-        help="processes to start; auto, the default, takes one for each GPU, or two on a CPU",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="start all processes again, from the newest checkpoint, up to N times after one has failed or hangs; "
-        "0, the default, ends the run",
-    )
-    parser.add_argument(
-        "--hostfile",
-        type=Path,
-        metavar="FILE",
-        help="start all nodes from here, over ssh: a host on each line, NAME slots=N, and N processes on each",
-    )
-    parser.add_argument(
-        "--nodes",
-        type=positive,
-        metavar="N",
-        help="train on the first N hosts of --hostfile; the others are spares, which take the place of lost ones "
-        "with --max-restarts; default: all",
-    )
-    parser.add_argument(
-        "--connect",
-        choices=list(CONNECTIONS),
-        default="ssh",
-        help="client that starts the hosts of --hostfile: ssh, the default, or srun in an allocation of Slurm",
-    )
-    parser.add_argument("--from-hostfile", action="store_true", help=argparse.SUPPRESS)  # of one host
-    arguments, overrides = parse_with_overrides(parser, argv)
-    for option, value in {"--nodes": arguments.nodes, "--connect": arguments.connect}.items():
-        if arguments.hostfile is None and value not in (None, "ssh"):
-            raise UserError(f"command line: {option} {value}: has no effect without --hostfile; add it")
-    if arguments.hostfile is not None and not arguments.from_hostfile:
-        return launch_hosts(arguments, overrides, _load)
-    with closing(LauncherSignals()) as signals, closing(Standby(signals)) as standby:
-        if arguments.from_hostfile:
-            return _take_orders(arguments, overrides, standby)
-        return _launch_here(arguments, overrides, standby)
-
-
-def _launch_here(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
+def launch_here(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
     """Train on this node, as often as it takes; returns the exit code of the last start."""
-    saved = SavedSteps(_load(arguments, overrides, None), known_step())
+    saved = SavedSteps(load_run(arguments, overrides, None), known_step())
     saved.wait(LONGEST_ABSENCE, _report)
     try:
         ready = _check(arguments, overrides, 0)
@@ -149,7 +86,12 @@ def _launch_here(arguments: argparse.Namespace, overrides: Sequence[str], standb
             saved.tell_job(hung_hosts(Path(ready.plan.config.job.dump_folder)) if is_hung else ())
 
 
-def _load(arguments: argparse.Namespace, overrides: Sequence[str], world_size: int | None) -> RunConfig:
+def load_run(arguments: argparse.Namespace, overrides: Sequence[str], world_size: int | None) -> RunConfig:
+    """The config of ``launch``, checked with its options; ``world_size``: see `load_config`.
+
+    Raises:
+        UserError: the config has faults, or is an ablation, or restarts would lose all steps.
+    """
     config = load_config(arguments.config, overrides, world_size=world_size)
     require_one_run(config.ablation, arguments.config, module_command())
     if arguments.max_restarts and not config.checkpoint.enable:
@@ -180,13 +122,13 @@ class _DoesNotFit(UserError):
     """The machine cannot train the run; the fault is a screen about why."""
 
 
-def _take_orders(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
+def take_orders(arguments: argparse.Namespace, overrides: Sequence[str], standby: Standby) -> int:
     """Start ranks as often and where the driver of a hostfile orders it; returns the exit code of the last start."""
     driver, code = Driver(standby.signals), 0
     if arguments.nproc is not None:  # a spare imports before it is needed
         with suppress(UserError):  # the first answer has its faults
             cores = detect_machine(visible_gpus(), nodes=1).cores
-            standby.prepare(_load(arguments, overrides, None), cores, arguments.nproc)
+            standby.prepare(load_run(arguments, overrides, None), cores, arguments.nproc)
             load_torchrun()
     while (order := driver.next_order()) is not None:
         for name, value in order["variables"].items():
@@ -200,7 +142,7 @@ def _follow(order: dict[str, Any], arguments: argparse.Namespace, standby: Stand
     number, overrides = order["number"], order["overrides"]
     known, faults, saved = {"versions": describe_version()}, (), None
     try:
-        saved = SavedSteps(_load(arguments, overrides, None), order["newest_step"])
+        saved = SavedSteps(load_run(arguments, overrides, None), order["newest_step"])
         saved.wait(ANSWER_SECONDS / 2, _report)
         ready = _check(arguments, overrides, number)
         load_torchrun()  # from a slow disk this stops the thread that answers while ranks train
@@ -233,7 +175,7 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int)
         UserError: something keeps this node from training the run.
     """
     config_file, nproc, max_restarts = arguments.config, arguments.nproc, arguments.max_restarts
-    config = _load(arguments, overrides, None)
+    config = load_run(arguments, overrides, None)
     nodes = detect_nodes(set_variables(VARIABLES), socket.gethostname())
     nproc = nproc or nodes.processes
     if nodes.count > 1:
@@ -260,10 +202,10 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str], number: int)
     nproc = nproc or processes_of_node(config.parallelism, machine)
     world_size = nproc * nodes.count
     if check_config(config, world_size=world_size):
-        _load(arguments, overrides, world_size)  # raises the faults, with their origin
+        load_run(arguments, overrides, world_size)  # raises the faults, with their origin
     stated, of_ranks = config, (*overrides, *fetched_overrides(config))
     if len(of_ranks) > len(overrides):
-        config = _load(arguments, of_ranks, None)
+        config = load_run(arguments, of_ranks, None)
     plan = resolve_plan(config, world_size)
     _refuse_state_folder(plan, nproc)
     refuse_small_disk(plan, nproc)

@@ -1,6 +1,6 @@
 """Gathering node-local checkpoints when no training runs: the logic of ``scripts/consolidate_checkpoints.py``.
 
-The node that runs the script drives the others through a remote shell: each node lists its parts, copies its files to
+The node that runs the script drives the others over ssh, or srun: each node lists its parts, copies its files to
 the shared folder and compares them there; the driver publishes; each node removes its files. Phases can be repeated.
 """
 
@@ -11,13 +11,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from glm46.compute.distributed.hostfile import read_hostfile
+from glm46.compute.distributed.hostfile import Host, read_hostfile
 from glm46.config.errors import UserError
+from glm46.operate.launch.host_group import CONNECTIONS, HostAnswer, HostGroup
 from glm46.storage.checkpoint.gathering import (
     NodePart,
     copy_part,
@@ -32,7 +32,8 @@ from glm46.storage.checkpoint.integrity import MANIFEST, step_folder
 from glm46.storage.checkpoint.publish import repair
 
 _MARK = "glm46-node: "  # a remote shell may print other lines, such as a greeting
-_PARALLEL_NODES = 64
+_SECONDS = 86_400.0
+"""For the phase of a node: copying may take hours."""
 _STEP_FOLDER = re.compile(r"step-(\d+)")  # with leading zeros or without
 
 
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hostfile", type=Path, help="one host a line; absent: this node only")
     parser.add_argument("--step", type=int, help="the step to gather; absent: the newest that is whole")
     parser.add_argument("--keep-local", action="store_true", help="do not remove the local copies")
-    parser.add_argument("--remote-shell", default="ssh -o BatchMode=yes", help="command that runs one on a host")
+    parser.add_argument("--connect", choices=CONNECTIONS, default="ssh", help="client that runs commands on hosts")
     parser.add_argument("--node-phase", choices=["list", "copy", "remove"], help=argparse.SUPPRESS)
     parser.add_argument("--save", help=argparse.SUPPRESS)
     return parser
@@ -116,17 +117,23 @@ def _on_this_node(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _drive(arguments: argparse.Namespace, script: Path) -> None:
-    hosts = [None]
+    hosts: list[Host | None] = [None]
     if arguments.hostfile is not None:
         # PBS lists a host once for each of its processes.
-        hosts = list(dict.fromkeys(host.login for host in read_hostfile(arguments.hostfile)))
+        hosts = list({host.login: host for host in read_hostfile(arguments.hostfile)}.values())
     if not arguments.output_dir.is_dir():
         raise UserError(f"--output-dir {arguments.output_dir}: no such folder on this node; is the storage mounted?")
     repair(arguments.output_dir)
 
-    def ask(phase: str, hosts: list[str | None], *options: str) -> list[dict[str, Any]]:
-        with ThreadPoolExecutor(_PARALLEL_NODES) as nodes:
-            return list(nodes.map(lambda host: _ask(host, arguments, script, phase, options), hosts))
+    def ask(phase: str, hosts: list[Host | None], *options: str) -> list[dict[str, Any]]:
+        command = [
+            sys.executable, str(script), "--node-local-dir", str(arguments.node_local_dir),
+            "--output-dir", str(arguments.output_dir), "--node-phase", phase, *options,
+        ]  # fmt: skip
+        if hosts == [None]:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            return [_answer(HostAnswer(done.returncode, done.stdout, done.stderr))]
+        return list(map(_answer, HostGroup(arguments.connect).run(hosts, [shlex.join(command)] * len(hosts), _SECONDS)))
 
     listed = ask("list", hosts)
     parts = {host: [NodePart(**part) for part in one.get("parts", [])] for host, one in zip(hosts, listed, strict=True)}
@@ -166,24 +173,15 @@ def _choose(parts: list[NodePart], arguments: argparse.Namespace, faults: list[s
     )
 
 
-def _faults_of(hosts: list[str | None], answers: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"{host or 'this node'}: {fault}" for host, one in zip(hosts, answers, strict=True) for fault in one["faults"]
-    ]
+def _faults_of(hosts: list[Host | None], answers: list[dict[str, Any]]) -> list[str]:
+    names = [host.login if host else "this node" for host in hosts]
+    return [f"{name}: {fault}" for name, one in zip(names, answers, strict=True) for fault in one["faults"]]
 
 
-def _ask(
-    host: str | None, arguments: argparse.Namespace, script: Path, phase: str, options: Sequence[str]
-) -> dict[str, Any]:
-    """The answer of a node; for a node that cannot be reached, an answer with a fault."""
-    command = [
-        sys.executable, str(script), "--node-local-dir", str(arguments.node_local_dir),
-        "--output-dir", str(arguments.output_dir), "--node-phase", phase, *options,
-    ]  # fmt: skip
-    if host is not None:
-        command = [*shlex.split(arguments.remote_shell), host, shlex.join(command)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
+def _answer(found: HostAnswer) -> dict[str, Any]:
+    """The answer of a node; of a node that cannot be reached, an answer with a fault."""
+    for line in found.output.splitlines():
         if line.startswith(_MARK):
             return json.loads(line.removeprefix(_MARK))
-    return {"faults": [f"no answer, exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}"]}
+    said = (found.errors or found.output).strip()[-500:]
+    return {"faults": [f"no answer, exit code {found.code}: {said}"]}

@@ -1,0 +1,148 @@
+"""Hosts of a new cluster: who they are, what each says about itself, and why it cannot train."""
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from glm46.compute.distributed.environment import set_variables, variables_that_begin, visible_gpus
+from glm46.compute.distributed.hostfile import Host, read_hostfile
+from glm46.config.errors import UserError
+from glm46.files.local_disk import local_disk_fault
+from glm46.operate.estimate.machine import detect_machine, driver_version
+from glm46.operate.launch.environment import describe_version
+from glm46.operate.launch.host_group import HostAnswer, HostGroup
+from glm46.operate.launch.nodes import VARIABLES, pbs_hosts
+
+_HOST_SECONDS = 60.0
+"""For the answer of a host."""
+ANSWER = "glm46-host: "
+"""Begins the line of a host; a login may print other lines."""
+
+
+def find_hosts(arguments: argparse.Namespace) -> tuple[Path, list[Host]]:
+    """The hosts of --hostfile or of the allocation, and what names them."""
+    known = set_variables(VARIABLES)
+    if arguments.hostfile is not None:
+        return arguments.hostfile, read_hostfile(arguments.hostfile)
+    if arguments.type == "slurm" and "SLURM_JOB_NODELIST" in known:
+        listed = ["scontrol", "show", "hostnames", known["SLURM_JOB_NODELIST"]]
+        try:
+            names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise UserError(
+                f"environment: SLURM_JOB_NODELIST: {shlex.join(listed)}: {error}; give --hostfile"
+            ) from error
+        return Path("SLURM_JOB_NODELIST"), [Host(line, name) for line, name in enumerate(names, 1)]
+    if arguments.type == "pbs" and "PBS_NODEFILE" in known:
+        names = pbs_hosts(known["PBS_NODEFILE"], "give --hostfile")
+        return Path(known["PBS_NODEFILE"]), [Host(line, name) for line, name in enumerate(names, 1)]
+    inside = {"slurm": ", or start it in an allocation: salloc", "pbs": ", or start it in a job: qsub -I", "ssh": ""}
+    raise UserError(
+        f"--hostfile: not given, so no host is known; state a file, NAME slots=N on each line{inside[arguments.type]}"
+    )
+
+
+def place_of_address(master: str, names: Sequence[str]) -> int | None:
+    """The place of the host that has the address of the master."""
+
+    def address(name: str) -> str | None:
+        with suppress(OSError):
+            return socket.gethostbyname(name)
+        return None
+
+    wanted = address(master)
+    return next((place for place, name in enumerate(names) if wanted is not None and address(name) == wanted), None)
+
+
+def ask_hosts(hosts: Sequence[Host], connection: str, argv: Sequence[str]) -> list[dict[str, Any] | str]:
+    """The answer of each host, all asked at once; a text with the reason for a host that did not answer."""
+    settings = [f"{name}={value}" for name, value in variables_that_begin("PYTHONPATH").items()]
+    own = shlex.join(["env", *settings, sys.executable, "-m", "glm46", "setup-cluster", *argv])
+    command = f"cd {shlex.quote(str(Path.cwd()))} && exec {own}"
+
+    def read(found: HostAnswer) -> dict[str, Any] | str:
+        for line in found.output.splitlines():
+            if ANSWER in line:
+                return json.loads(line.partition(ANSWER)[2])
+        return found.reason()
+
+    return [read(found) for found in HostGroup(connection).run(hosts, [command] * len(hosts), _HOST_SECONDS)]
+
+
+def refuse_answers(
+    hosts: Sequence[Host], answers: Sequence[Any], arguments: argparse.Namespace, connection: str
+) -> None:
+    """Raise what keeps hosts from training, for all of them."""
+    faults, first = [], next((answer for answer in answers if isinstance(answer, dict)), {})
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, str):
+            remedy = f"`{HostGroup(connection).test(host)}` must succeed without a question"
+            if "ermission denied" in answer:
+                remedy += f": ssh-keygen -t ed25519, if you have no key, then ssh-copy-id {host.login}"
+            faults.append(f"{host.name}: {answer}; {remedy}, and this folder and {sys.executable} must be there")
+            continue
+        for name in ("versions", "driver"):
+            if answer[name] != first[name]:
+                faults.append(f"{host.name}: has {answer[name]}, the first host {first[name]}; install the same on all")
+        if answer["driver"] != "none" and answer["gpus"] != arguments.gpus_per_node:
+            wanted = arguments.gpus_per_node
+            faults.append(
+                f"--gpus-per-node {wanted}: {host.name} has {answer['gpus']}; state that, or look at its dmesg"
+            )
+        if answer["nvme"]:
+            faults.append(f"--nvme-path {arguments.nvme_path}: {host.name}: {answer['nvme']}")
+    if faults:
+        raise UserError(*faults)
+
+
+def examine_host(folder: Path, *, makes: bool = False, root: Path = Path("/")) -> dict[str, Any]:
+    """Facts of one host: versions, driver, GPUs, network, and why the folder cannot be used.
+
+    Args:
+        makes: make the folder, for this user alone, if nothing is against it.
+        root: folder of /proc and /sys; tests pass their own.
+    """
+    fault = _folder_fault(folder)
+    if makes and not fault:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    machine = detect_machine(visible_gpus(), root=root)
+    ports = list((root / "sys/class/infiniband").glob("*/ports/*/state"))
+    active = sum("ACTIVE" in port.read_text() for port in ports)
+    return {
+        "versions": describe_version(),
+        "driver": driver_version(root),
+        "gpus": len(machine.gpus),
+        "cores": machine.cores,
+        "network": f"InfiniBand, {active} of {len(ports)} ports active" if active else "TCP",
+        "interface": _interface(root),
+        "nvme": fault,
+    }
+
+
+def _folder_fault(folder: Path) -> str:
+    """The reason why this user cannot make or use a folder; '' if he can."""
+    there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if there.is_symlink():
+        return f"{there} is a symbolic link; state the folder itself"
+    if not there.is_dir():
+        return f"{there} is a file; remove it, or state another folder"
+    if there == folder and folder.stat().st_uid != os.geteuid():
+        return f"belongs to another user; chown it to {os.geteuid()}, mode 700, or state a folder of yours"
+    fault = local_disk_fault(there)
+    return f"{there}: {fault}; state a folder on a local disk that you can write" if fault else ""
+
+
+def _interface(root: Path) -> str:
+    """The interface of the default route; '' without one."""
+    with suppress(OSError):
+        rows = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
+        return next((row[0] for row in rows if row[1] == "00000000"), "")
+    return ""

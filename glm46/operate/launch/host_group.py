@@ -1,0 +1,98 @@
+"""Commands on the hosts of a run: the only code that knows ssh and srun."""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from glm46.compute.distributed.hostfile import Host
+from glm46.config.errors import UserError
+
+CONNECTIONS = ("ssh", "srun")
+"""Names of the clients."""
+
+
+class HostAnswer(NamedTuple):
+    """The end of a command on a host."""
+
+    code: int | None
+    """Exit code of the client; None if the time was over."""
+    output: str
+    """Standard output; of a command without an answer in time, what came until then."""
+    errors: str
+
+    def reason(self) -> str:
+        """The last line that was said, or the exit code: why there is no answer."""
+        said = (self.errors or self.output).strip().splitlines()[-1:]
+        return said[0] if said else "no answer in time" if self.code is None else f"exit code {self.code}"
+
+
+class HostGroup:
+    """Runs commands on hosts.
+
+    Args:
+        connection: "ssh", or "srun" in an allocation of Slurm.
+    """
+
+    def __init__(self, connection: str = "ssh"):
+        self.connection = connection
+
+    def words(self, host: Host, command: str) -> list[str]:
+        """The command line of the client that runs a command of the shell on a host."""
+        if self.connection == "srun":
+            # Overlap: after a node is lost, its step still holds the cores of the other nodes.
+            step = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host.name}")
+            return ["srun", *step, "--cpu-bind=none", "sh", "-c", command]
+        # A connection that has been silent for 15 s is lost.
+        options = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+        return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", host.login, command]
+
+    def test(self, host: Host) -> str:
+        """A command to type that shows whether the host can be reached."""
+        if self.connection == "ssh":
+            return f"ssh -o BatchMode=yes {host.login} true"
+        return shlex.join(self.words(host, "true"))
+
+    def start(self, host: Host, command: str, **pipes: Any) -> subprocess.Popen:
+        """Start a command on a host, in a session of its own: Ctrl-C reaches this process alone.
+
+        Args:
+            pipes: ``stdin``, ``stdout`` and ``stderr`` of `subprocess.Popen`.
+
+        Raises:
+            UserError: the client is not installed.
+        """
+        try:
+            return subprocess.Popen(self.words(host, command), start_new_session=True, **pipes)
+        except FileNotFoundError as error:
+            remedy = "install the OpenSSH client" if self.connection == "ssh" else "start it in an allocation of Slurm"
+            raise UserError(f"--hostfile: {self.connection} is not on PATH; {remedy}") from error
+
+    def run(self, hosts: Sequence[Host], commands: Sequence[str], seconds: float) -> list[HostAnswer]:
+        """Run a command on each host, all at once, and wait; clients that run after this time are killed.
+
+        Raises:
+            UserError: the client is not installed.
+        """
+        end = time.monotonic() + seconds
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        clients = [self.start(host, command, **pipes) for host, command in zip(hosts, commands, strict=True)]
+        with ThreadPoolExecutor(max(len(clients), 1)) as readers:  # a pipe that nobody reads would stop its client
+            return list(readers.map(lambda client: _wait(client, end), clients))
+
+
+def _wait(client: subprocess.Popen, end: float) -> HostAnswer:
+    code = None
+    try:
+        output, errors = client.communicate(timeout=max(end - time.monotonic(), 0.1))
+        code = client.returncode
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(client.pid, signal.SIGKILL)
+        output, errors = client.communicate()
+    return HostAnswer(code, output.decode(errors="replace"), errors.decode(errors="replace"))

@@ -1,0 +1,48 @@
+"""The size of a run's checkpoints, and the bytes of the types of numbers."""
+
+from dataclasses import dataclass
+
+from glm46.config.rules_layout import STATE_BLOCK
+from glm46.run.parameters import adapter_rows, named_rows
+from glm46.run.plan import Plan
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
+"""Bytes per element; 8bit has an FP32 scale per block."""
+
+_HF_BYTES = 2
+"""Of an element in a Hugging Face folder: BF16."""
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of a checkpoint of all ranks together."""
+
+    weights: float
+    """Master weights."""
+    states: float
+    """Optimizer states."""
+    hugging_face: float
+    """A folder of weights in BF16."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.states
+
+
+def checkpoint_size(plan: Plan) -> CheckpointSize:
+    """The size of each checkpoint of a run, with the critic's; under [adapter] of the adapters alone."""
+    optimizer, adapter, rl = plan.config.optimizer, plan.config.adapter, plan.config.rl
+    networks = [(plan.shape, "lm")]
+    if rl is not None and rl.resolved().has_critic:
+        networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
+    weights, states = [], 0
+    for shape, head in networks:
+        rows = (named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)).values()
+        trained = [(row.numel(shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
+        weights.append(sum(count for count, _ in trained))
+        states += sum(count * of_each for count, of_each in trained)
+    return CheckpointSize(
+        sum(weights) * WIDTHS[plan.config.training.dtype],
+        states * WIDTHS[optimizer.state_dtype],
+        weights[0] * _HF_BYTES,
+    )
