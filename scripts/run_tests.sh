@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Set up what the tests need and run them.
 #
-#   scripts/run_tests.sh                      all tests
+#   scripts/run_tests.sh                      what every change needs: all but the tests that are marked thorough
+#   scripts/run_tests.sh --all                all tests
 #   scripts/run_tests.sh --fast               unit and architecture tests that are not marked slow
 #   scripts/run_tests.sh data model           the unit tests of these rooms (also: storage/data, or a wing: storage)
 #   scripts/run_tests.sh -k "tp2 and pp2" -x  any options, files and folders of pytest
@@ -20,7 +21,7 @@ room_folder() {
     done
 }
 
-side_by_side=() alone=() options=() fast='' previous=''
+side_by_side=() alone=() options=() fast='' whole='' previous=''
 for argument in "$@"; do
     path=${argument%%::*}
     path=${path#"$root"/}
@@ -28,6 +29,7 @@ for argument in "$@"; do
         -k | -m | -n | -p | -o | -c | -W | -r) options+=("$argument") ;; # the value of an option, never a path
         *) case ${path#./} in
             --fast) fast=1 ;;
+            --all) whole=1 ;;
             tests/ranks* | tests/gpu*) alone+=("$argument") ;;
             tests | tests/) side_by_side+=(tests/unit tests/architecture) alone+=(tests/ranks tests/gpu) ;;
             tests/*) side_by_side+=("$argument") ;;
@@ -42,7 +44,8 @@ if [ ${#side_by_side[@]} -eq 0 ] && [ ${#alone[@]} -eq 0 ]; then
     side_by_side=(tests/unit tests/architecture)
     [ -n "$fast" ] || alone=(tests/ranks tests/gpu)
 fi
-[ -z "$fast" ] || options+=(-m "not slow")
+[ $# -gt 0 ] || { whole=1 options+=(-m "not thorough and not long and not slurm"); }
+[ -z "$fast" ] || options+=(-m "not slow and not long and not slurm")
 
 processes=auto
 if [[ " ${side_by_side[*]-} " == *" tests/unit "* ]] && [ -z "$fast" ]; then processes=$(($(nproc) + 1)); fi
@@ -71,7 +74,7 @@ if [[ " ${alone[*]-} " == *" tests/ranks "* ]] && ! command -v nvidia-smi >/dev/
     lanes=(-n 2 --dist loadfile)
 fi
 # With arguments, an interruption or a wrong option ends it here.
-if [ ${#alone[@]} -gt 0 ] && { [ $# -eq 0 ] || [ "$status" -le 1 ] || [ "$status" -eq 5 ]; }; then
+if [ ${#alone[@]} -gt 0 ] && { [ -n "$whole" ] || [ "$status" -le 1 ] || [ "$status" -eq 5 ]; }; then
     run ${lanes[@]+"${lanes[@]}"} "${alone[@]}"
 fi
 exit "$status"

@@ -24,6 +24,8 @@ ALONE = f"all {PYTEST}"
 FAST = SIDE_BY_SIDE + "tests/unit tests/architecture"
 UNIT = FAST.replace("auto", "5")
 RANKS = ALONE + "-n 2 --dist loadfile tests/ranks tests/gpu"
+TIER = " -m not thorough and not long and not slurm"
+QUICK = " -m not slow and not long and not slurm"
 
 
 @pytest.fixture
@@ -55,13 +57,14 @@ def run_tests(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "calls"),
     [
-        ([], [UNIT, RANKS]),
-        (["--fast"], [FAST + " -m not slow"]),
+        ([], [UNIT + TIER, RANKS + TIER]),
+        (["--all"], [UNIT, RANKS]),
+        (["--fast"], [FAST + QUICK]),
         (["data"], [SIDE_BY_SIDE + "tests/unit/storage/data"]),
         (["storage/data", "compute"], [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute"]),
         (
             ["--fast", "data", "model", "-x"],
-            [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute/model -x -m not slow"],
+            [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute/model -x" + QUICK],
         ),
         (["-k", "data"], [UNIT + " -k data", RANKS + " -k data"]),
         (["-k", "tp2 and pp2", "-x"], [UNIT + " -k tp2 and pp2 -x", RANKS + " -k tp2 and pp2 -x"]),
@@ -77,7 +80,7 @@ def test_arguments_reach_the_right_run(run_tests, arguments, calls):
 
 def test_tests_of_a_gpu_share_it_with_no_others(run_tests, tmp_path):
     (tmp_path / "programs" / "nvidia-smi").symlink_to(shutil.which("true"))
-    assert run_tests() == (0, [UNIT, ALONE + "tests/ranks tests/gpu"])
+    assert run_tests() == (0, [UNIT + TIER, ALONE + "tests/ranks tests/gpu" + TIER])
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,7 @@ def test_tests_of_a_gpu_share_it_with_no_others(run_tests, tmp_path):
     [
         ([], "1 0", 1, 2),
         ([], "0 1", 1, 2),
+        (["--all"], "2 0", 2, 2),
         ([], "2 0", 2, 2),  # an error of collection in one half does not hide the other half
         (["-x"], "2", 2, 1),
         (["-k", "a"], "5 0", 0, 2),  # only one half has tests of this name
