@@ -8,14 +8,11 @@ from pathlib import Path
 
 from glm46.compute.distributed.environment import launched_rank, launched_world_size
 from glm46.config.errors import UserError
-from glm46.config.options import VerbParser, integer, verb_parser
+from glm46.config.options import VerbParser, integer, verb_parser, whole
 from glm46.operate.launch.ranks import processes, start_ranks
-from glm46.operate.models.generate_prompts import read_tools
 from glm46.operate.models.model_options import add_model_options
 from glm46.storage.huggingface.hub import fetch_options, with_folders
 
-_LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
-"""64 bits, signed or not."""
 _NEW_TOKENS, _NEW_TOKENS_OF_AN_ANSWER = 128, 1024
 """Defaults of ``--max-new-tokens``: with prompts, and in a chat."""
 
@@ -30,7 +27,12 @@ def generate_command(argv: Sequence[str]) -> int:
     if arguments.max_new_tokens is None:
         arguments.max_new_tokens = _NEW_TOKENS if arguments.prompt else _NEW_TOKENS_OF_AN_ANSWER
     raise_for_options(arguments)
-    arguments.tools = read_tools(arguments.tools) if arguments.tools is not None else ()
+    if arguments.tools is None:
+        arguments.tools = ()
+    else:
+        from glm46.operate.models.generate_prompts import read_tools
+
+        arguments.tools = read_tools(arguments.tools)
     is_chat = not arguments.prompt
     if is_chat:
         _raise_for_chat_ranks(arguments)
@@ -101,7 +103,7 @@ def _parser() -> VerbParser:
     parser.add_argument(
         "--min-p", type=float, default=0.0, help="leave out tokens below this part of the highest probability"
     )
-    parser.add_argument("--seed", type=integer, default=0)
+    parser.add_argument("--seed", type=whole(-(2**63), 2**64 - 1), default=0)
     parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
     return parser
 
@@ -122,8 +124,6 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
     filters = arguments.top_k is not None or arguments.top_p < 1.0 or arguments.min_p > 0.0
     if arguments.temperature == 0.0 and filters:
         faults.append("--top-k, --top-p and --min-p choose what is sampled from; set a --temperature above 0")
-    if not _LOWEST_SEED <= arguments.seed <= _HIGHEST_SEED:
-        faults.append(f"--seed {arguments.seed}: must be between {_LOWEST_SEED} and {_HIGHEST_SEED}")
     texts = {"--system": [arguments.system or ""], "--prompt": arguments.prompt, "--stop-token": arguments.stop_token}
     for option, given in texts.items():
         faults += [

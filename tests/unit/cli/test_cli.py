@@ -217,6 +217,7 @@ def test_verb_without_a_config_takes_no_overrides(capsys):
     (["rl", "inspect", "x", "--samples", "-2"], "'-2': expected a whole number of at least 1"),
     (["inspect", "folder", "--seed", "1.5"], "'1.5': expected a whole number, in digits"),
     (["evaluate", "--seed", "x"], "'x': expected a whole number, in digits"),
+    (["generate", "--seed", "1" + "0" * 20], "expected a whole number of at most 18,446,744,073,709,551,615"),
     (["generate", "--top-k", "1e3"], "'1e3': expected a whole number, in digits"),
     (["generate", "--max-new-tokens", "ten"], "'ten': expected a whole number, in digits"),
     (["setup-cluster", "--master-port", "x"], "'x': expected a whole number, in digits"),

@@ -152,6 +152,7 @@ def test_a_folder_that_is_deleted_or_renamed_is_said_once_and_no_file_is_split(t
         report.train(_row(step))
         report.validation({"step": step, "validation_loss": 4.0})
         if step % 2 == 0:
+            report.finish_writes()
             change(folder)
             if folder.with_name("before").exists():
                 assert _steps(folder.with_name("before")) == [step - 1, step - 1, step, step]
@@ -318,11 +319,12 @@ def test_a_terminal_shows_each_row_of_the_log_above_a_bar_of_what_the_run_optimi
     with terminal() as shown:
         report = Report(tmp_path, is_main=True, tensorboard_folder=None, total_tokens=1000)
         report.train(row)
+        report.finish_writes()
         (logged,) = (tmp_path / "log.txt").read_text().splitlines()
         assert shown().count(logged.split("  ", 1)[1] + "\n") == 1
         report.step(row | {"step": 7, "tokens": 700})  # a step without a row
         report.message("between")
-        deadline = time.monotonic() + 10  # it is drawn ten times a second
+        deadline = time.monotonic() + 60  # it is drawn ten times a second
         while f"70% {bar}" not in re.sub(r"\x1b\[[0-9;]*m", "", shown()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert f"70% {bar}" in re.sub(r"\x1b\[[0-9;]*m", "", shown())

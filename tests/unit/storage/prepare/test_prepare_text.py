@@ -175,7 +175,7 @@ def test_an_option_of_many_values_may_be_repeated(folder, tmp_path, capsys):
 
 def test_a_source_without_a_document_to_train_on_is_refused(folder, tmp_path):
     write_lines(folder / "a.jsonl", ["alone"])
-    with pytest.raises(UserError, match="held_out = 0.999999 .*all 1 documents.*held_out = 0"):
+    with pytest.raises(UserError, match="held_out = 0.999999 .*1 document, which is all.*held_out = 0"):
         prepare(tmp_path, held_out=0.999999)
     assert not (tmp_path / "out").exists()
     assert texts_of(prepare(tmp_path, held_out=0.0)) == ["alone"]
