@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import EVERY
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_tests.sh"
 # In place of scripts/environment.sh: a python that prints its arguments and ends with the next of the codes.
 ENVIRONMENT = """
@@ -100,3 +102,9 @@ def test_tests_of_a_gpu_share_it_with_no_others(run_tests, tmp_path):
 def test_a_failure_in_either_run_is_the_exit_code(run_tests, arguments, codes, code, runs):
     found, calls = run_tests(*arguments, codes=codes)
     assert (found, len(calls)) == (code, runs)
+
+
+def test_tests_of_the_second_tier_exist():
+    for file, names in EVERY.items():
+        source = (SCRIPT.parents[1] / file).read_text(encoding="utf-8")
+        assert [name for name in names if f"def {name}(" not in source] == [], file
