@@ -177,7 +177,8 @@ def _hash_is_due(manifest: Manifest, full: bool | None) -> bool:
 def _parse(folder: Path) -> Manifest:
     file = folder / FILE_NAME
     if not file.is_file():
-        state = "no such folder" if not folder.is_dir() else f"no {FILE_NAME} in it"
+        kind = "a file, not a folder of shards" if folder.is_file() else "no such folder"
+        state = f"no {FILE_NAME} in it" if folder.is_dir() else kind
         raise UserError(f"{folder}: {state}; make it with 'python -m glm46 prepare', or correct the path")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

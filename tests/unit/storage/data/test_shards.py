@@ -99,6 +99,15 @@ def test_damage_is_reported(source, damage, reason):
         load_manifest(source)
 
 
+def test_a_path_that_is_no_folder_is_named_for_what_it_is(source):
+    for place, reason in (
+        (source / "none", "none: no such folder"),
+        (source / "manifest.json", "a file, not a folder"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            load_manifest(place)
+
+
 def test_all_faults_are_reported_at_once(source):
     (source / "train-00000.safetensors").unlink()
     _flip(source / "validation-00000.safetensors")
