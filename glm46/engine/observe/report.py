@@ -233,7 +233,8 @@ class _TensorBoard:
 
     def _forget(self, kind: Kind) -> None:
         os.close(self._descriptors.pop(kind))
-        self._writers.pop(kind).close()
+        with suppress(OSError):  # of events for the folder that is gone; the row that is being written must not be lost
+            self._writers.pop(kind).close()
 
     def write(self, kind: Kind, row: Mapping[str, int | float | None], unix_seconds: float) -> bool:
         """Returns whether the event file was created again."""

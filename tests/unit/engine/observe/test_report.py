@@ -1,5 +1,6 @@
 """Rows reach every place once, and a resumed run leaves no step twice."""
 
+import errno
 import json
 import math
 import os
@@ -166,6 +167,22 @@ def test_a_folder_that_is_deleted_or_renamed_is_said_once_and_no_file_is_split(t
         assert [event.step for event in _events(events).Scalars("loss/loss")] == [7]
     said = (tmp_path / "said").read_text()
     assert said.count("was deleted") == said.count(f"{folder}: was deleted or renamed during the run") == 3
+
+
+def test_a_row_is_kept_if_tensorboard_cannot_close_its_deleted_file(tmp_path, monkeypatch):
+    """Its thread may still hold events of a folder that is gone."""
+    folder = tmp_path / "run"
+    report = Report(folder, is_main=True, tensorboard_folder=folder / "tb", total_tokens=1000)
+    report.train(_row(1))
+
+    def fail() -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(report._tensorboard._writers["train"], "close", fail)
+    shutil.rmtree(folder)
+    report.train(_row(2))
+    report.close()
+    assert _steps(folder) == [2] and [event.step for event in _events(folder / "tb").Scalars("loss/loss")] == [2]
 
 
 def test_a_full_disk_ends_tensorboard_with_one_message(tmp_path, small_disk, monkeypatch):
