@@ -41,10 +41,9 @@ def ablate_command(argv: Sequence[str]) -> int:
     machine = detect_machine(visible_gpus())
     plan = plan_ablation(arguments.config, overrides, arguments.vary, arguments.nproc, machine)
     command = f"{module_command()} {shlex.join(['ablate', *argv])}"
-    launchers: list[int] = []
-    locks, signals = lock_run(plan.folder), LauncherSignals(lambda: launchers)
+    locks, signals = lock_run(plan.folder), LauncherSignals()
     try:
-        code = train_all(plan, signals, launchers)
+        code = train_all(plan, signals)
         if signals.number is None:
             for run in plan.runs:
                 if run.seed == plan.runs[0].seed:

@@ -23,6 +23,16 @@ def is_deleted(descriptor: int) -> bool:
     return os.fstat(descriptor).st_nlink == 0
 
 
+def _is_away(descriptor: int, path: Path, parent: os.stat_result) -> bool:
+    """True if the open file or folder of a path was deleted, or renamed within the folder that was its parent."""
+    if is_deleted(descriptor):
+        return True
+    try:
+        return not path.exists() and os.path.samestat(path.parent.stat(), parent)
+    except FileNotFoundError:  # with its parent
+        return False
+
+
 class WatchedFolder:
     """A folder of which it is known when it was deleted, or renamed within its parent. The descriptor stays open."""
 
@@ -36,12 +46,7 @@ class WatchedFolder:
         Raises:
             OSError: the disk does not say.
         """
-        if is_deleted(self._descriptor):
-            return True
-        try:
-            return not self._path.exists() and os.path.samestat(self._path.parent.stat(), self._parent)
-        except FileNotFoundError:  # with its parent
-            return False
+        return _is_away(self._descriptor, self._path, self._parent)
 
     def is_another(self) -> bool:
         """True if the path now leads to another folder than the watched one."""
@@ -92,7 +97,7 @@ class LineFile:
         """
         is_doubtful = bool(self._waiting)
         self._waiting.append(lines)
-        is_away = not is_doubtful and self._is_away()
+        is_away = not is_doubtful and _is_away(self._file.fileno(), self._path, self._folder)
         if is_away:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.folder_is_new()
@@ -103,14 +108,6 @@ class LineFile:
         self._append("".join(self._waiting).encode())
         self._waiting.clear()
         return is_away
-
-    def _is_away(self) -> bool:
-        if is_deleted(self._file.fileno()):
-            return True
-        try:
-            return not self._path.exists() and os.path.samestat(self._path.parent.stat(), self._folder)
-        except FileNotFoundError:  # with its folder
-            return False
 
     def _append(self, content: bytes) -> None:
         end = os.fstat(self._file.fileno()).st_size

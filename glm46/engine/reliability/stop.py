@@ -171,8 +171,8 @@ def wait_if_ending() -> None:
 
 
 def started_ranks(launcher: int | None = None) -> list[int]:
-    """Process ids of the ranks of a launcher, by default of this one: living children of its server that lead a process
-    group. Workers that prepare data, and their programs, lead groups too and are no ranks."""
+    """Process ids of the ranks of a launcher, by default of this one: living leaders of a process group among children
+    of it and of its server. Workers that prepare data are leaders too; they and their programs are left out."""
     me, table = launcher or os.getpid(), _processes()
     workers = {worker.pid for worker in multiprocessing.active_children()}
     return [

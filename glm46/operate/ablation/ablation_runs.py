@@ -110,8 +110,7 @@ def plan_ablation(
     if len(variants) < 2:
         raise UserError(
             f"{file}: [ablation] and --vary give {counted(len(variants), 'variant')}: two are needed for a comparison; "
-            "add "
-            "--vary section.key=VALUE,VALUE, or [[ablation.variants]] with name and keys"
+            "add --vary section.key=VALUE,VALUE, or [[ablation.variants]] with name and keys"
         )
     faults = [*_equal_names(file, variants), *_keys_without_effect(file, keys)]
     configs: dict[str, RunConfig] = {}
@@ -250,8 +249,7 @@ def _changes(run: AblationRun) -> Iterator[str]:
     if before != run.processes:
         yield (
             f"command line: --nproc {run.processes}: {run.folder} was started with {counted(before, 'process')}, "
-            f"so speeds would "
-            f"not compare; give --nproc {before}, remove {run.folder}, or set another job.dump_folder"
+            f"so speeds would not compare; give --nproc {before}, remove {run.folder}, or set another job.dump_folder"
         )
     known = run.folder / CONFIG_FILE
     if not known.exists():

@@ -32,8 +32,8 @@ _EXIT_FAILED = 1
 """Exit code if the run of a variant failed."""
 
 
-def train_all(plan: AblationPlan, signals: LauncherSignals, launchers: list[int]) -> int:
-    """Train what is not finished; returns the exit code. ``launchers`` holds the process id of the one that runs."""
+def train_all(plan: AblationPlan, signals: LauncherSignals) -> int:
+    """Train what is not finished; returns the exit code."""
     waiting = [run for run in plan.runs if run.result().get("status") != "finished"]
     budgets = [resolve_plan(run.config, run.processes).budget_tokens - run.trained_tokens() for run in waiting]
     done = len(plan.runs) - len(waiting)
@@ -45,7 +45,7 @@ def train_all(plan: AblationPlan, signals: LauncherSignals, launchers: list[int]
     with tokens_progress("ablation", sum(budgets), partial(print, file=sys.stderr, flush=True)) as advance:
         for number, run in enumerate(waiting, done + 1):
             print(f"{number} of {len(plan.runs)}  {run.title}: {run.folder / _CONSOLE}", flush=True)
-            code = _train(run, signals, launchers, advance)
+            code = _train(run, signals, advance)
             result = run.result()
             print(
                 f"  {result['status']} after {duration(result['seconds'])}  {result['error'] or ''}".rstrip(),
@@ -58,7 +58,7 @@ def train_all(plan: AblationPlan, signals: LauncherSignals, launchers: list[int]
     return _EXIT_FAILED if has_failed else 0
 
 
-def _train(run: AblationRun, signals: LauncherSignals, launchers: list[int], advance: Callable[[int], None]) -> int:
+def _train(run: AblationRun, signals: LauncherSignals, advance: Callable[[int], None]) -> int:
     """Train one run through the launcher, in a process of its own, and keep how it ended; returns its exit code."""
     console, began = run.folder / _CONSOLE, time.monotonic()
     with writing(run.folder):
@@ -74,13 +74,11 @@ def _train(run: AblationRun, signals: LauncherSignals, launchers: list[int], adv
         [sys.executable, "-m", "glm46", *words], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         start_new_session=True,
     ) as process:  # fmt: skip
-        launchers[:] = [process.pid]
         try:
             _watch(run, process, advance)
         except BaseException:  # the reader of the output has closed the pipe, for example: the run saves and ends
             process.terminate()
             raise
-        launchers.clear()
     code, error, status = process.returncode, None, "finished"
     if code != 0 and (signals.number is not None or code == EXIT_STOPPED):
         status = "stopped"

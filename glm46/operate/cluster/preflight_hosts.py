@@ -1,6 +1,5 @@
 """``preflight --hostfile``: the hosts that ssh reaches are the nodes of one preflight; the others are results."""
 
-import resource
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from glm46.compute.distributed.environment import variables_that_begin
 from glm46.compute.distributed.hostfile import Host
 from glm46.operate.cluster.results import FAIL, HostReport, Result
-from glm46.operate.launch.host_group import HostGroup
+from glm46.operate.launch.host_group import HostGroup, allow_files_for_clients
 from glm46.operate.launch.hosts import PASSED_VARIABLES
 
 _PROBE_SECONDS = 20.0
@@ -24,10 +23,9 @@ def reach(hosts: Sequence[Host]) -> tuple[list[Host], list[HostReport]]:
     Raises:
         UserError: ssh is not installed.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two pipes for each host
+    allow_files_for_clients()
     group = HostGroup()
-    answers = group.run(hosts, ["true"] * len(hosts), _PROBE_SECONDS)
+    answers = group.run(hosts, ["true"] * len(hosts), _PROBE_SECONDS, at_once=len(hosts))
     reached, lost = [], []
     for host, answer in zip(hosts, answers, strict=True):
         if answer.code == 0:
@@ -46,7 +44,7 @@ def run_nodes(hosts: Sequence[Host], options: Sequence[str], *, is_full: bool) -
     """
     own = variables_that_begin(*PASSED_VARIABLES)
     commands = [_command(hosts, rank, own, options) for rank in range(len(hosts))]
-    first = HostGroup().run(hosts, commands, _PREFLIGHT_SECONDS[is_full])[0]
+    first = HostGroup().run(hosts, commands, _PREFLIGHT_SECONDS[is_full], at_once=len(hosts))[0]
     output = first.output + first.errors
     lines = [line for line in output.splitlines() if line.startswith('{"preflight"')]
     return (lines[-1] if lines else None), output

@@ -1,10 +1,10 @@
 """Commands on the hosts of a run: the only code that knows ssh and srun."""
 
 import os
+import resource
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +15,7 @@ from glm46.config.errors import UserError
 
 CONNECTIONS = ("ssh", "srun")
 """Names of the clients."""
+_AT_ONCE = 64
 
 
 class HostAnswer(NamedTuple):
@@ -27,7 +28,7 @@ class HostAnswer(NamedTuple):
     errors: str
 
     def reason(self) -> str:
-        """The last line that was said, or the exit code: why there is no answer."""
+        """The reason for the lack of an answer: the last line of output, or the exit code."""
         said = (self.errors or self.output).strip().splitlines()[-1:]
         return said[0] if said else "no answer in time" if self.code is None else f"exit code {self.code}"
 
@@ -73,23 +74,29 @@ class HostGroup:
             remedy = "install the OpenSSH client" if self.connection == "ssh" else "start it in an allocation of Slurm"
             raise UserError(f"--hostfile: {self.connection} is not on PATH; {remedy}") from error
 
-    def run(self, hosts: Sequence[Host], commands: Sequence[str], seconds: float) -> list[HostAnswer]:
-        """Run a command on each host, all at once, and wait; clients that run after this time are killed.
+    def run(
+        self, hosts: Sequence[Host], commands: Sequence[str], seconds: float, *, at_once: int = _AT_ONCE
+    ) -> list[HostAnswer]:
+        """Run a command on each host, ``at_once`` at a time; a client that runs longer than ``seconds`` is killed.
 
         Raises:
             UserError: the client is not installed.
         """
-        end = time.monotonic() + seconds
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        clients = [self.start(host, command, **pipes) for host, command in zip(hosts, commands, strict=True)]
-        with ThreadPoolExecutor(max(len(clients), 1)) as readers:  # a pipe that nobody reads would stop its client
-            return list(readers.map(lambda client: _wait(client, end), clients))
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(lambda *asked: _wait(self.start(*asked, **pipes), seconds), hosts, commands))
 
 
-def _wait(client: subprocess.Popen, end: float) -> HostAnswer:
+def allow_files_for_clients() -> None:
+    """Raise this process's limit of open files as far as it may: each client has two pipes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _wait(client: subprocess.Popen, seconds: float) -> HostAnswer:
     code = None
     try:
-        output, errors = client.communicate(timeout=max(end - time.monotonic(), 0.1))
+        output, errors = client.communicate(timeout=seconds)
         code = client.returncode
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):

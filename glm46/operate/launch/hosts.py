@@ -2,7 +2,6 @@
 
 import os
 import queue
-import resource
 import shlex
 import signal
 import sys
@@ -24,6 +23,7 @@ from glm46.engine.reliability.stop import (
     code_before_training,
     exit_now,
 )
+from glm46.operate.launch.host_group import allow_files_for_clients
 from glm46.operate.launch.node_client import ANSWER_SECONDS, HELD_LINES, SSH_FAILED, NodeClient
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, SAVE_SECONDS
 
@@ -98,8 +98,7 @@ class HostNodes:
     """
 
     def __init__(self, connection: str = "ssh", *, restarts: bool = False):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two pipes for each node
+        allow_files_for_clients()
         self._connection, self._restarts = connection, restarts
         self._clients: dict[Host, NodeClient] = {}
         self._nodes: list[NodeClient] = []

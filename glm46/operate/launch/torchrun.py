@@ -55,16 +55,12 @@ class LauncherSignals:
     """Handles signals to the launcher. Without ranks there is nothing to save, and a signal ends the launcher at once.
     With ranks, it passes the signal on and gives them time to save; after a second signal, only seconds.
 
-    Args:
-        ranks: the processes that a signal is passed on to.
-
     Attributes:
         number: of the last signal that was passed on to the ranks; None before the first.
     """
 
-    def __init__(self, ranks: Callable[[], Sequence[int]] = started_ranks) -> None:
+    def __init__(self) -> None:
         self.number: int | None = None
-        self._ranks = ranks
         self._passed_on_at = 0.0
         self._deadlines: list[threading.Timer] = []
         self._listener = SignalListener(self._on_signal, (*SIGNALS, signal.SIGQUIT))
@@ -85,7 +81,7 @@ class LauncherSignals:
         return code_before_training(self.number) if is_saved else EXIT_SIGNAL + self.number
 
     def _on_signal(self, number: int) -> None:
-        name, ranks, now = signal.Signals(number).name, self._ranks(), time.monotonic()
+        name, ranks, now = signal.Signals(number).name, started_ranks(), time.monotonic()
         if number == signal.SIGQUIT:
             exit_now(EXIT_SIGNAL + number, f"{name}: ended at once, without a save")
         if not ranks and self.number is None:

@@ -92,26 +92,12 @@ _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "max", "min", "mod", "gcd", "lcm", "det", "dim")
     + ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sqrt", "frac", "binom", "pi", "theta", "alpha", "beta")
 )
-_JOINS = frozenset(
-    (
-        "or",
-        "and",
-        "if",
-        "where",
-        "when",
-        "for",
-        "with",
-        "over",
-        "times",
-        "plus",
-        "minus",
-        "choose",
-        "factorial",
-        "below",
-    )
-    + ("above", "most", "least", "less", "raised", "divided", "multiplied", "maybe", "perhaps", "not", "to", "modulo")
-)
-"""Words behind a number that are no unit."""
+_JOINS = frozenset((
+    "or", "and", "if", "where", "when", "for", "with", "over", "times", "plus",
+    "minus", "choose", "factorial", "below", "above", "most", "least", "less", "raised",
+    "divided", "multiplied", "maybe", "perhaps", "not", "to", "modulo",
+))  # fmt: skip
+"""Words after a number that are not units."""
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\b")
 _VARIABLE = re.compile(
     r"(\\?[A-Za-z]+'*(?:_\{?\w+\}?)?(?:\([a-z]\))?|\([a-z](?:,\s*[a-z])+\))\s*(=|\\in(?![a-z])|\\approx(?![a-z]))\s*(.+)"

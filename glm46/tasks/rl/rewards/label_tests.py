@@ -1,11 +1,11 @@
-"""True if tests of a label can fail: by their form, else by a run against programs that do nothing."""
+"""Tests of a label that can fail: told by their form, else by a run against programs that do nothing."""
 
 import ast
 import json
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from glm46.storage.prepare.limited import limited_process
@@ -35,26 +35,16 @@ def passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
     found = []
     for start in range(0, len(tests), _TESTS_OF_PROCESS):
         some, script = tests[start : start + _TESTS_OF_PROCESS], str(Path(meaningless_programs.__file__).absolute())
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            tempfile.TemporaryFile() as stdin,
-            tempfile.TemporaryFile() as out,
-        ):
-            asked = [(one, tested_program.asked_names(one), sorted(tested_program.module_names(one))) for one in some]
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stdin, out = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            asked = [(one, tested_program.asked_names(one), tested_program.named_modules(one)) for one in some]
             stdin.write(json.dumps(asked).encode())
             stdin.seek(0)
             arguments, quiet = [script, str(out.fileno())], subprocess.DEVNULL
+            pipes = {"stdin": stdin, "stdout": quiet, "stderr": quiet, "pass_fds": [out.fileno()]}
             with (
-                limited_process(
-                    arguments,
-                    folder,
-                    _SECONDS_OF_PROCESS,
-                    1,
-                    stdin=stdin,
-                    stdout=quiet,
-                    stderr=quiet,
-                    pass_fds=[out.fileno()],
-                ) as process,
+                limited_process(arguments, folder, _SECONDS_OF_PROCESS, 1, **pipes) as process,
                 suppress(subprocess.TimeoutExpired),
             ):
                 process.wait(_SECONDS_OF_PROCESS)

@@ -56,7 +56,7 @@ _PROGRAMS = {
     "an error": _raise, "True": _returning(_Only(True)), "False": _returning(_Only(False)),
     "just True": _returning(True), "just False": _returning(False), "1": _returning(1), "0": _returning(0),
 }  # fmt: skip
-"""What stands for each name of a program that does nothing, by what its functions give. Python takes True for 1, which
+"""Stand-ins for each name of a program that does nothing, by what its functions give. Python takes True for 1, which
 may be a result that says something."""
 _SECONDS_OF_TEST = 0.5
 
@@ -70,7 +70,7 @@ def _run(verdicts: int) -> None:
         passed, compiled, scope = [], compile(test, "test", "exec"), {"__name__": "__main__"}
         with ExitStack() as stack:
             stack.push(lambda *_: True)  # a module that is not here
-            scope |= {name: importlib.import_module({"np": "numpy"}.get(name, name)) for name in modules}
+            scope |= {name: importlib.import_module(module) for name, module in modules.items()}
         for name, stand_in in _PROGRAMS.items():
             with ExitStack() as stack:
                 stack.push(lambda *_: True)  # a test that fails, in whatever way

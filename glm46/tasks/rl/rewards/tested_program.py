@@ -256,8 +256,7 @@ def _run_test(reading: int, writing: int, verdict: int) -> None:
     peer = _Peer(reading, writing, {**_OPERATIONS, "get": get})
     peer.ask("bool", True)  # the program has come to its end
     scope = {"__name__": "__main__"}
-    for name in module_names(test):
-        scope[name] = importlib.import_module({"np": "numpy"}.get(name, name))
+    scope |= {name: importlib.import_module(module) for name, module in named_modules(test).items()}
     for name in asked_names(test):
         try:
             scope[name] = peer.ask("name", name)
@@ -267,9 +266,10 @@ def _run_test(reading: int, writing: int, verdict: int) -> None:
     os.write(verdict, b"passed")
 
 
-def module_names(test: str) -> set[str]:
-    """Modules that a test names without an import."""
-    return {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name) and _is_module(node.id)}
+def named_modules(test: str) -> dict[str, str]:
+    """Modules that a test names without an import, by their names in it."""
+    names = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name) and _is_module(node.id)}
+    return {name: {"np": "numpy"}.get(name, name) for name in names}
 
 
 if __name__ == "__main__":
