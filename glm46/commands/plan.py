@@ -88,14 +88,14 @@ def plan_command(argv: Sequence[str]) -> int:
         raise UserError(
             "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
         )
+    cluster = _cluster(arguments, arguments.gpus or smallest_world(config.parallelism))
     if arguments.search:
-        gpus = arguments.gpus or smallest_world(config.parallelism)
-        found = run_search(config, _cluster(arguments, gpus), _order, arguments.document_tokens)
+        found = run_search(config, cluster, _order, arguments.document_tokens)
         print(search_text(found))
         _write_numbers(arguments.json, lambda: search_numbers(found))
         return 0 if found.search.best else EXIT_DOES_NOT_FIT
-    plan = resolve_plan(config, arguments.gpus, arguments.document_tokens)
-    run = plan_run(plan, _cluster(arguments, plan.layout.world_size), _order)
+    plan = resolve_plan(config, cluster.gpus, arguments.document_tokens, host_ranks=cluster.host_ranks)
+    run = plan_run(plan, cluster, _order)
     here = None
     if arguments.gpu is None:
         machine = detect_machine(visible_gpus())

@@ -68,6 +68,13 @@ class ParallelismConfig(Section):
     expert_parallel_degree: int = Field(1, ge=1)
     """Ranks over which the experts of a layer are spread, borrowed from data_parallel_shard * context * tensor."""
 
+    expert_exchange: Annotated[Literal["auto", "all_to_all", "two_level"], Needs("expert_parallel_degree", above=1)] = (
+        "auto"
+    )
+    """How tokens travel to their experts. all_to_all: a row for each expert of a token. two_level: a row to each host,
+    and there one to each rank, with sums on the way back; all hosts must have equally many ranks. auto: two_level if
+    the experts of a layer are on several hosts."""
+
     @property
     def stated_ranks(self) -> int:
         """Product of all degrees except the shard degree, which may be -1."""

@@ -13,6 +13,8 @@ from glm46.run.parameters import Parameter
 
 FP32 = 4
 INDEX = 8
+EXPERT_NUMBER = 4
+"""Of each expert of a token, beside a row that travels in two levels."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,29 @@ def head_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None
     return _norm(shape.hidden_size, width, frozen) + heads * (_gathered_input(shape, width, tp) + INDEX * tp)
 
 
+def places_of_token(shape: ModelShape, parts: int) -> float:
+    """The number of parts that have an expert of a token, on average: `parts` share the experts evenly, and each choice
+    of experts is as likely as any other."""
+    experts, chosen = shape.n_routed_experts, shape.num_experts_per_tok
+    return parts * (1 - math.comb(experts - experts // parts, chosen) / math.comb(experts, chosen))
+
+
 def layer_bytes(
-    shape: ModelShape, width: int, block: str, mode: str, *, tp: int, ep: int, frozen: Frozen | None = None
+    shape: ModelShape,
+    width: int,
+    block: str,
+    mode: str,
+    *,
+    tp: int,
+    ep: int,
+    hops: tuple[float, ...] = (),
+    frozen: Frozen | None = None,
 ) -> float:
-    """Bytes that forward keeps of a block, per token of a rank, under a mode of activation checkpointing."""
+    """Bytes that forward keeps of a block, per token of a rank, under a mode of activation checkpointing.
+
+    Args:
+        hops: rows for each token of the exchanges of two levels, see `Plan.hops`.
+    """
     shape = with_key_copies(shape, tp)
     if block == "mtp":
         whole = mtp_layer_bytes(shape, width, tp)
@@ -172,14 +193,15 @@ def layer_bytes(
     inputs = shape.hidden_size * width
     if mode == "full":
         # Besides, the order of its assignments and of those that it received, and the embeddings of a prediction depth.
-        indices = 0 if block == "dense" else shape.num_experts_per_tok * INDEX * (3 if ep > 1 else 1)
+        copies = shape.num_experts_per_tok * (3 if ep > 1 and not hops else 1) + sum(hops)
+        indices = 0 if block == "dense" else copies * INDEX
         return (2 * inputs if block == "mtp" else inputs) + indices
     kept = inputs + selective_attention_bytes(shape, width)
     if block == "dense":
         return kept
     experts = () if frozen is None else tuple(row for row in frozen.adapters if row.is_expert and row.rank)
     low = tuple(row for row in experts if row.group == "adapter A")  # kept beside the results of grouped products
-    kept += selective_experts_bytes(shape, width, ep=ep) + adapter_bytes(shape, width, tp, Frozen(low))
+    kept += selective_experts_bytes(shape, width, ep=ep, hops=hops) + adapter_bytes(shape, width, tp, Frozen(low))
     # Selective checkpointing covers only the decoder layer inside an MTP layer.
     return kept + whole - moe_layer_bytes(shape, width, tp) if block == "mtp" else kept
 
@@ -248,11 +270,12 @@ def selective_attention_bytes(shape: ModelShape, width: int) -> float:
     return shape.num_attention_heads * (shape.head_dim * width + FP32)
 
 
-def selective_experts_bytes(shape: ModelShape, width: int, *, ep: int) -> float:
+def selective_experts_bytes(shape: ModelShape, width: int, *, ep: int, hops: tuple[float, ...] = ()) -> float:
     """Bytes of one layer's experts that selective checkpointing keeps, per token: gate and up, results, chosen experts
     with scores, an index per assignment; under expert parallelism also the received rows and weights, and a second
     index."""
     per_assignment = (2 * shape.moe_intermediate_size + shape.hidden_size) * width + FP32 + 2 * INDEX
-    if ep > 1:
+    if ep > 1 and not hops:
         per_assignment += shape.hidden_size * width + FP32 + INDEX
-    return shape.num_experts_per_tok * per_assignment
+    of_row = shape.hidden_size * width + shape.num_experts_per_tok * (FP32 + EXPERT_NUMBER) + INDEX
+    return shape.num_experts_per_tok * per_assignment + sum(hops) * of_row

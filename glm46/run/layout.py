@@ -2,9 +2,19 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from glm46.config.errors import UserError
 from glm46.config.generation_degrees import Degrees
 from glm46.config.parallelism import ParallelismConfig
+
+
+class ExpertLevels(NamedTuple):
+    """The ranks that share the experts of a layer, by host: tokens are sent to hosts first, then inside each."""
+
+    hosts: int
+    of_host: int
+    """Ranks on each host."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +124,31 @@ def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> Layout:
         tp=parallelism.tensor_parallel_degree,
         ep=parallelism.expert_parallel_degree,
     )
+
+
+def expert_levels(parallelism: ParallelismConfig, host_ranks: int | None) -> ExpertLevels | None:
+    """The levels in which tokens travel to their experts, or None for one exchange among all ranks that share them.
+
+    Args:
+        host_ranks: ranks of this run on each host; 0 if hosts have unequal numbers, None if they are not known, and
+            then taken for one host.
+
+    Raises:
+        UserError: two levels are wanted, and the ranks that share experts are not whole hosts or inside one.
+    """
+    ranks, exchange = parallelism.expert_parallel_degree, parallelism.expert_exchange
+    if ranks == 1 or exchange == "all_to_all":
+        return None
+    if host_ranks is None:
+        return ExpertLevels(1, ranks) if exchange == "two_level" else None
+    of_host = min(host_ranks, ranks)
+    if not host_ranks or ranks % of_host or host_ranks % of_host:
+        if exchange == "auto":
+            return None
+        hosts = f"{host_ranks} ranks on each host" if host_ranks else "hosts with unequal numbers of ranks"
+        raise UserError(
+            f'parallelism.expert_exchange = "two_level": the {ranks} ranks that share experts '
+            f'(parallelism.expert_parallel_degree) must be on whole hosts, or on one, here {hosts}; use "all_to_all"'
+        )
+    hosts = ranks // of_host
+    return ExpertLevels(hosts, of_host) if hosts > 1 or exchange == "two_level" else None

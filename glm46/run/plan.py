@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.run.activations import keys_travel
+from glm46.run.activations import keys_travel, places_of_token
 from glm46.run.budget import budget_tokens
 from glm46.run.curriculum import TextStage, plan_stages, stage_at
 from glm46.run.flops import training_flops_per_token
-from glm46.run.layout import Layout, resolve_layout, smallest_world
+from glm46.run.layout import ExpertLevels, Layout, expert_levels, resolve_layout, smallest_world
 from glm46.run.schedule import batch_sequences
 
 
@@ -24,6 +24,8 @@ class Plan:
     text_stages: tuple[TextStage, ...]
     budget_tokens: int
     """Tokens of this run, from its first step on."""
+    expert_levels: ExpertLevels | None = None
+    """How tokens travel to their experts; None: in one exchange among all ranks that share them."""
     document_tokens: float | None = None
     """Mean tokens of a document, for FLOPs only; None: each row is counted as one document."""
 
@@ -68,6 +70,14 @@ class Plan:
             return None
         return batch_sequences(batch, 0, self.rows_per_micro_batch) * lengths.pop()
 
+    def hops(self, shape: ModelShape) -> tuple[float, ...]:
+        """Rows for each token in the exchanges of `expert_levels`: once for each host, then once for each rank."""
+        if self.expert_levels is None:
+            return ()
+        hosts, of_host = self.expert_levels
+        parts = ([hosts] if hosts > 1 else []) + ([hosts * of_host] if of_host > 1 else [])
+        return tuple(places_of_token(shape, count) for count in parts)
+
     def keys_travel(self, shape: ModelShape, size: tuple[int, int]) -> bool:
         """`keys_travel` of micro-batches of this many rows and tokens per row."""
         width = 4 if self.config.training.mixed_precision_param == "float32" else 2
@@ -81,14 +91,22 @@ class Plan:
         return sum(tokens * flops for tokens, flops in zip(self.stage_tokens, per_token, strict=True))
 
 
-def resolve_plan(config: RunConfig, world_size: int | None = None, document_tokens: float | None = None) -> Plan:
-    """Resolve a config on this many processes; absent: the fewest that the degrees allow."""
+def resolve_plan(
+    config: RunConfig,
+    world_size: int | None = None,
+    document_tokens: float | None = None,
+    *,
+    host_ranks: int | None = None,
+) -> Plan:
+    """Resolve a config on this many processes; absent: the fewest that the degrees allow. ``host_ranks``: as of
+    `expert_levels`."""
     layout = resolve_layout(config.parallelism, world_size or smallest_world(config.parallelism))
     stages = plan_stages(config)
     return Plan(
         config=config,
         shape=resolve_shape(config.model),
         layout=layout,
+        expert_levels=expert_levels(config.parallelism, host_ranks),
         text_stages=stages,
         budget_tokens=budget_tokens(config, stages, config.training.local_batch_size * layout.dp_degree),
         document_tokens=document_tokens,

@@ -157,7 +157,7 @@ def run_case(process: Process, case: Case, model: nn.Module) -> tuple:
         )
     )
     plan = resolve_plan(config, process.world_size)
-    cluster = build_cluster(plan.layout, process)
+    cluster = build_cluster(plan, process)
     parallelize(model, plan, cluster)
     prepare(case, model)
 

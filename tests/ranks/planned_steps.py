@@ -476,7 +476,7 @@ def build_full_scale(name: str) -> dict[str, Any]:
     started, plan = time.process_time(), resolve_plan(load_config(ROOT / FULL_SCALE))
     world, rank = plan.layout.world_size, int(name) * (plan.layout.world_size // plan.layout.pp)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    network = build_network(plan, build_cluster(plan.layout, Process(rank, world, torch.device("cpu"))))
+    network = build_network(plan, build_cluster(plan, Process(rank, world, torch.device("cpu"))))
     reduced = getattr(torch, plan.config.training.mixed_precision_reduce).itemsize
     muon, states = network.optimizer.muon, network.optimizer.state_tensors()
     exchanges = [way for bucket in muon.plan().buckets for way in bucket.exchanged(bucket.ranks.index(rank))]

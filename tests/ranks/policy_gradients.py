@@ -168,7 +168,7 @@ def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
 def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]:
     """The same by the engine, of the parts that this rank holds. Collective."""
     plan = resolve_plan(make_config(layout), process.world_size)
-    cluster, found = build_cluster(plan.layout, process), {}
+    cluster, found = build_cluster(plan, process), {}
     networks = {"policy": build_network(plan, cluster), "critic": build_network(plan, cluster, head="value")}
     for model in networks["policy"].models:
         model.mtp_alone = True

@@ -163,7 +163,7 @@ def run_layout(process: Process, layout: Layout) -> tuple[dict[str, float], dict
     """Metrics and gradients of a step by the engine; collective."""
     torch.compiler.reset()
     plan = resolve_plan(config_of(layout), process.world_size)
-    cluster = build_cluster(plan.layout, process)
+    cluster = build_cluster(plan, process)
     policy = build_network(plan, cluster)
     policy.loaded(new_adapters=True)
     move(policy.parameters, bool(layout.adapter))

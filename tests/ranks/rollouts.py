@@ -171,7 +171,7 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     """Draw the same requests before and after the policy changed: by a whole model on each rank; and in groups, in few
     rows and with drafts."""
     plan = resolve_plan(make_config(layout, SHAPE["num_hidden_layers"]), process.world_size)
-    network = build_network(plan, build_cluster(plan.layout, process))
+    network = build_network(plan, build_cluster(plan, process))
     network.loaded(new_adapters=True)
     if not layout.adapter:
         network.route_at(1.7)  # which engines compute with, and folders have in their gates

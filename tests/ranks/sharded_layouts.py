@@ -106,6 +106,8 @@ class Layout(NamedTuple):
     """The layers with adapters."""
     routes: bool = False
     """The experts of most tokens are given, see `make_routes`."""
+    of_host: int = 0
+    """Ranks of a host, between which and inside which tokens travel in two levels; 0: one host, all to all."""
 
     @property
     def layers(self) -> int:
@@ -147,6 +149,7 @@ class Layout(NamedTuple):
             *(["in_fp8"] if self.in_fp8 else []),
             *(["layers{}to{}".format(*self.adapted)] if self.adapted else []),
             *(["routes"] if self.routes else []),
+            *([f"hosts_of_{self.of_host}"] if self.of_host else []),
         ])  # fmt: skip
 
 
@@ -186,6 +189,7 @@ _LAYOUTS = {
         Layout(tensor=2, checkpointing="full", routes=True), Layout(context=2, checkpointing="selective", routes=True),
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, routes=True),
         Layout(experts_over=2, compiled=True, routes=True),
+        Layout(experts_over=2, of_host=1, checkpointing="full"), Layout(experts_over=2, of_host=2, compiled=True),
     ],
     4: [
         Layout(context=2, replicate=2, experts_over=2),
@@ -201,6 +205,12 @@ _LAYOUTS = {
         Layout(pipeline=2, tensor=2, experts_over=2, schedule="DualPipeV", micro_batches=4),
         Layout(pipeline=2, tensor=2, key_heads=1, schedule="ZBVZeroBubble", micro_batches=4),
         Layout(replicate=2, experts_over=2, adapter="lora"),
+        Layout(
+            tensor=2, experts_over=4, num_experts=12, of_host=2, checkpointing="selective", compiled=True,
+            adapter="dora",
+        ),
+        Layout(context=2, experts_over=4, num_experts=12, of_host=4, checkpointing="full", routes=True),
+        Layout(replicate=2, experts_over=2, of_host=1, offload=True),
         Layout(replicate=2, offload=True, adapter="lora", in_fp8=True),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),
         Layout(replicate=2, tensor=2, experts_over=2, adapter="dora"),
@@ -215,6 +225,14 @@ _LAYOUTS = {
         Layout(pipeline=4, tensor=2, micro_batches=4, checkpointing="full"),
         Layout(replicate=2, tensor=2, context=2, experts_over=4, num_experts=12),
         Layout(tensor=4, context=2, experts_over=8, num_experts=16), Layout(num_experts=16, micro_batches=1),
+        Layout(tensor=2, experts_over=8, num_experts=16, of_host=2, compiled=True, checkpointing="selective"),
+        Layout(
+            experts_over=8, num_experts=16, of_host=4, checkpointing="full", adapter="lora", micro_batches=1,
+        ),
+        Layout(
+            pipeline=2, context=2, experts_over=4, num_experts=12, of_host=2, schedule="ZBVZeroBubble", micro_batches=4,
+        ),
+        Layout(pipeline=2, tensor=2, experts_over=4, num_experts=12, of_host=2, schedule="DualPipeV", micro_batches=4),
         Layout(pipeline=2, tensor=2, experts_over=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="lora"),
         Layout(pipeline=2, tensor=2, experts_over=2, adapter="dora", in_fp8=True),
     ],
@@ -308,10 +326,10 @@ class Job(NamedTuple):
         return self.networks["model"]
 
 
-def build_job(config: RunConfig, process: Process) -> Job:
+def build_job(config: RunConfig, process: Process, host_ranks: int | None = None) -> Job:
     """Build the network of a config; collective."""
-    plan = resolve_plan(config, process.world_size)
-    cluster = build_cluster(plan.layout, process)
+    plan = resolve_plan(config, process.world_size, host_ranks=host_ranks)
+    cluster = build_cluster(plan, process)
     network = build_network(plan, cluster)
     return Job(plan, cluster, {"model": network}, {"model": NextToken(network)})
 
@@ -511,7 +529,8 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                     "pipeline_parallel_degree": layout.pipeline,
                     "pipeline_parallel_schedule": layout.schedule,
                     "fsdp_reshard_after_forward": layout.reshard,
-                },
+                }
+                | ({"expert_exchange": "two_level"} if layout.of_host else {}),
             }
         )
     )
@@ -586,7 +605,7 @@ def run_layout(process: Process, layout: Layout, fp8_base: Path) -> tuple:
     be compiled."""
     torch.compiler.reset()  # other layouts of this process may have compiled the same layers
     counters.clear()
-    job = build_job(make_config(layout), process)
+    job = build_job(make_config(layout), process, layout.of_host or None)
     job.objectives["model"].fields = ("routes",) if layout.routes else ()
     parameters, frozen = job.network.parameters, job.network.frozen
     if layout.in_fp8:

@@ -136,7 +136,7 @@ def of_training(shape: ModelShape, **degrees: int | str) -> dict[str, torch.Tens
     """The tensors of a training run: the transforms of compute/parallelize/plan.py, expert axis included."""
     config = RunConfig.model_validate({"model": {"flavor": "debug"}, "parallelism": degrees})
     plan = replace(resolve_plan(config, WORLD), shape=shape)
-    cluster = build_cluster(plan.layout, Process(dist.get_rank(), WORLD, torch.device("cpu")))
+    cluster = build_cluster(plan, Process(dist.get_rank(), WORLD, torch.device("cpu")))
     if cluster.meshes.pipeline is None:
         with torch.device("meta"):
             models = [Transformer(shape)]

@@ -132,7 +132,7 @@ def measure(process: Process, case: Case) -> dict:
     with torch.device("meta"):
         model = Transformer(SHAPE)
     plan = resolve_plan(config, process.world_size)
-    cluster = build_cluster(plan.layout, process)
+    cluster = build_cluster(plan, process)
     parallelize(model, plan, cluster)
     parameters = dict(model.named_parameters())
     batch = make_batch()

@@ -28,7 +28,7 @@ def main(key_heads: int) -> None:
     config = make_config(Layout(pipeline=2, tensor=2, key_heads=key_heads), layers=2)
     shape = config.model.model_copy(update={"num_nextn_predict_layers": 0})
     plan = resolve_plan(config.model_copy(update={"model": shape}), process.world_size)
-    cluster = build_cluster(plan.layout, process)
+    cluster = build_cluster(plan, process)
     with mock.patch.object(distributed_c10d, "_new_group_with_tag", record):
         network = build_network(plan, cluster)
     found = [None] * process.world_size

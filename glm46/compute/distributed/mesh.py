@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from glm46.compute.distributed.groups import group_of_partition
 from glm46.compute.distributed.process import Process
 from glm46.compute.distributed.sequence import SequenceShard
-from glm46.run.layout import Layout
+from glm46.run.layout import ExpertLevels, Layout
+from glm46.run.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Meshes:
     these shards, because experts are not split by tensor parallelism."""
     expert: DeviceMesh | None
     """Distributes whole experts: [ep]; None if every rank has all experts."""
+    expert_hosts: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None
+    """Of the ranks of `expert`, those with the same number on their hosts, None for one host, and those of this host;
+    None if tokens travel among all of them at once."""
     sequence: SequenceShard | None
     """This rank's part of every sequence; None without context parallelism."""
     tensor: DeviceMesh | None
@@ -59,12 +63,12 @@ class Cluster:
         return self.layout.dp_rank(self.process.rank)
 
 
-def build_cluster(layout: Layout, process: Process) -> Cluster:
-    """The cluster of this layout. Collective."""
-    return Cluster(process, layout, build_meshes(layout, process.device.type))
+def build_cluster(plan: Plan, process: Process) -> Cluster:
+    """The cluster of this plan. Collective."""
+    return Cluster(process, plan.layout, build_meshes(plan.layout, process.device.type, plan.expert_levels))
 
 
-def build_meshes(layout: Layout, device_type: str) -> Meshes:
+def build_meshes(layout: Layout, device_type: str, levels: ExpertLevels | None = None) -> Meshes:
     """Build the meshes. Collective.
 
     Axes are ordered by traffic. Pipeline stages are outermost: they send one tensor per micro-batch. Replicas
@@ -96,16 +100,20 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
         context = group(torch.arange(layout.world_size).view(-1, layout.cp, layout.tp), 1)
         sequence = SequenceShard(context, layout.cp, context.rank())
     dense = _submesh(ranks, *replicas, "shard")
-    expert_shard, expert = dense, None
+    expert_shard, expert, expert_hosts = dense, None, None
     if layout.ep > 1 or layout.tp > 1:
         spread = {"ep": layout.ep} if layout.ep > 1 else {}
         sparse = make_mesh(**stages, **replicas, efsdp=layout.expert_shards, **spread)
         expert_shard = _submesh(sparse, *replicas, "efsdp")
         expert = sparse["ep"] if spread else None
+        if levels is not None:
+            by_host = torch.arange(layout.world_size).view(-1, *levels)
+            expert_hosts = group(by_host, 1) if levels.hosts > 1 else None, group(by_host, 2)
     return Meshes(
         dense,
         expert_shard,
         expert,
+        expert_hosts,
         sequence,
         tensor=ranks["tp"] if split else None,
         pipeline=ranks["pp"].get_group() if stages else None,

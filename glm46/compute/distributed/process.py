@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from glm46.compute.distributed.environment import launched_local_rank, launched_rank, launched_world_size, set_default
+from glm46.compute.distributed.environment import (
+    launched_local_rank,
+    launched_local_world_size,
+    launched_rank,
+    launched_world_size,
+    set_default,
+)
 
 _RECORDED_COLLECTIVES = 2000
 """Size of the flight recorder: the collectives of some steps, which show the rank that is behind."""
@@ -50,6 +56,14 @@ def join(timeout_seconds: int) -> Process:
         backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=device_id
     )
     return Process(rank, world_size, device)
+
+
+def ranks_of_every_host() -> int:
+    """The ranks of this run on each host; 0 if hosts have unequal numbers. Collective."""
+    here = launched_local_world_size()
+    most_and_least = torch.tensor([here, -here])
+    dist.all_reduce(most_and_least, dist.ReduceOp.MAX)
+    return here if most_and_least.tolist() == [here, -here] else 0
 
 
 def use_deterministic_kernels() -> None:

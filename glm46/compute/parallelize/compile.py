@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from glm46 import compat
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
+from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.transformer import Transformer
-from glm46.compute.parallelize.expert import AllToAllDispatcher
 
 _MOST_COMPILATIONS = 32
 """Of a layer's forward: dense and with experts, with and without gradients, in training and of other shapes in
@@ -33,7 +33,7 @@ def apply(model: Transformer, *, whole_graphs: bool, sizes_vary: bool = False, s
     for layer in (*model.layers.values(), *model.mtp.values()):
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
         for module in layer.modules():
-            if isinstance(module, MoE) and isinstance(module.dispatcher, AllToAllDispatcher):
+            if isinstance(module, MoE) and not isinstance(module.dispatcher, LocalDispatcher):
                 # It runs after the hook of FSDP2, which makes new tensors.
                 module.experts.register_forward_pre_hook(torch.compiler.disable(_for_any_number_of_rows))
 

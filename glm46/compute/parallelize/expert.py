@@ -19,17 +19,24 @@ from glm46.compute.model.dispatch import (
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import Routing
 from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 
 
-def apply(model: Transformer, ep_mesh: DeviceMesh) -> None:
-    """Shard the experts of every MoE layer over `ep_mesh` and dispatch tokens to them; in place."""
+def apply(
+    model: Transformer,
+    ep_mesh: DeviceMesh,
+    hosts: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None = None,
+) -> None:
+    """Shard the experts of every MoE layer over `ep_mesh` and dispatch tokens to them; in place. ``hosts``: as of
+    `Meshes.expert_hosts`."""
+    group = ep_mesh.get_group()
     for module in model.modules():
         if isinstance(module, MoE):
             for name, parameter in list(module.experts.named_parameters()):
                 whole_experts = distribute_tensor(parameter.data, ep_mesh, [Shard(0)])
                 own = nn.Parameter(whole_experts, requires_grad=parameter.requires_grad)
                 module.experts.register_parameter(name, own)
-            module.dispatcher = AllToAllDispatcher(ep_mesh.get_group())
+            module.dispatcher = AllToAllDispatcher(group) if hosts is None else TwoLevelDispatcher(group, *hosts)
 
 
 class AllToAllDispatcher:

@@ -11,7 +11,7 @@ from glm46.compute.distributed.environment import (
     set_variables,
 )
 from glm46.compute.distributed.mesh import Cluster, build_cluster
-from glm46.compute.distributed.process import join, leave, use_deterministic_kernels
+from glm46.compute.distributed.process import join, leave, ranks_of_every_host, use_deterministic_kernels
 from glm46.compute.distributed.process_control import die_with_parent
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
@@ -76,8 +76,8 @@ def run(
         heartbeat = Heartbeat(dump_folder, is_main=process.is_main)
     times.ends("process group")
     try:
-        plan = resolve_plan(config, process.world_size)
-        task, checkpoints = build_task(plan, build_cluster(plan.layout, process)), build_checkpoints(plan)
+        plan = resolve_plan(config, process.world_size, host_ranks=ranks_of_every_host())
+        task, checkpoints = build_task(plan, build_cluster(plan, process)), build_checkpoints(plan)
         ends.callback(task.close)
         times.ends("model and data")
         progress, meta = resume.start(task, checkpoints)

@@ -18,7 +18,7 @@ _EXIT_ERROR = 1
 _JOIN_SECONDS = 30
 
 
-def small_plan(config: RunConfig | None, world_size: int) -> Plan:
+def small_plan(config: RunConfig | None, world_size: int, host_ranks: int | None = None) -> Plan:
     """The plan of a small model on these ranks, with the config's degrees where they fit it: its groups of ranks are
     those that the run will make. Otherwise with the fewest replicas whose shards are even, which any number of ranks
     has: as many replicas as ranks is the last resort."""
@@ -31,7 +31,7 @@ def small_plan(config: RunConfig | None, world_size: int) -> Plan:
         small = small.model_copy(update={"parallelism": small.parallelism.model_copy(update=parallelism)})
         if not check_config(small, world_size=world_size):
             break
-    return resolve_plan(small, world_size)
+    return resolve_plan(small, world_size, host_ranks=host_ranks)
 
 
 _SMALL_RUN = """{
@@ -61,7 +61,7 @@ def run_rank(arguments: argparse.Namespace, config: RunConfig | None, seconds: f
         process = join(_JOIN_SECONDS)
         shared = None if config is None else existing(Path(config.job.dump_folder))
         examination = Examination(process, folder, arguments.ranks_per_host, is_full=arguments.full)
-        examination.run(shared, small_plan(config, launched_world_size()))
+        examination.run(shared, small_plan(config, launched_world_size(), arguments.ranks_per_host))
         leave()
     except BaseException as error:
         found = write_error(folder, rank, error)

@@ -23,7 +23,7 @@ class _SmallTask:
     """As much of a `Task` as a step takes."""
 
     def __init__(self, plan: Plan, process: Process):
-        self.plan, self.cluster = plan, build_cluster(plan.layout, process)
+        self.plan, self.cluster = plan, build_cluster(plan, process)
         network = build_network(plan, self.cluster)
         self.networks, self.objectives = {"model": network}, {"model": NextToken(network)}
 

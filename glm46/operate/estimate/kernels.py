@@ -119,6 +119,8 @@ class MicroBatch:
     is_compiled: bool
     linear_fp8: bool = False
     experts_fp8: bool = False
+    hops: tuple[float, ...] = ()
+    """See `Plan.hops`."""
 
     @property
     def width(self) -> float:
@@ -232,7 +234,9 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
     kernels = factors.kernels["dense" if part == "dense" else "moe"][backward]
     kernels += factors.kernels["head_norms"][backward] if shape.use_qk_norm else 0
     if part != "dense" and batch.layout.ep > 1:
-        nbytes += _EXCHANGED[batch.param_dtype][backward] * elements["rows"]
+        # Rows are copied and summed on the way to all experts of a token at once, or at each place of the hops.
+        share = (chosen + sum(batch.hops)) / (2 * chosen) if batch.hops else 1.0
+        nbytes += _EXCHANGED[batch.param_dtype][backward] * elements["rows"] * share
         kernels += factors.kernels["exchange"][backward]
     return Work("memory", 0.0, batch.tokens * nbytes, kernels)
 

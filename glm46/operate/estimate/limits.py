@@ -65,7 +65,7 @@ def _reason(name: str, plan: Plan, index: int, step: StepTime, cluster: TargetCl
     if axis is not None:
         what = {"ep": "tokens travel to their experts and back", "tp": "ranks of a tensor-parallel group add up "
                 "the results of each layer", "cp": "keys and values travel along the row"}[axis]  # fmt: skip
-        link = cluster.link(*groups(layout, plan.shape.num_key_value_heads)[axis])
+        link = cluster.link(*groups(plan)[axis])
         where = "inside a node" if link.inside_node else f"over nodes with {cluster.network_gbits:,.0f} Gbit/s per GPU"
         return f"{name}: {what}, {getattr(layout, axis)} GPUs {where}"
     return {

@@ -215,7 +215,7 @@ class _Step:
         self._width, self._master = WIDTHS[training.mixed_precision_param], WIDTHS[training.dtype]
         self._reduce = WIDTHS[training.mixed_precision_reduce]
         self._tokens = self._rows * self._length / (self._layout.cp * self._layout.tp)
-        self._document_tokens = plan.document_tokens or self._length
+        self._document_tokens, self._hops = plan.document_tokens or self._length, plan.hops(stage.shape)
 
     def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
         """Of a rank with these stages, all offloaded weights and gradients on the device."""
@@ -367,7 +367,16 @@ class _Step:
     def _layers(self, part: StagePart, mode: str) -> list[float]:
         """Bytes that each block that has a backward keeps, per token of a rank."""
         kept = [
-            layer_bytes(self._shape, self._width, block, mode, tp=self._layout.tp, ep=self._layout.ep, frozen=rows)
+            layer_bytes(
+                self._shape,
+                self._width,
+                block,
+                mode,
+                tp=self._layout.tp,
+                ep=self._layout.ep,
+                hops=self._hops,
+                frozen=rows,
+            )
             for block, rows in self._backward_blocks(part)
         ]
         if kept and part.adapters is not None and not part.index and mode == "none":

@@ -91,7 +91,7 @@ def search_layouts(
             continue
         for mode in _MODES:
             with_mode = candidate.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode=mode)})
-            plan = resolve_plan(with_mode, cluster.gpus, document_tokens)
+            plan = resolve_plan(with_mode, cluster.gpus, document_tokens, host_ranks=cluster.host_ranks)
             memory = largest_stage(stage_memory(plan)).total
             if memory <= usable:
                 best.append(Candidate(plan, memory, run_cost(plan, cluster, None)))
@@ -117,7 +117,7 @@ def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
         for parallelism in _layouts(smaller, replace(cluster, gpus=gpus)):
             candidate = smaller.model_copy(update={"parallelism": parallelism})
             if not find_faults(candidate, gpus) and plan_memory(candidate, gpus).total <= usable:
-                return resolve_plan(candidate, gpus)
+                return resolve_plan(candidate, gpus, host_ranks=min(cluster.gpus_per_node, gpus))
     return None
 
 
@@ -144,7 +144,7 @@ def what_if(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> list[Layou
         if faults := find_faults(changed, cluster.gpus):
             variants.append(LayoutVariant(name, faults[0].message))
             continue
-        other = resolve_plan(changed, cluster.gpus, plan.document_tokens)
+        other = resolve_plan(changed, cluster.gpus, plan.document_tokens, host_ranks=cluster.host_ranks)
         memory = largest_stage(stage_memory(other)).total
         fits = memory <= usable_bytes(cluster.gpu.memory_bytes)
         variants.append(LayoutVariant(name, None, memory, run_cost(other, cluster, order_of) if fits else None))

@@ -79,9 +79,7 @@ class Roofline:
         self._share, self._launch, self._call = share, share.launch_seconds, share.call_seconds
         self._bf16 = gpu.bf16_flops * (_FP32_SHARE if is_slow else 1)
         self._fp8, self._memory = gpu.fp8_flops, gpu.memory_bandwidth * share.memory
-        self._links = {
-            axis: cluster.link(*group) for axis, group in groups(plan.layout, plan.shape.num_key_value_heads).items()
-        }
+        self._links = {axis: cluster.link(*group) for axis, group in groups(plan).items()}
         self.overlap = share.overlap
         self._imbalance = share.imbalance if plan.layout.ep > 1 else 1.0
         self._states = "host", share.host_bytes_per_second
@@ -262,7 +260,8 @@ def _rank(
         elif each.axis != "pp":
             for costs, share in zip((forward, backward), shares, strict=True):
                 for cost in costs.values():
-                    cost[f"waiting for {each.axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
+                    axis = "ep" if each.axis in ("ep_hosts", "ep_host") else each.axis
+                    cost[f"waiting for {axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
     rank = _Rank(forward, backward, once)
     once["waiting for weights and gradients"] = _exposed(
         beside, rank, micro_batches, plan.layout.pp > 1, roofline.overlap
@@ -306,6 +305,7 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
         is_compiled=config.compile.enable,
         linear_fp8=config.float8.recipe_name is not None and not config.float8.emulate,
         experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
+        hops=plan.hops(stage.shape),
     )
 
 

@@ -4,8 +4,9 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from glm46.run.layout import Layout
+from glm46.run.layout import ExpertLevels
 from glm46.run.peaks import Accelerator
+from glm46.run.plan import Plan
 
 GPUS_PER_NODE = 8
 STORAGE_GBYTES = 2.0
@@ -94,6 +95,11 @@ class TargetCluster:
     """GB/s that each node writes."""
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
 
+    @property
+    def host_ranks(self) -> int:
+        """GPUs of each node that has some."""
+        return min(self.gpus_per_node, self.gpus)
+
     def writing_seconds(self, nbytes: float) -> float:
         """Time in which all nodes write so many bytes together, each its part."""
         return nbytes / (max(self.gpus / self.gpus_per_node, 1) * self.storage_gbytes * 1e9)
@@ -113,15 +119,18 @@ class TargetCluster:
         return Link(min(inside, port * of_node), 1 / (away / port + (1 - away) / inside), False)
 
 
-def groups(layout: Layout, key_heads: int) -> dict[str, tuple[int, int]]:
+def groups(plan: Plan) -> dict[str, tuple[int, int]]:
     """The distance between neighbours and the number of ranks of each axis of the mesh, as `build_meshes` has them, and
     of the tensor-parallel ranks that share one of the key heads."""
-    shards = layout.dp_shard * layout.cp
+    layout, key_heads = plan.layout, plan.shape.num_key_value_heads
+    shards, levels = layout.dp_shard * layout.cp, plan.expert_levels or ExpertLevels(1, layout.ep)
     return {
         "tp": (1, layout.tp),
         "tp_head": (1, max(layout.tp // key_heads, 1)),
         "cp": (layout.tp, layout.cp),
         "ep": (1, layout.ep),
+        "ep_hosts": (levels.of_host, levels.hosts),
+        "ep_host": (1, levels.of_host),
         "shard": (layout.tp, shards),
         "efsdp": (layout.ep, layout.expert_shards),
         "dp_replicate": (layout.tp * shards, layout.dp_replicate),

@@ -24,7 +24,7 @@ from glm46.operate.estimate.rank_parts import (
     parts_of_ranks,
     sharded_dim,
 )
-from glm46.run.activations import FP32, INDEX, attended_keys
+from glm46.run.activations import EXPERT_NUMBER, FP32, INDEX, attended_keys
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
@@ -46,7 +46,8 @@ class Traffic:
 
     axis: str
     """Mesh axis as `compute/distributed/mesh.py` names it: shard (FSDP2, dp_shard x cp ranks), dp_replicate, efsdp, ep,
-    cp, tp, pp; "tp_head" for the ranks of tp that share a key head; "stage" for all ranks of a pipeline stage,
+    cp, tp, pp; "ep_hosts" and "ep_host" for the ranks of ep with one number on their hosts and for those of one host;
+    "tp_head" for the ranks of tp that share a key head; "stage" for all ranks of a pipeline stage,
     "stage_experts" for those that share experts; "world" for all ranks."""
     kind: Kind
     ranks: int
@@ -327,17 +328,25 @@ class _Step:
 
     def _tokens_to_experts(self, block: Block, runs: _Runs) -> Iterator[_Call]:
         """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes."""
-        ep, assignments = self._layout.ep, self._tokens * self._shape.num_experts_per_tok
+        ep, chosen = self._layout.ep, self._shape.num_experts_per_tok
         # Selective checkpointing keeps what was received.
         again = runs.forward - 1 if self._mode == "full" else 0
-        rows = assignments * self._shape.hidden_size * self._width
         # Recomputation needs the rows that come back only where a norm follows.
         back = 1 + runs.backward + (again if block == "mtp" else 0)
-        sizes = self._shape.n_routed_experts * INDEX
-        yield _Call("ep", "all_to_all", ep, "numbers of tokens", 1 + again, sizes)
-        yield _Call("ep", "all_to_all", ep, "tokens to experts", 1 + runs.backward + again, rows)
-        yield _Call("ep", "all_to_all", ep, "weights of tokens", 1 + runs.backward + again, assignments * FP32)
-        yield _Call("ep", "all_to_all", ep, "tokens from experts", back, rows)
+        sizes, numbers, hops = self._shape.n_routed_experts, 0, [("ep", ep, self._tokens * chosen, 1)]
+        if (levels := self._plan.expert_levels) is not None:
+            axes = [axis for axis in (("ep_hosts", levels.hosts), ("ep_host", levels.of_host)) if axis[1] > 1]
+            sizes, numbers = ep * (levels.hosts + 2 * ep), 1 + again
+            of_token = self._plan.hops(self._shape)
+            hops = [(*axis, self._tokens * rows, chosen) for axis, rows in zip(axes, of_token, strict=True)]
+        yield _Call("ep", "all_to_all", ep, "numbers of tokens", 1 + again, sizes * INDEX)
+        for axis, ranks, rows, of_row in hops:
+            size = round(rows * self._shape.hidden_size * self._width)
+            yield _Call(axis, "all_to_all", ranks, "experts of tokens", numbers, round(rows * of_row * EXPERT_NUMBER))
+            yield _Call(axis, "all_to_all", ranks, "weights of tokens", 1 + runs.backward + again,
+                        round(rows * of_row * FP32))  # fmt: skip
+            yield _Call(axis, "all_to_all", ranks, "tokens to experts", 1 + runs.backward + again, size)
+            yield _Call(axis, "all_to_all", ranks, "tokens from experts", back, size)
 
     def _keys(self, runs: _Runs) -> Iterator[_Call]:
         """Keys and values of one layer, and their gradients."""
