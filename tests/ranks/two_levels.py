@@ -196,6 +196,7 @@ def measure(process: Process, case: Case) -> dict:
         "case": case._asdict(),
         "errors": {name: max(each[0][name] for each in everything) for name in errors},
         "differ": sorted({name for each in everything for name, is_same in each[1].items() if not is_same}),
+        "real_tokens": int(real.sum()),
         "waits": [x.waits for x in links.values()],
         "sent": {
             name: dict(sum((collections.Counter(each[2][name]) for each in everything), collections.Counter()))

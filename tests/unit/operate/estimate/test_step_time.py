@@ -19,6 +19,7 @@ from glm46.operate.estimate.memory import plan_memory
 from glm46.operate.estimate.run_cost import count_steps, run_cost
 from glm46.operate.estimate.step_time import StepTime, step_time
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
+from glm46.operate.estimate.traffic import step_traffic
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.flops import attention_flops, training_flops
 from glm46.run.layout import Layout
@@ -361,3 +362,22 @@ def test_measured_efficiencies(tmp_path):
             Efficiencies.read(file)
     with pytest.raises(ValueError, match="No such file"):
         Efficiencies.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(8, {"ep_host": 5.34}), (32, {"ep_hosts": 3.63, "ep_host": 7.36})])
+def test_tokens_that_travel_in_two_levels_are_counted_by_level(ranks, rows):
+    """d(p) of GLM-4.5-Air in nodes of eight: the table of docs/parallelism.md, here with a rank's own rows."""
+    seconds = []
+    for exchange in ("all_to_all", "two_level"):
+        config = run(parallelism={"expert_parallel_degree": ranks, "expert_exchange": exchange})
+        plan = resolve_plan(config, 32, host_ranks=8)
+        cluster = TargetCluster(accelerator_of("H100"), 32, 8, 400.0)
+        step = step_time(plan, 0, plan.batches_of(0)[1], cluster, None)
+        seconds.append(step.parts["waiting for ep"])
+    found = {
+        each.axis: each.nbytes / each.calls / (2 * plan.shape.hidden_size * TOKENS)
+        for each in step_traffic(plan)[0]
+        if each.what == "tokens to experts"
+    }
+    assert found == pytest.approx(rows, abs=0.01)
+    assert seconds[1] < (0.75 if ranks == 8 else 0.6) * seconds[0]
