@@ -209,7 +209,7 @@ _LAYOUTS = {
             tensor=2, experts_over=4, num_experts=12, of_host=2, checkpointing="selective", compiled=True,
             adapter="dora",
         ),
-        Layout(context=2, experts_over=4, num_experts=12, of_host=4, checkpointing="full", routes=True),
+        Layout(context=2, experts_over=4, num_experts=12, of_host=2, checkpointing="full", routes=True),
         Layout(replicate=2, experts_over=2, of_host=1, offload=True),
         Layout(replicate=2, offload=True, adapter="lora", in_fp8=True),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),

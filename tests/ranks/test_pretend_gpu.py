@@ -5,11 +5,13 @@ import pytest
 from tests.ranks.server import differences
 from tests.ranks.test_sharded_layouts import BOUNDS
 
-LAYOUTS = ["tp2-ep2", "cp2-selective_ac-ring", "pp2-DualPipeV-micro4-offload"]
+LAYOUTS = [
+    (2, "tp2-ep2"), (2, "cp2-selective_ac-ring"), (2, "pp2-DualPipeV-micro4-offload"),
+    (4, "cp2-ep4-experts12-full_ac-routes-hosts_of_2"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2])
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize(("ranks", "case"), LAYOUTS)
 def test_a_layout_with_its_tensors_on_a_device_equals_one_process(case_row, ranks, case):
     """No operator mixes tensors of the device with others; attention is the form for devices other than the CPU."""
     row = case_row("pretend_layouts.main", ranks, case=case, seconds=600)

@@ -210,7 +210,7 @@ def _copies(goes_RP: Tensor, total: int) -> _Copies:
 
 
 def _begins(goes_RP: Tensor) -> Tensor:
-    """Where the places of each row begin in a list of all."""
+    """The beginning of the places of each row in a list of all."""
     count_R = goes_RP.sum(1)
     return count_R.cumsum(0) - count_R
 

@@ -78,7 +78,7 @@ class TestPlan:
 
     def parallelize(self, config, **meshes) -> Transformer:
         some = {"expert": None, "sequence": None, "tensor": None, "pipeline": None} | meshes
-        cluster = SimpleNamespace(meshes=SimpleNamespace(**some), device=torch.device("cpu"))
+        cluster = SimpleNamespace(meshes=SimpleNamespace(expert_hosts=None, **some), device=torch.device("cpu"))
         return plan.parallelize(meta_model(), resolve_plan(config), cluster)
 
     def test_all_transforms_run_in_the_order_of_the_page(self, make_config, called):
