@@ -36,12 +36,17 @@ class Section(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         # `python -OO` drops docstrings, which are the documentation of a table here.
-        cls.__doc__ = cls.__doc__ or ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0])
+        cls.__doc__ = cls.__doc__ or _docstring(cls)
 
     @field_validator("*", mode="before")
     @classmethod
     def _freeze(cls, value: Any) -> Any:
         return _tuples(value)
+
+
+def _docstring(of: type) -> str | None:
+    classes = (node for node in ast.parse(inspect.getsource(of)).body if isinstance(node, ast.ClassDef))
+    return ast.get_docstring(next(classes))
 
 
 def _tuples(value: Any) -> Any:
@@ -116,7 +121,7 @@ class OnHub:
     def parse(self, stated: str) -> HubId | None:
         """The parts of an id; None if it is malformed."""
         found = (_DATASET_ID if self.kind == "dataset" else _MODEL_ID).fullmatch(stated)
-        return found and HubId(**({"path": None} | found.groupdict()))
+        return found and HubId(found["repository"], found["revision"], found.groupdict().get("path"))
 
     @property
     def form(self) -> str:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from glm46.config.model import ModelShape
 from glm46.config.rules_layout import STATE_BLOCK
-from glm46.run.parameters import adapter_rows, named_rows
+from glm46.run.parameters import Head, adapter_rows, named_rows
 from glm46.run.plan import Plan
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
@@ -32,7 +33,7 @@ class CheckpointSize:
 def checkpoint_size(plan: Plan) -> CheckpointSize:
     """The size of each checkpoint of a run, with the critic's; under [adapter] of the adapters alone."""
     optimizer, adapter, rl = plan.config.optimizer, plan.config.adapter, plan.config.rl
-    networks = [(plan.shape, "lm")]
+    networks: list[tuple[ModelShape, Head]] = [(plan.shape, "lm")]
     if rl is not None and rl.resolved().has_critic:
         networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
     weights, states = [], 0

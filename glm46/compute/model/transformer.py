@@ -1,7 +1,7 @@
 """The GLM-4.5/4.6 model: embedding, decoder layers, head, multi-token prediction."""
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions, RoutingStatistics
 from glm46.config.model import ModelShape
 from glm46.run.function import NetworkFunction
+from glm46.run.parameters import Head
 
 
 class LossSums(NamedTuple):
@@ -81,10 +82,6 @@ class OutputHead(nn.Module):
 def _frozen_head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart | None) -> HeadOutput:
     """`summed_loss` without a gradient of the weight."""
     return summed_loss(hidden, weight.detach(), labels, part)
-
-
-Head = Literal["lm", "value"]
-"""The last layer: logits of the vocabulary, or one value per token."""
 
 
 class ValueHead(nn.Module):

@@ -16,8 +16,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from glm46.compute.model.attention_layout import AttentionLayout
 from glm46.compute.model.cross_entropy import HeadForm, summed_loss
-from glm46.compute.model.transformer import Head, LossSums, StageOutput, Transformer, detached
+from glm46.compute.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.run.parameters import Head
 from glm46.run.plan import Plan
 from glm46.run.stages import rank_of_stage, split_layers, stages_of_rank
 

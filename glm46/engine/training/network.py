@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from glm46.compute.parallelize.plan import parallelize
 from glm46.config.model import ModelShape
 from glm46.engine.training.balance import ExpertBalance
 from glm46.run.function import NetworkFunction, gate_factor, is_gate
+from glm46.run.parameters import Head
 from glm46.run.plan import Plan, replicas_reduce_once
 from glm46.run.schedule import schedule_value
 
@@ -234,9 +235,7 @@ class Network:
             release_gathered(model)
 
 
-def build_network(
-    plan: Plan, cluster: Cluster, *, head: Literal["lm", "value"] = "lm", trainable: bool = True
-) -> Network:
+def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", trainable: bool = True) -> Network:
     """Build a network with its initial weights. Collective.
 
     Args:
