@@ -57,9 +57,9 @@ class BatchBuilder:
         for k in range(1, self.mtp_depth + 1):
             self.mtp_input_ids[b, k - 1] = row[k : length + k]
             self.mtp_labels[b, k - 1] = targets[k + 1 : length + k + 1]
-        ends = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
-        self._mask_targets(b, ends)
-        self._number_documents(b, ends[: np.searchsorted(ends, length)])
+        bounds = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
+        self._mask_targets(b, bounds)
+        self._number_documents(b, bounds[: np.searchsorted(bounds, length)])
         if used < length:
             self._blank(b, used)
         self._filled += 1

@@ -11,12 +11,18 @@ _LONGEST_CHARACTER = 4
 """Bytes in UTF-8, and so the most tokens that a character is spread over."""
 
 
+Kind = Literal["thought", "answer", "call"]
+
+
 class Part(NamedTuple):
     """The part of a turn that a token adds to."""
 
-    kind: Literal["thought", "answer", "call"]
+    kind: Kind
     text: str
     """Of a call: ``name(key=value, ...)``."""
+
+
+_KINDS: dict[str, Kind] = {THINK: "thought", END_THINK: "answer", CALL: "call"}
 
 
 class TurnReader:
@@ -30,7 +36,7 @@ class TurnReader:
         markers = (THINK, END_THINK, CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE)
         self._tokenizer = tokenizer
         self._names = {tokenizer.special[name]: name for name in markers}
-        self._kind: Literal["thought", "answer", "call"] = "answer"
+        self._kind: Kind = "answer"
         self._ids: list[int] = []
         """Of an incomplete character, or of the call that is open."""
         self._texts = {"thought": "", "answer": ""}
@@ -49,7 +55,7 @@ class TurnReader:
             part = self._flush()
             if name == THINK:
                 self._texts["answer"] = ""  # GLM's template leaves out what is before a thought
-            self._kind = {THINK: "thought", END_THINK: "answer", CALL: "call"}[name]
+            self._kind = _KINDS[name]
             return part
         self._ids.append(token)
         is_open = self._tokenizer.decode(self._ids).endswith(_REPLACEMENT) and len(self._ids) < _LONGEST_CHARACTER
