@@ -13,8 +13,9 @@ from glm46.compute.model.cross_entropy import HeadForm, summed_loss
 from glm46.config.float8_layers import FP8_MULTIPLE
 from glm46.config.rl import RLConfig
 from glm46.config.rules_layout import values_of
-from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
+from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.fields import Rewards, prepare_fields, sum_over_replicas
 from glm46.tasks.rl.journal import Writer
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of, join, pack, spread
