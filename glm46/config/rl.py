@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
-from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
+from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Schedule, Section
 
 Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
@@ -268,7 +268,7 @@ class ResolvedRL(RLConfig):
         """True if the section needs a critic."""
         return self.advantage == "gae"
 
-    def is_on_policy(self, samples_per_step: int) -> bool:
+    def is_on_policy(self, samples_per_step: Schedule | None) -> bool:
         """True if the old policy is the one that is trained: there is one step of each rollout, and nothing before its
         forward pass reads the old log-probabilities: a penalty in the reward, or the mean of weights. The ratio is then
         1, with its gradient, and the step's own forward pass has them."""

@@ -7,8 +7,10 @@ from glm46.config.rules_layout import STATE_BLOCK
 from glm46.run.parameters import Head, adapter_rows, named_rows
 from glm46.run.plan import Plan
 
-WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
-"""Bytes per element; 8bit has an FP32 scale per block."""
+WIDTHS = {"float32": 4, "bfloat16": 2}
+"""Bytes per element."""
+STATE_WIDTHS = WIDTHS | {"8bit": 1.0 + 4.0 / STATE_BLOCK}
+"""The same of optimizer states; 8bit has an FP32 scale per block."""
 
 _HF_BYTES = 2
 """Of an element in a Hugging Face folder: BF16."""
@@ -44,6 +46,6 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
         states += sum(count * of_each for count, of_each in trained)
     return CheckpointSize(
         sum(weights) * WIDTHS[plan.config.training.dtype],
-        states * WIDTHS[optimizer.state_dtype],
+        states * STATE_WIDTHS[optimizer.state_dtype],
         weights[0] * _HF_BYTES,
     )

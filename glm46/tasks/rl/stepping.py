@@ -51,7 +51,7 @@ class StepBuilder:
         self.columns: dict[str, float] = {}
         """Columns of metrics of the last rollout."""
         self._unwritten: tuple[Rollout, Steps, dict[str, Tensor]] | None = None
-        self._is_on_policy = config.is_on_policy(int(plan.config.training.global_batch_size))
+        self._is_on_policy = config.is_on_policy(plan.config.training.global_batch_size)
         is_pipeline = cluster.meshes.pipeline is not None  # which computes every layer, on tensors of one shape
         self._has_fixed_rows = is_pipeline or cluster.meshes.sequence is not None  # which splits each row evenly
         is_trained = any(values_of(plan.config.mtp.loss_weight))

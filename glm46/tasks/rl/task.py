@@ -77,7 +77,7 @@ class Reinforcement:
             self.networks["policy"],
             self._config,
             plan.config.rollout.temperature,
-            is_on_policy=self._config.is_on_policy(int(plan.config.training.global_batch_size)),
+            is_on_policy=self._config.is_on_policy(plan.config.training.global_batch_size),
         )
         self.objectives = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:
