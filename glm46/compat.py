@@ -162,9 +162,8 @@ def mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-_GROUPED_HEADS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}
 """Asks for fewer key heads than query heads; torch 2.11 takes them unasked. Here, because compiled layers call it."""
 
 

@@ -36,17 +36,14 @@ class Section(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         # `python -OO` drops docstrings, which are the documentation of a table here.
-        cls.__doc__ = cls.__doc__ or _docstring(cls)
+        if not cls.__doc__:
+            nodes = ast.parse(inspect.getsource(cls)).body
+            cls.__doc__ = next(ast.get_docstring(node) for node in nodes if isinstance(node, ast.ClassDef))
 
     @field_validator("*", mode="before")
     @classmethod
     def _freeze(cls, value: Any) -> Any:
         return _tuples(value)
-
-
-def _docstring(of: type) -> str | None:
-    classes = (node for node in ast.parse(inspect.getsource(of)).body if isinstance(node, ast.ClassDef))
-    return ast.get_docstring(next(classes))
 
 
 def _tuples(value: Any) -> Any:

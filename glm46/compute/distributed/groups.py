@@ -11,13 +11,9 @@ from glm46 import compat
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of these ranks, with the timeout of the group of all ranks. Collective over all ranks."""
-    group: Any = dist.new_group(list(ranks), timeout=compat.group_timeout(_all_ranks()))
+    assert dist.group.WORLD is not None
+    group: Any = dist.new_group(list(ranks), timeout=compat.group_timeout(dist.group.WORLD))
     return group
-
-
-def _all_ranks() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None, "torch.distributed is not initialized"
-    return dist.group.WORLD
 
 
 def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
@@ -28,10 +24,11 @@ def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
     Args:
         parts: integers [groups, size].
     """
+    assert dist.group.WORLD is not None
     if len(parts) == 1:
-        return _all_ranks()
-    timeout, me = compat.group_timeout(_all_ranks()), dist.get_rank()
-    if _all_ranks().bound_device_id is None:
+        return dist.group.WORLD
+    timeout, me = compat.group_timeout(dist.group.WORLD), dist.get_rank()
+    if dist.group.WORLD.bound_device_id is None:
         groups: list[Any] = [dist.new_group(ranks, timeout=timeout) for ranks in parts.tolist()]
         return groups[int((parts == me).any(1).nonzero())]
     mine: Any = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)

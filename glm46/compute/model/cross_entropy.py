@@ -190,11 +190,11 @@ class _TokenLogprobs(torch.autograd.Function):
         labels_T, predictions = labels.view(-1), torch.empty_like(labels)
         # In the shape of the labels, not a view: FSDP puts hooks on the outputs of the model and warns about views.
         logprobs, entropies = (torch.empty_like(labels, dtype=torch.float32) for _ in range(2))
-        shares = hidden_TD.new_empty(0 if part is None else len(labels_T), 1, dtype=torch.float32)
+        shares = None if part is None else hidden_TD.new_empty(len(labels_T), 1, dtype=torch.float32)
         for rows, logits in _chunks(hidden_TD, weight_VD, chunk_tokens, scale):
             softmax = _softmax(logits, labels_T[rows], part, with_entropy)
             predictions.view(-1, 1)[rows], logprobs.view(-1, 1)[rows] = softmax.predicted, softmax.logprob
-            if softmax.share is not None:
+            if shares is not None and softmax.share is not None:
                 shares[rows] = softmax.share
             if softmax.entropy is not None:
                 entropies.view(-1, 1)[rows] = softmax.entropy
@@ -219,7 +219,7 @@ class _TokenLogprobs(torch.autograd.Function):
         gradients = _Gradients(hidden_TD, weight_VD, labels_T, ctx.needs_input_grad)
         for rows, logits in _chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
             grad_logits = _probability(logits)
-            if ctx.part is not None:
+            if shares is not None:
                 grad_logits.mul_(shares[rows])
             factor = 0.0 if of_logprob is None else of_logprob[rows]
             if of_entropy is None:

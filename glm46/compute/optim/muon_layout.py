@@ -44,8 +44,7 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
 def _cuts(tensor: DTensor) -> list[Cut]:
     """The divisions of a tensor in their order: from the outermost axis inwards, and strided shards, which divide what
     the inner axes leave, after those."""
-    strided: list[Cut] = []
-    plain: list[Cut] = []
+    strided, plain = list[Cut](), list[Cut]()
     for axis, placement in enumerate(tensor.placements):
         rest = zip(tensor.device_mesh.shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
         if not is_sharding(placement) and not isinstance(placement, Replicate):

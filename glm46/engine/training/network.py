@@ -96,7 +96,7 @@ class Network:
     @property
     def is_adapted(self) -> bool:
         """True if only adapters are trained; a stage of the pipeline may have none."""
-        return False
+        return self.plan.config.adapter is not None and isinstance(self, TrainedNetwork)
 
     def pretrained(self) -> dict[str, Tensor]:
         """Those of `weights` that trained weights may give: all but adapters."""
@@ -123,11 +123,7 @@ class Network:
         if self.is_adapted:
             weights = {name: weights[name] for name in self.parameters}
         named = {f"model.{name}": tensor for name, tensor in weights.items()}
-        named |= self._training_states()
         return {prefix + name: tensor for name, tensor in named.items()}
-
-    def _training_states(self) -> dict[str, Tensor]:
-        return {}
 
     def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Arguments:
         """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
@@ -233,20 +229,17 @@ class TrainedNetwork(Network):
     optimizer: OptimizerGroup
     balance: ExpertBalance
 
-    @property
-    def is_adapted(self) -> bool:
-        """See `Network.is_adapted`."""
-        return self.plan.config.adapter is not None
-
     def update(self, lr_factor: float) -> None:
         """Step of the optimizer, see `OptimizerGroup.step`. Collective."""
         self.optimizer.step(lr_factor)
         for magnitudes in self.magnitudes:
             magnitudes.refresh()
 
-    def _training_states(self) -> dict[str, Tensor]:
-        states = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
-        return states | {f"balance.{name}": tensor for name, tensor in self.balance.state_tensors().items()}
+    def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """See `Network.state_tensors`."""
+        named = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
+        named |= {f"balance.{name}": tensor for name, tensor in self.balance.state_tensors().items()}
+        return super().state_tensors(prefix) | {prefix + name: tensor for name, tensor in named.items()}
 
 
 def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm") -> TrainedNetwork:

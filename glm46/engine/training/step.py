@@ -80,9 +80,8 @@ def train_step(
             None. Values that are not finite always skip the step, for all networks, and so does `NO_TARGETS`.
     """
     moe = task.plan.config.moe
-    sums: dict[str, Tensor] = {}
-    counters: dict[str, Tensor] = {}
-    networks, gradient_seconds = trained_networks(task), 0.0
+    sums, counters, gradient_seconds = dict[str, Tensor](), dict[str, Tensor](), 0.0
+    networks = trained_networks(task)
     for name, objective in task.objectives.items():
         network, began = networks[name], time.perf_counter()
         outputs = compute_gradients(network, objective, micro_batches, totals, totals.of[name], clock)
@@ -114,12 +113,10 @@ def train_step(
     outcome = StepOutcome(outcomes, None, ready_at, gradient_seconds)
     mean_loss = outcome.main.sums["loss"].item() / max(totals.main["targets"], 1)
     is_finite = all(bool(value.isfinite().all()) for value in host.values())
-    fault: str | None
-    if not is_finite:
-        fault = NOT_FINITE
-    elif not totals.main["targets"]:
+    fault = None if is_finite else NOT_FINITE
+    if is_finite and not totals.main["targets"]:
         fault = NO_TARGETS  # zero gradients would still apply momentum and weight decay
-    else:
+    elif is_finite:
         fault = find_fault(mean_loss, outcome.main.grad_norm)
     if fault is not None:
         return outcome._replace(fault=fault)

@@ -50,16 +50,11 @@ class StepBatches(NamedTuple):
 class Objective(Protocol):
     """The objective that a network minimises."""
 
-    @property
-    def form(self) -> HeadForm:
-        """Form of the head; `LossSums` says which fields of the output it fills in."""
-        ...
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Fields of the batch that `loss` and `sums` read, [B, S] or [B, K, S]. With ``routes`` among them, see
-        `compute/model/routes.py`, the network computes with the experts of this field."""
-        ...
+    form: HeadForm
+    """Form of the head; `LossSums` says which fields of the output it fills in."""
+    fields: tuple[str, ...]
+    """Fields of the batch that `loss` and `sums` read, [B, S] or [B, K, S]. With ``routes`` among them, see
+    `compute/model/routes.py`, the network computes with the experts of this field."""
 
     def count(self, micro_batches: list[Batch]) -> Counts:
         """Count this rank's micro-batches. The engine sums the counts over all ranks by name. ``targets`` is what the
@@ -100,6 +95,8 @@ class Task(Protocol):
 
     plan: Plan
     cluster: Cluster
+    identity_keys: tuple[str, ...]
+    """Keys of the config that map sample numbers to what is read; they explain another `fingerprint`."""
 
     @property
     def networks(self) -> Mapping[str, Network]:
@@ -109,11 +106,6 @@ class Task(Protocol):
     @property
     def objectives(self) -> Mapping[str, Objective]:
         """Of the networks that train, by the same names; the main one first."""
-        ...
-
-    @property
-    def identity_keys(self) -> tuple[str, ...]:
-        """Keys of the config that map sample numbers to what is read; they explain another `fingerprint`."""
         ...
 
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
@@ -178,9 +170,5 @@ class Task(Protocol):
 
 def trained_networks(task: Task) -> dict[str, TrainedNetwork]:
     """The networks that have an objective, by name, the main one first."""
-    found: dict[str, TrainedNetwork] = {}
-    for name in task.objectives:
-        network = task.networks[name]
-        assert isinstance(network, TrainedNetwork), f"{name} is frozen"
-        found[name] = network
-    return found
+    networks = ((name, task.networks[name]) for name in task.objectives)
+    return {name: network for name, network in networks if isinstance(network, TrainedNetwork)}

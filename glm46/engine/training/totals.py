@@ -45,10 +45,9 @@ def to_tensors(totals: StepTotals) -> dict[str, Tensor]:
 
 def from_tensors(named: dict[str, Tensor], like: StepTotals) -> StepTotals:
     """The inverse of `to_tensors`, for totals with the names of ``like``."""
-    found: dict[str, Counts] = {}
-    for of, counts in like.of.items():
-        found[of] = {name: named[f"{of}/{name}"].tolist() for name in counts}
-    return StepTotals(int(named["real"]), int(named["half_pairs"]), found)
+    items = like.of.items()
+    counts: dict[str, Counts] = {of: {name: named[f"{of}/{name}"].tolist() for name in names} for of, names in items}
+    return StepTotals(int(named["real"]), int(named["half_pairs"]), counts)
 
 
 def count_half_pairs(micro_batches: list[Batch], window: int | None, *, document_mask: bool) -> int:

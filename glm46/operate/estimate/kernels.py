@@ -218,11 +218,8 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
     factors = MOVED[batch.param_dtype, batch.is_compiled]
     chosen = shape.num_experts_per_tok
     heads = sizes["H"] + sizes["K"]
-    elements: dict[str, float] = {
-        "hidden": shape.hidden_size,
-        "heads": heads,
-        "head_norms": heads if shape.use_qk_norm else 0,
-    }
+    elements: dict[str, float] = {"hidden": shape.hidden_size, "heads": heads}
+    elements["head_norms"] = heads if shape.use_qk_norm else 0
     if part == "dense":
         elements["inner"] = sizes["I"]
     else:

@@ -3,7 +3,7 @@
 B rows of S tokens; K multi-token prediction layers. A row is read S + 1 + K tokens long.
 """
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -105,15 +105,8 @@ class BatchBuilder:
     def finish(self) -> Batch:
         """Return the batch."""
         assert self._filled == self._rows, f"batch has {self._filled} of {self._rows} rows"
-        batch = Batch(
-            input_ids=torch.from_numpy(self.input_ids),
-            labels=torch.from_numpy(self.labels),
-            positions=torch.from_numpy(self.positions),
-            document_ids=torch.from_numpy(self.document_ids),
-            mtp_input_ids=torch.from_numpy(self.mtp_input_ids),
-            mtp_labels=torch.from_numpy(self.mtp_labels),
-            sample_numbers=torch.from_numpy(self.sample_numbers),
-        )
+        names = ["input_ids", "labels", "positions", "document_ids", "mtp_input_ids", "mtp_labels", "sample_numbers"]
+        batch: Any = {name: torch.from_numpy(getattr(self, name)) for name in names}
         self._allocate()
         return batch
 

@@ -37,8 +37,7 @@ def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPl
             empty.
         seq_len: tokens per row.
     """
-    waiting: list[np.ndarray] = [np.empty(0, np.int64), np.empty(0, np.int64)]
-    before = 0
+    waiting, before = list[np.ndarray]([np.empty(0, np.int64), np.empty(0, np.int64)]), 0
     for ends in doc_ends:
         if len(ends):
             cut = _cut(ends, before, seq_len)

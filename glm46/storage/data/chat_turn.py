@@ -6,12 +6,11 @@ from glm46.storage.data.chat import CALL, END_CALL, END_KEY, END_THINK, END_VALU
 from glm46.storage.data.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
 
+Kind = Literal["thought", "answer", "call"]
+_KINDS: dict[str, Kind] = {THINK: "thought", END_THINK: "answer", CALL: "call"}
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
 """Bytes in UTF-8, and so the most tokens that a character is spread over."""
-
-
-Kind = Literal["thought", "answer", "call"]
 
 
 class Part(NamedTuple):
@@ -20,9 +19,6 @@ class Part(NamedTuple):
     kind: Kind
     text: str
     """Of a call: ``name(key=value, ...)``."""
-
-
-_KINDS: dict[str, Kind] = {THINK: "thought", END_THINK: "answer", CALL: "call"}
 
 
 class TurnReader:

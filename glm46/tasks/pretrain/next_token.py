@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import copy_to_device
-from glm46.compute.model.cross_entropy import IGNORE, summed_loss
+from glm46.compute.model.cross_entropy import IGNORE, HeadForm, summed_loss
 from glm46.compute.model.mtp import accepted_drafts, draft_places
 from glm46.compute.model.transformer import LossSums
 from glm46.compute.parallelize.pipeline import Fields
@@ -24,8 +24,8 @@ class NextToken:
     """The objective of pre-training. Its totals: ``targets``, labels of the next token; ``mtp_targets`` and ``drafts``,
     for each prediction depth its labels and those that `accepted_drafts` compares."""
 
-    form = staticmethod(summed_loss)
-    fields = ()
+    form: HeadForm = staticmethod(summed_loss)
+    fields: tuple[str, ...] = ()
 
     def __init__(self, network: Network):
         self._network, self._mtp = network, network.plan.config.mtp

@@ -36,7 +36,9 @@ from glm46.tasks.pretrain.validation import due_tasks, evaluate, validation_meas
 class Pretraining:
     """One network that learns to predict the next token of the text in data.sources. See `Task`."""
 
-    identity_keys = ("data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers")
+    identity_keys: tuple[str, ...] = (
+        "data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers"
+    )  # fmt: skip
 
     def __init__(self, plan: Plan, cluster: Cluster):
         """Load the text and build the network. Collective.

@@ -36,8 +36,7 @@ def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: T
     Raises:
         UserError: the held-out text or the tokenizer has no rows of these lengths, or a standard task cannot be run.
     """
-    measures: list[ColumnsOf] = []
-    faults: list[str] = []
+    measures, faults = list[ColumnsOf](), list[str]()
     for index, task in enumerate(plan.config.validation.tasks):
         place = f"validation.tasks[{index}]"
         try:
