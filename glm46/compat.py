@@ -145,7 +145,7 @@ def shard_gathered_in_fp8(weight: Tensor) -> Tensor | None:
     return shard if hasattr(shard, "_precomputed_scale") else None
 
 
-def give_fp8_scale(shard: Tensor, scale: Tensor | None) -> None:
+def give_fp8_scale(shard: Any, scale: Tensor | None) -> None:
     """The scale [] that gathers of such a shard use; None: each gather computes it, with a collective.
 
     torchao sets it only for the layers of its own class, over all ranks that share a matrix, those of tensor
@@ -162,7 +162,8 @@ def mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-_GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}
 """Asks for fewer key heads than query heads; torch 2.11 takes them unasked. Here, because compiled layers call it."""
 
 
@@ -170,7 +171,8 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, window: tuple[int, int]
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn`."""
-    return varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **_GROUPED_HEADS)
+    out: Any = varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **_GROUPED_HEADS)
+    return out
 
 
 VARLEN_OPERATOR = torch.ops.torch_attn._varlen_attn.default
@@ -305,7 +307,7 @@ def wrap_local(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
     return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
 
 
-def norms_in_fp32(tensors: list[Tensor]) -> list[Tensor]:
+def norms_in_fp32(tensors: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
     """Euclidean norm of each tensor, in few kernels on a GPU. `get_total_norm` rounds to the type of the tensors."""
     return torch._foreach_norm(tensors, 2, dtype=torch.float32)
 
@@ -326,7 +328,8 @@ class _Waited(threading.local):
 
 
 _waited = _Waited()
-_wait = dist.Work.wait
+_Work: Any = dist.Work
+_wait = _Work.wait
 
 
 def _timed_wait(work: dist.Work, *arguments, **named) -> bool:
@@ -347,8 +350,8 @@ def own_clock() -> float:
     Torch offers no such clock. FSDP and torch.distributed wait in one method, `Work.wait`; the first call patches it.
     Collectives on a GPU block its stream, not the host, and do not stop this clock.
     """
-    if dist.Work.wait is not _timed_wait:
-        dist.Work.wait = _timed_wait
+    if _Work.wait is not _timed_wait:
+        _Work.wait = _timed_wait
     return time.perf_counter() - _waited.seconds
 
 
@@ -362,14 +365,15 @@ def clone_store() -> dist.Store:
 def torchrun_starts(start: Callable[[tuple[str, ...], dict[str, str]], Any]) -> Iterator[None]:
     """Let torchrun start processes by this function, which takes a command and all variables and returns what has
     `pid`, `poll` and `wait` of `subprocess.Popen`. Torchrun has no public way to fork commands."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.multiprocessing import subprocess_handler
 
-    before = SubprocessHandler._popen
-    SubprocessHandler._popen = lambda _, command, variables: start(command, variables)
+    handler: Any = subprocess_handler.SubprocessHandler
+    before = handler._popen
+    handler._popen = lambda _, command, variables: start(command, variables)
     try:
         yield
     finally:
-        SubprocessHandler._popen = before
+        handler._popen = before
 
 
 def flight_recorders() -> dict[str, str]:

@@ -167,7 +167,7 @@ def _last_windows(config: RunConfig) -> dict[str, int | None]:
         stages = {last: stages[last]}
     windows = {f"data.stages[{index}].sliding_window": stage.sliding_window for index, stage in stages.items()}
     if not windows or None in windows.values():
-        windows["model.sliding_window"] = config.model.sliding_window
+        windows["model.sliding_window"] = config.model.stated_shape.get("sliding_window")
     return windows
 
 

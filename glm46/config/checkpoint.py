@@ -1,5 +1,6 @@
 """The sections [checkpoint] and [metrics]."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -48,6 +49,12 @@ class CheckpointConfig(Section):
     previous phase; with ``initial_load_in_hf`` a Hugging Face folder, or ``hf://owner/name`` of the hub. Of a folder
     that another program wrote with torch.distributed.checkpoint the weights are read. Under [adapter]: the base, of
     which every start reads the weights and nothing else."""
+
+    @property
+    def initial_folder(self) -> Path:
+        """``initial_load_path`` where other keys require it."""
+        assert self.initial_load_path is not None
+        return Path(self.initial_load_path)
 
     initial_load_model_only: Annotated[bool, Needs("initial_load_path"), Needs("initial_load_in_hf", False)] = False
     """Load only weights and expert biases from initial_load_path. Otherwise also the optimizer's states, and text that

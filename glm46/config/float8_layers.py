@@ -16,7 +16,7 @@ rows in pieces of 16 bytes (`torch._scaled_mm`)."""
 MX_BLOCK = 32
 """Elements that share a scale under mxfp8 (OCP Microscaling Formats 1.0)."""
 
-EXPERTS_MULTIPLES = {"rowwise": FP8_MULTIPLE, "mxfp8": MX_BLOCK}
+EXPERTS_MULTIPLES = {"rowwise": FP8_MULTIPLE, "mxfp8": MX_BLOCK, None: 1}
 """By `experts_recipe_name`: experts need multiples of this many inputs, outputs and rows."""
 
 
@@ -135,7 +135,7 @@ def fp8_divides_the_layers(config: RunConfig, shape: ModelShape, world_size: int
             f"float8.recipe_name = {show(float8.recipe_name)}: {first.name} has {first.inputs} inputs and "
             f"{first.outputs} outputs on a rank, and {rule}; set float8.filter_fqns = {show(list(uneven))}",
         )
-    width, multiple = shape.moe_intermediate_size, EXPERTS_MULTIPLES.get(float8.experts_recipe_name, 1)
+    width, multiple = shape.moe_intermediate_size, EXPERTS_MULTIPLES[float8.experts_recipe_name]
     if shape.hidden_size % multiple or width % multiple:
         yield Fault(
             ("float8.experts_recipe_name", "model.hidden_size", "model.moe_intermediate_size"),

@@ -18,7 +18,9 @@ class HubKey(NamedTuple):
     @property
     def repository(self) -> str:
         """Owner and name."""
-        return self.mark.parse(self.value).repository
+        found = self.mark.parse(self.value)
+        assert found is not None, f"{self.key} was validated"
+        return found.repository
 
 
 def hub_keys(section: Section, prefix: tuple[str | int, ...] = ()) -> Iterator[HubKey]:

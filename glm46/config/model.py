@@ -1,6 +1,6 @@
 """The shape of a model, with the names of Hugging Face's ``config.json``, and the section [model]."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
@@ -120,14 +120,16 @@ class _ModelBase(Section):
     """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file, a Hugging Face
     tokenizer.json or its folder, or ``hf://owner/name``."""
 
+    @property
+    def stated_shape(self) -> dict[str, Any]:
+        """The keys of the shape that the table sets."""
+        table = self.model_dump(include=set(ModelShape.model_fields))
+        return {key: value for key, value in table.items() if value is not None}
+
 
 # [model] has every field of ModelShape with the default "absent", so that each shape key is documented once.
-ModelConfig = create_model(
-    "ModelConfig",
-    __base__=_ModelBase,
-    __doc__=_ModelBase.__doc__,
-    **{
-        name: (field.rebuild_annotation() | None, Field(None, description=field.description))
-        for name, field in ModelShape.model_fields.items()
-    },
-)
+_SHAPE_KEYS: dict[str, Any] = {
+    name: (field.rebuild_annotation() | None, Field(None, description=field.description))
+    for name, field in ModelShape.model_fields.items()
+}
+ModelConfig = create_model("ModelConfig", __base__=_ModelBase, __doc__=_ModelBase.__doc__, **_SHAPE_KEYS)

@@ -1,10 +1,11 @@
 """The published shapes and smaller ones of ours. Values: config.json of the releases, see docs/model.md."""
 
 from functools import lru_cache
+from typing import Any
 
-from glm46.config.model import ModelShape
+from glm46.config.model import ModelConfig, ModelShape
 
-_GLM_45 = dict(
+_GLM_45: dict[str, Any] = dict(
     vocab_size=151552, hidden_size=5120, num_hidden_layers=92, first_k_dense_replace=3, intermediate_size=12288,
     moe_intermediate_size=1536, n_routed_experts=160, num_experts_per_tok=8, n_shared_experts=1,
     routed_scaling_factor=2.5, num_attention_heads=96, num_key_value_heads=8, head_dim=128, use_qk_norm=True,
@@ -53,12 +54,10 @@ PRESETS: dict[str, ModelShape] = {
 
 
 @lru_cache(maxsize=64)  # one object for equal tables: a search of layouts compares shapes millions of times
-def resolve_shape(model) -> ModelShape:
+def resolve_shape(model: ModelConfig) -> ModelShape:
     """The shape of a [model] table: its preset, changed by the keys that the table sets.
 
     Raises:
         KeyError: the flavor is not a preset; `config.loader` turns this into a message before any other use.
     """
-    preset = PRESETS[model.flavor].model_dump()
-    stated = {key: value for key, value in model.model_dump().items() if key in preset and value is not None}
-    return ModelShape.model_validate(preset | stated)
+    return ModelShape.model_validate(PRESETS[model.flavor].model_dump() | model.stated_shape)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
-from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
+from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Schedule, Section
 
 Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
@@ -228,33 +228,53 @@ class RLConfig(Section):
         return self.prompts_per_rollout * self.group_size
 
     @property
-    def has_reference(self) -> bool:
-        """True if a resolved section needs a reference network."""
-        return self.kl.weight > 0 and self.kl.to == "reference"
-
-    @property
     def replaces_groups(self) -> bool:
         """True if a resolved section leaves groups out and takes others."""
         return bool(self.dynamic_sampling or self.filter)
 
+    def resolved(self) -> "ResolvedRL":
+        """The same section with every absent key of the preset filled in."""
+        return ResolvedRL.model_validate(
+            _merged(_merged(_BASE, PRESETS[self.algorithm]), self.model_dump(exclude_unset=True))
+        )
+
+
+class ResolvedClip(ClipConfig):
+    """[rl.clip] with the keys of the preset."""
+
+    low: float
+    high: float
+
+
+class ResolvedKL(KLConfig):
+    """[rl.kl] with the keys of the preset."""
+
+    weight: float
+
+
+class ResolvedRL(RLConfig):
+    """[rl] with the keys of the preset."""
+
+    clip: ResolvedClip
+    kl: ResolvedKL
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the section needs a reference network."""
+        return self.kl.weight > 0 and self.kl.to == "reference"
+
     @property
     def has_critic(self) -> bool:
-        """True if a resolved section needs a critic."""
+        """True if the section needs a critic."""
         return self.advantage == "gae"
 
-    def is_on_policy(self, samples_per_step: int) -> bool:
-        """True if a resolved section's old policy is the one that is trained: there is one step of each rollout, and
-        nothing before its forward pass reads the old log-probabilities: a penalty in the reward, or the mean of
-        weights. The ratio is then 1, with its gradient, and the step's own forward pass has them."""
+    def is_on_policy(self, samples_per_step: Schedule | None) -> bool:
+        """True if the old policy is the one that is trained: there is one step of each rollout, and nothing before its
+        forward pass reads the old log-probabilities: a penalty in the reward, or the mean of weights. The ratio is then
+        1, with its gradient, and the step's own forward pass has them."""
         is_in_reward = self.kl.weight > 0 and self.kl.where == "reward"
         is_one_step = self.samples_per_rollout == samples_per_step
         return is_one_step and self.old_policy == "trainer" and not (self.correction.normalize or is_in_reward)
-
-    def resolved(self) -> "RLConfig":
-        """The same section with every absent key of the preset filled in."""
-        return RLConfig.model_validate(
-            _merged(_merged(_BASE, PRESETS[self.algorithm]), self.model_dump(exclude_unset=True))
-        )
 
 
 def _merged(table: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:

@@ -175,8 +175,9 @@ def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int
     subject = f"{key} = {ep}"
     if "expert_parallel_degree" not in layout.model_fields_set:
         key, shard = "parallelism.data_parallel_shard_degree", layout.data_parallel_shard_degree
-        subject = f"{key} = {shard}" if shard != -1 else counted(world_size, "process")
-        if shard == -1:
+        subject = f"{key} = {shard}"
+        if shard == -1 and world_size is not None:
+            subject = counted(world_size, "process")
             step, each = layout.stated_ranks, ranks * layout.stated_ranks // world_size
             here, last = world_size // step, most // each
             counts = [

@@ -43,7 +43,8 @@ def json_schema() -> dict[str, Any]:
 def describe_keys() -> list[SectionRows]:
     """Every section and key, in the order of the file."""
     schema = json_schema()
-    return [rows for spec in schema["properties"].values() for rows in _describe(_section(spec), schema["$defs"])]
+    names = filter(None, map(_section, schema["properties"].values()))
+    return [rows for name in names for rows in _describe(name, schema["$defs"])]
 
 
 def _section(spec: dict) -> str | None:

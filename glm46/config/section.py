@@ -36,7 +36,9 @@ class Section(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         # `python -OO` drops docstrings, which are the documentation of a table here.
-        cls.__doc__ = cls.__doc__ or ast.get_docstring(ast.parse(inspect.getsource(cls)).body[0])
+        if not cls.__doc__:
+            nodes = ast.parse(inspect.getsource(cls)).body
+            cls.__doc__ = next(ast.get_docstring(node) for node in nodes if isinstance(node, ast.ClassDef))
 
     @field_validator("*", mode="before")
     @classmethod
@@ -116,7 +118,7 @@ class OnHub:
     def parse(self, stated: str) -> HubId | None:
         """The parts of an id; None if it is malformed."""
         found = (_DATASET_ID if self.kind == "dataset" else _MODEL_ID).fullmatch(stated)
-        return found and HubId(**({"path": None} | found.groupdict()))
+        return found and HubId(found["repository"], found["revision"], found.groupdict().get("path"))
 
     @property
     def form(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from glm46.config.faults import Fault, nearest, show
 from glm46.config.overrides import dotted, literal, take_out
@@ -69,12 +70,12 @@ def _section_in(annotation: Any) -> type[Section] | None:
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
 
 
-def _describe(item: dict, root: type[Section]) -> Fault:
+def _describe(item: ErrorDetails, root: type[Section]) -> Fault:
     place, kind, value = item["loc"], item["type"], item["input"]
     if kind == "missing" and place == ("model",):
         place = ("model", "flavor")
     section, field = root, None
-    for name in filter(lambda part: isinstance(part, str), place):
+    for name in (part for part in place if isinstance(part, str)):
         section = section_of(field) or root
         field = section.model_fields.get(name)
     key = dotted(place)
@@ -118,7 +119,8 @@ def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
     wanted = str(place[-1])
     # A recipe has no other sections.
     fields = RunConfig.model_fields.items() if section is not TextRecipe else ()
-    elsewhere = [name for name, field in fields if wanted in section_of(field).model_fields]
+    sections = ((name, section_of(field)) for name, field in fields)
+    elsewhere = [name for name, found in sections if found is not None and wanted in found.model_fields]
     if elsewhere and wanted not in _EVERYDAY_NAMES:
         meant = f"{elsewhere[0]}.{wanted}"
         return meant, f"did you mean '{meant}'?"
@@ -129,7 +131,7 @@ def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
     return dotted(place[:-1]) or wanted, f"valid {kind} are {', '.join(section.model_fields)}"
 
 
-def _meaning(name: str, field: FieldInfo | None) -> str:
+def _meaning(name: int | str, field: FieldInfo | None) -> str:
     """The first sentence of a key's documentation, in parentheses."""
     if name == "flavor":
         return f"; one of {', '.join(PRESETS)}"

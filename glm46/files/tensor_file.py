@@ -166,7 +166,7 @@ def _pieces(record: Record, box: Box, values: Tensor) -> Iterable[tuple[int, mem
     """Runs of bytes that are contiguous in the file and in `values`: (offset in the file, memory)."""
     if values.numel() == 0:
         return
-    memory = memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())
+    memory = values.detach().reshape(-1).view(torch.uint8).numpy().data
     size = record.dtype.itemsize
     whole = len(record.shape)  # the box has all of the dimensions from here on, so they are contiguous
     while whole > 0 and box[whole - 1] == (0, record.shape[whole - 1]):

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+from glm46.config.model import ModelShape
 from glm46.config.rules_layout import STATE_BLOCK
-from glm46.run.parameters import adapter_rows, named_rows
+from glm46.run.parameters import Head, adapter_rows, named_rows
 from glm46.run.plan import Plan
 
-WIDTHS = {"float32": 4, "bfloat16": 2, "8bit": 1.0 + 4.0 / STATE_BLOCK}
-"""Bytes per element; 8bit has an FP32 scale per block."""
+WIDTHS = {"float32": 4, "bfloat16": 2}
+"""Bytes per element."""
+STATE_WIDTHS = WIDTHS | {"8bit": 1.0 + 4.0 / STATE_BLOCK}
+"""The same of optimizer states; 8bit has an FP32 scale per block."""
 
 _HF_BYTES = 2
 """Of an element in a Hugging Face folder: BF16."""
@@ -32,7 +35,7 @@ class CheckpointSize:
 def checkpoint_size(plan: Plan) -> CheckpointSize:
     """The size of each checkpoint of a run, with the critic's; under [adapter] of the adapters alone."""
     optimizer, adapter, rl = plan.config.optimizer, plan.config.adapter, plan.config.rl
-    networks = [(plan.shape, "lm")]
+    networks: list[tuple[ModelShape, Head]] = [(plan.shape, "lm")]
     if rl is not None and rl.resolved().has_critic:
         networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
     weights, states = [], 0
@@ -43,6 +46,6 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
         states += sum(count * of_each for count, of_each in trained)
     return CheckpointSize(
         sum(weights) * WIDTHS[plan.config.training.dtype],
-        states * WIDTHS[optimizer.state_dtype],
+        states * STATE_WIDTHS[optimizer.state_dtype],
         weights[0] * _HF_BYTES,
     )

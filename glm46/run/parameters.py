@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from glm46.config.adapter import AdapterConfig, AdapterTarget
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
+
+Head = Literal["lm", "value"]
+"""The last layer: logits of the vocabulary, or one value per token."""
 
 FP8_BLOCK = 128
 """Rows and columns of a block of a weight in FP8. A frozen base has a scale for each row of a block, which holds the
@@ -165,7 +168,7 @@ def _bias(name: str, dims: str) -> Parameter:
 
 def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Parameter, ...]:
     family = prefix.replace(".", "[.]") + "[.](gate|up|down)_proj"
-    by_outputs = dict(dims=f"{width} D", group=group, tensor_dim=0, fp8_family=family, **options)
+    by_outputs: dict[str, Any] = dict(dims=f"{width} D", group=group, tensor_dim=0, fp8_family=family, **options)
     return (
         _same(part, f"{prefix}.gate_proj.weight", **by_outputs),
         _same(part, f"{prefix}.up_proj.weight", **by_outputs),
@@ -173,9 +176,9 @@ def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Param
     )
 
 
-_QKV = dict(group="attention", tensor_dim=0, fp8_family="self_attn[.][qkv]_proj")
-_O = dict(group="attention", tensor_dim=1, fp8_family="self_attn[.]o_proj")
-_EXPERT = dict(is_expert=True, fp8_family="mlp[.]experts[.].*_proj")
+_QKV: dict[str, Any] = dict(group="attention", tensor_dim=0, fp8_family="self_attn[.][qkv]_proj")
+_O: dict[str, Any] = dict(group="attention", tensor_dim=1, fp8_family="self_attn[.]o_proj")
+_EXPERT: dict[str, Any] = dict(is_expert=True, fp8_family="mlp[.]experts[.].*_proj")
 _SELECTION_BIAS = "e_score_correction_bias"
 
 PARAMETERS = (
@@ -243,8 +246,8 @@ def _adapters_of(row: Parameter) -> tuple[Parameter, ...]:
     sharded = {"tensor_dim": row.tensor_dim, "is_expert": row.is_expert, "needs": row.needs}
 
     def of(key: str, dims: str, group: str, initial, **options) -> Parameter:
-        name, *hf_names = (name.removesuffix(".weight") for name in (row.name, *row.hf_names))
-        hf_names = tuple(f"{hf_name}.{PEFT_NAMES[key]}" for hf_name in hf_names)
+        name, *modules = (name.removesuffix(".weight") for name in (row.name, *row.hf_names))
+        hf_names = tuple(f"{hf_name}.{PEFT_NAMES[key]}" for hf_name in modules)
         name, options = f"{name}{separator}{key}", sharded | options
         return Parameter(row.part, name, hf_names, experts + dims, group, "adamw", initial, **options)
 
@@ -279,9 +282,9 @@ _SCALES = {row.name: _scales_of(row) for row in PARAMETERS if row.fp8_family}
 
 def fp8_families(shape: ModelShape) -> frozenset[str]:
     """The `fp8_family` values whose weights consist of whole blocks; the others are never stored in FP8 blocks."""
-    rows = [row for row in PARAMETERS if row.fp8_family and (row.needs is None or getattr(shape, row.needs))]
+    rows = [row for row in PARAMETERS if row.needs is None or getattr(shape, row.needs)]
     unfit = {row.fp8_family for row in rows if any(size % FP8_BLOCK for size in row.hf_shape(shape)[-2:])}
-    return frozenset(row.fp8_family for row in rows) - unfit
+    return frozenset(row.fp8_family for row in rows if row.fp8_family).difference(unfit)
 
 
 def in_float8(rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
@@ -343,7 +346,7 @@ def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
     return dense, shape.num_hidden_layers - dense, shape.num_nextn_predict_layers
 
 
-def named_rows(shape: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, Parameter]:
+def named_rows(shape: ModelShape, head: Head = "lm") -> dict[str, Parameter]:
     """Every parameter and buffer of the model with this head by its full name, in the order of the model."""
     dense, moe, mtp = layer_counts(shape)
     without = {"lm": "value_head.weight", "value": "lm_head.weight"}[head]

@@ -1,5 +1,6 @@
 """A run's config with all that follows from it, resolved once and handed down."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm46.config.model import ModelShape
@@ -78,7 +79,7 @@ class Plan:
         parts = ([hosts] if hosts > 1 else []) + ([hosts * of_host] if of_host > 1 else [])
         return tuple(places_of_token(shape, count) for count in parts)
 
-    def keys_travel(self, shape: ModelShape, size: tuple[int, int]) -> bool:
+    def keys_travel(self, shape: ModelShape, size: Sequence[int]) -> bool:
         """`keys_travel` of micro-batches of this many rows and tokens per row."""
         width = 4 if self.config.training.mixed_precision_param == "float32" else 2
         return keys_travel(shape, width, rows=size[0], length=size[1], cp=self.layout.cp, tp=self.layout.tp)

@@ -13,7 +13,7 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.process import Process, join, leave
 from glm46.config.run_config import RunConfig
-from glm46.engine.training.network import build_network
+from glm46.engine.training.network import build_frozen_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from tests.ranks.forked_ranks import in_halves, run_ranks
@@ -58,7 +58,7 @@ def config_of(layout: Layout, dtype: str) -> RunConfig:
 
 def loss_of(job: Job, trainable: bool) -> float:
     """Of this rank's rows; without adapters by a network of its own."""
-    network = job.network if trainable else build_network(job.plan, job.cluster, trainable=False)
+    network = job.network if trainable else build_frozen_network(job.plan, job.cluster)
     readers = job.plan.layout.dp_degree
     share = slice(*(len(make_batch(0)["labels"]) // readers * (job.cluster.dp_rank + end) for end in (0, 1)))
     output = network.evaluate({name: tensor[share] for name, tensor in make_batch(0).items()})

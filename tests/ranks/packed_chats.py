@@ -20,10 +20,9 @@ from glm46.compute.parallelize.plan import initialise
 from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.engine.training.network import Batch
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
-from glm46.storage.data.batches import IGNORE
+from glm46.storage.data.batches import IGNORE, Batch
 from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
 from glm46.storage.data.manifest import Manifest, Split, save_manifest
 from glm46.storage.data.shards import NOT_A_TARGET

@@ -24,7 +24,7 @@ from glm46.compute.model.cross_entropy import IGNORE, token_logprobs
 from glm46.config.generation_degrees import Degrees
 from glm46.engine.inference.model_mesh import build_model_mesh
 from glm46.engine.training.hf_weights import load_weights
-from glm46.engine.training.network import Network, build_network
+from glm46.engine.training.network import Network, build_frozen_network, build_network
 from glm46.run.layout import generation_layout
 from glm46.run.plan import resolve_plan
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -132,7 +132,7 @@ def fp8_fault(network: Network) -> str:
     if stored.keys() != sent.keys() or not any(tensor.dtype == torch.float8_e4m3fn for tensor in sent.values()):
         return f"names {sorted(stored.keys() ^ sent.keys())}"
     config = network.plan.config.model_copy(update={"adapter": None})
-    read = build_network(replace(network.plan, config=config), network.cluster, trainable=False)
+    read = build_frozen_network(replace(network.plan, config=config), network.cluster)
     load_weights(read, folder / "version")
     fault = ""
     for name, value in served_tensors(read, None):
@@ -156,7 +156,7 @@ def merged_error(network: Network) -> float:
     for version in ("version-1", "version-2"):  # the base is written once
         write_policy(network, TOKENIZER, folder / version, torch.float32)
     config = plan.config.model_copy(update={"adapter": None})
-    read = build_network(replace(plan, config=config), network.cluster, trainable=False)
+    read = build_frozen_network(replace(plan, config=config), network.cluster)
     load_weights(read, folder / "version-2")
     pairs = zip(whole_weights(network, plan.shape), whole_weights(read, plan.shape), strict=True)
     error = max((one - other).abs().max().item() for (_, one), (_, other) in pairs)

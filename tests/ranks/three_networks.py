@@ -20,7 +20,7 @@ from torch import Tensor
 from glm46.compute.model.cross_entropy import IGNORE, summed_loss, token_logprobs
 from glm46.engine.training import loop
 from glm46.engine.training.build import run
-from glm46.engine.training.network import build_network
+from glm46.engine.training.network import build_frozen_network, build_network
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.storage.data.corpus import load_text
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -102,7 +102,7 @@ class TinyReinforcement:
         self.tokenizer, self.manifests = load_text(plan)
         self.networks = {
             "policy": build_network(plan, cluster),
-            "reference": build_network(plan, cluster, trainable=False),
+            "reference": build_frozen_network(plan, cluster),
             "critic": build_network(plan, cluster, head="value"),
         }
         self.objectives = {

@@ -72,7 +72,7 @@ class BandwidthProbe:
         times = [[seconds_of(call, self._device) for _ in range(_ROUNDS)] for call in calls]
         slowest = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        columns = {}
+        columns: dict[str, float] = {}
         for (name, group), seconds in zip(self._groups.items(), slowest[:, 1:].amin(1).tolist(), strict=True):
             bus = bus_bandwidth("all-reduce", size, seconds, group.size())
             values = {"allreduce_ms": seconds * 1e3, "allreduce_bandwidth": size / seconds / 1e9, "bus_bandwidth": bus}

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def read_on_first_rank(read: Callable[[], _Result]) -> _Result:
     Raises:
         UserError: on all ranks, if `read` raised one.
     """
-    found = [run_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
+    found: list[Any] = [run_on_all_ranks(lambda: read() if dist.get_rank() == 0 else None)]
     if dist.get_world_size() > 1:  # else it would only copy the result, by pickle
         dist.broadcast_object_list(found)
     return found[0]
@@ -45,7 +45,7 @@ def on_first_rank(*faults: str) -> tuple[str, ...]:
     return faults if dist.get_rank() == 0 else ()
 
 
-def catch_user_error(work: Callable[[], _Result]) -> tuple[_Result | None, UserError | None]:
+def catch_user_error(work: Callable[[], Any]) -> tuple[Any, UserError | None]:
     """The result of `work`, or the UserError that it raised. Other exceptions propagate. Not collective."""
     try:
         return work(), None
@@ -62,7 +62,8 @@ def raise_on_all_ranks(error: UserError | None) -> NoReturn:
     """
     found: list[tuple[tuple[str, ...], bool] | None] = [None] * dist.get_world_size()
     is_unreadable = isinstance(error, UnreadableError)
-    dist.all_gather_object(found, error and (tuple(map(_without_traceback, error.faults)), is_unreadable))
+    own = None if error is None else (tuple(map(_without_traceback, error.faults)), is_unreadable)
+    dist.all_gather_object(found, own)
     errors = [each for each in found if each is not None]
     faults = dict.fromkeys(fault for faults, _ in errors for fault in faults)
     raise (UnreadableError if all(each for _, each in errors) else UserError)(*on_first_rank(*faults))

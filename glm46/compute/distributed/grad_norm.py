@@ -30,11 +30,10 @@ def global_grad_norm(
     squares: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
+        key: tuple = (None, ())  # of replicas
         if isinstance(gradient, DTensor):
             axes = tuple(i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate))
             key, gradient = (gradient.device_mesh, axes), gradient.to_local()
-        else:
-            key = (None, ())
         if gradient is not None:
             squares.setdefault(key, []).append(gradient)
     total = torch.zeros((), device=device)  # a pipeline stage may have nothing that is trained

@@ -1,6 +1,7 @@
 """Process groups with the timeout of the group of all ranks; without one, torch gives a new group its own default."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,7 +11,9 @@ from glm46 import compat
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The group of these ranks, with the timeout of the group of all ranks. Collective over all ranks."""
-    return dist.new_group(list(ranks), timeout=compat.group_timeout(dist.group.WORLD))
+    assert dist.group.WORLD is not None
+    group: Any = dist.new_group(list(ranks), timeout=compat.group_timeout(dist.group.WORLD))
+    return group
 
 
 def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
@@ -21,12 +24,14 @@ def group_of_partition(parts: Tensor) -> dist.ProcessGroup:
     Args:
         parts: integers [groups, size].
     """
+    assert dist.group.WORLD is not None
     if len(parts) == 1:
         return dist.group.WORLD
     timeout, me = compat.group_timeout(dist.group.WORLD), dist.get_rank()
     if dist.group.WORLD.bound_device_id is None:
-        groups = [dist.new_group(ranks, timeout=timeout) for ranks in parts.tolist()]
+        groups: list[Any] = [dist.new_group(ranks, timeout=timeout) for ranks in parts.tolist()]
         return groups[int((parts == me).any(1).nonzero())]
-    mine = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)
-    compat.set_group_timeout(timeout, mine)  # torch 2.11 gives the timeout to NCCL's half of the group only
+    mine: Any = dist.split_group(split_ranks=parts.tolist(), timeout=timeout)
+    if timeout is not None:
+        compat.set_group_timeout(timeout, mine)  # torch 2.11 gives the timeout to NCCL's half of the group only
     return mine

@@ -1,7 +1,7 @@
 """The local part of a tensor, its position in the whole tensor, and copies to the device of this rank."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,7 +9,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from glm46 import compat
 
-_Value = TypeVar("_Value")
+_Value = TypeVar("_Value", bound="_OnHost")
+
+
+class _OnHost(Protocol):
+    """A tensor, or what copies those that it holds."""
+
+    def pin_memory(self: _Value) -> _Value: ...
+
+    def to(self: _Value, device: torch.device, *, non_blocking: bool) -> _Value: ...
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -19,8 +27,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_to_device(value: _Value, device: torch.device) -> _Value:
-    """Copy a tensor on the CPU, or an object with its methods `pin_memory` and `to`; the host does not wait for a GPU,
-    as a copy from pageable memory does."""
+    """Copy from the CPU; the host does not wait for a GPU, as a copy from pageable memory does."""
     pinned = value.pin_memory() if device.type == "cuda" else value
     return pinned.to(device, non_blocking=True)
 
@@ -41,11 +48,12 @@ def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> l
     if not isinstance(tensor, DTensor):
         return indices
     coordinate = tensor.device_mesh.get_coordinate() if coordinate is None else coordinate
+    assert coordinate is not None, "this rank is outside of the mesh"
     for axis, placement in enumerate(tensor.placements):
         ranks, rank = tensor.device_mesh.size(axis), coordinate[axis]
         if isinstance(placement, compat.StridedShard):
             # Each rank of this axis holds a chunk of every piece of the other sharding.
-            pieces = [_chunk(piece, ranks, rank) for piece in indices[placement.dim].chunk(placement.split_factor)]
+            pieces = [_chunk(piece, ranks, rank) for piece in indices[placement.dim].chunk(int(placement.split_factor))]
             indices[placement.dim] = torch.cat(pieces)
         elif isinstance(placement, Shard):
             indices[placement.dim] = _chunk(indices[placement.dim], ranks, rank)

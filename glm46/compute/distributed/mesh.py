@@ -39,8 +39,8 @@ class Meshes:
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """This rank's group of each axis, by its name; an axis that two meshes have once."""
         meshes = [mesh for mesh in (self.dense, self.expert_shard, self.expert, self.tensor) if mesh is not None]
-        found = {axis: mesh.get_group(axis) for mesh in reversed(meshes) for axis in mesh.mesh_dim_names}
-        of_others = {"cp": self.sequence and self.sequence.group, "pp": self.pipeline}
+        found = {axis: mesh.get_group(axis) for mesh in reversed(meshes) for axis in mesh.mesh_dim_names or ()}
+        of_others = {"cp": None if self.sequence is None else self.sequence.group, "pp": self.pipeline}
         return found | {axis: group for axis, group in of_others.items() if group is not None}
 
 

@@ -48,7 +48,7 @@ class Ranks:
         """
         if not dist.is_initialized():
             return cls(rank=0, size=1, group=None)
-        group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         return cls(rank=dist.get_rank(), size=dist.get_world_size(), group=group)
 
     @property
@@ -93,11 +93,10 @@ class Ranks:
 
     def scatter(self, values: list[Any] | None) -> Any:
         """This rank's one of the values that rank 0 has. Collective; raises as `all_gather`."""
-        if self.group is None:
-            return values[0]
-        box: list[Any] = [None]
-        with _telling_lost_ranks():
-            dist.scatter_object_list(box, values, src=0, group=self.group)
+        box = [None] if values is None else values[:1]
+        if self.group is not None:
+            with _telling_lost_ranks():
+                dist.scatter_object_list(box, values, src=0, group=self.group)
         return box[0]
 
     def stage(self, name: str, to: Literal["all", "first", "each"] = "all") -> "CollectiveStage":
@@ -143,17 +142,17 @@ class CollectiveStage:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    ) -> None:
         if isinstance(error, (CheckpointError, RankLostError)):  # all ranks have raised the former already
-            return False
+            return
         if error is not None and error is self._ranks.interrupt:
-            return False
+            return
         fault = None if error is None else describe_fault(self._ranks.rank, self._name, error)
         states = self._ranks.all_gather((fault, self.value is not None))
         faults = [fault for fault, _ in states if fault is not None]
         if error is not None and not isinstance(error, Exception):
             self._ranks.interrupt = error  # it propagates; the other ranks have the fault
-            return False
+            return
         if faults:
             raise CheckpointError(*faults) from error
         if self._to == "each":
@@ -165,7 +164,6 @@ class CollectiveStage:
         else:  # an exchange among all would give each value the room of the largest, in each rank
             first = self._ranks.of_first(self.value) if states[0][1] else None
             self.values = [first, *[None] * (self._ranks.size - 1)]
-        return False
 
 
 def describe_fault(rank: int, stage: str, error: BaseException) -> str:

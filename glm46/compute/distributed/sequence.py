@@ -5,6 +5,7 @@ the window. Every rank gets the same number of tokens of every row, because shap
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ class SequenceShard:
     ranks: int
     rank: int
 
-    def places(self, document_ids: Tensor | None, size: tuple[int, int], window: int | None) -> Tensor:
+    def places(self, document_ids: Tensor | None, size: Sequence[int], window: int | None) -> Tensor:
         """The positions of each rank's tokens in every row, ascending: int64 [B, ranks, S / ranks].
 
         Args:

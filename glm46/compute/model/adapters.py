@@ -8,6 +8,7 @@ is a constant in backward (arXiv 2402.09353, section 4.3). So results of the sum
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,27 +35,25 @@ def add_adapters(model: Transformer, adapter: AdapterConfig, dtype: torch.dtype 
     for index, layer in model.layers.items():
         for row in adapter_layer(model.shape, adapter, int(index)):
             owner, _, key = row.name.rpartition(".")
-            module = layer.get_submodule(owner)
-            device = next(module.parameters()).device
-            module.register_parameter(
+            adapted: Any = layer.get_submodule(owner)
+            device = next(adapted.parameters()).device
+            adapted.register_parameter(
                 key, nn.Parameter(torch.empty(row.shape(model.shape), dtype=dtype, device=device))
             )
-            module.is_adapted = True
-            _replace_products(module, adapter.scale)
+            adapted.is_adapted = True
+            _replace_products(adapted, adapter.scale)
 
 
-def _replace_products(module: nn.Module, scale: float) -> None:
-    if isinstance(module, Experts):
-        module.project = partial(_project, module, scale)
-    else:
-        module.product = partial(_linear_product, module, scale)
+def _replace_products(module: Any, scale: float) -> None:
+    key, product = ("project", _project) if isinstance(module, Experts) else ("product", _linear_product)
+    setattr(module, key, partial(product, module, scale))
 
 
 @contextmanager
 def without_adapters(models: Iterable[Transformer]) -> Iterator[None]:
     """Inside of it the models, or parts of one, compute with their frozen weights alone. Not between a forward and its
     backward."""
-    modules = [module for model in models for module in model.modules() if hasattr(module, "is_adapted")]
+    modules: list[Any] = [module for model in models for module in model.modules() if hasattr(module, "is_adapted")]
     for module in modules:
         module.is_adapted = False
     try:
@@ -64,7 +63,7 @@ def without_adapters(models: Iterable[Transformer]) -> Iterator[None]:
             module.is_adapted = True
 
 
-def _linear_product(module: Linear, scale: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_product(module: Any, scale: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `Linear.product`; of a module with adapters, with a weight in FP8, or with both."""
     scales, is_adapted = local_scales(module, "weight"), getattr(module, "is_adapted", False)
     if not is_adapted and scales is None:
@@ -163,7 +162,7 @@ def adapted_grouped_mm(
         [N, O], and for backward ``scale * x @ a.T``, [N, R], without adapters [N, 0]; dtype of `x_NI`.
     """
     y_NO = compat.grouped_mm(x_NI, in_compute_type(weight_EOI, scales, x_NI.dtype).transpose(1, 2), offsets)
-    if a_ERI is None:
+    if a_ERI is None or b_EOR is None:
         return y_NO, x_NI.new_empty(x_NI.shape[0], 0)
     low_NR = compat.grouped_mm(x_NI, a_ERI.transpose(1, 2), offsets).mul_(scale)
     return y_NO.add_(compat.grouped_mm(low_NR, b_EOR.transpose(1, 2), offsets)), low_NR

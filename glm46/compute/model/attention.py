@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glm46.compute.model.attention_layout import AttentionLayout
+from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
 from glm46.compute.model.attention_runs import attend_in_runs
 from glm46.compute.model.layers import Linear, RMSNorm
 from glm46.compute.model.rope import rotate
@@ -23,6 +23,7 @@ def attend(q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayo
     if layout is not None:
         q, k, v = (x.flatten(0, 1) for x in (q_BSHC, k_BSKC, v_BSKC))
         if layout.exchange is not None:
+            assert isinstance(layout.exchange, KeyExchange), "a ring has a core of its own"
             k, v = (x.index_select(0, layout.exchange.keys) for x in (k, v))
         return attend_in_runs(q, k, v, layout).view(q_BSHC.shape)
     out_BHSC = F.scaled_dot_product_attention(
@@ -56,7 +57,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(B, S, -1, self.head_dim)
         k = self.k_proj(x).view(B, S, -1, self.head_dim)
         v = self.v_proj(x).view(B, S, -1, self.head_dim)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = self.core(rotate(q, rope), rotate(k, rope), v, layout)
         return self.o_proj(out.reshape(B, S, -1))

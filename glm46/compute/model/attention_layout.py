@@ -103,7 +103,7 @@ class AttentionLayout(NamedTuple):
 
 def attention_layout(
     document_ids: Tensor | None,
-    size: tuple[int, int],
+    size: Sequence[int],
     window: int | None,
     places: Tensor | None = None,
     rank: int = 0,
@@ -157,8 +157,9 @@ def attention_layout(
 
 def layout_of_runs(queries: Sequence[int], keys: Sequence[int], window: int | None) -> AttentionLayout:
     """The layout of runs with these numbers of queries and of keys; the last keys of a run are those of its queries."""
-    counts = [np.array(lengths, np.int64) for lengths in (queries, keys)]
-    return AttentionLayout(*map(_cumulative, counts), *map(_longest, counts), window)
+    of_queries, of_keys = (np.array(lengths, np.int64) for lengths in (queries, keys))
+    sizes = _longest(of_queries), _longest(of_keys)
+    return AttentionLayout(_cumulative(of_queries), _cumulative(of_keys), *sizes, window)
 
 
 def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ the softmax of a chunk's logits, and overwrite it with the gradient of the logit
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,9 +75,10 @@ def _softmax(logits: Tensor, labels: Tensor, part: VocabularyPart | None, with_e
 
     # FP64 is exact for FP32 numbers and for token ids.
     local = [largest, log_inverse_sum, logprob.where(is_local, -torch.inf), predicted + part.rank * logits.shape[1]]
-    local = torch.stack([x.double() for x in (*local, *([entropy] if with_entropy else []))])
+    local += [] if entropy is None else [entropy]
     # [ranks, n, 1] from here on.
-    largest, log_inverse_sum, logprob, predicted, *entropy = part.gather(local).unbind(1)
+    gathered = part.gather(torch.stack([x.double() for x in local])).unbind(1)
+    largest, log_inverse_sum, logprob, predicted, *entropies = gathered
     log_sum = largest - log_inverse_sum
     log_share = log_sum - log_sum.logsumexp(0)
     return _Softmax(
@@ -86,13 +87,13 @@ def _softmax(logits: Tensor, labels: Tensor, part: VocabularyPart | None, with_e
         (logprob + log_share).amax(0).float(),  # one rank has the label, the others -inf
         # The first of equally likely tokens, as in one process.
         predicted.where(largest == largest.amax(0), torch.inf).amin(0).long(),
-        (log_share.exp() * (entropy[0] - log_share)).sum(0).float() if with_entropy else None,
+        (log_share.exp() * (entropies[0] - log_share)).sum(0).float() if entropies else None,
     )
 
 
 def _probability(logits: Tensor) -> Tensor:
     """Softmax in FP32. FP32 logits, the largest tensor here, are overwritten."""
-    in_place = {"out": logits} if logits.dtype == torch.float32 else {"dtype": torch.float32}
+    in_place: dict[str, Any] = {"out": logits} if logits.dtype == torch.float32 else {"dtype": torch.float32}
     return torch.softmax(logits, -1, **in_place)
 
 
@@ -125,7 +126,8 @@ class _Gradients:
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, needed: tuple[bool, ...]):
         self._hidden, self._weight, self._is_target = hidden, weight, (labels != IGNORE).unsqueeze(1)
         self.of_hidden = torch.empty_like(hidden) if needed[0] else None
-        self._needs_weight, self._of_weight = needed[1], None
+        self._needs_weight = needed[1]
+        self._of_weight: Tensor | None = None
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         """Add the gradients of one chunk. Rows without a target count as zero."""
@@ -164,7 +166,8 @@ class _SummedLoss(torch.autograd.Function):
             loss -= softmax.logprob.squeeze(1).where(is_counted_T[rows], 0).sum()
             predictions_T[rows] = softmax.predicted.squeeze(1)
             if any(ctx.needs_input_grad):
-                grad_logits = softmax.probability if part is None else softmax.probability.mul_(softmax.share)
+                grad_logits, share = softmax.probability, softmax.share
+                grad_logits = grad_logits if share is None else grad_logits.mul_(share)
                 _add_at_labels(grad_logits, labels_T[rows], part, -1.0)
                 gradients.add(rows, logits.copy_(grad_logits))
         ctx.save_for_backward(*gradients.finish())
@@ -191,9 +194,9 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows, logits in _chunks(hidden_TD, weight_VD, chunk_tokens, scale):
             softmax = _softmax(logits, labels_T[rows], part, with_entropy)
             predictions.view(-1, 1)[rows], logprobs.view(-1, 1)[rows] = softmax.predicted, softmax.logprob
-            if part is not None:
+            if shares is not None and softmax.share is not None:
                 shares[rows] = softmax.share
-            if with_entropy:
+            if softmax.entropy is not None:
                 entropies.view(-1, 1)[rows] = softmax.entropy
         for figure in (logprobs, entropies):
             figure.masked_fill_(labels == IGNORE, 0.0)

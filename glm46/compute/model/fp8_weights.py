@@ -6,6 +6,8 @@ they are: it casts floating point to the compute type. Nothing but a product rea
 compute type.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ def store_in_fp8(model: Transformer) -> list[nn.Module]:
         if find_parameter(name).fp8_family not in families:
             continue
         owner, _, key = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module: Any = model.get_submodule(owner)
         values = weight.new_empty(weight.shape, dtype=torch.uint8)
         scales = weight.new_empty((*weight.shape[:-1], weight.shape[-1] // FP8_BLOCK), dtype=torch.int32)
         module.register_parameter(key, nn.Parameter(values, requires_grad=False))

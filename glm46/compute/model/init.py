@@ -82,7 +82,7 @@ def fill_normal(
 def _fill_random(
     local: Tensor, indices: list[Tensor], global_shape: tuple[int, ...], values: Callable[[Tensor], Tensor]
 ) -> None:
-    places, stride = [], 1
+    places, stride = list[Tensor](), 1
     for dim in reversed(range(len(global_shape))):
         places.insert(0, indices[dim].to(local.device) * stride)
         stride *= global_shape[dim]

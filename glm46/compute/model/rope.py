@@ -40,10 +40,11 @@ def _yarn_ramp(scaling: RopeScalingConfig, dim: int, theta: float, device: torch
 
     def pair_that_turns(turns: float) -> float:
         positions = scaling.original_max_position_embeddings
+        assert positions is not None, "yarn requires it"
         return dim * math.log(positions / (turns * 2.0 * math.pi)) / (2.0 * math.log(theta))
 
     low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), dim - 1)
+    high: float = min(math.ceil(pair_that_turns(scaling.beta_slow)), dim - 1)
     high = high + 0.001 if high == low else high  # a step instead of a ramp; avoids division by zero
     pairs = torch.arange(dim // 2, dtype=torch.float32, device=device)
     return 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)

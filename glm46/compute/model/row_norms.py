@@ -29,7 +29,8 @@ def row_squares(
         FP32 [..., O]; of some columns, their part of the sum.
     """
     if weight.ndim == 2:
-        return row_squares(base, *(part.unsqueeze(0) for part in (weight, a, b)), scale, _stacked(in_fp8)).squeeze(0)
+        stacked = weight.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
+        return row_squares(base, *stacked, scale, _stacked(in_fp8)).squeeze(0)
     a, b = a.float(), b.float()
     cross = _by_pieces(weight, in_fp8, lambda w, experts: w @ a[experts].mT)
     # |w|^2 + 2 scale b.(A w) + scale^2 b.(A A^T b)

@@ -1,7 +1,7 @@
 """The GLM-4.5/4.6 model: embedding, decoder layers, head, multi-token prediction."""
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from glm46.compute.model.cross_entropy import HeadForm, HeadOutput, VocabularyPa
 from glm46.compute.model.layers import Linear, RMSNorm, local_weight
 from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.rope import rotary_tables
-from glm46.compute.model.router import RoutingOptions, RoutingStatistics
+from glm46.compute.model.router import Router, RoutingOptions, RoutingStatistics
 from glm46.config.model import ModelShape
 from glm46.run.function import NetworkFunction
+from glm46.run.parameters import Head
 
 
 class LossSums(NamedTuple):
@@ -55,9 +56,12 @@ class StageOutput(NamedTuple):
     overflow: Tensor
 
 
-def detached(output: "LossSums | StageOutput") -> "LossSums | StageOutput":
+_Output = TypeVar("_Output", LossSums, StageOutput)
+
+
+def detached(output: _Output) -> _Output:
     """The same values without gradient."""
-    return type(output)(*(None if x is None else x.detach() for x in output))
+    return output._replace(**{name: x.detach() for name, x in output._asdict().items() if x is not None})
 
 
 class OutputHead(nn.Module):
@@ -81,10 +85,6 @@ class OutputHead(nn.Module):
 def _frozen_head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart | None) -> HeadOutput:
     """`summed_loss` without a gradient of the weight."""
     return summed_loss(hidden, weight.detach(), labels, part)
-
-
-Head = Literal["lm", "value"]
-"""The last layer: logits of the vocabulary, or one value per token."""
 
 
 class ValueHead(nn.Module):
@@ -111,14 +111,14 @@ class Transformer(nn.Module):
     def __init__(self, shape: ModelShape, head: Head = "lm"):
         super().__init__()
         self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleDict(
             {
                 str(i): TransformerBlock(shape, is_dense=i < shape.first_k_dense_replace)
                 for i in range(shape.num_hidden_layers)
             }
         )
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size) if head == "lm" else None
         self.value_head = ValueHead(shape.hidden_size) if head == "value" else None
         self.router_temperature = 1.0
@@ -205,10 +205,11 @@ class Transformer(nn.Module):
         Returns:
             Logits [B, S, V], or `LossSums`, or `StageOutput`.
         """
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         if hidden is None:
+            assert self.embed_tokens is not None and input_ids is not None, "a later part takes hidden states"
             hidden = self.embed_tokens(input_ids)
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
         if is_real is None and document_ids is not None:
             is_real = document_ids >= 0
         layout = layout or self._layout(document_ids, positions)
@@ -231,16 +232,18 @@ class Transformer(nn.Module):
             predictions = torch.empty(0, *positions.shape, dtype=torch.int64, device=hidden.device)
             values = self.value_head(hidden)
             return LossSums(None, none, *self._sums(statistics, hidden), predictions, values=values)
+        assert self.lm_head is not None, "it has one of the two heads"
         if labels is None:
             return self.lm_head(hidden)
-        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
+        return self._loss_sums(self.lm_head, hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
 
     def _layout(self, document_ids: Tensor | None, positions: Tensor) -> AttentionLayout | None:
-        layout = attention_layout(document_ids, tuple(positions.shape), self.shape.sliding_window)
+        layout = attention_layout(document_ids, positions.shape, self.shape.sliding_window)
         return None if layout is None else layout.to(positions.device)
 
     def _loss_sums(
         self,
+        lm_head: OutputHead,
         hidden: Tensor,
         labels: Tensor,
         form: HeadForm,
@@ -250,8 +253,8 @@ class Transformer(nn.Module):
         context: tuple,
     ) -> LossSums:
         """The head, and the prediction depths if there are embeddings; ``context``: further arguments of a layer."""
-        heads = [self.lm_head(hidden, labels, form)]
-        if mtp_embeddings is not None:
+        heads = [lm_head(hidden, labels, form)]
+        if mtp_embeddings is not None and mtp_labels is not None:
             if self.mtp_alone:
                 # A gradient of zeros, which pipeline stages send back, and exactly the same values.
                 mtp_embeddings = mtp_embeddings + (mtp_embeddings.detach() - mtp_embeddings)
@@ -259,9 +262,7 @@ class Transformer(nn.Module):
             for k, layer in enumerate(self.mtp.values()):
                 hidden, of_layer = layer(hidden, mtp_embeddings[:, k], *context)
                 statistics.append(of_layer)
-                heads.append(
-                    self.lm_head(hidden, mtp_labels[:, k], _frozen_head_loss if self.mtp_alone else summed_loss)
-                )
+                heads.append(lm_head(hidden, mtp_labels[:, k], _frozen_head_loss if self.mtp_alone else summed_loss))
         mtp_losses = [head.loss for head in heads[1:]]
         return LossSums(
             heads[0].loss,
@@ -280,9 +281,9 @@ class Transformer(nn.Module):
         losses, counts, overflow = (torch.stack(values) for values in zip(*(s[:3] for s in statistics), strict=True))
         return losses.sum(0), counts, overflow
 
-    def routers(self) -> dict[str, nn.Module]:
+    def routers(self) -> dict[str, Router]:
         """The routers of this part by name, in the order of `LossSums.tokens_per_expert`."""
-        return {name: module for name, module in self.named_modules() if name.endswith(".router")}
+        return {name: module for name, module in self.named_modules() if isinstance(module, Router)}
 
 
 def router_names(shape: ModelShape) -> list[str]:

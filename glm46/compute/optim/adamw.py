@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from glm46.compute.distributed.local_tensor import local_tensor
-from glm46.compute.optim.compact_state import State, load_state, local_state, make_state, store_state
+from glm46.compute.optim.compact_state import State, StateType, load_state, local_state, make_state, store_state
 from glm46.compute.optim.muon_layout import local_gradient
 from glm46.compute.optim.state_offload import StatePlace, StateStream, zeros_at
 from glm46.config.optimizer import OptimizerConfig
@@ -55,7 +55,7 @@ class AdamW:
         self._config, self._place = config, place
         self._names = [name for name, _ in parameters]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        dtype = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
+        dtype: StateType = "8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype)
         parts = [local_tensor(parameter) for _, parameter in parameters]
         # torch's kernel needs states of the parameter's type.
         self._is_torch = all(part.dtype == dtype == torch.float32 for part in parts)
@@ -77,7 +77,7 @@ class AdamW:
         device = parts[0].device if parts else torch.device("cpu")
         self._moments = StateStream(states, device, place)
 
-    def _entry(self, name: str, parameter: Tensor, part: Tensor, dtype: torch.dtype | str) -> _Entry:
+    def _entry(self, name: str, parameter: Tensor, part: Tensor, dtype: StateType) -> _Entry:
         # The fused kernel counts on the device, the plain update on the host.
         step = torch.zeros((), dtype=torch.float32, device=part.device if self._is_torch else "cpu")
         self.state[parameter] = {"step": step}
@@ -86,7 +86,7 @@ class AdamW:
             tensors = make_state(name, parameter, dtype, signed, zeros_at(self._place))
             self.state[parameter] |= {f"{key}{end}": tensor for end, tensor in tensors.items()}
             moments.append(local_state(tensors, signed))
-        return _Entry(parameter, part, step, tuple(moments))
+        return _Entry(parameter, part, step, (moments[0], moments[1]))
 
     def _chunks(self, entries: list[_Entry]) -> list[list[_Entry]]:
         """The entries to update at a time: all, or chunks large enough to be worth a transfer."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -71,8 +72,11 @@ class Quantized:
 State = Tensor | Quantized
 
 
+StateType = torch.dtype | Literal["8bit"]
+
+
 def make_state(
-    name: str, parameter: Tensor, dtype: torch.dtype | str, signed: bool, zeros: Zeros = zeros_on_device
+    name: str, parameter: Tensor, dtype: StateType, signed: bool, zeros: Zeros = zeros_on_device
 ) -> dict[str, Tensor]:
     """The saved tensors of one state, by suffix of their names: "", or ".codes" and ".scales".
 
@@ -150,7 +154,7 @@ def views_like(item: Sequence[State], buffer: Tensor) -> list[State]:
             size = tensor.numel() * tensor.element_size()
             parts.append(buffer[start : start + size].view(tensor.dtype).view(tensor.shape))
             start += _aligned(tensor)
-        views.append(Quantized(*parts, state.signed) if isinstance(state, Quantized) else parts[0])
+        views.append(Quantized(parts[0], parts[1], state.signed) if isinstance(state, Quantized) else parts[0])
     return views
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from glm46.compute.optim.compact_state import local_state, make_state
+from glm46.compute.optim.compact_state import StateType, local_state, make_state
 from glm46.compute.optim.muon_exchange import make_groups
 from glm46.compute.optim.muon_layout import local_matrices, tensor_layout
 from glm46.compute.optim.muon_plan import MuonPlan, PlannedParameter, TensorLayout, make_plan
@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr: str = "match_rms_adamw",
         ns_dtype: torch.dtype = torch.bfloat16,
-        state_dtype: torch.dtype | str | None = None,
+        state_dtype: StateType | None = None,
         state_offload: StatePlace = "none",
         device: torch.device | None = None,
     ):
@@ -115,7 +115,7 @@ class Muon(torch.optim.Optimizer):
         return flops
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # takes no closure
         """Update every parameter that has a gradient. Collective."""
         self._work.run()
 
@@ -123,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         """Refused, because torch replaces the live states and casts them; copy into the tensors of ``state``."""
         raise NotImplementedError("Muon: copy the saved values into the tensors of optimizer.state")
 
-    def _prepare(self, state_dtype: torch.dtype | str | None, place: StatePlace, device: torch.device | None) -> None:
+    def _prepare(self, state_dtype: StateType | None, place: StatePlace, device: torch.device | None) -> None:
         """Make the states, the plan and the process groups. Collective."""
         entries = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         parameters, requests, momenta = [group["params"][index] for group, index in entries], [], []

@@ -5,6 +5,7 @@ bucket's units, which every rank knows, so no metadata is sent.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ class BucketExchange:
         self._coming = [(peer, unit) for peer in members for unit in self._owned if peer in unit.senders]
         self._leaving_back = [(peer, unit) for peer in members for unit in self._owned if unit.receives(peer)]
         self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]
+        self._buffers: tuple[Tensor, ...] = ()
+        self._work: Any = None  # of the running exchange
         self._stacks: dict[tuple, list[Unit]] = {}
         for unit in self._owned:
             self._stacks.setdefault((min(unit.shape), max(unit.shape)), []).append(unit)
@@ -73,7 +76,7 @@ class BucketExchange:
         for unit, piece in self._pieces.items():
             direction = None if piece.gradient is None else piece.direction()
             if unit.owner == self._me:
-                target = _within(self._whole[unit], unit.parts[self._me])
+                target = _within(self._whole[unit], unit, self._me)
             elif unit in slot_of:
                 target = slot_of[unit].view(piece.parameter.shape[1:])
             else:
@@ -86,7 +89,7 @@ class BucketExchange:
         """Wait for the parts of the owned matrices, orthogonalise them and start to send the updates. Collective."""
         self._work.wait()
         for slot, (source, unit) in zip(self._arrivals, self._coming, strict=True):
-            target = _within(self._whole[unit], unit.parts[source])
+            target = _within(self._whole[unit], unit, source)
             target.copy_(slot.view(target.shape))
         updates = {}
         for shape, units in self._stacks.items():
@@ -96,10 +99,10 @@ class BucketExchange:
         wire = self._orthogonalize.dtype
         slots, send, out_sizes = self._slots(self._leaving_back, lambda peer, unit: unit.size(peer), wire)
         for slot, (peer, unit) in zip(slots, self._leaving_back, strict=True):
-            part = _within(updates[unit], unit.parts[peer])
+            part = _within(updates[unit], unit, peer)
             slot.view(part.shape).copy_(part)
         for unit in self._owned:
-            self._apply(unit, _within(updates[unit], unit.parts[self._me]))
+            self._apply(unit, _within(updates[unit], unit, self._me))
         self._arrivals, receive, in_sizes = self._slots(self._coming_back, lambda _, unit: unit.size(self._me), wire)
         self._exchange(receive, send, in_sizes, out_sizes)
 
@@ -130,6 +133,8 @@ class BucketExchange:
         self._work = dist.all_to_all_single(receive, send, in_sizes, out_sizes, group=self._group, async_op=True)
 
 
-def _within(matrix: Tensor, part: tuple[tuple[int, int], tuple[int, int]]) -> Tensor:
+def _within(matrix: Tensor, unit: Unit, rank: int) -> Tensor:
+    part = unit.parts[rank]
+    assert part is not None, "the rank holds none"
     (top, bottom), (left, right) = part
     return matrix[top:bottom, left:right]

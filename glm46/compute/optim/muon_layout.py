@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from glm46.compat import StridedShard, wrap_local
 from glm46.compute.distributed.host_memory import host_tensor
@@ -14,7 +15,7 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.optim.muon_plan import Cut, Holding, TensorLayout, mesh_layout, whole_layout
 
 
-def is_sharding(placement) -> bool:
+def is_sharding(placement: Placement) -> TypeGuard[Shard | StridedShard]:
     """True if a placement shards the tensor. In torch 2.13 ``is_shard()`` of a strided shard is False."""
     return isinstance(placement, (Shard, StridedShard))
 
@@ -43,7 +44,7 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
 def _cuts(tensor: DTensor) -> list[Cut]:
     """The divisions of a tensor in their order: from the outermost axis inwards, and strided shards, which divide what
     the inner axes leave, after those."""
-    strided, plain = [], []
+    strided, plain = list[Cut](), list[Cut]()
     for axis, placement in enumerate(tensor.placements):
         rest = zip(tensor.device_mesh.shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
         if not is_sharding(placement) and not isinstance(placement, Replicate):
@@ -81,7 +82,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return local_tensor(gradient)
 

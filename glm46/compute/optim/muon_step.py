@@ -124,10 +124,11 @@ class MuonStep:
     def _piece(self, part: Slice, momentum: State, shape: tuple[int, int]) -> Piece:
         """The views of a part; ``shape`` is that of the whole matrices."""
         number, matrices, rows = part
-        parameter, gradient = (None if v is None else v[slice(*matrices), slice(*rows)] for v in self._views[number])
+        parameter, gradient = self._views[number]
+        inside = slice(*matrices), slice(*rows)
         if gradient is not None:
-            gradient = gradient.to(self._devices[number], non_blocking=True)
-        return Piece(self._entries[number][0], parameter, gradient, momentum, *shape)
+            gradient = gradient[inside].to(self._devices[number], non_blocking=True)
+        return Piece(self._entries[number][0], parameter[inside], gradient, momentum, *shape)
 
     def _gather(self, exchange: BucketExchange) -> None:
         with self._momenta.take() as momenta:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glm46.compat import named_range
-from glm46.compute.optim.compact_state import Quantized, load_state, store_state
+from glm46.compute.optim.compact_state import Quantized, load_state, state_parts, store_state
 from glm46.compute.optim.newton_schulz import orthogonalize
 
 _UPDATE_RMS = 0.2
@@ -75,6 +75,7 @@ class Piece:
         """Advance the momentum and return the matrices to orthogonalise, [N, r, c], in memory of their own."""
         weight = self.group["momentum"]
         gradient = self.gradient
+        assert gradient is not None, "a piece without a gradient has none"
         if isinstance(self.momentum, Tensor) and self.momentum.dtype == gradient.dtype:
             momentum = self.momentum.lerp_(gradient, 1.0 - weight)
         else:
@@ -110,7 +111,9 @@ def update_whole(pieces: Sequence[Piece], settings: Orthogonalizer) -> None:
         pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)
         return
     short, long = canonical(pieces[0].parameter).shape[1:]
-    x_NSL = torch.empty(sum(counts), short, long, dtype=settings.gather_dtype, device=pieces[0].gradient.device)
+    x_NSL = torch.empty(
+        sum(counts), short, long, dtype=settings.gather_dtype, device=state_parts(pieces[0].momentum)[0].device
+    )
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
         part.copy_(canonical(piece.direction()))
     for part, piece in zip(settings(x_NSL).split(counts), pieces, strict=True):

@@ -98,9 +98,12 @@ def make_pair(
     Args:
         merge: one group of Muon for all matrices with the same row blocks, instead of one for each matrix.
     """
-    place = config.state_offload
-    if place == "nvme":
+    place: StatePlace
+    if config.state_offload == "nvme":
+        assert config.state_offload_folder is not None, "refused without"
         place = StateFile(Path(config.state_offload_folder))
+    else:
+        place = config.state_offload
     groups: dict[object, dict] = {}
     for (name, parameter), role in zip(named_parameters, roles, strict=True):
         if role.optimizer == "muon":

@@ -82,7 +82,9 @@ def module_roles(
     Raises:
         ValueError: a pattern that no matrix has, or blocks that do not divide the rows.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named: list[tuple[str, Tensor]] = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     try:
         roles = assign_roles([name for name, _ in named], config)
     except UserError:

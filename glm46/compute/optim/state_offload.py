@@ -39,6 +39,7 @@ class StateStream:
         self._items, self._device, self._is_offloaded = items, device, place != "none"
         self._slot_bytes = max(map(packed_bytes, items), default=0)
         self._next = 0
+        self._staged: Sequence[State] = ()
         self._on_gpu = self._is_offloaded and device.type == "cuda"
         self._ring = StateRing(items, self._slot_bytes, pin=self._on_gpu) if isinstance(place, StateFile) else None
         if self._on_gpu:
@@ -80,7 +81,7 @@ class StateStream:
             self._outward.synchronize()
         if self._ring is not None:
             self._ring.end()
-        self._slots, self._staged = None, ()
+        self._slots, self._staged = torch.empty(0), ()
 
     def _load(self, number: int) -> None:
         source = self._items[number] if self._ring is None else self._ring.fetch(number)

@@ -14,7 +14,7 @@ from glm46 import compat
 from glm46.compute.distributed.collectives import exchange_rows, gather_sequence, sum_over_ranks
 from glm46.compute.distributed.sequence import SequenceShard
 from glm46.compute.model.attention import Attention, AttentionCore
-from glm46.compute.model.attention_layout import AttentionLayout, KeyRing, attention_layout
+from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange, KeyRing, attention_layout
 from glm46.compute.model.router import Router
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.ring import ring_attention
@@ -47,7 +47,7 @@ def take_part(
         shard: None without context parallelism.
         ring, prefix_ids: see `attention_layout`.
     """
-    size = tuple(rows["input_ids"].shape)
+    size = rows["input_ids"].shape
     if shard is None:
         layout = attention_layout(document_ids, size, window, prefix_ids=prefix_ids)
         return rows if layout is None else rows | {"layout": layout}
@@ -59,8 +59,8 @@ def take_part(
 
 def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
     @torch.compiler.disable
-    def of_runs(x: Tensor, layout: AttentionLayout) -> Tensor:
-        x, exchange = x.flatten(0, 1), layout.exchange
+    def of_runs(x: Tensor, exchange: KeyExchange) -> Tensor:
+        x = x.flatten(0, 1)
         if exchange.tokens is None:
             # As one row: parts of several rows would be copied into the order of the rows, and again into the runs'.
             gathered = gather_sequence(x.unsqueeze(0), shard.group)[0]
@@ -72,12 +72,13 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
 
     @torch.compiler.disable
     def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
-        return ring_attention(*(x.flatten(0, 1) for x in (q, k, v)), ring, shard.group).view(q.shape)
+        return ring_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ring, shard.group).view(q.shape)
 
-    def gathering_core(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def gathering_core(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout | None) -> Tensor:
+        assert layout is not None and layout.exchange is not None, "see `take_part`"
         if isinstance(layout.exchange, KeyRing):
             return around_the_ring(q, k, v, layout.exchange)
         # The gathered keys are free again before the values come.
-        return core(q, of_runs(k, layout), of_runs(v, layout), layout._replace(exchange=None))
+        return core(q, of_runs(k, layout.exchange), of_runs(v, layout.exchange), layout._replace(exchange=None))
 
     return gathering_core

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,8 @@ def apply(model: Transformer, plan: Plan) -> None:
             if float8.enable_fsdp_float8_all_gather:
                 module.weight = nn.Parameter(_gathered_in_fp8(module.weight, recipe))
         elif isinstance(module, MoE) and float8.experts_recipe_name is not None:
-            module.experts.product = experts_product(float8)
+            experts: Any = module.experts
+            experts.product = experts_product(float8)
             module.dispatcher.multiple = EXPERTS_MULTIPLES[float8.experts_recipe_name]
 
 
@@ -126,6 +127,7 @@ def experts_product(float8: Float8Config) -> GroupedProduct:
     recipe = float8.experts_recipe_name
     if float8.emulate:
         return partial(emulated_grouped_product, block=MX_BLOCK if recipe == "mxfp8" else None)
+    assert recipe is not None, "no experts are converted"
     multiply = compat.float8_grouped_mm(recipe)
 
     def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:

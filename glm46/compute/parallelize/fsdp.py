@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ def apply(model: Transformer, meshes: Meshes, parallelism: ParallelismConfig, tr
     # "default" under a pipeline: keep weights gathered for all micro-batches of a step. Schedules that split backward
     # need it: they lose gradients of freed weights without an error.
     frees = {"always": True, "never": False, "default": meshes.pipeline is None}
-    options = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
     if training.parameter_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu")
     if not training.parameter_offload:
@@ -69,7 +70,7 @@ def _prefetch(model: Transformer) -> None:
     By itself FSDP2 prefetches in backward only, not experts that are separate units, and too late in layers that wait
     for the host, as the exchange of tokens does.
     """
-    blocks = (*model.layers.values(), *model.mtp.values())
+    blocks: tuple[Any, ...] = (*model.layers.values(), *model.mtp.values())
     units = [[module for module in block.modules() if isinstance(module, FSDPModule)] for block in blocks]
     for unit, following in zip([model, *blocks], [*units, []], strict=True):
         unit.set_modules_to_forward_prefetch(following)

@@ -1,6 +1,7 @@
 """DoRA's norms of the rows of ``W + scale * B A``, computed on the shards: the ranks divide the rows."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class Magnitudes:
         """``meshes``: None for a model on one device. The parameters are taken now: during a forward the attributes of
         modules are gathered weights."""
         self._scale, self._meshes = adapter.scale, meshes
-        self._sets = [
+        self._sets: list[tuple[nn.Module, str, Parameter, list[Any]]] = [
             (module, prefix, find_parameter(f"{name}.{prefix}magnitude"), [getattr(module, key, None) for key in keys])
             for name, module in model.named_modules()
             for prefix, keys in _keys(module)
@@ -86,7 +87,7 @@ def _keys(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield f"{name}_", (name, scales_name(name), *(f"{name}_{key}" for key in ("lora_A", "lora_B", "magnitude")))
 
 
-def _in_fp8(module: nn.Module, scales: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
+def _in_fp8(module: Any, scales: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
     """See `row_squares`."""
     return None if scales is None else (local_tensor(scales), module.compute_type)
 

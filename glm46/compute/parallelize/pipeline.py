@@ -5,7 +5,7 @@ reads the whole batch of small integers, so only hidden states and the embedding
 The loss is computed on the last stage; auxiliary losses enter backward on the stage of their layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,16 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from glm46.compute.model.attention_layout import AttentionLayout
 from glm46.compute.model.cross_entropy import HeadForm, summed_loss
-from glm46.compute.model.transformer import Head, LossSums, StageOutput, Transformer, detached
+from glm46.compute.model.transformer import LossSums, StageOutput, Transformer, detached
 from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.run.parameters import Head
 from glm46.run.plan import Plan
 from glm46.run.stages import rank_of_stage, split_layers, stages_of_rank
 
-Batch = dict[str, Any]
-"""Arguments of `Transformer.forward`."""
+Arguments = dict[str, Any]
+"""Arguments of `Transformer.forward` that differ by micro-batch: tensors, but for the ``layout``; and fields."""
+Fields = Mapping[str, Tensor]
+"""Fields of a micro-batch that an objective reads: this rank's part of the sequences, on its device."""
 
 
 class LocalStage:
@@ -52,9 +55,9 @@ class Pipeline:
 
     def train(
         self,
-        batches: list[Batch],
+        batches: list[Arguments],
         arguments: dict[str, Any],
-        objective: Callable[[LossSums, Batch], Tensor],
+        objective: Callable[[LossSums, Fields], Tensor],
         auxiliary: Callable[[Tensor], Tensor],
         fields: Sequence[str] = (),
     ) -> list[list[LossSums | StageOutput]]:
@@ -71,12 +74,13 @@ class Pipeline:
             For each stage of this rank, the detached output for each micro-batch.
         """
         finishers = [_finish_training(stage, objective, auxiliary) for stage in self.stages]
-        forwards = [stage.model.forward for stage in self.stages]
+        models: list[Any] = [stage.model for stage in self.stages]
+        forwards = [model.forward for model in models]
         layouts = [batch.get("layout") for batch in batches]  # schedules divide tensors by rows, and nothing else
-        for stage, forward, finish in zip(self.stages, forwards, finishers, strict=True):
+        for stage, model, forward, finish in zip(self.stages, models, forwards, finishers, strict=True):
             stage.outputs = []
             # Patched, not wrapped: the schedule must see an FSDP module, or it reduces gradients more than once.
-            stage.model.forward = _adapted(stage, forward, arguments, finish, fields, layouts)
+            model.forward = _adapted(stage, forward, arguments, finish, fields, layouts)
         try:
             names = [name for name in batches[0] if name != "layout"]
             whole = {name: torch.cat([batch[name] for batch in batches]) for name in names}
@@ -84,14 +88,15 @@ class Pipeline:
             inputs = (ids,) if self.stages[0].index == 0 else ()
             self._schedule_for(len(batches), batches[0]).step(*inputs, target=ids, return_outputs=False, **whole)
         finally:
-            for stage, forward in zip(self.stages, forwards, strict=True):
-                stage.model.forward = forward
+            for model, forward in zip(models, forwards, strict=True):
+                model.forward = forward
         return [stage.outputs for stage in self.stages]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, form: HeadForm = summed_loss) -> LossSums | None:
+    def evaluate(self, batch: Arguments, form: HeadForm = summed_loss) -> LossSums | None:
         """The output for one batch on the rank with the last stage, None on others. Collective."""
-        carried, result = None, None
+        carried: tuple[Tensor, ...] = ()
+        result: LossSums | None = None
         for stage in self.stages:
             if stage.index == 0:
                 output = stage.model(**batch, form=form)
@@ -113,7 +118,7 @@ class Pipeline:
                     dist.send(tensor.contiguous(), group=self._group, group_dst=target)
         return result
 
-    def _empty_inputs(self, batch: Batch, model: Transformer) -> tuple[Tensor, ...]:
+    def _empty_inputs(self, batch: Arguments, model: Transformer) -> tuple[Tensor, ...]:
         """Empty tensors of the shapes that stages send for a batch."""
         rows, length = batch["input_ids"].shape
         # Between stages, each rank of a tensor-parallel group holds a part of the sequence.
@@ -123,7 +128,7 @@ class Pipeline:
             return (hidden,)
         return hidden, hidden.new_empty(rows, batch["mtp_input_ids"].shape[1], *size)
 
-    def _schedule_for(self, micro_batches: int, batch: Batch):
+    def _schedule_for(self, micro_batches: int, batch: Arguments):
         """The schedule for this many micro-batches of this shape; rebuilt only when a batch ramp changes them."""
         key = (micro_batches, *batch["input_ids"].shape)
         if self._schedule is None or self._schedule[0] != key:
@@ -139,7 +144,7 @@ class Pipeline:
             self._schedule = (key, schedule)
         return self._schedule[1]
 
-    def _pipeline_stage(self, stage: LocalStage, batch: Batch) -> PipelineStage:
+    def _pipeline_stage(self, stage: LocalStage, batch: Arguments) -> PipelineStage:
         """The stage for torch's schedules, with given shapes: to infer them it would run the model once more."""
         carried = tuple(
             torch.empty_like(tensor, device="meta").requires_grad_()
@@ -185,7 +190,7 @@ def _adapted(
 
 
 def _finish_training(stage: LocalStage, objective: Callable, auxiliary: Callable) -> Callable:
-    def finish(output: LossSums | StageOutput, batch: Batch):
+    def finish(output: LossSums | StageOutput, batch: Fields):
         if isinstance(output, LossSums):
             return objective(output, batch)
         hidden = output.hidden

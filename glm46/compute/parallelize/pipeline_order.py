@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from glm46.config.parallelism import ParallelismConfig
-from glm46.run.timeline import Action, Order
+from glm46.run.timeline import Action, Kind, Order
 
-_KINDS = {
+_KINDS: dict[str, Kind] = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
     "BACKWARD_INPUT": "input gradient",
@@ -57,7 +57,7 @@ def _order(name: str, ranks: int, each: int, micro_batches: int) -> Order:
 def _of_one_stage(rank: int, micro_batches: int, ahead: int) -> list[tuple[Action, ...]]:
     """GPipe and 1F1B have no table of actions: some forwards, then one backward and one forward in turn."""
     ahead = min(ahead, micro_batches)
-    actions = [("forward", number) for number in range(ahead)]
+    actions: list[tuple[Kind, int]] = [("forward", number) for number in range(ahead)]
     for number in range(micro_batches):
         actions.append(("backward", number))
         if ahead + number < micro_batches:

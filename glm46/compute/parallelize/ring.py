@@ -55,7 +55,7 @@ def _of_runs(keys_2NKC: Tensor, part: RingPart) -> tuple[Tensor, Tensor]:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_NHC: Tensor, keys_2NKC: Tensor, ring: KeyRing, group: dist.ProcessGroup):
-        held, total_NHC, log_sum_HN = keys_2NKC, None, None
+        held = keys_2NKC
         for distance, part in enumerate(ring.parts):
             passing = _Passing(held, group) if distance + 1 < len(ring.parts) else None
             if distance == 0:
@@ -100,4 +100,5 @@ class _RingAttention(torch.autograd.Function):
             grad_keys = here if passing_grad is None else here.add_(passing_grad.wait())
             passing_grad = _Passing(grad_keys, ctx.group)
             held = held if passing is None else passing.wait()
+        assert passing_grad is not None, "the own keys are a part"
         return grad_q.to(q_NHC.dtype), passing_grad.wait().to(held.dtype), None, None

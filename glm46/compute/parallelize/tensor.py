@@ -12,6 +12,7 @@ gradient norm see matrices split by rows, as for fewer ranks.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,23 +39,25 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
     sharing = mesh.size() // key_heads
     ranks = _ranks_of_head(group, sharing) if sharing > 1 else None
     for name, module in model.named_modules():
+        replaced: Any = module
         if not isinstance(module, Experts):
             _split_parameters(module, f"{name}." if name else "", mesh)
         if isinstance(module, Attention | FeedForward):
-            module.forward = _on_whole_sequences(module.forward, group)
+            replaced.forward = _on_whole_sequences(module.forward, group)
             if isinstance(module, Attention) and ranks is not None:
-                for projection in (module.k_proj, module.v_proj):
+                projections: tuple[Any, ...] = (module.k_proj, module.v_proj)
+                for projection in projections:
                     projection.forward = _of_whole_head(projection.forward, ranks)
         elif isinstance(module, MoE):
-            module.forward = _with_own_padding(module.forward, group)
+            replaced.forward = _with_own_padding(module.forward, group)
         elif isinstance(module, Router):
             module.sum_over_ranks = _sum_also_over(module.sum_over_ranks, group)
         elif isinstance(module, nn.Embedding):
-            module.forward = vocabulary_parallel_lookup(module, group)
+            replaced.forward = vocabulary_parallel_lookup(module, group)
         elif isinstance(module, OutputHead):
-            module.forward = vocabulary_parallel_head(module, group)
+            replaced.forward = vocabulary_parallel_head(module, group)
         elif isinstance(module, ValueHead):
-            module.forward = _with_whole_output(module.forward, group)
+            replaced.forward = _with_whole_output(module.forward, group)
 
 
 def _split_parameters(module: nn.Module, prefix: str, mesh: DeviceMesh) -> None:

@@ -15,12 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glm46.config.errors import UserError
-from glm46.storage.data.batches import IGNORE, BatchBuilder
+from glm46.storage.data.batches import IGNORE, Batch, BatchBuilder
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.packing import TokenStream
-
-Batch = dict[str, Tensor]
-"""As the loader makes it; only the rows of `Drafts` have inputs of multi-token prediction."""
 
 _Row = TypeVar("_Row")
 
@@ -44,8 +41,11 @@ class Row:
 class Measure(Protocol):
     """One task of an evaluation."""
 
-    rows: Sequence[Row]
-    """Rows of equal length follow each other."""
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Rows of equal length follow each other."""
+        ...
+
     width: int
     """Number of figures of a row."""
 

@@ -66,7 +66,7 @@ class Profiled:
     is_compiled: bool
     flops: Callable[[float, float], dict[str, float]]
     """FLOPs of a step on this rank by kind of module, from the tokens and pairs of the whole step; `batch_flops`."""
-    wait_for_all: Callable[[], None]
+    wait_for_all: Callable[[], object]
     """Wait until all ranks have called it."""
 
 

@@ -33,7 +33,8 @@ class Alarm:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store: Any = store  # torch's annotations lack `append`
+        self._rank, self._world_size = rank, world_size
         self._append(_PROCESSES, [socket.gethostname(), os.getpid()])
 
     def is_set(self) -> bool:

@@ -78,15 +78,15 @@ def _read(backend: str, trace: dict[str, Any]) -> tuple[dict[str, Position], lis
         group = entry["process_group"][0]
         state = batches.get((group, entry["p2p_seq_id"]), entry["state"])
         if state == "started" or (state == "scheduled" and not is_timed):
-            found = _PEERS.search(entry["profiling_name"])
-            peers.append(ranks[group][int(found[1] or found[2])])
+            named = _PEERS.finditer(entry["profiling_name"])
+            peers += [ranks[group][int(found[1] or found[2])] for found in named]
     return last, sorted(set(peers))
 
 
 def innermost_frames(frame: FrameType | None) -> list[str]:
     """The innermost frames of a thread, ``file:line function``, innermost first; the first one says if it waits for the
     device."""
-    frames = []
+    frames: list[str] = []
     while frame is not None and len(frames) < _FRAMES_SHOWN:
         code = frame.f_code
         if code is not WAITING:  # skip the frame of compat that wraps torch's

@@ -69,7 +69,8 @@ def find_slowest(paces: Sequence[Pace], stages: int) -> Slowest | None:
     size, found = len(paces) // stages, []
     for first in range(0, len(paces), size) if size > 1 else ():
         members = paces[first : first + size]
-        slowest = max(range(size), key=lambda i, members=members: members[i].median)
+        medians = [pace.median for pace in members]
+        slowest = medians.index(max(medians))
         others = [pace for i, pace in enumerate(members) if i != slowest]
         middle, spread = median_and_sigma([pace.median for pace in others])
         error = hypot(members[slowest].error, statistics.median(pace.error for pace in others) / sqrt(len(others)))
@@ -151,7 +152,7 @@ class Stragglers:
         if not is_sure or suspect == self._named:
             return None
         before, self._named = self._named, suspect
-        if suspect is None:
+        if slowest is None or suspect is None:
             return f"rank {before} is as fast as the others again"
         what = "of its own per step" if self._device_time is None else "to read and compute forward of a micro-batch"
         return (

@@ -70,7 +70,7 @@ class Watchdog:
         self._times: deque[float] = deque(maxlen=1000)
         self._size: tuple[int, ...] = ()
         self._steps_seen, self._step_began = 0, time.monotonic()
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
         self._end = threading.Event()
         self._answered_at, self._has_alarm = time.monotonic(), False
         if not shortest_seconds:
@@ -84,7 +84,7 @@ class Watchdog:
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
         self._alarm = Alarm(clone_store(), process.rank, process.world_size) if process.world_size > 1 else None
         if self._alarm is not None:
-            threading.Thread(target=self._listen, name="alarm", daemon=True).start()
+            threading.Thread(target=self._listen, args=(self._alarm,), name="alarm", daemon=True).start()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -167,11 +167,11 @@ class Watchdog:
             os.dup2(again, self._stacks.fileno(), inheritable=False)
             os.close(again)
 
-    def _listen(self) -> None:
+    def _listen(self, alarm: Alarm) -> None:
         """Check the store for an alarm, in a thread of its own: a call to an unreachable store has no time limit."""
         while not self._end.wait(_ASK_SECONDS / (4 if self._is_late() else 1)):
             with contextlib.suppress(RuntimeError):  # a broken connection counts as no answer
-                self._has_alarm = self._alarm.is_set()
+                self._has_alarm = alarm.is_set()
                 self._answered_at = time.monotonic()
 
     def _is_late(self) -> bool:
@@ -229,8 +229,8 @@ class Watchdog:
 
     def _end_run(self, stalled_seconds: float) -> None:
         self._end_for_sure()
-        rank, size = self._process.rank, self._process.world_size
-        if self._alarm is not None and _within(_CALL_SECONDS, self._alarm.is_reported):
+        rank, size, alarm = self._process.rank, self._process.world_size, self._alarm
+        if alarm is not None and _within(_CALL_SECONDS, alarm.is_reported):
             time.sleep(2 * _AWAKE_SECONDS)  # this rank was the hung one; its peers have reported it and kill it
             os._exit(EXIT_HANG)
         collectives, recorder = _within(_CALL_SECONDS, collectives_here) or ({"collectives": {}}, "")
@@ -243,16 +243,16 @@ class Watchdog:
         alone = {rank: answer}, {rank: (socket.gethostname(), os.getpid())}
         end = time.monotonic() + _ANSWER_SECONDS
         # Before the files, on a disk that may take all of its time: the others wait for the answer.
-        number = _within(_CALL_SECONDS, self._alarm.answer, answer) if self._alarm is not None else None
+        number = _within(_CALL_SECONDS, alarm.answer, answer) if alarm is not None else None
         _within(_CALL_SECONDS, self._keep_stacks)
         if recorder:
             _within(_CALL_SECONDS, (self._folder / f"flight-rank{rank}.json").write_text, recorder)
         found, hung = None, None
-        if number == 1:
-            found = _within(_ANSWER_SECONDS + _CALL_SECONDS, self._alarm.answers, end)
-        elif number:  # the first one may wait for its disk before it reports
+        if alarm is not None and number == 1:
+            found = _within(_ANSWER_SECONDS + _CALL_SECONDS, alarm.answers, end)
+        elif alarm is not None and number:  # the first one may wait for its disk before it reports
             more = 2 * _CALL_SECONDS
-            hung = _within(_ANSWER_SECONDS + more + _CALL_SECONDS, self._alarm.hung_here, end + more)
+            hung = _within(_ANSWER_SECONDS + more + _CALL_SECONDS, alarm.hung_here, end + more)
         if hung is None:
             answers, processes = found or alone
             hosts = {rank: host for rank, (host, _) in processes.items()}
@@ -260,9 +260,9 @@ class Watchdog:
             text = describe_hang(answers, culprits, hosts, stalled_seconds, str(self._folder))
             print(f"error: {text}", file=sys.stderr, flush=True)
             silent = [processes[of] for of in processes.keys() - answers.keys()]
-            if found:
-                _within(_CALL_SECONDS, self._alarm.report, silent)
-                hung = _within(_CALL_SECONDS, self._alarm.hung_here, end)
+            if alarm is not None and found:
+                _within(_CALL_SECONDS, alarm.report, silent)
+                hung = _within(_CALL_SECONDS, alarm.hung_here, end)
             _within(_CALL_SECONDS, (self._folder / "hang.txt").write_text, text + "\n")
             if found or size == 1:  # without the store, a rank cannot know which other rank hung
                 # Not most of the ranks: whatever separates them, such as a switch, is on none of their hosts.

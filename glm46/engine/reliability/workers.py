@@ -25,7 +25,9 @@ def starting_workers() -> Iterator[None]:
 def begin_worker(_number: int) -> None:
     """First call in a worker process started within `starting_workers`: it ends when its rank ends it or is gone."""
     die_with_parent()
-    threading.Thread(target=_end_with, args=(parent_process().pid,), name="signals", daemon=True).start()
+    rank = parent_process()
+    assert rank is not None, "called outside of a worker"
+    threading.Thread(target=_end_with, args=(rank.pid,), name="signals", daemon=True).start()
 
 
 def _end_with(rank: int) -> None:

@@ -15,7 +15,7 @@ from glm46.engine.training.network import Network
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.integrity import MANIFEST
 from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.checkpoint.metadata import read_metadata
+from glm46.storage.checkpoint.metadata import read_metadata, tensor_entries
 from glm46.storage.checkpoint.step_tensors import MODEL_PREFIX
 from glm46.storage.checkpoint.stored_values import StoredTensor
 from glm46.storage.huggingface.adapter_origin import changed_files, hash_files
@@ -37,7 +37,7 @@ def load_frozen(network: Network, checkpoints: CheckpointManager) -> dict[str, A
         UserError: on all ranks; the folder is damaged or of another model.
     """
     config, ranks = network.plan.config.checkpoint, Ranks.of_this_run()
-    folder = Path(config.initial_load_path).resolve()
+    folder = config.initial_folder.resolve()
     if config.initial_load_in_hf or kind_of(folder) is Kind.DCP:
         meta = None
         load_weights(network, folder)
@@ -59,15 +59,15 @@ def _fill_from_step(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
     """Fill this rank's parts from a verified step folder; returns the faults, with which nothing is filled. Weights of
     the folder that the network lacks, such as prediction layers, are not read."""
     metadata, faults = read_metadata(folder)
-    if faults:
+    if metadata is None:
         return faults
-    known = metadata.state_dict_metadata
+    known = tensor_entries(metadata)
     for name, tensor in tensors.items():
-        stored = known.get(MODEL_PREFIX + name)
-        if stored is None:
+        entry = known.get(MODEL_PREFIX + name)
+        if entry is None:
             faults.append(f"{folder}: lacks {name}")
-        elif tuple(stored.size) != tuple(tensor.shape):
-            faults.append(f"{folder}: {name} has shape {list(stored.size)}, the model's {list(tensor.shape)}")
+        elif tuple(entry.size) != tuple(tensor.shape):
+            faults.append(f"{folder}: {name} has shape {list(entry.size)}, the model's {list(tensor.shape)}")
     if faults:
         return faults
     for name, tensor in tensors.items():

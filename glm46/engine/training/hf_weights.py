@@ -46,11 +46,11 @@ def load_adapters(network: Network) -> None:
         UserError: on all ranks; the folder is corrupt, or has other adapters than this network.
     """
     config = network.plan.config.adapter
-    if config.initial_load_path is not None:
+    if config is not None and config.initial_load_path is not None:
         folder = Path(config.initial_load_path).resolve()
         saved, found = read_base_files(folder), network.frozen_files
         if saved.keys() & found.keys():
-            refuse_other_base(saved, found, Path(network.plan.config.checkpoint.initial_load_path), folder)
+            refuse_other_base(saved, found, network.plan.config.checkpoint.initial_folder, folder)
         import_adapter(folder, network.plan.shape, network.parameters, scale=config.scale)
         network.loaded(new_adapters=False)
 
@@ -69,6 +69,7 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
     folder = Path(config.job.dump_folder) / "huggingface" / f"step-{progress.step:06d}"
     if config.adapter is not None:
         base, adapters = config.checkpoint.initial_load_path, network.parameters
+        assert base is not None, "adapters have a base"
         export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base, base_files=network.frozen_files)
         if not config.adapter.save_merged:
             return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)
@@ -99,7 +100,7 @@ def export_options(
     config, shape = network.plan.config, network.shape
     raw, repeat_shared = None, False
     if config.checkpoint.initial_load_in_hf:
-        origin = Path(config.checkpoint.initial_load_path)
+        origin = config.checkpoint.initial_folder
         raw, repeat_shared = read_config(origin), has_repeats(find_tensors(origin), shape)
     config_json = config_of(shape, raw, eos_ids=stop_ids(tokenizer), dtype=str(dtype).removeprefix("torch."))
     files = files_beside_weights(tokenizer, max_length=shape.max_position_embeddings)

@@ -1,5 +1,7 @@
 """Layout of a run for the first message: the mesh, and the memory of each rank."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -8,7 +10,7 @@ from glm46.compute.model.attention_runs import describe_core
 from glm46.compute.optim.roles import RoleRow, add_role_rows
 from glm46.config.float8_layers import describe_float8
 from glm46.config.parallelism import ParallelismConfig
-from glm46.engine.training.network import Network
+from glm46.engine.training.network import Network, TrainedNetwork
 from glm46.engine.training.task import Task
 from glm46.run.activations import places_of_token
 from glm46.run.parameters import count_parameters, float8_numel
@@ -49,12 +51,12 @@ def describe_layout(task: Task) -> list[str]:
     if task.plan.config.adapter is not None and task.plan.config.adapter.base_dtype == "float8":
         in_fp8, all_weights = float8_numel(task.plan.shape), count_parameters(task.plan.shape).total
         lines.append(f"base         {in_fp8:,} of {all_weights:,} weights stay in FP8, converted where they are used")
-    held = [None] * layout.world_size
+    held: list[Any] = [None] * layout.world_size
     dist.all_gather_object(held, _rank_memory(list(task.networks.values())))
     return lines + _memory_lines(held, layout.pp)
 
 
-def whole_role_table(network: Network) -> list[RoleRow]:
+def whole_role_table(network: TrainedNetwork) -> list[RoleRow]:
     """Roles of the parameters of all pipeline stages. Collective over the ranks of a pipeline."""
     table, pipeline = network.optimizer.role_table(), network.cluster.meshes.pipeline
     if pipeline is None:
@@ -113,7 +115,7 @@ def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, i
     layers = [[int(number) for number in model.layers] for model in networks[0].models]
     trained = [local_tensor(parameter) for network in networks for parameter in network.parameters.values()]
     frozen = [local_tensor(parameter) for network in networks for parameter in network.frozen.values()]
-    optimizers = [network.optimizer for network in networks if network.optimizer is not None]
+    optimizers = [network.optimizer for network in networks if isinstance(network, TrainedNetwork)]
     states = [local_tensor(state) for optimizer in optimizers for state in optimizer.state_tensors().values()]
     return (
         [(numbers[0], numbers[-1]) for numbers in layers],

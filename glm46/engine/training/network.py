@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,24 @@ from glm46.compute.parallelize.context import take_part
 from glm46.compute.parallelize.float8 import GatheredScales
 from glm46.compute.parallelize.fsdp import release_gathered
 from glm46.compute.parallelize.magnitudes import Magnitudes
-from glm46.compute.parallelize.pipeline import Pipeline
+from glm46.compute.parallelize.pipeline import Arguments, Fields, Pipeline
 from glm46.compute.parallelize.plan import parallelize
 from glm46.config.model import ModelShape
 from glm46.engine.training.balance import ExpertBalance
 from glm46.run.function import NetworkFunction, gate_factor, is_gate
+from glm46.run.parameters import Head
 from glm46.run.plan import Plan, replicas_reduce_once
 from glm46.run.schedule import schedule_value
-
-Batch = dict[str, Any]
-"""Tensors of the loader; or arguments of `Transformer.forward`, which are tensors but for the ``layout``."""
+from glm46.storage.data.batches import Batch
 
 StageResults = list[list[LossSums | StageOutput]]
 """For each pipeline stage of this rank, or for the whole model, the detached output for each micro-batch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Network:
-    """One parallelised model. A job may have several, such as a policy, a critic and a frozen reference."""
+    """One parallelised model, frozen unless it is a `TrainedNetwork`. A job may have several, such as a policy, a
+    critic and a frozen reference."""
 
     plan: Plan
     cluster: Cluster
@@ -50,10 +50,6 @@ class Network:
     are the gathered weights."""
     frozen: dict[str, nn.Parameter]
     """The same of what is not trained: the base of adapters, or all of a frozen network."""
-    optimizer: OptimizerGroup | None
-    """None if the network is frozen."""
-    balance: ExpertBalance | None
-    """None if the network is frozen."""
     magnitudes: list[Magnitudes]
     """DoRA's, of each model; else none."""
     gathered_scales: GatheredScales
@@ -100,7 +96,7 @@ class Network:
     @property
     def is_adapted(self) -> bool:
         """True if only adapters are trained; a stage of the pipeline may have none."""
-        return self.plan.config.adapter is not None and self.optimizer is not None
+        return self.plan.config.adapter is not None and isinstance(self, TrainedNetwork)
 
     def pretrained(self) -> dict[str, Tensor]:
         """Those of `weights` that trained weights may give: all but adapters."""
@@ -120,12 +116,6 @@ class Network:
         for magnitudes in self.magnitudes:
             magnitudes.start(new_adapters)
 
-    def update(self, lr_factor: float) -> None:
-        """Step of the optimizer, see `OptimizerGroup.step`. Collective."""
-        self.optimizer.step(lr_factor)
-        for magnitudes in self.magnitudes:
-            magnitudes.refresh()
-
     def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.
         Writing into them loads a checkpoint."""
@@ -133,13 +123,9 @@ class Network:
         if self.is_adapted:
             weights = {name: weights[name] for name in self.parameters}
         named = {f"model.{name}": tensor for name, tensor in weights.items()}
-        if self.optimizer is not None:
-            named |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
-        if self.balance is not None:
-            named |= {f"balance.{name}": tensor for name, tensor in self.balance.state_tensors().items()}
         return {prefix + name: tensor for name, tensor in named.items()}
 
-    def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Batch:
+    def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Arguments:
         """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
         are [B, S], [B, K, S], or ``routes``, see `compute/model/routes.py`. A batch without `mtp_labels` trains no
         multi-token prediction; under a pipeline every layer must take part."""
@@ -147,11 +133,12 @@ class Network:
         if self.shape.num_nextn_predict_layers and "mtp_labels" in batch:
             names += ["mtp_input_ids", "mtp_labels"]
         # Passed explicitly: without document masks padding stays padding.
-        rows = {name: batch[name] for name in (*names, *fields)} | {"is_real": batch["document_ids"] >= 0}
+        tensors: dict[str, Any] = {**batch, "is_real": batch["document_ids"] >= 0}
+        rows = {name: tensors[name] for name in (*names, *fields, "is_real")}
         if "routes" in rows:
             rows["routes"] = compact_routes(rows["routes"], tuple(batch["input_ids"].shape), self.plan.shape)
         window, sequence = self.shape.sliding_window, self.cluster.meshes.sequence
-        ring = self.plan.keys_travel(self.shape, tuple(batch["input_ids"].shape))
+        ring = self.plan.keys_travel(self.shape, batch["input_ids"].shape)
         prefix_ids = batch.get("prefix_ids")
         part = take_part(rows, self._mask_ids(batch), window, sequence, ring=ring, prefix_ids=prefix_ids)
         return {name: copy_to_device(value, self.cluster.device) for name, value in part.items()}
@@ -162,7 +149,7 @@ class Network:
         sequence = self.cluster.meshes.sequence
         if sequence is None:
             return values.detach()
-        places = sequence.places(self._mask_ids(batch), tuple(batch["input_ids"].shape), self.shape.sliding_window)
+        places = sequence.places(self._mask_ids(batch), batch["input_ids"].shape, self.shape.sliding_window)
         return sequence.restore(values.detach(), places)
 
     def _mask_ids(self, batch: Batch) -> Tensor | None:
@@ -171,9 +158,9 @@ class Network:
 
     def forward_backward(
         self,
-        batches: list[Batch],
+        batches: list[Arguments],
         arguments: dict[str, Any],
-        objective: Callable[[LossSums, Batch], Tensor],
+        objective: Callable[[LossSums, Fields], Tensor],
         auxiliary: Callable[[Tensor], Tensor],
         fields: Sequence[str] = (),
     ) -> StageResults:
@@ -189,18 +176,19 @@ class Network:
         with self.gathered_scales.given():
             if self.pipeline is not None:
                 return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
-            outputs = []
+            model: Any = self.models[0]  # of FSDP2
+            outputs: list[LossSums | StageOutput] = []
             for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
                 if replicas_reduce_once(self.plan):
-                    self.models[0].set_requires_all_reduce(not left)
+                    model.set_requires_all_reduce(not left)
                 outputs.append(self._forward_backward(batch, arguments, objective, fields))
             return [outputs]
 
     def _forward_backward(
         self,
-        batch: Batch,
+        batch: Arguments,
         arguments: dict[str, Any],
-        objective: Callable[[LossSums, Batch], Tensor],
+        objective: Callable[[LossSums, Fields], Tensor],
         fields: Sequence[str],
     ) -> LossSums:
         inputs = {name: tensor for name, tensor in batch.items() if name not in fields}
@@ -234,17 +222,48 @@ class Network:
             release_gathered(model)
 
 
-def build_network(
-    plan: Plan, cluster: Cluster, *, head: Literal["lm", "value"] = "lm", trainable: bool = True
-) -> Network:
+@dataclass(frozen=True, kw_only=True)
+class TrainedNetwork(Network):
+    """A network with what updates it."""
+
+    optimizer: OptimizerGroup
+    balance: ExpertBalance
+
+    def update(self, lr_factor: float) -> None:
+        """Step of the optimizer, see `OptimizerGroup.step`. Collective."""
+        self.optimizer.step(lr_factor)
+        for magnitudes in self.magnitudes:
+            magnitudes.refresh()
+
+    def state_tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """See `Network.state_tensors`."""
+        named = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
+        named |= {f"balance.{name}": tensor for name, tensor in self.balance.state_tensors().items()}
+        return super().state_tensors(prefix) | {prefix + name: tensor for name, tensor in named.items()}
+
+
+def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm") -> TrainedNetwork:
     """Build a network with its initial weights. Collective.
 
     Args:
         head: "lm" predicts tokens; "value" gives one number per token and has no multi-token prediction.
-        trainable: False builds a frozen network, without gradients, optimizer and balance of experts.
     """
     if head == "value":
         plan = replace(plan, shape=plan.shape.model_copy(update={"num_nextn_predict_layers": 0}))
+    network, adapter = _build(plan, cluster, head, is_trained=True), plan.config.adapter
+    optimizer = build_optimizers(
+        list(network.parameters.items()), plan.config.optimizer, cluster.device, adapter.b_lr_ratio if adapter else 1.0
+    )
+    balance = ExpertBalance(plan.shape, network.models, plan.config.moe, cluster.device)
+    return TrainedNetwork(**vars(network), optimizer=optimizer, balance=balance)
+
+
+def build_frozen_network(plan: Plan, cluster: Cluster) -> Network:
+    """Build a network without gradients, optimizer and balance of experts. Collective."""
+    return _build(plan, cluster, "lm", is_trained=False)
+
+
+def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool) -> Network:
     group = cluster.meshes.pipeline
     pipeline = None if group is None else Pipeline(plan, group, head)
     if pipeline is not None:
@@ -254,7 +273,7 @@ def build_network(
             models = [Transformer(plan.shape, head=head)]
     for model in models:
         model.mtp_alone = plan.config.rl is not None  # the gradient of a policy is that of its rewards
-        parallelize(model.requires_grad_(trainable), plan, cluster)
+        parallelize(model.requires_grad_(is_trained), plan, cluster)
     adapter = plan.config.adapter
     named = {name: parameter for model in models for name, parameter in model.named_parameters()}
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -266,19 +285,11 @@ def build_network(
         parameters=parameters,
         magnitudes=(
             [Magnitudes(model, adapter, cluster.meshes) for model in models]
-            if trainable and adapter is not None and adapter.name == "dora"
+            if is_trained and adapter is not None and adapter.name == "dora"
             else []
         ),
         gathered_scales=GatheredScales(named.values(), cluster.meshes.dense),
         frozen={name: parameter for name, parameter in named.items() if name not in parameters},
-        optimizer=(
-            build_optimizers(
-                list(parameters.items()), plan.config.optimizer, cluster.device, adapter.b_lr_ratio if adapter else 1.0
-            )
-            if trainable
-            else None
-        ),
-        balance=ExpertBalance(plan.shape, models, plan.config.moe, cluster.device) if trainable else None,
     )
     network.route_at(schedule_value(plan.config.moe.router_temperature, plan.config.lr_scheduler.start_tokens))
     return network

@@ -7,7 +7,9 @@ from typing import Any
 
 import tomli
 
+from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
+from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
@@ -70,7 +72,7 @@ def refuse_origin(config: RunConfig) -> None:
     if checkpoint.initial_load_path is not None and not config.keeps_its_start:
         _refuse_weights(config, *initial)
     if config.adapter is not None and config.adapter.initial_load_path is not None:
-        _refuse_adapter(config, Path(config.adapter.initial_load_path))
+        _refuse_adapter(config.model, config.adapter, Path(config.adapter.initial_load_path))
 
 
 def _refuse_folders_of_others(config: RunConfig, saved: Sequence[int]) -> None:
@@ -108,12 +110,12 @@ def _refuse_continued(config: RunConfig, path: Path) -> None:
         raise UserError(*(f"{key}: {line}; {CONTINUE_REMEDY}" for line in changed))
 
 
-def _refuse_adapter(config: RunConfig, path: Path) -> None:
+def _refuse_adapter(model: ModelConfig, adapter: AdapterConfig, path: Path) -> None:
     from glm46.storage.huggingface.peft_import import check_adapter  # imports torch, which the other checks do not need
 
-    shape = resolve_shape(config.model)
+    shape = resolve_shape(model)
     try:
-        check_adapter(path, shape, set(adapter_rows(shape, config.adapter)))
+        check_adapter(path, shape, set(adapter_rows(shape, adapter)))
     except UserError as error:
         raise UserError(*(f"adapter.initial_load_path = {str(path)!r}: {fault}" for fault in error.faults)) from error
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from glm46.config.loader import dump_config
 from glm46.engine.reliability.stop import Diverged
 from glm46.engine.training.frozen_weights import base_fault, load_frozen
 from glm46.engine.training.hf_weights import load_adapters
+from glm46.engine.training.network import TrainedNetwork
 from glm46.engine.training.origin import CONTINUE_REMEDY, INITIAL_REMEDY, TENSOR_KEYS, differences
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Task
@@ -81,13 +83,13 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     )  # torch seeds each process by chance, and checkpoints hold the states
     fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
     adapted = {name: network for name, network in task.networks.items() if network.is_adapted}
-    frozen = {name: network for name, network in task.networks.items() if network.optimizer is None}
+    frozen = {name: network for name, network in task.networks.items() if not isinstance(network, TrainedNetwork)}
     based = adapted | {n: of for n, of in frozen.items() if of.plan.config.checkpoint.initial_load_path is not None}
     of_base = [load_frozen(network, checkpoints) for network in based.values()]
     for network in adapted.values():
         network.loaded(new_adapters=True)
     if config.enable:
-        source = checkpoints.newest() if config.load_step == -1 else config.load_step
+        source: int | Path | None = checkpoints.newest() if config.load_step == -1 else config.load_step
         if source is None and config.load_path is not None:
             source = Path(config.load_path).resolve()
         if source is not None:
@@ -144,9 +146,11 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
         raise Diverged(*on_first_rank(f"{cause}{after if progress.rollbacks else ''}; {Diverged.remedy}"))
     before = progress.bad_since_step if progress.skipped_in_a_row else progress.step
     config = task.plan.config.checkpoint
-    source = checkpoints.newest(before=before) if config.enable else None
-    if source is None and config.load_path is not None and step_of(Path(config.load_path).resolve()) < before:
-        source = Path(config.load_path).resolve()
+    source: int | Path | None = checkpoints.newest(before=before) if config.enable else None
+    if source is None and config.load_path is not None:
+        folder = Path(config.load_path).resolve()
+        step = step_of(folder)
+        source = folder if step is not None and step < before else None
     if source is None:
         raise Diverged(
             *on_first_rank(f"{cause}, and there is no checkpoint of an earlier step to go back to; {Diverged.remedy}")
@@ -227,10 +231,10 @@ def _load(
         The metadata of the checkpoint.
     """
     tensors = {name: tensor for name, tensor in checkpoint_tensors(task).items() if name not in ignored}
-    load = checkpoints.load if isinstance(source, int) else checkpoints.load_from
+    load = partial(checkpoints.load, source) if isinstance(source, int) else partial(checkpoints.load_from, source)
     # Optional: another number of ranks has other generators. No result depends on them.
     try:
-        meta = load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
+        meta = load(tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
         faults = _explained(error.faults, task, _folder_of(source, checkpoints))
         raise UserError(*on_first_rank(*faults)) from None

@@ -1,6 +1,6 @@
 """Services of a run: report, metrics, saves, watchdog, heartbeat, stop, spikes, stragglers, profiles."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from glm46.engine.reliability.watchdog import Watchdog
 from glm46.engine.training.saving import Saver
 from glm46.engine.training.state import Progress
 from glm46.engine.training.step_metrics import StepMetrics, start_report
-from glm46.engine.training.task import Task
+from glm46.engine.training.task import Task, trained_networks
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.manager import CheckpointManager
 
@@ -163,12 +163,12 @@ def _profiled(task: Task) -> Profiled:
     share = layout.world_size // layout.pp  # of the work on this rank's layers
 
     def flops(tokens: float, half_pairs: float) -> dict[str, float]:
-        sums: Counter[str] = Counter()
-        for name in task.objectives:
-            network = task.networks[name]
+        sums: dict[str, float] = defaultdict(float)
+        for network in trained_networks(task).values():
             names, adapter = [*network.parameters, *network.frozen], task.plan.config.adapter
-            sums.update(flops_by_kind(names, network.shape, tokens / share, half_pairs / share, adapter))
-            sums["optimizer"] += network.optimizer.muon.flops()
+            kinds = flops_by_kind(names, network.shape, tokens / share, half_pairs / share, adapter)
+            for kind, number in (*kinds.items(), ("optimizer", network.optimizer.muon.flops())):
+                sums[kind] += number
         return sums
 
     return Profiled(

@@ -11,13 +11,15 @@ from torch import Tensor
 from glm46.compat import own_clock
 from glm46.compute.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.compute.model.transformer import LossSums
+from glm46.compute.parallelize.pipeline import Fields
 from glm46.engine.reliability.loss_spikes import NOT_FINITE
 from glm46.engine.training.balance import auxiliary_loss, routing_options
 from glm46.engine.training.named_sums import sum_over_all_ranks, to_host
-from glm46.engine.training.network import Batch, Network, StageResults
-from glm46.engine.training.task import Counts, Objective, Task
+from glm46.engine.training.network import Network, StageResults, TrainedNetwork
+from glm46.engine.training.task import Counts, Objective, Task, trained_networks
 from glm46.engine.training.totals import StepTotals
 from glm46.run.schedule import schedule_value
+from glm46.storage.data.batches import Batch
 
 NO_TARGETS = "no rank has a token to learn from"
 """The fault of a step whose samples were all left out, as filters of reinforcement learning may do. No value of it is
@@ -78,9 +80,10 @@ def train_step(
             None. Values that are not finite always skip the step, for all networks, and so does `NO_TARGETS`.
     """
     moe = task.plan.config.moe
-    sums, counters, gradient_seconds = {}, {}, 0.0
+    sums, counters, gradient_seconds = dict[str, Tensor](), dict[str, Tensor](), 0.0
+    networks = trained_networks(task)
     for name, objective in task.objectives.items():
-        network, began = task.networks[name], time.perf_counter()
+        network, began = networks[name], time.perf_counter()
         outputs = compute_gradients(network, objective, micro_batches, totals, totals.of[name], clock)
         gradient_seconds += time.perf_counter() - began
         named = _local_sums(network, objective, outputs, micro_batches)
@@ -110,16 +113,15 @@ def train_step(
     outcome = StepOutcome(outcomes, None, ready_at, gradient_seconds)
     mean_loss = outcome.main.sums["loss"].item() / max(totals.main["targets"], 1)
     is_finite = all(bool(value.isfinite().all()) for value in host.values())
-    if not is_finite:
-        fault = NOT_FINITE
-    elif not totals.main["targets"]:
+    fault = None if is_finite else NOT_FINITE
+    if is_finite and not totals.main["targets"]:
         fault = NO_TARGETS  # zero gradients would still apply momentum and weight decay
-    else:
+    elif is_finite:
         fault = find_fault(mean_loss, outcome.main.grad_norm)
     if fault is not None:
         return outcome._replace(fault=fault)
     for name, of_network in outcomes.items():
-        network, grad_norm = task.networks[name], torch.tensor(of_network.grad_norm)
+        network, grad_norm = networks[name], torch.tensor(of_network.grad_norm)
         max_norm = task.plan.config.training.max_norm
         scale_gradients(network.parameters.values(), (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         network.update(lr_factor)
@@ -128,7 +130,12 @@ def train_step(
 
 
 def compute_gradients(
-    network: Network, objective: Objective, micro_batches: list[Batch], totals: StepTotals, counts: Counts, clock: int
+    network: TrainedNetwork,
+    objective: Objective,
+    micro_batches: list[Batch],
+    totals: StepTotals,
+    counts: Counts,
+    clock: int,
 ) -> StageResults:
     """Set the gradients of a step: those of the objective and of the auxiliary losses of the experts. Collective."""
     moe = network.plan.config.moe
@@ -136,7 +143,7 @@ def compute_gradients(
     def auxiliary(aux_losses: Tensor) -> Tensor:
         return auxiliary_loss(aux_losses, totals.real, moe, clock)
 
-    def whole(output: LossSums, batch: Batch) -> Tensor:
+    def whole(output: LossSums, batch: Fields) -> Tensor:
         return objective.loss(output, batch, counts, clock) + auxiliary(output.aux_losses)
 
     network.optimizer.zero_grad()
@@ -165,17 +172,18 @@ def _local_sums(
 
 
 @torch.no_grad()
-def _local_counters(network: Network, outputs: StageResults) -> dict[str, Tensor]:
+def _local_counters(network: TrainedNetwork, outputs: StageResults) -> dict[str, Tensor]:
     """This rank's part of the counts over a step, int64: tokens_per_expert [MoE layers, E], overflow [MoE layers]."""
     balance = network.balance
     tokens = torch.zeros(
         balance.layers, network.plan.shape.n_routed_experts, dtype=torch.int64, device=network.cluster.device
     )
     overflow = tokens.new_zeros(balance.layers)
-    counted = torch.cat([sum(output.tokens_per_expert for output in stage) for stage in outputs])
+    counted = torch.cat([torch.stack([output.tokens_per_expert for output in stage]).sum(0) for stage in outputs])
+    dropped = torch.cat([torch.stack([output.overflow for output in stage]).sum(0) for stage in outputs])
     rows = balance.rows[: len(counted)]  # prediction layers are last, and may not have run
     tokens.index_copy_(0, rows, counted)
-    overflow.index_copy_(0, rows, torch.cat([sum(output.overflow for output in stage) for stage in outputs]))
+    overflow.index_copy_(0, rows, dropped)
     return {"tokens_per_expert": tokens, "overflow": overflow}
 
 

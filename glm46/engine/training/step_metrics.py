@@ -22,7 +22,7 @@ from glm46.engine.training.layout_report import describe_layout, whole_role_tabl
 from glm46.engine.training.named_sums import spread_over_ranks
 from glm46.engine.training.state import Progress
 from glm46.engine.training.step import NetworkOutcome, StepOutcome
-from glm46.engine.training.task import Task
+from glm46.engine.training.task import Task, trained_networks
 from glm46.engine.training.totals import StepTotals
 from glm46.run.function import function_of_meta, gate_factor
 from glm46.run.parameters import count_parameters
@@ -80,7 +80,7 @@ class StepMetrics:
         return self._task.objectives[name].metrics(outcome.main.sums, totals.main, clock)
 
     def _network_columns(self, name: str, outcome: NetworkOutcome, totals: StepTotals, clock: int) -> dict[str, float]:
-        network, (balance_loss, z_loss) = self._task.networks[name], outcome.sums["aux_losses"].tolist()
+        network, (balance_loss, z_loss) = trained_networks(self._task)[name], outcome.sums["aux_losses"].tolist()
         return {
             **self._task.objectives[name].metrics(outcome.sums, totals.of[name], clock),
             "grad_norm": outcome.grad_norm,
@@ -139,8 +139,8 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *,
             f"{plan.end_tokens} tokens: its learning rate reaches "
             f"{learning_rate_factor(plan.end_tokens, scheduler, plan.end_tokens):.0%} of the peak"
         )
-    for name in task.objectives:
-        lines += ["", format_role_table(whole_role_table(task.networks[name])), ""]
+    for network in trained_networks(task).values():
+        lines += ["", format_role_table(whole_role_table(network)), ""]
     if progress.step and meta is not None:
         other = "" if is_own else f", from checkpoint.load_path = {config.checkpoint.load_path!r}"
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens{other}")

@@ -12,10 +12,12 @@ from torch import Tensor
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.cross_entropy import HeadForm
 from glm46.compute.model.transformer import LossSums
+from glm46.compute.parallelize.pipeline import Fields
 from glm46.engine.reliability.stop import StopRequest
-from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.network import Network, TrainedNetwork
 from glm46.engine.training.state import Progress
 from glm46.run.plan import Plan
+from glm46.storage.data.batches import Batch
 
 Counts = Mapping[str, Any]
 """Integers, or lists of integers, by name."""
@@ -25,8 +27,8 @@ class StepBatches(NamedTuple):
     """Micro-batches of this rank for one optimizer step."""
 
     micro_batches: list[Batch]
-    """On the CPU, of equal shape on all ranks: ``input_ids``, ``positions``, ``document_ids``, ``labels`` int64 [B, S],
-    ``mtp_input_ids`` and ``mtp_labels`` [B, K, S] to train prediction layers, and the fields of the objectives."""
+    """Of equal shape on all ranks, with ``mtp_input_ids`` and ``mtp_labels`` to train prediction layers, and the fields
+    of the objectives."""
     sequences: int
     """Samples over all ranks. Fewer than requested at the end of a stage; the rest is padding."""
     seq_len: int
@@ -59,7 +61,7 @@ class Objective(Protocol):
         sum ``loss`` is divided by to report its mean. Without micro-batches all counts are 0."""
         ...
 
-    def loss(self, output: LossSums, batch: Batch, totals: Counts, clock: int) -> Tensor:
+    def loss(self, output: LossSums, batch: Fields, totals: Counts, clock: int) -> Tensor:
         """The part of the step's loss from one micro-batch.
 
         Args:
@@ -93,12 +95,18 @@ class Task(Protocol):
 
     plan: Plan
     cluster: Cluster
-    networks: dict[str, Network]
-    """All networks by name; the first one is the main one."""
-    objectives: dict[str, Objective]
-    """Of the networks that train, by the same names; the main one first."""
     identity_keys: tuple[str, ...]
     """Keys of the config that map sample numbers to what is read; they explain another `fingerprint`."""
+
+    @property
+    def networks(self) -> Mapping[str, Network]:
+        """All networks by name; the first one is the main one."""
+        ...
+
+    @property
+    def objectives(self) -> Mapping[str, Objective]:
+        """Of the networks that train, by the same names; the main one first."""
+        ...
 
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
         """Do what the next step needs of all ranks before its batches are read, such as drawing completions. It may be
@@ -158,3 +166,9 @@ class Task(Protocol):
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """Lines that show what the model does: before the first step, and in the final report. Collective."""
         ...
+
+
+def trained_networks(task: Task) -> dict[str, TrainedNetwork]:
+    """The networks that have an objective, by name, the main one first."""
+    networks = ((name, task.networks[name]) for name in task.objectives)
+    return {name: network for name, network in networks if isinstance(network, TrainedNetwork)}

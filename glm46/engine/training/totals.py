@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glm46.engine.training.network import Batch
 from glm46.engine.training.task import Counts, Task
 from glm46.run.flops import document_half_pairs
+from glm46.storage.data.batches import Batch
 
 
 class StepTotals(NamedTuple):
@@ -45,8 +45,9 @@ def to_tensors(totals: StepTotals) -> dict[str, Tensor]:
 
 def from_tensors(named: dict[str, Tensor], like: StepTotals) -> StepTotals:
     """The inverse of `to_tensors`, for totals with the names of ``like``."""
-    of = {of: {name: named[f"{of}/{name}"].tolist() for name in counts} for of, counts in like.of.items()}
-    return StepTotals(int(named["real"]), int(named["half_pairs"]), of)
+    items = like.of.items()
+    counts: dict[str, Counts] = {of: {name: named[f"{of}/{name}"].tolist() for name in names} for of, names in items}
+    return StepTotals(int(named["real"]), int(named["half_pairs"]), counts)
 
 
 def count_half_pairs(micro_batches: list[Batch], window: int | None, *, document_mask: bool) -> int:

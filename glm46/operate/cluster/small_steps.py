@@ -7,11 +7,12 @@ import torch
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import Process
 from glm46.engine.training.named_sums import sum_over_all_ranks
-from glm46.engine.training.network import Batch, build_network
+from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step, from_tensors, to_tensors
 from glm46.operate.cluster.results import Result, limited
 from glm46.run.plan import Plan
+from glm46.storage.data.batches import Batch
 from glm46.tasks.pretrain.next_token import NextToken
 
 _STEPS = 3

@@ -201,7 +201,7 @@ def _of_adapter(row: Parameter, batch: MicroBatch) -> list[Work]:
     inputs = row.shape(shape)[-1]
     held = row.numel(shape) / (batch.layout.ep if row.is_expert else share)
     nbytes = (held + rows * inputs / (share if row.tensor_dim == 1 else 1)) * batch.width + results
-    kind = "experts" if row.is_expert else "products"
+    kind: Kind = "experts" if row.is_expert else "products"
     added = [Work("memory", 0.0, 3 * results)] if row.is_expert and row.group == "adapter B" else []
     return [Work(kind, 2 * rows * inputs * outputs / share, nbytes), *added]
 
@@ -220,7 +220,8 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
     factors = MOVED[batch.param_dtype, batch.is_compiled]
     chosen = shape.num_experts_per_tok
     heads = sizes["H"] + sizes["K"]
-    elements = {"hidden": shape.hidden_size, "heads": heads, "head_norms": heads if shape.use_qk_norm else 0}
+    elements: dict[str, float] = {"hidden": shape.hidden_size, "heads": heads}
+    elements["head_norms"] = heads if shape.use_qk_norm else 0
     if part == "dense":
         elements["inner"] = sizes["I"]
     else:

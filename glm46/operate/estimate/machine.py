@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from glm46.config.parallelism import ParallelismConfig
 from glm46.run.layout import fixed_processes, smallest_world
@@ -127,7 +128,7 @@ def _gpus_from_nvml() -> list[tuple[str, Gpu]]:
         pynvml.nvmlShutdown()
 
 
-def _query(question: Callable, handle: object, refused: type[Exception]) -> object | None:
+def _query(question: Callable, handle: object, refused: type[Exception]) -> Any:
     """The answer of NVML, or None if a device does not support the query (memory of unified-memory boards)."""
     try:
         return question(handle)

@@ -17,6 +17,7 @@ from glm46.config.rules_layout import STATE_BLOCK, STATE_LEAST_ENTRIES
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.other_networks import drawing, other_networks, other_passes
 from glm46.operate.estimate.rank_parts import (
+    Block,
     HeldRows,
     StagePart,
     alike,
@@ -43,7 +44,7 @@ from glm46.run.activations import (
     output_gradient_bytes,
     travelling_key_bytes,
 )
-from glm46.run.checkpoint_size import WIDTHS
+from glm46.run.checkpoint_size import STATE_WIDTHS, WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, part_rows
 from glm46.run.plan import Plan, resolve_plan
@@ -222,12 +223,12 @@ class _Step:
         rows = held_rows(parts, self._shape, self._layout)
         held = self._trained(parts)
         frozen = sum(
-            each.count * prod(each.sizes) * (each.row.stored_bytes or self._width)
+            each.number * prod(each.sizes) * (each.row.stored_bytes or self._width)
             for each in rows
             if each.row.is_frozen
         )
-        buffers = sum(each.count * prod(each.sizes) for each in rows if each.row.optimizer is None)
-        states = [(self._state_bytes(each), each.count) for each in rows if each.row.is_trained]
+        buffers = sum(each.number * prod(each.sizes) for each in rows if each.row.optimizer is None)
+        states = [(self._state_bytes(each), each.number) for each in rows if each.row.is_trained]
         on_device = all_states = sum(size * count for size, count in states)
         offload = self._config.optimizer.state_offload
         if offload != "none":
@@ -268,7 +269,7 @@ class _Step:
     def _trained(self, parts: list[StagePart]) -> int:
         """Elements of this rank's shards that have a gradient."""
         rows = held_rows(parts, self._shape, self._layout)
-        return sum(each.count * prod(each.sizes) for each in rows if each.row.is_trained)
+        return sum(each.number * prod(each.sizes) for each in rows if each.row.is_trained)
 
     def _layer_sizes(self, parts: list[StagePart]) -> _LayerSizes:
         return _layer_sizes(alike(parts), self._shape, mesh_of_stage(self._layout))
@@ -285,12 +286,12 @@ class _Step:
             rounding += count * (1 + row.is_trained) * ((1 << max(size - 1, 0).bit_length()) - size)
         return rounding
 
-    def _state_bytes(self, of_rank: HeldRows) -> int:
+    def _state_bytes(self, of_rank: HeldRows) -> float:
         """One momentum under Muon, two moments under AdamW; codes of 8 bits have an FP32 scale per block of columns."""
         optimizer, row, sizes = self._config.optimizer, of_rank.row, of_rank.sizes
         states = row.states(optimizer)
         if optimizer.state_dtype != "8bit":
-            return states * prod(sizes) * WIDTHS[optimizer.state_dtype]
+            return states * prod(sizes) * STATE_WIDTHS[optimizer.state_dtype]
         if not row.is_matrix or row.numel(self._shape) < STATE_LEAST_ENTRIES:
             return states * prod(sizes) * FP32
         return states * prod(sizes[:-1]) * (sizes[-1] + -(-sizes[-1] // STATE_BLOCK) * FP32)
@@ -359,7 +360,7 @@ class _Step:
             size += self._micro_batches * self._tokens * (received + text)
         return size
 
-    def _backward_blocks(self, part: StagePart) -> list[tuple[str, Frozen | None]]:
+    def _backward_blocks(self, part: StagePart) -> list[tuple[Block, Frozen | None]]:
         """The blocks that have a backward, each with its adapters if its own weights are frozen."""
         frozen = [None] * len(part.blocks) if part.adapters is None else [Frozen(rows) for rows in part.adapters]
         return list(zip(part.blocks, frozen, strict=True))[part.backward_from :]

@@ -61,7 +61,7 @@ def _cost(
         tuple(range(0, replicas * expert_shards * ep, ep)): "stage_experts",
         tuple(range(replicas * dense_shards * tp)): "stage",
     }
-    loads, buckets, sizes = Counter(), Counter(), Counter()
+    loads, buckets, sizes = Counter[int](), Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for task in plan.local:
         matrices = task.matrices[1] - task.matrices[0]
         loads[-1] += matrices * newton_schulz_flops(task.rows[1] - task.rows[0], task.columns, steps)

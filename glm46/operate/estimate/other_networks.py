@@ -65,5 +65,5 @@ def other_passes(plan: Plan) -> tuple[int, int]:
     if plan.config.rl is None:
         return int(plan.config.preference is not None), 0
     rl = plan.config.rl.resolved()
-    is_old_apart = rl.old_policy == "trainer" and not rl.is_on_policy(int(plan.config.training.global_batch_size))
+    is_old_apart = rl.old_policy == "trainer" and not rl.is_on_policy(plan.config.training.global_batch_size)
     return is_old_apart + rl.has_reference + rl.has_critic, int(rl.has_critic)

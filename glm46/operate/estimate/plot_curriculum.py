@@ -5,10 +5,11 @@ stages. Within a stage the axis is linear.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
@@ -28,7 +29,8 @@ _SCHEDULES = (
 )  # fmt: skip
 
 
-class _Stage(NamedTuple):
+@dataclass(frozen=True)
+class _Stage:
     """A stage of text, and the tokens of the curriculum at its two ends."""
 
     plan: Plan

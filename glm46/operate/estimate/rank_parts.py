@@ -92,7 +92,7 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
         )
         for index, layers in enumerate(split)
     ]  # fmt: skip
-    prediction: tuple[Block, ...] = ("mtp",) * shape.num_nextn_predict_layers
+    prediction: tuple[Block, ...] = tuple("mtp" for _ in range(shape.num_nextn_predict_layers))
     last = stages[-1]
     stages[-1] = replace(last, blocks=last.blocks + prediction, has_head=True)
     if is_whole:
@@ -117,7 +117,7 @@ class HeldRows(NamedTuple):
     """Equal parameters or buffers of a pipeline rank."""
 
     row: Parameter
-    count: int
+    number: int
     sizes: tuple[int, ...]
     """`held_shape` of each."""
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any, Literal
 
 from glm46.config.check import find_faults
 from glm46.config.model import ModelShape
@@ -18,7 +19,7 @@ from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan, resolve_plan
 
-_MODES = ("none", "selective", "full")
+_MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 """Recomputation, from the fastest to the smallest: a layout that fits with one is not tried with the next."""
 _SIMULATED = 12
 """Layouts whose pipelines are simulated after a first ranking with the bubbles of equal stages."""
@@ -81,7 +82,7 @@ def search_layouts(
         document_tokens: of `Plan`.
     """
     usable = usable_bytes(cluster.gpu.memory_bytes)
-    best, refused, too_large, least = [], Counter(), 0, float("inf")
+    best, refused, too_large, least = list[Candidate](), Counter[str](), 0, float("inf")
     layouts = list(_layouts(config, cluster))
     for done, parallelism in enumerate(layouts):
         report(done, len(layouts))
@@ -151,11 +152,12 @@ def what_if(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> list[Layou
     return variants
 
 
-def _changes(config: RunConfig) -> dict[str, dict[str, dict[str, object]]]:
+def _changes(config: RunConfig) -> dict[str, dict[str, dict[str, Any]]]:
     """Keys of each variant by section."""
-    batch, changes = config.training.global_batch_size, {"as it is": {}}
+    batch = config.training.global_batch_size
+    changes: dict[str, dict[str, dict[str, Any]]] = {"as it is": {}}
     if not config.data.stages and not isinstance(batch, tuple):
-        rows = {} if batch is None else {"global_batch_size": max(batch // 2, 1)}
+        rows: dict[str, Any] = {} if batch is None else {"global_batch_size": max(batch // 2, 1)}
         changes["sequences twice as long, as many tokens"] = {
             "training": {"seq_len": 2 * config.training.seq_len} | rows
         }
@@ -185,13 +187,14 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismC
             continue
         for ep in _expert_degrees(shape, gpus // pp):
             for schedule in _schedules(config, shape, pp):
+                of_pipeline: dict[str, Any] = {"pipeline_parallel_degree": pp, "pipeline_parallel_schedule": schedule}
                 yield ParallelismConfig(
                     tensor_parallel_degree=tp,
                     context_parallel_degree=cp,
                     expert_parallel_degree=ep,
                     data_parallel_shard_degree=gpus // (tp * pp * cp),
                     fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-                    **({"pipeline_parallel_degree": pp, "pipeline_parallel_schedule": schedule} if pp > 1 else {}),
+                    **(of_pipeline if pp > 1 else {}),
                 )
 
 

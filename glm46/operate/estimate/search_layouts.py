@@ -125,7 +125,9 @@ def _summary(found: Search) -> str:
 
 def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
     unit, name = time_unit(candidates[0].cost.days * SECONDS_PER_DAY)
-    rows = [("tp", "pp", "schedule", "cp", "ep", "shard", "recompute", name, "MFU", "GiB", "bubble", "waits for")]
+    rows: list[tuple[str, ...]] = [
+        ("tp", "pp", "schedule", "cp", "ep", "shard", "recompute", name, "MFU", "GiB", "bubble", "waits for")
+    ]
     for each in candidates:
         layout, config = each.plan.layout, each.plan.config
         schedule = config.parallelism.pipeline_parallel_schedule if layout.pp > 1 else "-"
@@ -142,7 +144,7 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
 
 
 def _variant_rows(variants: list[LayoutVariant]) -> list[tuple[str, ...]]:
-    rows = [("change", "tokens/s", "MFU", "memory")]
+    rows: list[tuple[str, ...]] = [("change", "tokens/s", "MFU", "memory")]
     for each in variants:
         speed = ("does not fit", "-")
         if each.cost is not None:

@@ -7,7 +7,7 @@ from glm46.run.flops import training_flops_per_token
 from glm46.run.plan import Plan
 from glm46.run.stages import bubble
 
-_HEADER = (
+_HEADER: tuple[str, ...] = (
     "stage", "from", "tokens", "length", "window", "RoPE scaling", "sequences", "micro-batches", "bubble",
     "GFLOP/token", "memory", "fits",
 )  # fmt: skip

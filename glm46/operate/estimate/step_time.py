@@ -6,8 +6,7 @@ machines. FSDP2's gathers and reductions run beside the products of their stage 
 expert runs beside the first exchange of tokens; all other collectives cost their whole time.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -59,8 +58,15 @@ class StepTime:
         return self.tokens / self.seconds
 
 
-class _Cost(Counter):
-    """Seconds by cause."""
+class _Cost(dict[str, float]):
+    """Seconds by cause; 0 of a cause that is not there."""
+
+    def __missing__(self, cause: str) -> float:
+        return 0.0
+
+    def add(self, other: Mapping[str, float]) -> None:
+        for cause, seconds in other.items():
+            self[cause] += seconds
 
     @property
     def seconds(self) -> float:
@@ -117,8 +123,8 @@ class Roofline:
         waited = max(sent - computed, 2 * sent / calls) if calls else 0.0
         place, rate = self._states
         cost, copied = _Cost({"optimizer": moved + computed}), offloaded / rate
-        cost.update({"waiting for Muon's matrices": waited} if waited else {})
-        cost.update({f"waiting for the {place}": copied - cost.seconds} if copied > cost.seconds else {})
+        cost.add({"waiting for Muon's matrices": waited} if waited else {})
+        cost.add({f"waiting for the {place}": copied - cost.seconds} if copied > cost.seconds else {})
         return cost
 
     def copies(self, traffic: Traffic) -> float:
@@ -166,15 +172,15 @@ def step_time(
         for parts, of_rank, states in zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
     ]
     slowest = max(ranks, key=lambda rank: rank.seconds)
-    parts, timeline = Counter(slowest.parts(micro_batches)), None
-    if layout.pp > 1 and order_of is None:
-        idle = bubble(plan.config.parallelism, micro_batches)
-        parts["pipeline bubble"] = slowest.seconds * micro_batches * idle / (1 - idle)
-    elif layout.pp > 1:
+    parts, timeline = slowest.parts(micro_batches), None
+    if layout.pp > 1 and order_of is not None:
         sends = [each for of_rank in traffic for each in of_rank if each.axis == "pp" and each.kind == "send"]
         sending = max(roofline.traffic(each) / each.calls for each in sends)
         timeline = _timeline(ranks, sending, order_of(plan.config.parallelism, micro_batches))
         parts["pipeline bubble"] = timeline.seconds - slowest.seconds * micro_batches
+    elif layout.pp > 1:
+        idle = bubble(plan.config.parallelism, micro_batches)
+        parts["pipeline bubble"] = slowest.seconds * micro_batches * idle / (1 - idle)
     forwards, critics = other_passes(plan)
     if critics:
         parts["critic"] = critics * sum(parts.values())
@@ -214,7 +220,7 @@ class _Rank:
         total = _Cost(self.once)
         for costs in (self.forward, self.backward):
             for cost in costs.values():
-                total.update(cost.times(micro_batches))
+                total.add(cost.times(micro_batches))
         return total
 
 
@@ -238,15 +244,15 @@ def _rank(
                 work = part_work(name, batch, mode, frozen)
                 costs[name, frozen] = tuple(map(roofline.kernels, (work.forward, work.backward, work.recomputed)))
             of_forward, of_backward, recomputed = costs[name, frozen]
-            forward[stage.index].update(of_forward)
+            forward[stage.index].add(of_forward)
             if has_backward:
-                backward[stage.index].update(of_backward)
+                backward[stage.index].add(of_backward)
                 again = recomputed.seconds
-                backward[stage.index].update({"recomputation": again} if again else {})
+                backward[stage.index].add({"recomputation": again} if again else {})
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
     of_muon = [each for each in traffic if each.what == MUON]
     once = roofline.update(_updated(plan, stages), muon.flops, of_muon, offloaded)
-    beside = Counter()
+    beside = _Cost()
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
     shares = (1, 1) if mode == "none" else (1, 2)
     for each in (each for each in traffic if each.what != MUON):
@@ -258,8 +264,8 @@ def _rank(
         elif each.axis == "world":
             once[f"waiting for {each.axis}"] += seconds
         elif each.axis != "pp":
-            for costs, share in zip((forward, backward), shares, strict=True):
-                for cost in costs.values():
+            for of_pass, share in zip((forward, backward), shares, strict=True):
+                for cost in of_pass.values():
                     axis = "ep" if each.axis in ("ep_hosts", "ep_host") else each.axis
                     cost[f"waiting for {axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
     rank = _Rank(forward, backward, once)
@@ -281,15 +287,15 @@ def _kernel_parts(stage: StagePart, heads: int) -> Iterator[tuple[PartOfModel, F
         yield "head", frozen, True
 
 
-def _exposed(beside: Counter[str], rank: _Rank, micro_batches: int, is_piped: bool, overlap: float) -> float:
+def _exposed(beside: _Cost, rank: _Rank, micro_batches: int, is_piped: bool, overlap: float) -> float:
     """Seconds per step of FSDP2's collectives that no kernel hides; `Efficiencies.overlap` of them could be hidden.
 
     A pipeline gathers weights beside its first forward and reduces gradients after its last backward. Otherwise both
     run beside every micro-batch.
     """
     first = sum(cost.seconds for cost in rank.forward.values())
-    hidden, hiding = (beside["all_gather"], first) if is_piped else (beside.total(), rank.seconds * micro_batches)
-    return beside.total() - min(overlap * hidden, hiding)
+    hidden, hiding = (beside["all_gather"], first) if is_piped else (beside.seconds, rank.seconds * micro_batches)
+    return beside.seconds - min(overlap * hidden, hiding)
 
 
 def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:

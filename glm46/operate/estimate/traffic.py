@@ -108,7 +108,7 @@ def _of_muon(plan: Plan, parts: list[StagePart]) -> list[Traffic]:
 
 
 def _merged(calls: Iterator[_Call]) -> list[Traffic]:
-    counts, sizes = Counter(), Counter()
+    counts, sizes = Counter[tuple](), Counter[tuple]()
     for call in calls:
         if call.ranks > 1 and call.calls:
             key = call.axis, call.kind, call.ranks, call.what
@@ -138,9 +138,9 @@ class _Step:
         training = plan.config.training
         self._rows, length, shape = training.local_batch_size, stage.seq_len, stage.shape
         self._mode = plan.config.activation_checkpoint.mode if has_backward else "none"
-        self._width = int(WIDTHS[training.mixed_precision_param])
-        self._reduce = int(WIDTHS[training.mixed_precision_reduce])
-        self._master = int(WIDTHS[training.dtype])
+        self._width = WIDTHS[training.mixed_precision_param]
+        self._reduce = WIDTHS[training.mixed_precision_reduce]
+        self._master = WIDTHS[training.dtype]
         # Without a cast FSDP2 gathers the masters as they are.
         self._gathered = self._width if training.mixed_precision_param != "float32" else self._master
         float8 = plan.config.float8

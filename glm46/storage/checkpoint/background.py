@@ -62,7 +62,8 @@ class BackgroundSaver:
         self._staged: dict[str, Tensor] = {}
         self._stage_seconds = 0.0
         self._save: _Save | None = None
-        self._results: list[SaveOutcome | CheckpointError | RankLostError] = []
+        self._outcomes: list[SaveOutcome] = []
+        self._errors: list[CheckpointError | RankLostError] = []
 
     @property
     def is_busy(self) -> bool:
@@ -96,19 +97,20 @@ class BackgroundSaver:
             RankLostError: a rank has ended or does not answer; training's collectives fail too.
         """
         self._collect()
-        for result in self._results:
-            if isinstance(result, Exception):
-                self._results.remove(result)
-                raise result
-        outcomes, self._results = self._results, []
+        if self._errors:
+            raise self._errors.pop(0)
+        outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def forget_ended(self) -> None:
         """Drop the outcomes that were not taken."""
         self._collect()
-        self._results = []
+        self._outcomes, self._errors = [], []
 
     def _collect(self) -> None:
         if self._save is not None and self._save.ended.is_set():
-            self._results.append(self._save.result)
+            if isinstance(result := self._save.result, SaveOutcome):
+                self._outcomes.append(result)
+            elif result is not None:
+                self._errors.append(result)
             self._save = None

@@ -103,6 +103,8 @@ class _HashingFileSystem(FileSystem):
 class _Writer(FileSystemWriter):
     """DCP's writer on the hashing file system."""
 
+    fs: _HashingFileSystem
+
     def __init__(self, folder: Path, hasher: ThreadPoolExecutor, closer: Closer, *, file_per_tensor: bool):
         single = not file_per_tensor
         super().__init__(folder, single_file_per_rank=single, sync_files=False, thread_count=1, overwrite=False)
@@ -207,7 +209,7 @@ def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[
 def _fingerprint(tensor: Tensor) -> str:
     values = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode())
-    digest.update(values.reshape(-1).view(torch.uint8).numpy())
+    digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -238,9 +240,9 @@ def read_tensors(
     """
     with ranks.stage("reading metadata") as stage:
         metadata, faults = read_checked_metadata(folder, files)
-        stage.value = faults or _name_faults(folder, tensors, metadata, optional)
+        stage.value = faults if metadata is None else _name_faults(folder, tensors, metadata, optional)
     faults = sorted({fault for found in stage.values for fault in found})
-    if faults:
+    if metadata is None or faults:
         return faults
     stored = sorted(metadata.state_dict_metadata)
     asked = ranks.any([name in tensors for name in stored])
@@ -261,7 +263,7 @@ def read_tensors(
 def fill_tensors(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor], *, is_first: bool) -> None:
     """Fill tensors in place; the metadata is checked and lists all of them. Not collective."""
     planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
-    planner.set_up_planner(tensors, metadata, is_first)
+    planner.set_up_planner(dict(tensors), metadata, is_first)
     reader.set_up_storage_reader(metadata, is_first)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()

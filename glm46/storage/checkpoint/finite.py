@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.ranks import CheckpointError, Ranks
 from glm46.files.durable import FileRecord
-from glm46.storage.checkpoint.metadata import read_checked_metadata
+from glm46.storage.checkpoint.metadata import read_checked_metadata, tensor_entries
 from glm46.storage.checkpoint.stored_values import StoredTensor
 
 _PIECE_BYTES = 64 << 20
@@ -61,7 +61,7 @@ def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Rank
     """
     with ranks.stage(f"reading the values of {folder}") as stage:
         metadata, faults = read_checked_metadata(folder, files)
-        stage.value = faults, [] if faults else _stored_names(folder, metadata, ranks)
+        stage.value = faults, [] if metadata is None else _stored_names(folder, metadata, ranks)
     faults = sorted({fault for found, _ in stage.values for fault in found})
     names = sorted(name for _, found in stage.values for name in found)
     return faults or ([f"{folder}: {describe(names)}; it cannot be trained on"] if names else [])
@@ -69,9 +69,8 @@ def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Rank
 
 def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:
     """Names of tensors with values that are not finite, among this rank's share of the checkpoint."""
-    floating = [
-        name for name, entry in metadata.state_dict_metadata.items() if entry.properties.dtype.is_floating_point
-    ]
+    entries = tensor_entries(metadata).items()
+    floating = [name for name, entry in entries if entry.properties.dtype.is_floating_point]
     return [
         name
         for name in sorted(floating)[ranks.rank :: ranks.size]

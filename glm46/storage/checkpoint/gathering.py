@@ -225,8 +225,8 @@ def is_gathered(output: Path, save: NodePart) -> bool:
 
 def is_superseded(output: Path, part: NodePart) -> bool:
     """True if the shared folder has a later whole save of this step."""
-    body, faults = quick_faults(step_folder(output, part.step), part.step)
-    return not faults and body["saved_at"] > part.saved_at
+    body, _ = quick_faults(step_folder(output, part.step), part.step)
+    return body is not None and body["saved_at"] > part.saved_at
 
 
 def remove_part(local: Path, output: Path, save: NodePart) -> list[str]:

@@ -20,7 +20,7 @@ from glm46.storage.checkpoint.integrity import (
     step_folder,
     step_of,
 )
-from glm46.storage.checkpoint.metadata import read_checked_metadata
+from glm46.storage.checkpoint.metadata import read_checked_metadata, tensor_entries
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,13 @@ def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
     Raises:
         UserError: the folder is absent, or there is no checkpoint in it.
     """
-    if step_of(folder.absolute()) is not None and kind_of(folder) in (Kind.STEP, Kind.OTHER):
-        folders = [folder]
+    stated = step_of(folder.absolute())
+    if stated is not None and kind_of(folder) in (Kind.STEP, Kind.OTHER):
+        folders = [(folder, stated)]
     else:
         require_kind(folder, Kind.STEPS, Kind.RUN)
-        folders = [step_folder(of, step) for of in checkpoint_folders(folder) for step in published_steps(of)]
-    return [_summary(path, step_of(path.absolute()), read_contents) for path in folders]
+        folders = [(step_folder(of, step), step) for of in checkpoint_folders(folder) for step in published_steps(of)]
+    return [_summary(path, step, read_contents) for path, step in folders]
 
 
 def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
@@ -108,12 +109,13 @@ def contents(path: Path) -> tuple[dict[str, Any], list[TensorSummary]]:
     faults = check_files(path, body) or [
         fault for name in (META, ".metadata") for fault in check_hash(path / name, records[name])
     ]
+    metadata = None
     if not faults:
         metadata, faults = read_checked_metadata(path, records)
-    if faults:
+    if metadata is None:
         raise UserError(*faults)
     tensors = []
-    for name, entry in sorted(metadata.state_dict_metadata.items()):
+    for name, entry in sorted(tensor_entries(metadata).items()):
         dtype = entry.properties.dtype
         size = math.prod(entry.size) * dtype.itemsize
         tensors.append(

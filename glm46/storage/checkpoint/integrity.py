@@ -100,12 +100,14 @@ def records_of(body: dict[str, Any]) -> dict[str, FileRecord]:
 
 
 def quick_faults(path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """The manifest's body, and the faults that can be found without reading the other files. Not collective."""
+    """The manifest's body, None if there are faults, and the faults that can be found without reading the other files.
+    Not collective."""
     if not path.is_dir():
         known = ", ".join(map(str, published_steps(path.parent))) or "none"
         return None, [f"{path}: no such checkpoint; steps in {path.parent}: {known}"]
     body, faults = read_manifest(path, step)
-    return body, faults if body is None else check_files(path, body)
+    faults = faults if body is None else check_files(path, body)
+    return None if faults else body, faults
 
 
 def check_files(folder: Path, body: dict[str, Any]) -> list[str]:
@@ -137,7 +139,8 @@ def check_hash(path: Path, record: FileRecord) -> list[str]:
 
 
 def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[str, Any] | None, list[str]]:
-    """The manifest's body, and all faults of a checkpoint, one line each, equal on all ranks. Collective.
+    """The manifest's body, None if there are faults, and all faults of a checkpoint, one line each, equal on all ranks.
+    Collective.
 
     Rank 0 makes the quick checks; each rank then hashes its share of the files.
 
@@ -150,7 +153,7 @@ def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[st
             stage.value = quick_faults(path, step)
     body, faults = stage.values[0]
     if faults:
-        return body, faults
+        return None, faults
     with ranks.stage(f"verifying {path}") as stage:
         largest_first = sorted(records_of(body).items(), key=lambda item: -item[1].bytes)
         mine = largest_first[ranks.rank :: ranks.size]
@@ -158,4 +161,5 @@ def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[st
         with ThreadPoolExecutor(min(_FILES_AT_ONCE, max(1, (os.cpu_count() or 1) // ranks.size))) as pool:
             checked = pool.map(lambda item: check_hash(path / item[0], item[1]), mine)
             stage.value = [fault for faults in checked for fault in faults]
-    return body, [fault for faults in stage.values for fault in faults]
+    faults = [fault for faults in stage.values for fault in faults]
+    return None if faults else body, faults

@@ -213,7 +213,7 @@ class CheckpointManager:
         """
         self._wait_for_save()
         body, faults = self._verify(step)
-        if faults:
+        if body is None:
             raise UserError(*faults)
         meta = self._fill(step_folder(self.folder, step), body, tensors, optional, ignored)
         self._in_use = {step}
@@ -226,7 +226,7 @@ class CheckpointManager:
         """Like ``load``, from any checkpoint folder, such as the last one of the previous phase. Collective."""
         path = Path(path)
         body, faults = self._verify_folder(path, step_of(path))
-        if faults:
+        if body is None:
             raise UserError(*faults)
         return self._fill(path, body, tensors, optional, ignored)
 
@@ -286,14 +286,14 @@ class CheckpointManager:
         if step in self._verified:
             return self._verified[step], []
         body, faults = self._verify_folder(step_folder(self.folder, step), step)
-        if not faults:
+        if body is not None:
             self._verified[step] = body
         return body, faults
 
     def _verify_folder(self, path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
-        """The manifest and the faults of a checkpoint. Checks its values too, unless the manifest says that the save
-        has. Collective."""
+        """The manifest, None if there are faults, and the faults of a checkpoint. Checks its values too, unless the
+        manifest says that the save has. Collective."""
         body, faults = verify_folder(path, step, self._ranks)
-        if not faults and not body.get("finite", False):
+        if body is not None and not body.get("finite", False):
             faults = stored_not_finite(path, records_of(body), self._ranks)
-        return body, faults
+        return None if faults else body, faults

@@ -91,8 +91,14 @@ def read_metadata(folder: Path) -> tuple[Metadata | None, list[str]]:
 def read_checked_metadata(folder: Path, files: Mapping[str, FileRecord]) -> tuple[Metadata | None, list[str]]:
     """As `read_metadata`, for metadata that fits the files of its checkpoint; see `check_metadata`."""
     metadata, faults = read_metadata(folder)
-    faults = faults or check_metadata(folder, metadata, files)
+    faults = faults if metadata is None else check_metadata(folder, metadata, files)
     return None if faults else metadata, faults
+
+
+def tensor_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The tensors that metadata lists, by name; of checked metadata all entries."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def check_metadata(

@@ -147,7 +147,8 @@ def _remove_old(target: SaveTarget, saved: int, ranks: Ranks, in_use: Collection
     folder = target.folder
     with ranks.stage("listing old checkpoints") as stage:
         if ranks.is_first:
-            bodies = {step: read_manifest(step_folder(folder, step), step)[0] for step in complete_steps(folder)}
+            found = ((step, read_manifest(step_folder(folder, step), step)[0]) for step in complete_steps(folder))
+            bodies = {step: body for step, body in found if body is not None}
             losses = {step: body["validation_loss"] for step, body in bodies.items()}
             doubtful = {step for step, body in bodies.items() if not body.get("good", True)}
             stage.value = steps_to_remove(losses, target.rule, in_use, doubtful)

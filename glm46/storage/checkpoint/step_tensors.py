@@ -45,10 +45,12 @@ class StepTensors(Mapping[str, Tensor]):
         self._folder = folder
         require_kind(folder, Kind.STEP)
         body, faults = verify_folder(folder, step_of(folder.absolute()), ranks)
-        if not faults:
-            self._metadata, faults = read_checked_metadata(folder, records_of(body))
-        if faults:
+        metadata = None
+        if body is not None:
+            metadata, faults = read_checked_metadata(folder, records_of(body))
+        if metadata is None:
             raise UserError(*faults)
+        self._metadata = metadata
         self.meta: dict[str, Any] = json.loads((folder / META).read_bytes())
         names = self._metadata.state_dict_metadata
         self._names = [name.removeprefix(MODEL_PREFIX) for name in names if name.startswith(MODEL_PREFIX)]
@@ -109,7 +111,8 @@ class ReadAhead(Mapping[str, Tensor]):
         tensor = future.result()
         self._idle, self._used = self._used, self._idle
         following = self._next[name]
-        self._coming = following, following and self._reader.submit(self._made, following, self._idle)
+        coming_next = None if following is None else self._reader.submit(self._made, following, self._idle)
+        self._coming = following, coming_next
         return tensor
 
     def _made(self, name: str, memory: np.ndarray) -> Tensor:

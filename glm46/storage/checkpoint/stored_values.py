@@ -8,10 +8,11 @@ import io
 import zipfile
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from glm46.files.tensor_file import Record, TensorFile
 from glm46.storage.checkpoint.dcp import fill_tensors
@@ -34,6 +35,7 @@ class StoredTensor:
 
     def __init__(self, folder: Path, metadata: Metadata, name: str):
         entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), "the metadata is checked"
         self.shape, self.dtype = tuple(entry.size), entry.properties.dtype
         self.nbytes = prod(self.shape) * self.dtype.itemsize
         self._folder, self._metadata, self._name = folder, metadata, name
@@ -134,7 +136,7 @@ class _Slice(io.RawIOBase):
         self._place = place + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
         return self._place
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         self._file.seek(self._first + self._place)
         count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._place)])
         self._place += count

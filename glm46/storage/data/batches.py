@@ -3,12 +3,41 @@
 B rows of S tokens; K multi-token prediction layers. A row is read S + 1 + K tokens long.
 """
 
+from typing import Any, TypedDict
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from glm46.storage.data.shards import NOT_A_TARGET
 
 IGNORE = -100  # Label of a position that has no target. Source: the default of torch.nn.functional.cross_entropy.
+
+
+class _Rows(TypedDict):
+    input_ids: Tensor
+    """int64 [B, S]: tokens; the end of text in padding."""
+    labels: Tensor
+    """int64 [B, S]: the next token of the same document if it is a target, else `IGNORE`."""
+    positions: Tensor
+    """int32 or int64 [B, S]: from 0 in the row, and again at each document under document masks."""
+    document_ids: Tensor
+    """int32 or int64 [B, S]: 0, 1, 2 ... in the row; -1 in padding."""
+
+
+class Batch(_Rows, total=False):
+    """A micro-batch on the CPU. Tasks add fields of their own, [B, S] or [B, K, S], which their objectives name."""
+
+    mtp_input_ids: Tensor
+    """int64 [B, K, S]: the tokens 1 to K ahead."""
+    mtp_labels: Tensor
+    """int64 [B, K, S]: the tokens 2 to K + 1 ahead, or `IGNORE`, as in ``labels``."""
+    sample_numbers: Tensor
+    """int64 [B]: of the run; in validation of the row, -1 for a row of padding."""
+    prefix_ids: Tensor
+    """int64 [B, S]: the document before that of a token which it sees too, -1 for none; see `attention_layout`."""
+    routes: Tensor
+    """[B, S, L, A]: the experts to use, see `compute/model/routes.py`."""
 
 
 class BatchBuilder:
@@ -57,9 +86,9 @@ class BatchBuilder:
         for k in range(1, self.mtp_depth + 1):
             self.mtp_input_ids[b, k - 1] = row[k : length + k]
             self.mtp_labels[b, k - 1] = targets[k + 1 : length + k + 1]
-        ends = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
-        self._mask_targets(b, ends)
-        self._number_documents(b, ends[: np.searchsorted(ends, length)])
+        bounds = ends[0] if len(ends) == 1 else np.concatenate([np.empty(0, np.int64), *ends])
+        self._mask_targets(b, bounds)
+        self._number_documents(b, bounds[: np.searchsorted(bounds, length)])
         if used < length:
             self._blank(b, used)
         self._filled += 1
@@ -73,11 +102,11 @@ class BatchBuilder:
         self._blank(b, 0)
         self._filled += 1
 
-    def finish(self) -> dict[str, torch.Tensor]:
-        """Return the batch as the tensors that docs/data.md lists."""
+    def finish(self) -> Batch:
+        """Return the batch."""
         assert self._filled == self._rows, f"batch has {self._filled} of {self._rows} rows"
         names = ["input_ids", "labels", "positions", "document_ids", "mtp_input_ids", "mtp_labels", "sample_numbers"]
-        batch = {name: torch.from_numpy(getattr(self, name)) for name in names}
+        batch: Any = {name: torch.from_numpy(getattr(self, name)) for name in names}
         self._allocate()
         return batch
 

@@ -37,16 +37,16 @@ def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPl
             empty.
         seq_len: tokens per row.
     """
-    waiting, before = (np.empty(0, np.int64), np.empty(0, np.int64)), 0
+    waiting, before = list[np.ndarray]([np.empty(0, np.int64), np.empty(0, np.int64)]), 0
     for ends in doc_ends:
         if len(ends):
             cut = _cut(ends, before, seq_len)
-            waiting, before = tuple(map(np.concatenate, zip(waiting, cut, strict=True))), int(ends[-1])
+            waiting, before = [*map(np.concatenate, zip(waiting, cut, strict=True))], int(ends[-1])
         while len(waiting[0]) >= _GROUP:
             yield _pack(waiting[0][:_GROUP], waiting[1][:_GROUP], seq_len)
-            waiting = waiting[0][_GROUP:], waiting[1][_GROUP:]
+            waiting = [waiting[0][_GROUP:], waiting[1][_GROUP:]]
     if len(waiting[0]):
-        yield _pack(*waiting, seq_len)
+        yield _pack(waiting[0], waiting[1], seq_len)
 
 
 def concatenate(groups: Iterable[PackPlan]) -> PackPlan:

@@ -112,7 +112,7 @@ def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOption
         thinks[last] = any(thinks)
     elif options.history == "expand":
         # Turns without reasoning read the same in every later document of their mode, so they share one.
-        groups, open_ = [], {True: [], False: []}
+        groups, open_ = [], {True: list[int](), False: list[int]()}
         for k in range(last + 1):
             open_[thinks[k]].append(k)
             if has_reasoning[k] or thinks[k] not in thinks[k + 1 :]:

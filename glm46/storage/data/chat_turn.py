@@ -6,6 +6,8 @@ from glm46.storage.data.chat import CALL, END_CALL, END_KEY, END_THINK, END_VALU
 from glm46.storage.data.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
 
+Kind = Literal["thought", "answer", "call"]
+_KINDS: dict[str, Kind] = {THINK: "thought", END_THINK: "answer", CALL: "call"}
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
 """Bytes in UTF-8, and so the most tokens that a character is spread over."""
@@ -14,7 +16,7 @@ _LONGEST_CHARACTER = 4
 class Part(NamedTuple):
     """The part of a turn that a token adds to."""
 
-    kind: Literal["thought", "answer", "call"]
+    kind: Kind
     text: str
     """Of a call: ``name(key=value, ...)``."""
 
@@ -30,7 +32,7 @@ class TurnReader:
         markers = (THINK, END_THINK, CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE)
         self._tokenizer = tokenizer
         self._names = {tokenizer.special[name]: name for name in markers}
-        self._kind: Literal["thought", "answer", "call"] = "answer"
+        self._kind: Kind = "answer"
         self._ids: list[int] = []
         """Of an incomplete character, or of the call that is open."""
         self._texts = {"thought": "", "answer": ""}
@@ -49,7 +51,7 @@ class TurnReader:
             part = self._flush()
             if name == THINK:
                 self._texts["answer"] = ""  # GLM's template leaves out what is before a thought
-            self._kind = {THINK: "thought", END_THINK: "answer", CALL: "call"}[name]
+            self._kind = _KINDS[name]
             return part
         self._ids.append(token)
         is_open = self._tokenizer.decode(self._ids).endswith(_REPLACEMENT) and len(self._ids) < _LONGEST_CHARACTER

@@ -18,7 +18,7 @@ ROLES = {
 }  # fmt: skip
 """Our role by each name of it. A "call" is a tool call in a message of its own; it joins the assistant's turn."""
 
-_MAY_FOLLOW = {
+_MAY_FOLLOW: dict[str, set[str | None]] = {
     "system": {None, "system", "user", "assistant"},
     "user": {None, "system", "user", "assistant"},
     "assistant": {"system", "user", "tool"},
@@ -154,9 +154,10 @@ def _joined(rows: Sequence[object]) -> list[Message]:
 def _results(row: object) -> list:
     """A row; of a tool message with a list of results, as GLM's template takes them, a row for each result. A list of
     parts with a type is one text."""
-    name = row.get("role") if isinstance(row, Mapping) else None
-    content = row.get("content") if isinstance(name, str) and ROLES.get(name) == "tool" else None
-    if not isinstance(content, list) or not content:
+    if not isinstance(row, Mapping):
+        return [row]
+    name, content = row.get("role"), row.get("content")
+    if not isinstance(name, str) or ROLES.get(name) != "tool" or not isinstance(content, list) or not content:
         return [row]
     results = [one["output"] if isinstance(one, Mapping) and "output" in one else one for one in content]
     return [{**row, "content": one} for one in results] if all(isinstance(one, str) for one in results) else [row]

@@ -151,7 +151,7 @@ class _TrainIterator:
         self._row = np.empty(stream.layout.seq_len + 1 + stream.layout.mtp_depth, np.int64)
         self._stride = workers * stream.layout.global_rows
         self._next = stream.start_sample + worker * stream.layout.global_rows
-        self._located: dict[int, tuple] = {}
+        self._located: dict[int, list[tuple[int, int]]] = {}
         self._block = _FIRST_ORDER_BLOCK
 
     def __iter__(self):
@@ -189,7 +189,8 @@ def validation_rows(manifest: Manifest, seq_len: int) -> tuple[ConcatenatedRows 
     split = manifest.splits["validation"]
     tokens = open_tokens(manifest.folder, split, WHOLE_RUN.documents, manifest.vocab_size)
     if split.targets is None:
-        rows, count = ConcatenatedRows(tokens, seq_len), -(-split.tokens // seq_len)
+        rows: ConcatenatedRows | PackedRows = ConcatenatedRows(tokens, seq_len)
+        count = -(-split.tokens // seq_len)
     else:
         plan = concatenate(plan_groups(tokens.doc_ends_by_shard(), seq_len))
         rows, count = PackedRows(tokens, seq_len, plan), len(plan.row_starts) - 1

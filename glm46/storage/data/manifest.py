@@ -145,7 +145,7 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
     """
     folder = Path(folder)
     manifest = _parse(folder)
-    faults = []
+    faults: list[str] = []
     for shard in (shard for split in manifest.splits.values() for shard in split.shards):
         try:
             opened = open_shard(folder / shard.file)

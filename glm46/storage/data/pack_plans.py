@@ -113,11 +113,11 @@ def _write(file: Path, key: str, groups: Iterable[PackPlan], scratch: Path) -> N
     parts = [scratch / name for name in ("row_starts", "piece_starts", "piece_lengths")]
     rows, pieces = 0, 0
     with parts[0].open("wb") as row_starts, parts[1].open("wb") as starts, parts[2].open("wb") as lengths:
-        row_starts.write(np.zeros(1, np.int64))
+        row_starts.write(np.zeros(1, np.int64).data)
         for group in groups:
-            row_starts.write(group.row_starts[1:] + pieces)
-            starts.write(group.piece_starts)
-            lengths.write(group.piece_lengths)
+            row_starts.write((group.row_starts[1:] + pieces).data)
+            starts.write(group.piece_starts.data)
+            lengths.write(group.piece_lengths.data)
             rows += len(group.row_starts) - 1
             pieces += len(group.piece_starts)
     sizes = (rows + 1, pieces, pieces)
@@ -133,5 +133,5 @@ def _mapped(file: Path, size: int) -> np.ndarray:
 def _hash(plan: PackPlan) -> str:
     digest = hashlib.sha256()
     for tensor in (plan.row_starts, plan.piece_starts, plan.piece_lengths):
-        digest.update(tensor.view(np.uint8))
+        digest.update(tensor.view(np.uint8).data)
     return digest.hexdigest()

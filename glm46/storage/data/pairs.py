@@ -7,6 +7,7 @@ as a marker.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from glm46.storage.data.conversation import ROLES, BadConversation, Conversation, parse_conversation
 
@@ -34,7 +35,7 @@ def parse_pair(record: object) -> tuple[Conversation, Conversation]:
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
-    given = [record.get(key) for key in _KEYS]
+    given: list[Any] = [record.get(key) for key in _KEYS]
     for key, half in zip(_KEYS, given, strict=True):
         if not isinstance(half, str | list) or not half:
             raise BadConversation(f"no {key}")

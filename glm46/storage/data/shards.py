@@ -49,7 +49,7 @@ class Shard:
 
 def block_checksums(array: np.ndarray) -> np.ndarray:
     """CRC-32 of each block of `BLOCK_BYTES` of an array's bytes, uint32 [blocks]. The last block may be shorter."""
-    data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return np.array([zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], np.uint32)
 
 

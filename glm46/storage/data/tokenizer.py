@@ -156,8 +156,8 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(
             f"{file}: no added token {END_OF_TEXT}, which ends every document; add it to the special tokens"
         )
-    options = {"prefix_space": content.prefix_space, "control": content.control}
-    return Tokenizer(path, content.pattern, content.ranks, content.special, **options)
+    read = content.pattern, content.ranks, content.special
+    return Tokenizer(path, *read, prefix_space=content.prefix_space, control=content.control)
 
 
 def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int) -> Tokenizer:

@@ -16,7 +16,8 @@ from glm46.compute.distributed.local_tensor import copy_to_device
 from glm46.compute.model.cross_entropy import IGNORE, token_logprobs
 from glm46.compute.model.transformer import LossSums
 from glm46.config.finetune import PreferenceConfig
-from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.network import Network
+from glm46.storage.data.batches import Batch
 
 HALF, REFERENCE = "pair_half", "reference_logprobs"
 

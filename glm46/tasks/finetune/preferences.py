@@ -7,10 +7,11 @@ import torch
 from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.config.finetune import PreferenceConfig
 from glm46.engine.training.named_sums import sum_over_all_ranks
-from glm46.engine.training.network import Batch, build_network
+from glm46.engine.training.network import build_frozen_network
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import stage_at
+from glm46.storage.data.batches import Batch
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.pairs import BEGIN
 from glm46.tasks.finetune.preference_loss import REFERENCE, PreferenceLoss, split_pairs
@@ -33,7 +34,7 @@ class Preferences:
         self._policy, adapter = text.network, text.plan.config.adapter
         self.networks, self._reference = dict(text.networks), self._policy
         if adapter is None:
-            self._reference = self.networks["reference"] = build_network(text.plan, text.cluster, trainable=False)
+            self._reference = self.networks["reference"] = build_frozen_network(text.plan, text.cluster)
             self._reference.attend_as(text.plan.stage_after(0).shape)
         self.objectives = {name: PreferenceLoss(self._policy, config) for name in text.networks}
 

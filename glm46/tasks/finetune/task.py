@@ -11,10 +11,10 @@ from glm46.config.finetune import FineTuneConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
-from glm46.engine.training.network import Batch
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.plan import Plan
+from glm46.storage.data.batches import Batch
 from glm46.storage.data.chat import chat_prompt
 from glm46.storage.data.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids

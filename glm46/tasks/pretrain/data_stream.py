@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch import Tensor
-
 from glm46.compute.distributed.mesh import Cluster
 from glm46.engine.reliability.workers import begin_worker, starting_workers
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import TextStage, describe_attention, stage_at
 from glm46.run.plan import Plan
+from glm46.storage.data.batches import Batch
 from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.mixing import integer_weights, taken
@@ -24,7 +23,7 @@ class DataStream:
 
     def __init__(self, plan: Plan, cluster: Cluster, manifests: dict[str, Manifest]):
         self._plan, self._cluster, self._manifests = plan, cluster, manifests
-        self._loader: Iterator[dict[str, Tensor]] | None = None
+        self._loader: Iterator[Batch] = iter(())
         self._stage: TextStage | None = None
         self._next = -1
 
@@ -111,7 +110,7 @@ def rows_before(plan: Plan, manifests: dict[str, Manifest], stage: TextStage, re
     same = [s for s in plan.text_stages if s.first < stage.first and (s.seq_len, s.documents) == rows]
     before = []
     for i in range(len(stage.weights)):
-        earlier = sum(_taken(s, s.stop - s.first).get(i, 0) for s in same)
+        earlier = sum(_taken(s, s.stop - s.first).get(i, 0) for s in same if s.stop is not None)
         before.append(earlier + counts.get(_grid(plan, manifests, i, stage), 0))
     return before
 

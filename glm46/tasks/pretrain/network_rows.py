@@ -19,7 +19,8 @@ from glm46.engine.evaluation.rows import (
     share_of_rows,
 )
 from glm46.engine.training.named_sums import sum_over_all_ranks
-from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.network import Network
+from glm46.storage.data.batches import Batch
 
 
 def tokens_at_once(network: Network) -> int:
@@ -49,6 +50,7 @@ def _run_rows(network: Network, measure: Measure, rows: list[Row]) -> list[list[
     output = network.evaluate(whole, token_logprobs)
     if output is None:
         return []
+    assert output.logprobs is not None, "the form is `token_logprobs`"
     values = torch.stack([output.logprobs.double(), output.predictions[0].double()])  # FP64 is exact for token ids
     logprobs, predictions = network.whole_rows(values, whole)[..., : rows[0].length]
     return row_figures(measure, batch, logprobs, predictions.long())

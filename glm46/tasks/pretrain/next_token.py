@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import copy_to_device
-from glm46.compute.model.cross_entropy import IGNORE, summed_loss
+from glm46.compute.model.cross_entropy import IGNORE, HeadForm, summed_loss
 from glm46.compute.model.mtp import accepted_drafts, draft_places
 from glm46.compute.model.transformer import LossSums
-from glm46.engine.training.network import Batch, Network
+from glm46.compute.parallelize.pipeline import Fields
+from glm46.engine.training.network import Network
 from glm46.run.schedule import schedule_value
+from glm46.storage.data.batches import Batch
 
 _LARGEST_EXPONENT = 700.0
 """Larger exponents overflow FP64."""
@@ -22,8 +24,8 @@ class NextToken:
     """The objective of pre-training. Its totals: ``targets``, labels of the next token; ``mtp_targets`` and ``drafts``,
     for each prediction depth its labels and those that `accepted_drafts` compares."""
 
-    form = staticmethod(summed_loss)
-    fields = ()
+    form: HeadForm = staticmethod(summed_loss)
+    fields: tuple[str, ...] = ()
 
     def __init__(self, network: Network):
         self._network, self._mtp = network, network.plan.config.mtp
@@ -33,7 +35,7 @@ class NextToken:
         """See `Objective.count`."""
         return count_targets(micro_batches, self._depths)
 
-    def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
+    def loss(self, output: LossSums, batch: Fields, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`."""
         return next_token_loss(output, totals, schedule_value(self._mtp.loss_weight, clock))
 
@@ -44,6 +46,7 @@ class NextToken:
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.sums`. Collective under context parallelism."""
+        assert output.loss is not None, "the form is `summed_loss`"
         sums = {"loss": output.loss, "mtp_losses": output.mtp_losses}
         return sums | ({"accepted": self.count_accepted(output, batch)} if "mtp_labels" in batch else {})
 

@@ -13,11 +13,11 @@ from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.errors import UserError
 from glm46.config.training import ValidationTaskConfig
 from glm46.engine.evaluation.answers import Answering, EvaluationPrompt, FirstRankLeads, Keys, has_ended, text_of
-from glm46.engine.evaluation.rows import Batch, Figures, Row
-from glm46.engine.evaluation.standard import find_tasks, run_tasks
+from glm46.engine.evaluation.rows import Figures, Row
+from glm46.engine.evaluation.standard import StandardTasks, find_tasks, run_tasks
 from glm46.engine.inference.scoring import ContinuationRequest, ContinuationScore
 from glm46.engine.training.network import Network
-from glm46.storage.data.batches import IGNORE
+from glm46.storage.data.batches import IGNORE, Batch
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.tasks.pretrain.network_rows import greedy_answers, measured_figures, tokens_at_once
@@ -37,33 +37,35 @@ class StandardMeasure:
         Raises:
             UserError: see `find_tasks` and `LmEvalModel`, or a task draws its answers.
         """
-        self._tokenizer, self._positions, self._tasks = tokenizer, positions, None
+        self._tokenizer, self._positions = tokenizer, positions
+        self._tasks: StandardTasks | None = None
         if dist.get_rank() != 0:
             return
         code = "judge a step with evaluate --run-code"
         keys = Keys(f"{place}.names", f"{place}.task_folders", f"{place}.fewshot", code, others=())
         folders = [Path(folder) for folder in task.task_folders]
         self._tasks = find_tasks(task.names, folders, fewshot=task.fewshot, limit=task.samples, keys=keys)
-        self._run(_NoAnswers(keys))
+        self._run(self._tasks, _NoAnswers(keys))
 
     def columns(self, network: Network) -> dict[str, float]:
         """The metrics by ``task/<task>/<metric>``. Collective."""
         answers = NetworkAnswers(network, self._tokenizer)
-        found = [run_on_all_ranks(answers.follow if self._tasks is None else partial(self._lead, answers))]
+        work = answers.follow if self._tasks is None else partial(self._lead, self._tasks, answers)
+        found: list[Any] = [run_on_all_ranks(work)]
         dist.broadcast_object_list(found, src=0)
         return {f"task/{name}": value for name, value in found[0].items()}
 
-    def _lead(self, answers: "NetworkAnswers") -> dict[str, float]:
+    def _lead(self, tasks: StandardTasks, answers: "NetworkAnswers") -> dict[str, float]:
         try:
-            return self._run(answers)
+            return self._run(tasks, answers)
         finally:
             answers.end()
 
-    def _run(self, answers: Answering) -> dict[str, float]:
+    def _run(self, tasks: StandardTasks, answers: Answering) -> dict[str, float]:
         from glm46.engine.evaluation.lm_eval_model import LmEvalModel
 
-        model = LmEvalModel(answers, self._tokenizer, self._positions, self._tasks.keys)
-        return run_tasks(self._tasks, model, has_errors=False)["columns"]
+        model = LmEvalModel(answers, self._tokenizer, self._positions, tasks.keys)
+        return run_tasks(tasks, model, has_errors=False)["columns"]
 
 
 class _NoAnswers:
@@ -154,8 +156,12 @@ class _Requests:
 def _row(request: ContinuationRequest, length: int) -> Batch:
     """One document with padding behind it, whose labels are those of the continuation."""
     ids, read = torch.tensor([(*request.context, *request.continuation)]), len(request.inputs)
-    batch = {name: torch.zeros(1, length, dtype=torch.int64) for name in ("input_ids", "positions")}
-    batch |= {"labels": torch.full((1, length), IGNORE), "document_ids": torch.full((1, length), -1)}
+    batch = Batch(
+        input_ids=torch.zeros(1, length, dtype=torch.int64),
+        labels=torch.full((1, length), IGNORE),
+        positions=torch.zeros(1, length, dtype=torch.int64),
+        document_ids=torch.full((1, length), -1),
+    )
     batch["input_ids"][:, :read], batch["positions"][:, :read] = ids[:, :-1], torch.arange(read)
     batch["document_ids"][:, :read] = 0
     first = len(request.context) - 1

@@ -18,13 +18,14 @@ from glm46.engine.inference.generation import continue_tokens
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
 from glm46.engine.training.hf_weights import load_weights, save_weights
-from glm46.engine.training.network import Batch, build_network
+from glm46.engine.training.network import build_network
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import stage_at
 from glm46.run.function import capacity_lines
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.integrity import step_folder
+from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import check_epochs, describe_sources, load_text
 from glm46.storage.data.tokenizer import TOKENIZER_KEY
 from glm46.tasks.pretrain.data_stream import DataStream, rows_read
@@ -35,7 +36,9 @@ from glm46.tasks.pretrain.validation import due_tasks, evaluate, validation_meas
 class Pretraining:
     """One network that learns to predict the next token of the text in data.sources. See `Task`."""
 
-    identity_keys = ("data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers")
+    identity_keys: tuple[str, ...] = (
+        "data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers"
+    )  # fmt: skip
 
     def __init__(self, plan: Plan, cluster: Cluster):
         """Load the text and build the network. Collective.

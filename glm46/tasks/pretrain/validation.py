@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,9 +15,10 @@ from glm46.engine.evaluation.needle import Needle
 from glm46.engine.evaluation.position import Position
 from glm46.engine.evaluation.rows import Measure
 from glm46.engine.training.named_sums import sum_over_all_ranks
-from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.network import Network
 from glm46.engine.training.state import Progress
 from glm46.run.plan import Plan
+from glm46.storage.data.batches import Batch
 from glm46.storage.data.loader import BatchLayout, build_validation_loader
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import Tokenizer
@@ -34,7 +36,7 @@ def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: T
     Raises:
         UserError: the held-out text or the tokenizer has no rows of these lengths, or a standard task cannot be run.
     """
-    measures, faults = [], []
+    measures, faults = list[ColumnsOf](), list[str]()
     for index, task in enumerate(plan.config.validation.tasks):
         place = f"validation.tasks[{index}]"
         try:
@@ -58,7 +60,7 @@ def due_tasks(plan: Plan, progress: Progress) -> list[bool]:
 
 
 def _measure(task: ValidationTaskConfig, plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> Measure:
-    usual = {"lengths": task.lengths, "samples": task.samples, "seed": plan.config.debug.seed}
+    usual: dict[str, Any] = {"lengths": task.lengths, "samples": task.samples, "seed": plan.config.debug.seed}
     if task.kind == "needle":
         return Needle(manifests, tokenizer, depths=task.depths, **usual)
     return Position(manifests, **usual)
@@ -130,6 +132,7 @@ def _evaluate_source(
         output = network.evaluate(batch)
         if output is None:  # only the last stage of a pipeline computes the loss
             continue
+        assert output.loss is not None, "the form is `summed_loss`"
         loss += output.loss
         if plan.shape.num_nextn_predict_layers:
             accepted += objective.count_accepted(output, batch)[0]

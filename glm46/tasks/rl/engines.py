@@ -16,9 +16,10 @@ from glm46.compute.model.router import Router, Routing
 from glm46.compute.model.routes import no_routes
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.inference.model_mesh import build_model_mesh
-from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.network import Network
 from glm46.run.layout import generation_layout
 from glm46.run.parameters import named_rows
+from glm46.storage.data.batches import Batch
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.schemes import FP8_SCHEMES
 from glm46.tasks.rl.packing import empty_batch

@@ -12,7 +12,7 @@ from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.rl import RLConfig
 from glm46.engine.training.named_sums import sum_over_all_ranks
-from glm46.engine.training.network import Batch
+from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.advantages import (
     differing_groups,
     discounted_returns,

@@ -14,9 +14,10 @@ from glm46.compute.model.cross_entropy import IGNORE, summed_loss, token_logprob
 from glm46.compute.model.transformer import LossSums
 from glm46.config.rl import RLConfig
 from glm46.config.section import Section
-from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
+from glm46.storage.data.batches import Batch
 from glm46.tasks.pretrain.next_token import count_targets
 from glm46.tasks.rl.correction import correction_weights
 from glm46.tasks.rl.policy_loss import (

@@ -13,8 +13,9 @@ from glm46.compute.model.cross_entropy import HeadForm, summed_loss
 from glm46.config.float8_layers import FP8_MULTIPLE
 from glm46.config.rl import RLConfig
 from glm46.config.rules_layout import values_of
-from glm46.engine.training.network import Batch, Network
+from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
+from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.fields import Rewards, prepare_fields, sum_over_replicas
 from glm46.tasks.rl.journal import Writer
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of, join, pack, spread
@@ -50,7 +51,7 @@ class StepBuilder:
         self.columns: dict[str, float] = {}
         """Columns of metrics of the last rollout."""
         self._unwritten: tuple[Rollout, Steps, dict[str, Tensor]] | None = None
-        self._is_on_policy = config.is_on_policy(int(plan.config.training.global_batch_size))
+        self._is_on_policy = config.is_on_policy(plan.config.training.global_batch_size)
         is_pipeline = cluster.meshes.pipeline is not None  # which computes every layer, on tensors of one shape
         self._has_fixed_rows = is_pipeline or cluster.meshes.sequence is not None  # which splits each row evenly
         is_trained = any(values_of(plan.config.mtp.loss_weight))

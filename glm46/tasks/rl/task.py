@@ -17,12 +17,13 @@ from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training import loop
 from glm46.engine.training.build import run
 from glm46.engine.training.hf_weights import load_weights, save_weights
-from glm46.engine.training.network import Batch, Network, build_network
+from glm46.engine.training.network import Network, build_frozen_network, build_network
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.files.durable import hash_file
 from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
+from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
@@ -76,11 +77,11 @@ class Reinforcement:
             self.networks["policy"],
             self._config,
             plan.config.rollout.temperature,
-            is_on_policy=self._config.is_on_policy(int(plan.config.training.global_batch_size)),
+            is_on_policy=self._config.is_on_policy(plan.config.training.global_batch_size),
         )
         self.objectives = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:
-            self.networks["reference"] = build_network(reference_plan(plan), cluster, trainable=False)
+            self.networks["reference"] = build_frozen_network(reference_plan(plan), cluster)
         if self._config.has_critic:
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value")
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
