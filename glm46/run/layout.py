@@ -145,10 +145,10 @@ def expert_levels(parallelism: ParallelismConfig, host_ranks: int | None) -> Exp
     if not host_ranks or ranks % of_host or host_ranks % of_host:
         if exchange == "auto":
             return None
-        hosts = f"{host_ranks} ranks on each host" if host_ranks else "hosts with unequal numbers of ranks"
+        found = f"{host_ranks} ranks on each host" if host_ranks else "hosts with unequal numbers of ranks"
         raise UserError(
             f'parallelism.expert_exchange = "two_level": the {ranks} ranks that share experts '
-            f'(parallelism.expert_parallel_degree) must be on whole hosts, or on one, here {hosts}; use "all_to_all"'
+            f'(parallelism.expert_parallel_degree) must be on whole hosts, or on one, here {found}; use "all_to_all"'
         )
     hosts = ranks // of_host
     return ExpertLevels(hosts, of_host) if hosts > 1 or exchange == "two_level" else None

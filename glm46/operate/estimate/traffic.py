@@ -333,7 +333,8 @@ class _Step:
         again = runs.forward - 1 if self._mode == "full" else 0
         # Recomputation needs the rows that come back only where a norm follows.
         back = 1 + runs.backward + (again if block == "mtp" else 0)
-        sizes, numbers, hops = self._shape.n_routed_experts, 0, [("ep", ep, self._tokens * chosen, 1)]
+        sizes, numbers = self._shape.n_routed_experts, 0
+        hops: list[tuple[str, int, float, int]] = [("ep", ep, self._tokens * chosen, 1)]
         if (levels := self._plan.expert_levels) is not None:
             axes = [axis for axis in (("ep_hosts", levels.hosts), ("ep_host", levels.of_host)) if axis[1] > 1]
             sizes, numbers = ep * (levels.hosts + 2 * ep), 1 + again
