@@ -22,6 +22,7 @@ from glm46.engine.training.hf_weights import load_adapters
 from glm46.engine.training.origin import CONTINUE_REMEDY, INITIAL_REMEDY, TENSOR_KEYS, differences
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Task
+from glm46.files.local_disk import real_path
 from glm46.run.function import function_of_meta
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.integrity import step_folder, step_of
@@ -89,7 +90,7 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     if config.enable:
         source = checkpoints.newest() if config.load_step == -1 else config.load_step
         if source is None and config.load_path is not None:
-            source = Path(config.load_path).resolve()
+            source = real_path(config.load_path)
         if source is not None:
             meta = _resume(task, checkpoints, source)
             folder = _folder_of(source, checkpoints)
@@ -109,8 +110,8 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     if config.initial_load_in_hf or kind_of(path) is Kind.DCP:
         run_on_all_ranks(lambda: task.load_exported(path))
         return fresh, None
-    ignored = _names_not_loaded(task, path.resolve())
-    meta = _load(task, checkpoints, path.resolve(), ignored=ignored)
+    ignored = _names_not_loaded(task, real_path(path))
+    meta = _load(task, checkpoints, real_path(path), ignored=ignored)
     main = next(iter(task.networks.values()))
     main.take_gates(meta, {name for name in main.weights() if f"model.{name}" not in ignored})
     if not config.initial_load_model_only:
@@ -145,8 +146,8 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
     before = progress.bad_since_step if progress.skipped_in_a_row else progress.step
     config = task.plan.config.checkpoint
     source = checkpoints.newest(before=before) if config.enable else None
-    if source is None and config.load_path is not None and step_of(Path(config.load_path).resolve()) < before:
-        source = Path(config.load_path).resolve()
+    if source is None and config.load_path is not None and step_of(real_path(config.load_path)) < before:
+        source = real_path(config.load_path)
     if source is None:
         raise Diverged(
             *on_first_rank(f"{cause}, and there is no checkpoint of an earlier step to go back to; {Diverged.remedy}")
@@ -177,7 +178,7 @@ def _explained(faults: Sequence[str], task: Task, folder: Path) -> list[str]:
 
 
 def _is_at(path: str | None, folder: Path) -> bool:
-    return path is not None and Path(path).resolve() == folder
+    return path is not None and real_path(path) == folder
 
 
 def _folder_of(source: int | Path, checkpoints: CheckpointManager) -> Path:
