@@ -116,16 +116,9 @@ def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
     except ValueError as error:
         raise UserError(f"command line: --gpu {error}") from error
-    measured = _efficiencies(arguments.measured)
+    measured = Efficiencies() if arguments.measured is None else Efficiencies.read(arguments.measured)
     node = arguments.gpus_per_node, arguments.network, arguments.price, arguments.storage
     return TargetCluster(gpu, gpus, *node, measured)
-
-
-def _efficiencies(file: Path | None) -> Efficiencies:
-    try:
-        return Efficiencies() if file is None else Efficiencies.read(file)
-    except ValueError as error:
-        raise UserError(f"command line: --measured {error}; name a file of `benchmark rates --json`") from error
 
 
 def _order(parallelism: ParallelismConfig, micro_batches: int) -> Order:

@@ -8,6 +8,7 @@ from glm46.config.errors import UserError
 from glm46.config.options import require_picture, verb_parser
 from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.engine.observe.plots import Run, draw
+from glm46.files.local_disk import real_path
 from glm46.operate.estimate.plot_curriculum import draw_curriculum, read_phases
 
 _X_AXES = {"tokens": "tokens", "steps": "step"}
@@ -53,7 +54,7 @@ def plot_command(argv: Sequence[str]) -> int:
 
 def _names(files: Sequence[Path]) -> list[str]:
     """Names of the runs: their folders relative to the deepest common folder."""
-    folders = [file.resolve().parent if file.name == ROWS_FILE else file.resolve() for file in files]
+    folders = [real_path(file.parent if file.name == ROWS_FILE else file) for file in files]
     if len(set(folders)) == 1:
         return [folders[0].name] * len(folders)
     common = Path(os.path.commonpath(folders))

@@ -7,7 +7,7 @@ import tomli
 from pydantic import ValidationError
 
 from glm46.config.errors import UserError
-from glm46.config.loader import load_config
+from glm46.config.loader import load_config, read_table
 from glm46.config.options import VerbParser, verb_parser
 from glm46.config.overrides import key_parts
 from glm46.config.rules_effect import stated_keys_have_an_effect
@@ -59,14 +59,7 @@ def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
     Raises:
         UserError: one fault per key that is unknown, missing or wrong.
     """
-    table = {}
-    if file is not None:
-        try:
-            table = tomli.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-        except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: not valid TOML: {error}") from error
+    table = {} if file is None else read_table(file)
     try:
         recipe = TextRecipe.model_validate(table | stated)
         faults = list(stated_keys_have_an_effect(recipe))

@@ -94,7 +94,7 @@ def read_table(path: Path) -> dict:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}{_similar_file(path)}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8 text; a TOML file is expected") from error
+        raise UserError(f"{path}: byte {error.start} is not UTF-8 text; save the TOML file as UTF-8") from error
     try:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
@@ -106,7 +106,7 @@ def read_table(path: Path) -> dict:
 def _similar_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent}"
-    near = nearest(path.name, (file.name for file in path.parent.glob("*.toml")), 0.7)
+    near = nearest(path.name, {file.name for file in path.parent.glob("*.toml") if file.is_file()} - {path.name}, 0.7)
     return f"; did you mean {path.parent / near}?" if near else "; name the TOML file of a run"
 
 

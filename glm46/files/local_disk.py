@@ -1,5 +1,6 @@
-"""Folders for files that a program uses as memory, and the space of disks."""
+"""Where paths lead: links, folders for files that a program uses as memory, and the space of disks."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -11,9 +12,24 @@ _NETWORK = {
 """Types of file systems whose files other machines hold, as /proc/self/mounts names them."""
 
 
+def real_path(path: Path | str) -> Path:
+    """The absolute path without links. `Path.resolve` raises RuntimeError at a loop of links before Python 3.13; here
+    the loop stays in the path, and the first use of the file reports it."""
+    return Path(os.path.realpath(path))
+
+
+def leads_nowhere(path: Path) -> bool:
+    """True if nothing is at the end of a path, or its links form a loop."""
+    try:
+        os.stat(real_path(path))  # a glob goes around folders that link to each other, with more links than stat takes
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ELOOP)
+    return False
+
+
 def space_fault(folder: Path, nbytes: float) -> str | None:
     """The reason why a new folder of this size does not fit the disk that it would be on; None if it does."""
-    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(there).free
     if nbytes <= free:
         return None
@@ -38,5 +54,5 @@ def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) 
     """Type of the network file system that holds a folder; empty if another kind holds it."""
     rows = [line.split() for line in mounts.read_text().splitlines()]
     points = {Path(row[1].encode().decode("unicode_escape")): row[2] for row in rows}  # of several the last is visible
-    kind = next((points[place] for place in (folder.resolve(), *folder.resolve().parents) if place in points), "")
+    kind = next((points[place] for place in (real_path(folder), *real_path(folder).parents) if place in points), "")
     return kind if kind in _NETWORK else ""

@@ -233,6 +233,16 @@ def environment_readers(modules: dict[str, Module]) -> list[str]:
     return faults
 
 
+def raising_at_links(modules: dict[str, Module]) -> list[str]:
+    """Calls of `Path.resolve`, which raises RuntimeError at a loop of links before Python 3.13."""
+    return [
+        f"{module.name}:{node.lineno} calls resolve; take files/local_disk.py: real_path"
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and not node.args and getattr(node.func, "attr", "") == "resolve"
+    ]
+
+
 def private_torch(modules: dict[str, Module]) -> list[str]:
     """Uses of private parts of torch and its sisters outside the one file that may."""
     faults = []

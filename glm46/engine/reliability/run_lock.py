@@ -1,6 +1,7 @@
 """Folders of a run: their locks, without which a second run would cut the metrics of the first and remove its
 checkpoints, and what they must hold."""
 
+import os
 import re
 import shutil
 import tempfile
@@ -66,7 +67,8 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
         places["checkpoint.node_local_folder"] = Path(config.node_local_folder), share, what
     faults = []
     for key, (folder, share, what) in places.items():
-        needed, free = share * size.total, shutil.disk_usage(_existing(folder)).free
+        with writing(folder, key=key):
+            needed, free = share * size.total, shutil.disk_usage(_existing(folder)).free
         if needed > free and needed > free + sum(
             _bytes_in(path) for path in folder.glob("step-*") if _LEFTOVER.fullmatch(path.name)
         ):
@@ -81,7 +83,7 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
 
 
 def _bytes_in(folder: Path) -> int:

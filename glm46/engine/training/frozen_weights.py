@@ -12,6 +12,7 @@ from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
 from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import Network
+from glm46.files.local_disk import real_path
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.integrity import MANIFEST
 from glm46.storage.checkpoint.manager import CheckpointManager
@@ -37,7 +38,7 @@ def load_frozen(network: Network, checkpoints: CheckpointManager) -> dict[str, A
         UserError: on all ranks; the folder is damaged or of another model.
     """
     config, ranks = network.plan.config.checkpoint, Ranks.of_this_run()
-    folder = config.initial_folder.resolve()
+    folder = real_path(config.initial_folder)
     if config.initial_load_in_hf or kind_of(folder) is Kind.DCP:
         meta = None
         load_weights(network, folder)

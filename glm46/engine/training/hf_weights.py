@@ -8,6 +8,7 @@ import torch
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.engine.training.network import Network
 from glm46.engine.training.state import Progress
+from glm46.files.local_disk import real_path
 from glm46.files.progress import bytes_progress
 from glm46.run.function import capacity_lines
 from glm46.storage.data.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ def load_adapters(network: Network) -> None:
     """
     config = network.plan.config.adapter
     if config is not None and config.initial_load_path is not None:
-        folder = Path(config.initial_load_path).resolve()
+        folder = real_path(config.initial_load_path)
         saved, found = read_base_files(folder), network.frozen_files
         if saved.keys() & found.keys():
             refuse_other_base(saved, found, network.plan.config.checkpoint.initial_folder, folder)

@@ -14,6 +14,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
 from glm46.engine.reliability.run_lock import outer_run
+from glm46.files.local_disk import real_path
 from glm46.run.parameters import adapter_rows, named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.integrity import META, published_steps, quick_faults, step_folder, step_of
@@ -94,7 +95,7 @@ def _refuse_folders_of_others(config: RunConfig, saved: Sequence[int]) -> None:
 
 def _refuse_continued(config: RunConfig, path: Path) -> None:
     """Raise the faults of `checkpoint.load_path` that can be found without reading its tensors."""
-    key, folder = f"checkpoint.load_path = {str(path)!r}", path.resolve()
+    key, folder = f"checkpoint.load_path = {str(path)!r}", real_path(path)
     if step_of(folder) is None or not folder.is_dir():
         steps = published_steps(folder) or published_steps(folder.parent)
         parent = folder if published_steps(folder) else folder.parent
@@ -146,7 +147,7 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         return
     if kind is Kind.HUGGING_FACE:
         raise UserError(f"{key}: not a step folder but a Hugging Face folder; set {keys}_in_hf = true")
-    if not path.resolve().name.removeprefix("step-").isdigit():
+    if not real_path(path).name.removeprefix("step-").isdigit():
         raise UserError(
             f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "
             f"{keys}_in_hf = true for a Hugging Face one"
@@ -158,7 +159,7 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
         found = {name: row.shape(theirs) for name, row in named_rows(theirs).items()}
         if any(found.get(name) != row.shape(shape) for name, row in named_rows(shape).items()):
-            changed = differences(SHAPE_KEYS[:-1], config, path.resolve())  # another dtype is converted
+            changed = differences(SHAPE_KEYS[:-1], config, real_path(path))  # another dtype is converted
             if is_reference:
                 raise UserError(*(f"{key}: {line}; give weights of the model that is trained" for line in changed))
             raise UserError(*(f"{line}; {INITIAL_REMEDY}" for line in changed))

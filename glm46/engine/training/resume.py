@@ -24,6 +24,7 @@ from glm46.engine.training.network import TrainedNetwork
 from glm46.engine.training.origin import CONTINUE_REMEDY, INITIAL_REMEDY, TENSOR_KEYS, differences
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Task
+from glm46.files.local_disk import real_path
 from glm46.run.function import function_of_meta
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.integrity import step_folder, step_of
@@ -91,7 +92,7 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     if config.enable:
         source: int | Path | None = checkpoints.newest() if config.load_step == -1 else config.load_step
         if source is None and config.load_path is not None:
-            source = Path(config.load_path).resolve()
+            source = real_path(config.load_path)
         if source is not None:
             meta = _resume(task, checkpoints, source)
             folder = _folder_of(source, checkpoints)
@@ -111,8 +112,8 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
     if config.initial_load_in_hf or kind_of(path) is Kind.DCP:
         run_on_all_ranks(lambda: task.load_exported(path))
         return fresh, None
-    ignored = _names_not_loaded(task, path.resolve())
-    meta = _load(task, checkpoints, path.resolve(), ignored=ignored)
+    ignored = _names_not_loaded(task, real_path(path))
+    meta = _load(task, checkpoints, real_path(path), ignored=ignored)
     main = next(iter(task.networks.values()))
     main.take_gates(meta, {name for name in main.weights() if f"model.{name}" not in ignored})
     if not config.initial_load_model_only:
@@ -148,7 +149,7 @@ def roll_back(task: Task, checkpoints: CheckpointManager, progress: Progress) ->
     config = task.plan.config.checkpoint
     source: int | Path | None = checkpoints.newest(before=before) if config.enable else None
     if source is None and config.load_path is not None:
-        folder = Path(config.load_path).resolve()
+        folder = real_path(config.load_path)
         step = step_of(folder)
         source = folder if step is not None and step < before else None
     if source is None:
@@ -181,7 +182,7 @@ def _explained(faults: Sequence[str], task: Task, folder: Path) -> list[str]:
 
 
 def _is_at(path: str | None, folder: Path) -> bool:
-    return path is not None and Path(path).resolve() == folder
+    return path is not None and real_path(path) == folder
 
 
 def _folder_of(source: int | Path, checkpoints: CheckpointManager) -> Path:

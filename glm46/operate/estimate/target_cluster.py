@@ -1,9 +1,11 @@
 """A cluster to plan for: GPUs, the links between them, the shares of their peaks that a run reaches, and the price."""
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from glm46.config.errors import UserError
+from glm46.config.faults import show
+from glm46.files.file_content import read_json_object
 from glm46.run.layout import ExpertLevels
 from glm46.run.peaks import Accelerator
 from glm46.run.plan import Plan
@@ -55,17 +57,15 @@ class Efficiencies:
         """Read the values that a file of `scripts/gpu_report.sh` states; the others keep their defaults.
 
         Raises:
-            ValueError: the file does not exist, is not JSON, or has a key or value that cannot be.
+            UserError: the file does not exist, is not JSON, or has a key or value that cannot be.
         """
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        known = {each.name: each.type for each in fields(cls)}
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+        remedy = "give --measured a file of `benchmark rates --json`"
+        values, known = read_json_object(path, remedy), [each.name for each in fields(cls)]
+        for key, value in values.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-            if key not in known or (key != "source" and not is_number):
-                raise ValueError(f"{path}: {key} = {value!r}: expected an object with {', '.join(known)}")
+            if key not in known or not (isinstance(value, str) if key == "source" else is_number):
+                rule = f"expected source with a text, or a number above 0 of {', '.join(known[:-1])}"
+                raise UserError(f"{path}: {key:.40} = {show(value)}: {rule}; {remedy}")
         return cls(**values)
 
 

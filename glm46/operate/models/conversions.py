@@ -21,7 +21,7 @@ from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.resume import BASES_KEY
-from glm46.files.local_disk import space_fault
+from glm46.files.local_disk import real_path, space_fault
 from glm46.files.progress import bytes_progress
 from glm46.run.curriculum import describe_attention
 from glm46.run.function import capacity_lines, moe_of_meta
@@ -205,7 +205,9 @@ def _table_of(shape: ModelShape, folder: Path) -> ModelConfig:
         return {key: value for key, value in shape.model_dump().items() if preset[key] != value}
 
     flavor = min(PRESETS, key=lambda flavor: len(differences(flavor)))
-    return ModelConfig.model_validate({"flavor": flavor, "tokenizer_path": str(folder.resolve())} | differences(flavor))
+    return ModelConfig.model_validate(
+        {"flavor": flavor, "tokenizer_path": str(real_path(folder))} | differences(flavor)
+    )
 
 
 def _report(line: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.config.errors import UserError
+from glm46.files.local_disk import leads_nowhere, real_path
 
 # Prefix of an embedded source among the input patterns.
 BUILTIN = "builtin:"
@@ -76,15 +77,16 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
             continue
         names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         files = [f for name in names for f in (_visible(Path(name)) if Path(name).is_dir() else [Path(name)])]
-        faults += [f"{key}: {file}: a link to nothing; mend or remove it" for file in files if _is_missing(file)]
+        lost = [f"{key}: {file}: a link to nothing; mend or remove it" for file in files if leads_nowhere(file)]
+        faults += lost
         files = [file for file in files if file.is_file()]
-        if not files:
+        if not files and not lost:
             hint = "; hidden files of a folder are skipped" if Path(pattern).is_dir() else ""
             faults.append(f"{key} = '{pattern}': matches no file; give a file, a folder or a glob{hint}")
         # Several links may lead to one file; reading it twice would only produce duplicates.
         # A file of the hub's cache is a link to one whose name is a hash, without a suffix.
         for file in files:
-            real = file.resolve()
+            real = real_path(file)
             found[real] = real if real.suffix or not file.suffix else file.absolute()
     for suffix, package in _READERS.items():
         needs = [file for file in found.values() if file.suffix.lower() == suffix]
@@ -93,16 +95,6 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
     if faults:
         raise UserError(*faults)
     return sorted(found.values())
-
-
-def _is_missing(file: Path) -> bool:
-    try:
-        file.stat()
-    except FileNotFoundError:
-        return True
-    except OSError:  # a glob goes around a loop of links until the system stops it
-        return False
-    return False
 
 
 def _visible(folder: Path) -> list[Path]:

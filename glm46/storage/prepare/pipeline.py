@@ -20,6 +20,7 @@ from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.text_recipe import TextRecipe
 from glm46.files.durable import sync_folder
+from glm46.files.local_disk import leads_nowhere
 from glm46.files.lock import FileLock
 from glm46.files.progress import bytes_progress
 from glm46.run.plan import Plan
@@ -135,6 +136,8 @@ def _settings(recipe: TextRecipe) -> dict:
 
 def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
     output = Path(recipe.output)
+    if output.is_symlink() and leads_nowhere(output):
+        raise UserError(f"{output}: a link to nothing; mend or remove it, or give another path")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     manifest = load_manifest(output)

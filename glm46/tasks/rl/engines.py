@@ -17,6 +17,7 @@ from glm46.compute.model.routes import no_routes
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.inference.model_mesh import build_model_mesh
 from glm46.engine.training.network import Network
+from glm46.files.local_disk import real_path
 from glm46.run.layout import generation_layout
 from glm46.run.parameters import named_rows
 from glm46.storage.data.batches import Batch
@@ -59,7 +60,7 @@ def build_engine(
             routes=routes, is_stopped=is_stopped,
         )  # fmt: skip
     dtype = getattr(torch, config.training.mixed_precision_param)
-    weights = Path(config.job.dump_folder, "rollout_weights").resolve()
+    weights = real_path(Path(config.job.dump_folder, "rollout_weights"))
     scheme = FP8_SCHEMES.get(section.weights_dtype)
     write = write_adapters if section.send_adapters else partial(write_policy, scheme=scheme)
     return ServerEngine(

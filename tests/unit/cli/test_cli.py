@@ -125,7 +125,7 @@ def test_a_plan_that_does_not_fit_exits_with_one_and_names_no_days(tmp_path, cap
     (["--gpu", "H8000"], ("--gpu 'H8000'", "did you mean H800", "MI300X:bf16=")),
     (["--gpu", "X:bf16=1"], ("--gpu", "lacks bandwidth, link, memory")),
     (["--gpus", "8"], ("multiply to 8192", "start 8192 processes", "lower another degree")),
-    (["--measured", "/none.json"], ("--measured /none.json", "No such file")),
+    (["--measured", "/none.json"], ("/none.json: no such file", "--measured")),
     *((options, (f"{options[0]} {options[1]}", "name a file")) for search in ([], ["--search"])
       for options in (["--json", "/none/plan.json", *search], ["--json", "/", *search])),
     (["--picture", "/none/plan.png"], ("--picture /none/plan.png", "name a file")),

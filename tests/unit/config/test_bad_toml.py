@@ -1,12 +1,15 @@
 """Every kind of mistake in a TOML file, and the message it earns: where it was written, key, value, rule, remedy."""
 
+import errno
 import itertools
+import os
 import re
 import time
 from pathlib import Path
 
 import pytest
 
+from glm46.commands.prepare import read_recipe
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import load_config
@@ -720,10 +723,38 @@ def test_broken_toml_names_line_and_column(tmp_path):
     assert fault.endswith("; the line reads: flavor 'debug'")
 
 
-def test_file_that_is_not_text_is_refused(tmp_path):
+@pytest.mark.parametrize(("content", "words"), [
+    (b"[model]\n\xff", "byte 8 is not UTF-8 text; save the TOML file as UTF-8"),
+    ("a = 'é'".encode("latin-1"), "byte 5 is not UTF-8 text; save"), ("a = 1".encode("utf-16"), "byte 0 is not"),
+    (bytes(range(256)), "not UTF-8 text; save"), (b"a = 1\0", ":1:6: not valid TOML: .*; the line reads"),
+    ("folder", "cannot be read: Is a directory; name the TOML file of a run"),
+    ("run.toml", "cannot be read: Too many levels of symbolic links; name the TOML file of a run"),
+    ("other", "cannot be read: Too many levels of symbolic links; name the TOML file of a run"),
+])  # fmt: skip
+@pytest.mark.parametrize("verb", ["train", "recipe"])
+def test_a_file_that_cannot_be_read_is_one_line(content, words, verb, tmp_path):
+    """Other content, a folder, and links that lead to themselves or to each other."""
     path = tmp_path / "run.toml"
-    path.write_bytes(b"[model]\n\xff")
-    with pytest.raises(UserError, match="byte 8 is not UTF-8 text"):
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(content)
+        (tmp_path / "other").symlink_to(path)
+    with pytest.raises(UserError, match=words) as caught:
+        load_config(path) if verb == "train" else read_recipe(path, {})
+    assert len(caught.value.faults) == 1 and caught.value.faults[0].startswith(str(path))
+
+
+def test_a_file_without_permission_is_one_line(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    path = tmp_path / "run.toml"
+    path.write_text(SOUND)
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root reads every file
+    with pytest.raises(UserError, match="cannot be read: Permission denied; name the TOML file of a run"):
         load_config(path)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from glm46.compute.parallelize.pipeline_order import pipeline_order
+from glm46.config.errors import UserError
 from glm46.config.finetune import FineTuneConfig, PreferenceConfig
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import PRESETS
@@ -356,12 +357,16 @@ def test_measured_efficiencies(tmp_path):
     file = tmp_path / "efficiencies.json"
     file.write_text(json.dumps({"products": 0.6, "source": "H100, 2026-11-22"}))
     assert Efficiencies.read(file) == Efficiencies(products=0.6, source="H100, 2026-11-22")
-    for text in ("{", "[]", '{"speed": 1}', '{"products": "fast"}', '{"products": true}', '{"products": -1}'):
-        file.write_text(text)
-        with pytest.raises(ValueError, match="efficiencies.json"):
+    others = '{"speed": 1}', '{"products": "fast"}', '{"products": true}', '{"products": -1}', '{"source": [1]}'
+    for text in (*others, '{"products": 1e999}', "{", "[]", "", "\udcff\udcfe", "\0" * 9, "[" * 99999):
+        file.write_text(text, errors="surrogateescape")
+        with pytest.raises(UserError, match="efficiencies.json: .*; give --measured a file") as caught:
             Efficiencies.read(file)
-    with pytest.raises(ValueError, match="No such file"):
-        Efficiencies.read(tmp_path / "none")
+        assert str(caught.value).count("\n") == 0
+    (tmp_path / "loop").symlink_to("loop")
+    for place, words in {"none": "no such file", "loop": "symbolic links", ".": "Is a directory"}.items():
+        with pytest.raises(UserError, match=words):
+            Efficiencies.read(tmp_path / place)
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(8, {"ep_host": 5.34}), (32, {"ep_hosts": 3.63, "ep_host": 7.36})])

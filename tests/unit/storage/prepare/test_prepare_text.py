@@ -340,15 +340,17 @@ def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
     assert "made with held_out = 0.0, the recipe says 0.5; remove the folder" in caught.value.faults[0]
 
 
-@pytest.mark.parametrize("kind", ["file", "link to itself"])
-def test_what_is_in_the_place_of_a_folder_is_named(folder, tmp_path, kind):
+@pytest.mark.parametrize("target", ["data/out", "data"])
+@pytest.mark.parametrize("kind", ["file", "link to itself", "link to nothing"])
+def test_what_is_in_the_place_of_a_folder_is_named(folder, tmp_path, kind, target):
     place = tmp_path / "data"
     if kind == "file":
         place.write_text("")
     else:
-        place.symlink_to(place)
-    with pytest.raises(UserError, match=r"data.*: .* while preparing .*data/out .*give another path"):
-        prepare(tmp_path, target="data/out")
+        place.symlink_to(place if kind == "link to itself" else tmp_path / "away")
+    with pytest.raises(UserError, match=r"data(.*: .* while preparing .*data/out .*give another path|: a )"):
+        prepare(tmp_path, target=target)
+    assert {path.name for path in tmp_path.iterdir()} <= {"data", "in", "texts", ".data.lock"}
 
 
 @pytest.mark.slow

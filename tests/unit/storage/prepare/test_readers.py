@@ -515,13 +515,27 @@ def test_folders_and_globs_have_the_same_reach(tmp_path, form):
     assert sorted(found) == ["C.TXT", "a.txt", "b.txt"]
 
 
+@pytest.mark.parametrize("target", ["away", "gone.txt", "other.txt"])
 @pytest.mark.parametrize("form", ["folder", "folder/*", "folder/gone.txt"])
-def test_a_link_to_nothing_is_an_error(tmp_path, form):
+def test_a_link_to_nothing_is_an_error(tmp_path, form, target):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.txt").write_text("a")
-    (tmp_path / "folder" / "gone.txt").symlink_to(tmp_path / "away")
-    with pytest.raises(UserError, match="input: .*gone.txt: a link to nothing"):
+    (tmp_path / "folder" / "gone.txt").symlink_to(target)
+    if target == "other.txt":
+        (tmp_path / "folder" / target).symlink_to("gone.txt")
+    with pytest.raises(UserError, match="gone.txt: a link to nothing") as caught:
         find_files([str(tmp_path / form)], "input")
+    assert all(fault.endswith("a link to nothing; mend or remove it") for fault in caught.value.faults)
+
+
+def test_characters_of_globs_in_names_are_those_of_the_files(tmp_path):
+    for name in ("a[1].txt", "b?.txt", "c*.txt", "[d]/e.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+        assert find_files([str(tmp_path / name)], "input") == [tmp_path / name]
+    (tmp_path / "bx.txt").write_text("")
+    assert find_files([str(tmp_path / "b?.txt")], "input") == [tmp_path / "b?.txt"]
+    assert find_files([str(tmp_path / "[d]")], "input") == [tmp_path / "[d]" / "e.txt"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
