@@ -85,6 +85,11 @@ def find_tasks(
     if faults:
         raise UserError(*(f"{fault}; correct the path" for fault in faults))
     manager = _manager_that_knows(names, folders, keys)
+    for name in names:
+        path = name if _is_file(name) else getattr(manager.task_index[name], "yaml_path", None)
+        if path is not None and FOLDER not in Path(path).parents:
+            with _faults_of_tasks(keys, name):
+                _check_content(Path(path), keys, is_group=not _is_file(name))
     with _faults_of_tasks(keys, ",".join(names)):
         loaded = manager.load([*names])
     for name, task in loaded["tasks"].items():
@@ -107,18 +112,58 @@ def find_tasks(
 @contextmanager
 def _faults_of_tasks(keys: Keys, names: str) -> Iterator[None]:
     """Turn what lm-eval and the code and templates of tasks raise into a UserError."""
+    from datasets.exceptions import DatasetsError
     from yaml import YAMLError
 
     try:
         yield
     except (
         ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
-        SyntaxError, TypeError, ValueError, re.error, jinja2.TemplateError, YAMLError,
+        SyntaxError, SystemExit, TypeError, ValueError, re.error, jinja2.TemplateError, DatasetsError, YAMLError,
     ) as error:  # fmt: skip
         kind = f"{type(error).__name__}: {_one_line(error) or 'a key that its output_type needs is missing'}"
         if isinstance(error, KeyError) and error.args == (None,):  # lm-eval looks up the aggregation of an own metric
             kind = "a metric of metric_list has no aggregation: state one, such as aggregation: mean"
         raise UserError(f"{keys.names} {names}: cannot be loaded: {kind}; correct the task, or its data") from error
+
+
+def _check_content(path: Path, keys: Keys, *, is_group: bool) -> None:
+    """Check that a file holds a task, without running code that it names. Raises errors of any kind.
+
+    Args:
+        is_group: a group of tasks will do.
+    """
+    from lm_eval.config.task import TaskConfig
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    content = load_yaml(path, resolve_func=False)
+    if "group" in content or isinstance(content.get("task"), list):
+        if not is_group:
+            raise UserError(
+                f"{keys.names} {path}: holds a group of tasks; give its folder with {keys.folders}, and its name"
+            )
+        return
+    if "class" in content:  # a task in Python, with keys of its own
+        return
+    metrics = content.get("metric_list", [])
+    unknown = sorted(map(str, content.keys() - TaskConfig.__dataclass_fields__.keys() - {"tag"}))
+    for fault, is_found in (
+        (
+            "has no key task with the name of the task; is it a task file of lm-eval?",
+            not isinstance(content.get("task"), str),
+        ),
+        (f"key {', '.join(unknown[:3])}: unknown to lm-eval; remove or correct it", unknown),
+        (
+            "has no dataset_path with the data's path or its id on the hub; state one, such as dataset_path: json",
+            not isinstance(content.get("dataset_path"), str) and "custom_dataset" not in content,
+        ),
+        (
+            "metric_list: is no list of tables with metric; write each as metric: acc",
+            not isinstance(metrics, list) or any(not isinstance(one, dict) or "metric" not in one for one in metrics),
+        ),
+    ):
+        if is_found:
+            raise UserError(f"{keys.names} {path}: {fault}")
 
 
 def _try(task: "Task", form: PromptForm) -> None:

@@ -13,10 +13,11 @@ from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
+from glm46.engine.inference.stored_model import require_whole_model
 from glm46.engine.reliability.run_lock import outer_run
 from glm46.files.local_disk import real_path
 from glm46.run.parameters import adapter_rows, named_rows
-from glm46.storage.checkpoint.folder_kind import Kind, kind_of
+from glm46.storage.checkpoint.folder_kind import Kind, kind_of, require_kind
 from glm46.storage.checkpoint.integrity import META, published_steps, quick_faults, step_folder, step_of
 
 CONTINUE_REMEDY = "restore it, or take what matches, with new clocks, through checkpoint.initial_load_path instead"
@@ -124,11 +125,14 @@ def _refuse_adapter(model: ModelConfig, adapter: AdapterConfig, path: Path) -> N
 def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> None:
     """Args: keys: what the keys of the folder and of its kind begin with."""
     key = f"{keys}_path = {str(path)!r}"
-    if not path.is_dir():
+    if not path.exists():
         is_of_run = path.parent.name == ("huggingface" if in_hf else "checkpoint")
         run = f", or start the run first whose job.dump_folder is {str(path.parent.parent)!r}" if is_of_run else ""
         raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder{run}")
-    kind = kind_of(path)
+    try:
+        kind = require_kind(path, Kind.HUGGING_FACE, Kind.DCP, *(() if in_hf else (Kind.STEP,)))
+    except UserError as error:
+        raise UserError(*(f"{key}: {fault.removeprefix(f'{path}: ')}" for fault in error.faults)) from error
     if in_hf and kind is Kind.DCP:
         raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
     is_part = config.checkpoint.initial_load_include or config.checkpoint.initial_load_exclude
@@ -153,7 +157,11 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             f"{keys}_in_hf = true for a Hugging Face one"
         )
     saved, is_reference = saved_run(path), keys == "rl.reference.load"
-    if (is_reference or not is_part) and saved is not None and saved.adapter is None:
+    if (is_reference or not is_part) and saved is not None:
+        try:
+            require_whole_model(path, saved.model_dump(exclude_none=True))
+        except UserError as error:
+            raise UserError(*(f"{key}: {fault.removeprefix(f'{path}: ')}" for fault in error.faults)) from error
         theirs, shape = resolve_shape(saved.model), resolve_shape(config.model)
         if is_reference:  # its prediction layers are not read
             shape = shape.model_copy(update={"num_nextn_predict_layers": 0})

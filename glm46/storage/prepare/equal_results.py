@@ -8,6 +8,9 @@ that it is asked about the rest: expressions.
 
 import re
 import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from importlib import metadata
 from typing import NamedTuple
@@ -17,13 +20,14 @@ _TEXT = "\ue000"
 _CHARACTERS = str.maketrans({
     "−": "-", "–": "-", "﹣": "-", "－": "-", "＋": "+", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "÷": "/",
     "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ",
-    "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "²": "^{2}", "³": "^{3}", "⁄": "/", "％": "%",
+    "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "⁄": "/", "％": "%", "∧": r"\land ", "µ": "μ",
     "，": ", ", "：": ":", "（": "(", "）": ")", "＝": "=", "’": "'", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
     **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
     **{character: rf"\frac{{{up}}}{{{down}}}" for character, up, down in zip(
         "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888", strict=True
     )},
 })  # fmt: skip
+_RAISED, _LOWERED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n"), str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
 _COMMAND = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|bf|rm)\s*"
 
@@ -34,17 +38,29 @@ def _repeating(match: re.Match) -> str:
     return rf"\frac{{{int(before + match[3]) - int(before)}}}{{{10 ** len(match[2]) * (10 ** len(match[3]) - 1)}}}"
 
 
+_PLAIN_FUNCTIONS = r"sin|cos|tan|cot|csc|log|ln|exp|arcsin|arccos|arctan|sinh|cosh|tanh|gcd|lcm|det"
 _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
+    (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}"),
+    (r"[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_LOWERED)}}}"),
+    (r"(?<=[\w)}])\*\*(?=[\w({-])", "^"),
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\(?:displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
     (r"\{,\}", ","), (r"\\!", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])", " "),
-    (r"\\begin\{(?:bmatrix|smallmatrix)\}|[(\[]\s*\\begin\{(?:array\}\{[^{}]*|matrix)\}", r"\\begin{pmatrix}"),
-    (r"\\end\{(?:bmatrix|smallmatrix)\}|\\end\{(?:array|matrix)\}\s*[)\]]", r"\\end{pmatrix}"),
+    (r"\\begin\{array\}\s*\{[^{}]*\}", r"\\begin{matrix}"), (r"\\end\{array\}", r"\\end{matrix}"),
+    (r"\|\s*\\begin\{matrix\}((?:(?!\\begin|\\end).)*)\\end\{matrix\}\s*\|", r"\\begin{vmatrix}\1\\end{vmatrix}"),
+    (r"\\begin\{(?:bmatrix|Bmatrix|[pb]?smallmatrix)\}|[(\[]\s*\\begin\{matrix\}", r"\\begin{pmatrix}"),
+    (r"\\end\{(?:bmatrix|Bmatrix|[pb]?smallmatrix)\}|\\end\{matrix\}\s*[)\]]", r"\\end{pmatrix}"),
+    (r"\\langle(?![a-z])", "("), (r"\\rangle(?![a-z])", ")"),
     (r"\\\\(?!.*\\end\{)", " "), (r"(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\s*\{?(\d{1,30})\}?", _repeating),
     (r"^(?:negative|minus)\s+(?=[\d\\.])", "-"),
     (r"\\([$%#&])", r"\1"), (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (rf"\\frac{_ARGUMENT}{_ARGUMENT}", r"\\frac{\1\2}{\3\4}"),
     (rf"√{_ARGUMENT}|√\(([^()]*)\)", r"\\sqrt{\1\2\3}"), (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-    (rf"{_COMMAND}\{{([^{{}}a-zA-Z]*)\}}", r"\1"), (rf"{_COMMAND}\{{([^{{}}]*)\}}", rf" {_TEXT}\1 "),
+    (rf"(?<=\d)\s*(?:{_COMMAND}\{{\s*E\s*\}}|(?:{_COMMAND}\{{\s*e\s*\}}|[eE])(?=\s*\{{))\s*\{{?\s*([-+]?\d+)\s*\}}?"
+     rf"|(?<=\d)\s*{_COMMAND}\{{\s*[eE]\s*([-+]?\d+)\s*\}}", r"\\times 10^{\1\2}"),
+    (rf"{_COMMAND}\{{([^{{}}a-zA-Z]*)\}}", r"\1"), (r"\\(?:mathrm|operatorname\*?)\s*\{([eidj])\}", r"\1"),
+    (rf"(?:\\operatorname\*?\s*\{{|{_COMMAND}\{{|(?<![A-Za-z\\]))({_PLAIN_FUNCTIONS})(?:\}}|(?=[\s(_^\d]))", r"\\\1 "),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "), (r"^(\w+)\s*\\choose\s*(\w+)$", r"\\binom{\1}{\2}"),
+    (r"\bper ?cent\b", "%"), (rf"{_COMMAND}\{{([^{{}}]*)\}}", rf" {_TEXT}\1 "),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z])", "° "), (r"<=|\\leq?q?(?:slant)?(?![a-z])", r"\\le "),
     (r">=|\\geq?q?(?:slant)?(?![a-z])", r"\\ge "), (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"),
     (r"\\(?:varnothing|\{\s*\\\})", r"\\emptyset"), (r"(?<![a-z\\])infinity", r"\\infty"),
@@ -69,15 +85,49 @@ _NUMBER = re.compile(
     rf"|(?P<one>{_DECIMAL})(?:\s*/\s*(?P<other>{_SIGNED}))?)(?![\d^!])"
 )  # fmt: skip
 _CURRENCIES = "$€£¥"
-_UNITS = {
-    short: name
-    for name, words in {
-        "meter": "m", "centimeter": "cm", "millimeter": "mm", "kilometer": "km", "foot": "ft feet", "inch": "in inches",
-        "mile": "mi", "gram": "g", "kilogram": "kg", "pound": "lb lbs", "second": "s sec", "minute": "min",
-        "hour": "h hr hrs", "liter": "l", "%": "percent", "°": "degree deg", "$": "dollar usd", "€": "euro eur",
-    }.items()
-    for short in words.split()
+_DEFINITIONS = {
+    "m meter": "", "g gram": "", "s sec second": "", "month": "", "A ampere amp": "", "mole": "", "$ dollar usd": "",
+    "€ euro eur": "", "£": "", "° degree deg": "", "rad radian": "", "% percent": "", "gal gallon": "", "byte": "",
+    "in inch inches": "0.0254 m", "ft foot feet": "12 in", "yd yard": "3 ft", "mi mile": "5280 ft",
+    "lb lbs pound": "453.59237 g", "oz ounce": "1/16 lb", "t tonne": "1000000 g", "min minute": "60 s",
+    "h hr hrs hour": "60 min", "day": "24 h", "week": "7 day", "yr year": "12 month", "decade": "10 yr",
+    "century centuries": "100 yr", "L l liter": "1/1000 m^3", "ha hectare": "10000 m^2", "acre": "4840 yd^2",
+    "cent": "1/100 $", "quart": "1/4 gal", "pint": "1/8 gal", "cup": "1/16 gal", "mph": "1 mi/h", "kph": "1 km/h",
+    "Hz hertz": "1 /s", "N newton": "1 kg m/s^2", "J joule": "1 N m", "W watt": "1 J/s", "Wh": "3600 J",
+    "Pa pascal": "1 N/m^2", "V volt": "1 W/A", "bit": "1/8 byte",
 }  # fmt: skip
+"""Names of units, and what one of them is in units before it, or in those with a prefix; nothing for a base."""
+_PREFIXES = {
+    "n nano": -9,
+    "μ micro": -6,
+    "m milli": -3,
+    "c centi": -2,
+    "d deci": -1,
+    "k kilo": 3,
+    "M mega": 6,
+    "G giga": 9,
+}
+_WITH_PREFIX = re.compile("m|meter|g|gram|s|second|A|ampere|L|l|liter|Hz|hertz|N|newton|J|joule|W|watt|Wh|Pa|V|byte")
+_BARE = re.compile("[cmk]?m|ft|in|mi|k?g|lbs?|s|sec|min|h|hrs?|m?[lL]|usd|eur|deg|°")
+"""Short units that are told from factors without a command for text."""
+
+
+_LETTER = r"(?<![a-zA-Z\\]){}(?![a-zA-Z])"
+_LETTERS = re.compile(r"(?<=\d) (?=[A-Za-z])")
+"""Before letters that are a unit beside a result with one."""
+
+
+class _Unit(NamedTuple):
+    name: str
+    """One for all of its names."""
+    size: Fraction
+    """In base units."""
+    powers: Mapping[str, int]
+    """Of base units."""
+
+
+_UNITS: dict[str, _Unit] = {}
+"""By each of their names; filled from `_DEFINITIONS`."""
 _SCALES = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
     **{name: Fraction(1, number) for number, name in enumerate(
@@ -87,7 +137,11 @@ _SCALES = {
 }  # fmt: skip
 _LARGEST_BASE = 10**30
 _POWERS = {"squared": 2, "cubed": 3}
-_UNIT = re.compile(rf"({_TEXT}?)\s*([A-Za-z°%](?:[A-Za-z°%./\s{_TEXT}-]|\^\{{?-?\d\}}?)*)")
+_UNIT = re.compile(rf"({_TEXT}?)\s*([A-Za-z°%μ](?:[A-Za-z°%$μ./\s{_TEXT}-]|\\cdot |\^\{{?-?\d\}}?)*)")
+_WORD_OF_POWER = (
+    (re.compile(r"\b(?:square|sq)\s(\w+)"), r"\1^2"), (re.compile(r"\bcubic\s(\w+)"), r"\1^3"),
+    (re.compile(r"(\w+)\ssquared\b"), r"\1^2"), (re.compile(r"(\w+)\scubed\b"), r"\1^3"),
+)  # fmt: skip
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "max", "min", "mod", "gcd", "lcm", "det", "dim")
     + ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sqrt", "frac", "binom", "pi", "theta", "alpha", "beta")
@@ -95,7 +149,7 @@ _FUNCTIONS = frozenset(
 _JOINS = frozenset((
     "or", "and", "if", "where", "when", "for", "with", "over", "times", "plus",
     "minus", "choose", "factorial", "below", "above", "most", "least", "less", "raised",
-    "divided", "multiplied", "maybe", "perhaps", "not", "to", "modulo",
+    "divided", "multiplied", "maybe", "perhaps", "not", "to", "modulo", "am", "pm",
 ))  # fmt: skip
 """Words after a number that are not units."""
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\b")
@@ -104,15 +158,22 @@ _VARIABLE = re.compile(
 )
 _RELATION = re.compile(r"[=<>]|\\(?:to|rightarrow|le|ge|ne|neq)(?![a-z])")
 _CONDITION = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|:|\|)(.*)\\\}")
+_DETERMINANT = re.compile(
+    r"\\begin\{vmatrix\}((?:(?!\\begin|\\\\).)*?)&((?:(?!&|\\begin).)*?)\\\\((?:(?!\\begin|\\\\).)*?)&((?:(?!&|\\begin|\\\\).)*?)\\end\{vmatrix\}"
+)
+_PART = re.compile(r"(?<![\d.,])\d*\.\d+(?![\d.,])")
+_INTEGERS = re.compile(rf"(.+?),?\s*(?:{_TEXT}?\s*(?:for|where)\s)?([a-z])\s*\\in\s*(\\mathbb\s*\{{?\s*[NZ]\s*\}}?)")
+"""A result for each integer."""
 _MATRIX = re.compile(r"\\begin\{pmatrix\}((?:(?!\\begin).)*)\\end\{pmatrix\}")
 _HOLE = re.compile(r"[a-z]\s*\\neq?(?![a-z])([^,=<>]+)|\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^,]*)\\\}")
 _BOUNDS = (
     re.compile(r"(?P<x>[a-zA-Z])\s*(?P<op><|>|\\le|\\ge)\s*(?P<right>[^<>]+)"),
     re.compile(r"(?P<left>[^<>]+?)\s*(?P<op><|>|\\le|\\ge)\s*(?P<x>[a-zA-Z])"),
     re.compile(r"(?P<left>[^<>]+?)\s*(?P<first><|\\le)\s*(?P<x>[a-zA-Z])\s*(?P<second><|\\le)\s*(?P<right>[^<>]+)"),
+    re.compile(r"(?P<right>[^<>]+?)\s*(?P<second>>|\\ge)\s*(?P<x>[a-zA-Z])\s*(?P<first>>|\\ge)\s*(?P<left>[^<>]+)"),
 )
 _IGNORED = re.compile(
-    r"'|\^\s*\{?\s*(?:T|\*|\\top|\\prime)|\.\.|…|\\[lc]?dots|\d\s*_\s*\{?\s*(\w+)|\\[pb]?mod|\d(?:st|nd|rd|th)\b"
+    r"'|(?<!matrix\})\^\s*\{?\s*(?:T|\*|\\top|\\prime)|\.\.|…|\\[lc]?dots|\d\s*_\s*\{?\s*(\w+)|\\[pb]?mod|\d(?:st|nd|rd|th)\b"
 )
 """Primes, bases, dots and the like, which math-verify ignores: both results have them, or they differ."""
 _TOO_LARGE = re.compile(r"\^\s*\{?\s*-?\d{4,}|\d{4,}\s*!|!\s*!|\^\s*\{[^{}]*\^|\d\s*\^\s*\{?\s*\{?\d+\s*\}?\s*\^")
@@ -150,13 +211,20 @@ def same_answer(one: str, other: str, seconds: int = 3) -> bool:
     if found is not None:
         return found
     (first, unit), (second, other_unit) = _without_unit(first), _without_unit(second)
-    if (unit and other_unit and unit != other_unit) or has_words(f"{first} {second}"):
+    ratio = _ratio(unit, other_unit) if unit and other_unit else 1
+    if not ratio or has_words(f"{first} {second}"):
         return False
+    families = [_INTEGERS.fullmatch(text) for text in (first, second)]
+    if all(families) and families[0][3] == families[1][3]:
+        second = re.sub(_LETTER.format(families[1][2]), families[0][2], families[1][1])
+        first = families[0][1]
     if _IGNORED.findall(first) != _IGNORED.findall(second):
         return False
     # A statement about something is no result, though math-verify takes its right side.
-    if bool(_RELATION.search(_without_variable(first)[1])) != bool(_RELATION.search(_without_variable(second)[1])):
+    is_about = [bool(_RELATION.search(_without_variable(text)[1])) for text in (first, second)]
+    if is_about[0] != is_about[1] and not (_RELATION.search(first) and _RELATION.search(second)):
         return False
+    first = first if ratio == 1 else rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}}({first})"
     return bool(_verified(first, second, seconds))
 
 
@@ -177,7 +245,7 @@ def result_fault(result: str) -> str | None:
     verify = load_math_verify()
     if verify is None or len(text) > _LONGEST or _TOO_LARGE.search(text):
         return None
-    found = verify[0](f"\\boxed{{{_expression(text)}}}", parsing_timeout=_limit(3))
+    found = verify[0](_expression(text), _limit(3))
     return None if any(not isinstance(part, str) for part in found) else "is no expression that can be read"
 
 
@@ -208,12 +276,16 @@ def _tight(text: str) -> str:
 def _compared(one: str, other: str) -> bool | None:
     """True if two spelled results are equal; None: math-verify is to say."""
     (x, one), (y, other) = _without_variable(one), _without_variable(other)
-    x, y = x or _bounded(one), y or _bounded(other)
+    x, y = (name or (_bounds(text) or ("",))[0] for name, text in ((x, one), (y, other)))
     if x and y and x != y:
-        return False
+        return None if _has_variable(y, one) and _has_variable(x, other) else False
     if one == other:
         return True
     first, second = _quantity(one), _quantity(other)
+    if first and second is None and first.unit:
+        second = _quantity(_LETTERS.sub(rf" {_TEXT}", other))
+    if second and first is None and second.unit:
+        first = _quantity(_LETTERS.sub(rf" {_TEXT}", one))
     if first is not None and second is not None:
         return _same_quantity(first, second)
     words = [_words(one), _words(other)]
@@ -232,15 +304,18 @@ def _compared(one: str, other: str) -> bool | None:
     return None
 
 
+def _has_variable(variable: str, text: str) -> bool:
+    return re.search(_LETTER.format(re.escape(variable)), text) is not None
+
+
 def _same_quantity(one: _Quantity, other: _Quantity) -> bool:
     if one.unit == other.unit:
         return one.value == other.value
     if "%" in (one.unit, other.unit):
         share, plain = (one, other) if one.unit == "%" else (other, one)
         return not plain.unit and plain.value in (share.value, share.value / 100)
-    has_both = bool(one.unit and other.unit)
-    few, many = sorted((set(one.unit.split()), set(other.unit.split())), key=len)
-    return one.value == other.value and not (has_both and not few < many)
+    ratio = _ratio(one.unit, other.unit) if one.unit and other.unit else 1
+    return bool(ratio) and one.value * ratio == other.value
 
 
 def _same_several(one: _Several, other: _Several) -> bool | None:
@@ -266,6 +341,8 @@ def _compared_part(one: str, other: str) -> bool | None:
 
 def _without_variable(text: str) -> tuple[str, str]:
     """The variable that a result is given for, empty if there is none, and the result."""
+    if match := re.fullmatch(r"([^=A-Za-z\\<>]*\d)\s*=\s*([a-zA-Z])", text):
+        return match[2], match[1]
     if (match := _VARIABLE.fullmatch(text)) and "=" not in match[3]:
         return (match[1] if match[2] != r"\approx" else "", match[3].strip())
     left, sign, right = text.rpartition("=")
@@ -281,7 +358,51 @@ def _without_unit(text: str) -> tuple[str, str]:
     if match := re.fullmatch(rf"([^{_TEXT}]+?)\s*{_TEXT}\s*([^{_TEXT}]+)", text):
         return (match[1], _unit(match[2])) if _UNIT.fullmatch(match[2]) else (text, "")
     match = re.fullmatch(r"(.*[\d)}])\s+([A-Za-z]+)((?:\^\{?\d\}?)?)", text)
-    return (match[1], _unit(match[2] + match[3])) if match and match[2] in _UNITS else (text, "")
+    # One letter is a factor beside other letters.
+    if (
+        match
+        and _is_bare(match[2])
+        and (len(match[2]) > 1 or not re.search("[A-Za-z]", re.sub(r"\\[a-zA-Z]+", "", match[1])))
+    ):
+        return match[1], _unit(match[2] + match[3])
+    return text, ""
+
+
+def _is_bare(name: str) -> bool:
+    return bool(_BARE.fullmatch(name)) or len(name) > 3 and _named(name) in _UNITS
+
+
+def _ratio(one: str, other: str) -> Fraction | int | None:
+    """How many of another unit one is; 1 if one says the same in more words, and None if they differ in kind."""
+    (size, powers), (other_size, other_powers) = _measured(one), _measured(other)
+    if size and other_size:
+        return size / other_size if powers == other_powers else None
+    few, many = sorted((set(one.split()), set(other.split())), key=len)
+    return 1 if few <= many and ("/" in few) == ("/" in many) else None
+
+
+def _measured(unit: str) -> tuple[Fraction | None, Counter]:
+    """The size of a unit in base units, None if it is unknown, and their powers, such as 1000/3600 and m/s of km/h."""
+    size, powers, sign = Fraction(1), Counter(), 1
+    for word in unit.split():
+        base, _, exponent = word.partition("^")
+        if word == "/":
+            sign = -1
+        elif known := _UNITS.get(base):
+            power = sign * int(exponent or 1)
+            size *= known.size**power
+            for name, number in known.powers.items():
+                powers[name] += number * power
+        else:
+            return None, powers
+    return size, Counter({name: number for name, number in powers.items() if number})
+
+
+def _named(word: str) -> str:
+    """The one name of a unit that has many; of other words the singular in lower case."""
+    plain = word.casefold().replace("metre", "meter").replace("litre", "liter")
+    singular = plain[:-1] if len(plain) > 2 and plain.endswith("s") and not plain.endswith("ss") else plain
+    return next((_UNITS[name].name for name in (word, plain, singular) if name in _UNITS), singular)
 
 
 def _quantity(text: str) -> _Quantity | None:
@@ -292,6 +413,9 @@ def _quantity(text: str) -> _Quantity | None:
         text, unit = text[1:].strip(), text[0]
     elif text[:2] in {f"-{sign}" for sign in _CURRENCIES}:
         text, unit = "-" + text[2:].strip(), text[1]
+    pieces = re.split(rf"(?<=[A-Za-z]),? (?:{_TEXT}?and )?(?=\d)", text) if not unit else [text]
+    if len(pieces) > 1 and (whole := _sum([_quantity(piece) for piece in pieces])):
+        return whole
     match = _NUMBER.match(text)
     value = None if match is None else _value(match)
     if value is None:
@@ -310,31 +434,54 @@ def _quantity(text: str) -> _Quantity | None:
     if rest in _CURRENCIES and not unit:
         return _Quantity(value, rest)
     of = _UNIT.fullmatch(rest)
-    if of is None or unit and not of[1]:
+    if of is None or unit and not of[1] and not re.match(r"per\b|/", rest):
         return None
-    named = of[2].replace(_TEXT, " ")
+    named = of[2].replace(_TEXT, " ").replace(r"\cdot ", " ")
     names = re.findall(r"[A-Za-z]+", named)
     # A letter behind a number is a factor, and so are letters without a space.
     is_apart = bool(of[1]) or text[match.end()].isspace()
-    known = all(name.casefold().rstrip("s") in _UNITS or name.casefold() in _UNITS for name in names)
-    is_unit = of[1] or (len(named) > 1 or named in "°%" or is_apart and known) and (is_apart or known)
-    if not is_unit or {*_FUNCTIONS, *_JOINS}.intersection(name.casefold() for name in names):
+    known = all(map(_is_bare, names))
+    is_unit = (
+        of[1] or named[0] == "°" or (len(named) > 1 or named in "°%" or is_apart and known) and (is_apart or known)
+    )
+    if not is_unit or any(name in {*_FUNCTIONS, *_JOINS} and name not in _UNITS for name in map(str.casefold, names)):
         return None
-    return _Quantity(value, " ".join(filter(None, (unit, _unit(named)))))
+    return _Quantity(value, _unit(named if not unit or _unit(named) == unit else f"{unit} {named}"))
+
+
+def _sum(parts: list[_Quantity | None]) -> _Quantity | None:
+    """The quantity that is said in several units, from the largest to the smallest, such as 1 hour 30 minutes."""
+    if not all(parts) or parts[0].value < 0:
+        return None
+    whole, limit = Fraction(0), None
+    for part in parts:
+        ratio = _ratio(part.unit, parts[0].unit) if _measured(part.unit)[0] else None
+        if ratio is None or limit is not None and not 0 <= part.value * ratio < limit:
+            return None
+        whole, limit = whole + part.value * ratio, ratio
+    return _Quantity(whole, parts[0].unit)
 
 
 def _unit(named: str) -> str:
-    words = re.sub(r"[{}.]|\s+(?=\^)", "", named.casefold().replace("metre", "meter").replace("litre", "liter")).split()
-    names = []
-    for word in words:
-        base, power, exponent = word.partition("^")
-        singular = base[:-1] if len(base) > 3 and base.endswith("s") and not base.endswith("ss") else base
-        names.append(_UNITS.get(base, _UNITS.get(singular, singular)) + power + exponent)
-    if len(names) == 2 and names[1] in _POWERS:
-        return f"{names[0]}^{_POWERS[names[1]]}"
-    if len(names) == 2 and names[0] in ("square", "sq", "cubic"):
-        return f"{names[1]}^{3 if names[0] == 'cubic' else 2}"
-    return " ".join(names)
+    """A unit with one name for each of its parts, such as ``km / h``."""
+    text = re.sub(r"[{}.]|\s+(?=\^)", "", re.sub(r"\s*/\s*|\s*\bper\s", " / ", named))
+    for words, power in _WORD_OF_POWER:
+        text = words.sub(power, text)
+    parts = [word.partition("^") for word in re.split(r"\s+|(?<!\^)-", text.strip())]
+    return " ".join(_named(base) + power + exponent for base, power, exponent in parts)
+
+
+for _names, _definition in _DEFINITIONS.items():
+    _first, _number = _names.split()[0], _definition.partition(" ")[0]
+    _size, _powers = _measured(_unit(_definition.removeprefix(_number)))
+    for _name in _names.split():
+        _UNITS[_name] = _Unit(_first, _size * Fraction(_number or 1), _powers or {_first: 1})
+        for _prefix, _tens in _PREFIXES.items() if _WITH_PREFIX.fullmatch(_name) else ():
+            _short, _long = _prefix.split()
+            _multiple = (_short if len(_name) < 3 else _long) + _name
+            _UNITS[_multiple] = _UNITS[_name]._replace(
+                name=_short + _first, size=_UNITS[_name].size * Fraction(10) ** _tens
+            )
 
 
 def _value(match: re.Match) -> Fraction | None:
@@ -368,7 +515,7 @@ def _decimal(text: str) -> Fraction:
 
 def has_words(text: str) -> bool:
     """True if there is text, whose letters are not factors."""
-    words = [word.casefold() for word in _WORD.findall(text)]
+    words = [word.casefold() for word in _WORD.findall(re.sub(r"\\(?:begin|end)\{\w+\}", " ", text))]
     return _TEXT in text or any(
         word in ("no", "on") or len(word) > 2 and word not in _FUNCTIONS and re.search("[aeiouy]", word)
         for word in words
@@ -381,7 +528,7 @@ def _words(text: str) -> str | None:
     if match := re.fullmatch(r"\(\s*([A-Za-z])\s*\)", plain):
         plain = match[1]
     is_text = re.fullmatch(r"[^\W\d_][^\d\\=<>{}^_+*/]*", plain) and (len(plain) == 1 or has_words(text))
-    return plain.casefold() if is_text else None
+    return re.sub(r"(?<=\w{3})s\b", "", plain.casefold()) if is_text else None
 
 
 def _several(text: str) -> _Several | None:
@@ -397,17 +544,20 @@ def _several(text: str) -> _Several | None:
         bound = (match[1] or match[2]).strip()
         return _Several("∪", [rf"(-\infty, {bound})", rf"({bound}, \infty)"])
     pieces = [part.strip() for part in re.split(r"\\cup(?![a-z])|(?<![A-Za-z])or(?![A-Za-z])", plain)]
-    is_union = r"\cup" in plain or any(map(_interval, pieces))
+    is_union = r"\cup" in plain or any(map(_bounds, pieces))
     if (
         is_union
         and len(pieces) > 1
-        and all(_interval(one) or re.fullmatch(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]", one) for one in pieces)
+        and all(_bounds(one) or re.fullmatch(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]", one) for one in pieces)
     ):
         return _Several("∪", pieces)
-    if interval := _interval(plain):
-        return interval
+    if bounds := _bounds(plain):
+        return bounds[1]
     if plain[:1] in ("(", "[") and plain[-1:] in (")", "]") and _is_enclosed(plain):
         parts = _split(plain[1:-1])
+        rows = [_split(part[1:-1]) for part in parts if re.fullmatch(r"\[[^\[\]]*\]", part)] if plain[0] == "[" else []
+        if rows and len(rows) == len(parts):
+            return _Several(f"matrix {[len(row) for row in rows]}", [cell for row in rows for cell in row])
         return _Several(plain[0] + plain[-1], parts) if len(parts) > 1 else None
     parts = _split(plain)
     if len(parts) < 2:
@@ -416,25 +566,52 @@ def _several(text: str) -> _Several | None:
     return _Several("", [_without_variable(part)[1] for part in parts] if len(variables) == 1 else parts)
 
 
-def _interval(text: str) -> _Several | None:
-    for form in _BOUNDS:
-        if match := form.fullmatch(text):
-            break
-    else:
+def _bounds(text: str) -> tuple[str, _Several] | None:
+    """A variable and the interval that its bounds leave, given alone, on two sides, or joined by "and" or a comma."""
+    bounds, variables = [], set()
+    for piece in re.split(r",(?=[^,]*(?:[<>]|\\[lg]e))|;|\\land(?![a-z])|(?<![A-Za-z])and(?![A-Za-z])", text):
+        for form in _BOUNDS:
+            if match := form.fullmatch(piece.strip()):
+                break
+        else:
+            return None
+        part = match.groupdict()
+        variables.add(part["x"])
+        if "first" in part:
+            bounds += [(True, part["left"], part["first"]), (False, part["right"], part["second"])]
+        else:
+            is_upper = (part["op"] in ("<", r"\le")) == ("right" in part)
+            bounds.append((not is_upper, part.get("right") or part.get("left"), part["op"]))
+    sides = [
+        [(bound.strip(), sign in "<>") for is_lower, bound, sign in bounds if is_lower is side]
+        for side in (True, False)
+    ]
+    ends = [_tightest(*side) for side in zip(sides, (1, -1), (r"-\infty", r"\infty"), strict=True)]
+    if len(variables) > 1 or not all(ends):
         return None
-    part = match.groupdict()
-    if "first" in part:
-        opening, closing = "(" if part["first"] == "<" else "[", ")" if part["second"] == "<" else "]"
-        return _Several(opening + closing, [part["left"].strip(), part["right"].strip()])
-    bound, is_open = (part.get("right") or part.get("left")).strip(), part["op"] in "<>"
-    if (part["op"] in ("<", r"\le")) == ("right" in part):
-        return _Several("(" + (")" if is_open else "]"), [r"-\infty", bound])
-    return _Several(("(" if is_open else "[") + ")", [bound, r"\infty"])
+    (lower, is_open), (upper, is_below) = ends
+    numbers = _quantity(lower), _quantity(upper)
+    if all(numbers) and numbers[0].value > numbers[1].value:
+        return None
+    return variables.pop(), _Several(("(" if is_open else "[") + (")" if is_below else "]"), [lower, upper])
 
 
-def _bounded(text: str) -> str:
-    """The variable of an inequality; empty for anything else."""
-    return next((match["x"] for form in _BOUNDS if (match := form.fullmatch(text))), "")
+def _tightest(bounds: list[tuple[str, bool]], sign: int, infinity: str) -> tuple[str, bool] | None:
+    """Of several bounds the one from which the others follow, and whether it is open; None if that cannot be said.
+
+    Args:
+        sign: 1 for lower bounds, -1 for upper ones.
+        infinity: the bound where there is none.
+    """
+    if len(bounds) < 2:
+        return bounds[0] if bounds else (infinity, True)
+    numbers = [_quantity(bound) for bound, _ in bounds]
+    tightest = (
+        max(range(len(bounds)), key=lambda place: (sign * numbers[place].value, bounds[place][1]))
+        if all(numbers)
+        else None
+    )
+    return None if tightest is None else bounds[tightest]
 
 
 def _is_enclosed(text: str) -> bool:
@@ -473,7 +650,8 @@ def _expression(text: str) -> str:
     several = _several(text)
     if several is not None and several.brackets in ("", "{}"):
         return rf"\{{{', '.join(several.parts)}\}}"
-    return text.replace(_TEXT, " ")
+    text = _DETERMINANT.sub(r"((\1)\\cdot(\4)-(\2)\\cdot(\3))", text.replace(_TEXT, " "))
+    return _PART.sub(lambda match: "{{\\frac{{{}}}{{{}}}}}".format(*Fraction(match[0]).as_integer_ratio()), text)
 
 
 def _verified(one: str, other: str, seconds: int) -> bool | None:
@@ -482,10 +660,7 @@ def _verified(one: str, other: str, seconds: int) -> bool | None:
     if verify is None or _TOO_LARGE.search(f"{one} | {other}"):
         return None
     limit = _limit(seconds)
-    first, second = (
-        [_with_imaginary(part) for part in verify[0](f"\\boxed{{{_expression(text)}}}", parsing_timeout=limit)]
-        for text in (one, other)
-    )
+    first, second = ([_with_imaginary(part) for part in verify[0](_expression(text), limit)] for text in (one, other))
     if not first or not second:
         return None
     return bool(verify[1](second, first, timeout_seconds=limit))
@@ -508,12 +683,16 @@ def math_verify_version() -> str | None:
 
 
 def load_math_verify():
-    """Return parse and verify of math-verify; None where it is not installed. The first call may take seconds."""
+    """Return a function from text and seconds to the results of math-verify, and its verify; None where it is not
+    installed. The first call may take seconds."""
     try:
-        from math_verify import parse, verify
+        from math_verify import LatexExtractionConfig, parse, verify
     except ImportError:
         return None
-    return parse, verify
+    # It would remove letters at the end of an expression that could be units, such as the t of 3t.
+    config = LatexExtractionConfig()
+    config = replace(config, normalization_config=replace(config.normalization_config, units=False))
+    return lambda text, seconds: parse(f"\\boxed{{{text}}}", [config], parsing_timeout=seconds), verify
 
 
 def _limit(seconds: int) -> int | None:

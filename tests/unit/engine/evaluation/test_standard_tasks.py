@@ -307,3 +307,39 @@ def test_bad_tasks(exported, tmp_path, monkeypatch, capsys, options, said):
     assert main(["evaluate", "--model", exported, *options]) == 2
     err = capsys.readouterr().err
     assert all(part in err for part in said), err
+
+
+_DATA = "dataset_path: json\ndataset_kwargs: {data_files: a.jsonl}\ntest_split: train\n"
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ("- 1\n", "got list"), ("", "got NoneType"), ("hello\n", "got str"), ("task: [a\n", "ParserError"),
+    ("\0", "ReaderError"),
+    ("task: a\n---\ntask: b\n", "another document"), ("[" * 3000, "nesting depth"),
+    ("group: g\ntask: [arc_easy]\n", "holds a group of tasks; give its folder with --task-folder"),
+    ("task: [arc_easy]\n", "holds a group of tasks"), ("foo: 1\n", "has no key task"),
+    (f"task: 5\n{_DATA}", "has no key task"), ("task: a\n", "has no dataset_path"),
+    ("task: a\ndataset_path: 5\n", "has no dataset_path"),
+    (f"task: a\n{_DATA}stop: 3\n", "key stop: unknown to lm-eval"),
+    ("include: broken.yaml\ntask: a\n", "Include cycle"), ("include: nowhere.yaml\ntask: a\n", "nowhere.yaml"),
+    (f"task: a\n{_DATA}metric_list: 5\n", "metric_list: is no list"),
+    (f"task: a\n{_DATA}metric_list: [acc]\n", "metric_list"),
+    (f"task: a\n{_DATA}output_type: sing\n", "invalid output_type 'sing'"),
+    (f"task: a\n{_DATA}doc_to_text: !function nowhere.f\n", "Cannot import module 'nowhere'"),
+    (f"task: a\n{_DATA}doc_to_text: !function ends.f\n", "SystemExit: 3"),
+    ("task: !!python/object/apply:os.mkdir [made]\n", "could not determine a constructor"),
+    (f"task: a\n{_DATA}output_type: generate_until\ndoc_to_text: x\ndoc_to_target: y\n", "DatasetGenerationError"),
+])  # fmt: skip
+def test_a_file_that_is_no_task_is_refused_in_one_line(tmp_path, monkeypatch, content, said):
+    pytest.importorskip("lm_eval")
+    from glm46.engine.evaluation.standard import find_tasks
+
+    monkeypatch.chdir(tmp_path)
+    Path("broken.yaml").write_text(content)
+    Path("ends.py").write_text("raise SystemExit(3)\n")
+    Path("a.jsonl").write_text("no JSON\n")
+    with pytest.raises(UserError) as raised:
+        find_tasks(["broken.yaml"], [], fewshot=None, limit=None)
+    (fault,) = raised.value.faults
+    assert said in fault and fault.startswith("--tasks broken.yaml: ") and "\n" not in fault
+    assert "PathLike" not in fault and not Path("made").exists()

@@ -15,6 +15,7 @@ import pytest
 
 from glm46.cli import main
 from glm46.commands.launch import launch_command
+from glm46.config.adapter import AdapterConfig
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
@@ -203,6 +204,57 @@ def test_a_reference_of_another_shape_is_refused_before_ranks_start(stated, is_r
         pytest.raises(UserError, match="was saved with.*of the model that is trained") if is_refused else nullcontext()
     ):
         refuse_origin(config)
+
+
+def make_folder(path: Path, kind: str) -> None:
+    """Files that a kind of folder is told by."""
+    files = {
+        "PEFT": ("adapter_config.json", "adapter_model.safetensors"), "DCP": (".metadata",), "empty": (),
+        "pickle": ("consolidated.00.pth",), "tokenizer": ("tokenizer.json",), "adapters": ("meta.json",),
+        "run": ("checkpoint/step-000003/manifest.json",), "weights": ("config.json", "model.safetensors"),
+    }  # fmt: skip
+    if kind == "file":
+        path.write_bytes(b"GGUF")
+        return
+    path.mkdir()
+    for name in files[kind]:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("{}")
+
+
+@pytest.mark.parametrize("in_hf", [False, True])
+@pytest.mark.parametrize("key", ["rl.reference.load_path", "checkpoint.initial_load_path"])
+@pytest.mark.parametrize(("kind", "said"), [
+    ("PEFT", "this is a PEFT folder with adapters"), ("empty", "neither a Hugging Face folder"), ("file", "is a file"),
+    ("pickle", "consolidated.00.pth is a pickle"), ("tokenizer", "a tokenizer alone"),
+    ("adapters", "without their base"),
+    ("run", "it holds steps; give one of them"),
+])  # fmt: skip
+def test_folders_of_other_kinds_are_refused_before_ranks_start(kind, said, key, in_hf, tmp_path):
+    recipe = Path(__file__).parents[4] / "train_configs" / "rl_debug.toml"
+    path = tmp_path / "step-000003"
+    make_folder(path, kind)
+    config = load_config(recipe)
+    if kind == "adapters":
+        saved = config.model_copy(update={"adapter": AdapterConfig(name="lora"), "rl": None})
+        saved = saved.model_copy(
+            update={"checkpoint": config.checkpoint.model_copy(update={"initial_load_path": "base"})}
+        )
+        (path / "meta.json").write_text(json.dumps({"config": dump_config(saved)}))
+        said = "this is a step folder" if in_hf else said
+    start, rl = {"initial_load_path": None, "initial_load_in_hf": False}, config.rl
+    if key.startswith("rl."):
+        rl = rl.model_copy(update={"reference": ReferenceConfig(load_path=str(path), load_in_hf=in_hf)})
+    else:
+        start = {"initial_load_path": str(path), "initial_load_in_hf": in_hf}
+    checkpoint, job = (
+        config.checkpoint.model_copy(update=start),
+        config.job.model_copy(update={"dump_folder": str(tmp_path / "r")}),
+    )
+    with pytest.raises(UserError) as raised:
+        refuse_origin(config.model_copy(update={"checkpoint": checkpoint, "rl": rl, "job": job}))
+    (fault,) = raised.value.faults
+    assert fault.startswith(f"{key} = {str(path)!r}: ") and said in fault, fault
 
 
 def test_weights_that_another_config_makes_are_named_with_its_command(make_config, tmp_path):

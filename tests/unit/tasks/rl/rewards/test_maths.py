@@ -145,7 +145,10 @@ RIGHT = [
     ("The final answer is 12.\n\nOr in words: twelve.", "12"), ("1.2e-3", "0.0012"),
     (r"\boxed{3\frac{1}{2}\%}", "3.5"), (r"\boxed{\frac{22}{7}\text{ cm}}", "22/7"),
     (r"\boxed{\begin{bmatrix}1\\2\end{bmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"), (r"\boxed{x<3}", "x<3"),
-    (r"\boxed{3>x}", "x<3"),
+    (r"\boxed{3>x}", "x<3"), ("The answer is 5 km.", "5000 m"), ("The answer is 1 hour and 30 minutes.", "90 minutes"),
+    ("The answer is x<3 and x>1.", "1<x<3"), ("It takes 90 minutes.", "1.5 hours"),
+    (r"\boxed{1.2\mathrm{E}{-3}}", "0.0012"),
+    (r"It is $\begin{vmatrix}1&2\\3&4\end{vmatrix} = \boxed{-2}$", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"),
 ]  # fmt: skip
 WRONG = [
     (r"\boxed{12 cm^2}", "12 cm"), (r"\boxed{2\frac{1}{3}}", "2/3"), (r"\boxed{12\text{ cm}^2}", r"12\text{ cm}"),
@@ -244,6 +247,7 @@ WRONG = [
     ("The answer is 5 out of 6", "5"), ("The answer is 5 in 6", "5"), ("The answer is 5 per 100", "5"),
     ("The answer is 5 bits short", "4"), ("The answer is 6, not 5.", "5"), (r"\boxed{\text{(a) } 5}", "5"),
     (r"\boxed{\text{Yes, } 5}", "5"), (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", "12"),
+    ("The answer is 5 km.", "500 m"), ("The answer is 1 hour and 30 minutes.", "130 minutes"), (r"\boxed{3t}", "3"),
     (r"\boxed{x<3 \text{ or } x>1}", "1<x<3"), (r"\boxed{1<x<3}", "1 < y < 3"),
 ]  # fmt: skip
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -316,7 +318,13 @@ def test_a_silent_server_is_left_before_the_time_of_the_reward_ends():
 def test_math_verify_has_time_for_each_of_its_calls(label, seconds, monkeypatch):
     asked = []
 
-    def parse(text, parsing_timeout):
+    @dataclass
+    class Config:
+        units: bool = True
+        normalization_config: Any = None
+
+    def parse(text, extraction_config, parsing_timeout):
+        assert not extraction_config[0].normalization_config.units
         asked.append(parsing_timeout)
         return [text]
 
@@ -324,7 +332,8 @@ def test_math_verify_has_time_for_each_of_its_calls(label, seconds, monkeypatch)
         asked.append(timeout_seconds)
         return gold == ["\\boxed{x+y}"] and target == ["\\boxed{y+x}"]
 
-    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=parse, verify=verify))
+    library = {"parse": parse, "verify": verify, "LatexExtractionConfig": lambda: Config(normalization_config=Config())}
+    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(**library))
     assert maths(answer("\\boxed{y+x}", label), {"timeout_seconds": 10.0}) == 1
     assert set(asked) == {seconds} and sum(asked) < 10
 
