@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +53,8 @@ def main() -> None:
     for fault in FAULTS:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            codes = await_ranks(start_ranks(RANKS, folder / "log-", lambda rank: work(rank, fault, folder)), 60)
+            ranks = start_ranks(RANKS, folder / "log-", partial(work, fault=fault, folder=folder))
+            codes = await_ranks(ranks, 60)
             rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
             print(json.dumps({"name": fault, "codes": codes, "ranks": rows}), flush=True)
 
