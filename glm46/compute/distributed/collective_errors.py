@@ -7,6 +7,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from glm46.compute.distributed.agreement import combine_on_host
 from glm46.config.errors import UnreadableError, UserError
 
 _Result = TypeVar("_Result")
@@ -20,10 +21,7 @@ def run_on_all_ranks(work: Callable[[], _Result]) -> _Result:
         UserError: `work` raised one on some rank; on all ranks, see `raise_on_all_ranks`.
     """
     result, error = catch_user_error(work)
-    count = torch.tensor([error is not None], dtype=torch.int64)
-    if dist.get_world_size() > 1:  # alone a rank would wait for gloo's thread
-        dist.all_reduce(count)
-    if count.item():
+    if combine_on_host(torch.tensor([error is not None], dtype=torch.int64)).item():
         raise_on_all_ranks(error)
     return result
 

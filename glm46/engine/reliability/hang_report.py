@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from glm46.compat import WAITING, flight_recorders
+from glm46.compute.distributed.agreement import awaited
 
 Answers = dict[int, dict[str, Any]]
 """By rank: operation, step, stack, collectives (by process group a `Position`), and peers: the ranks with which a send
@@ -37,7 +38,7 @@ def collectives_here() -> tuple[dict[str, Any], str]:
         format is not that of torch 2.11 to 2.14; and JSON text: an object by backend ('' without a recorder).
     """
     recorders = flight_recorders()
-    here: dict[str, Any] = {"collectives": {}, "peers": []}
+    here: dict[str, Any] = {"collectives": {}, "peers": list(awaited)}
     for backend, text in recorders.items():
         with suppress(AttributeError, LookupError, TypeError, ValueError):
             collectives, peers = _read(backend, json.loads(text))
@@ -179,7 +180,7 @@ def _odd_ones(members: dict[int, Position]) -> set[int]:
 
 
 def _waits(frame: str) -> bool:
-    return "torch/" in frame or frame.endswith(_WAITS_FOR_DEVICE)
+    return frame.endswith(_WAITS_FOR_DEVICE) or any(place in frame for place in ("torch/", "distributed/agreement.py"))
 
 
 def describe_hang(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from glm46.compute.distributed.collective_errors import catch_user_error, on_first_rank, raise_on_all_ranks
 from glm46.engine.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, Diverged
 from glm46.engine.training.final_report import final_report
-from glm46.engine.training.named_sums import sum_over_all_ranks
+from glm46.engine.training.named_sums import sum_on_host
 from glm46.engine.training.services import Services
 from glm46.engine.training.state import Progress
 from glm46.engine.training.step import NOT_FINITE, StepOutcome, train_step
@@ -99,8 +99,8 @@ def prepare_step(task: Task, services: Services, progress: Progress) -> dict[str
 
 
 def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
-    """Read the micro-batches of the next step, and sum token counts, stop requests and faults over all ranks in one
-    all-reduce. Collective. The tensors are on the CPU, so that no rank waits for its GPU.
+    """Read the micro-batches of the next step, and sum token counts, stop requests and faults over all ranks.
+    Collective. The numbers are on the CPU, so that no rank waits for its GPU.
 
     Raises:
         UserError: on all ranks, if a rank failed to read its batches, or if several saves in a row have failed.
@@ -118,7 +118,7 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     services.watchdog.operation("agreeing on the step")
     totals = count_step(task, batches.micro_batches if batches else [])
     counts = to_tensors(totals)
-    sums = sum_over_all_ranks(counts | services.requests(has_failed=error is not None))
+    sums = sum_on_host(counts | services.requests(has_failed=error is not None))
     if sums["errors"]:
         raise_on_all_ranks(error)
     if not services.stop.has_started:  # after the first exchange of all ranks: before it there is nothing to save

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm46.compute.distributed.agreement import combine_on_host
+
 
 def sum_over_all_ranks(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sum tensors over all ranks in one all-reduce. Collective.
@@ -23,6 +25,11 @@ def sum_over_all_ranks(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return _unpack(flat, named)
 
 
+def sum_on_host(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As `sum_over_all_ranks`, of a few numbers on the CPU for which thousands of ranks wait. Collective."""
+    return _unpack(combine_on_host(_pack(named)), named)
+
+
 def spread_over_ranks(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
     """Minimum, mean and maximum over the ranks that have a value. Collective, on the CPU.
 
@@ -36,20 +43,25 @@ def spread_over_ranks(values: Mapping[str, float], names: Sequence[str]) -> dict
     """
     own = torch.tensor([values.get(name, math.nan) for name in names], dtype=torch.float64)
     is_known = ~own.isnan()
-    sums = sum_over_all_ranks({"values": torch.where(is_known, own, 0.0), "ranks": is_known.double()})
     largest = torch.where(is_known, torch.stack([-own, own]), -math.inf)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    ranks = torch.where(is_known & (largest == torch.stack([-own, own])), dist.get_rank(), -1)
-    dist.all_reduce(ranks, dist.ReduceOp.MAX)
-    parts = {"min": -largest[0], "mean": sums["values"] / sums["ranks"], "max": largest[1]}
-    columns = {"{}/" + part: of_names for part, of_names in parts.items()}
-    columns |= {"extreme_rank/{}/min": ranks[0], "extreme_rank/{}/max": ranks[1]}
+    ranks = torch.where(is_known, float(dist.get_rank()), -1.0).expand(2, -1)
+    total, count, *extremes = combine_on_host(
+        torch.cat([torch.where(is_known, own, 0.0)[None], is_known[None].double(), largest, ranks]), _wider
+    )
+    columns = {"{}/min": -extremes[0], "{}/mean": total / count, "{}/max": extremes[1]}
+    columns |= {"extreme_rank/{}/min": extremes[2].long(), "extreme_rank/{}/max": extremes[3].long()}
     return {
         column.format(name): of_names[index].item()
         for index, name in enumerate(names)
         for column, of_names in columns.items()
-        if sums["ranks"][index]
+        if count[index]
     }
+
+
+def _wider(low: Tensor, high: Tensor) -> Tensor:
+    """The spread of two groups of ranks; rows are sum, count, -minimum, maximum, and the ranks with these two."""
+    takes = high[2:4] >= low[2:4]
+    return torch.cat([low[:2] + high[:2], torch.where(takes.repeat(2, 1), high[2:], low[2:])])
 
 
 def to_host(named: dict[str, Tensor]) -> dict[str, Tensor]:

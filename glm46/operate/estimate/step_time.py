@@ -23,6 +23,7 @@ from glm46.run.flops import training_flops_per_token
 from glm46.run.plan import Plan
 from glm46.run.stages import bubble
 from glm46.run.timeline import Order, Timeline, simulate
+from glm46.run.tree import rounds
 
 OrderOf = Callable[[ParallelismConfig, int], Order]
 """The order of the actions of a pipeline for a number of micro-batches: `pipeline_order`."""
@@ -32,6 +33,8 @@ _TENSOR_CORES = 7.0
 """Least compute capability with them. A GPU described without a capability has its peak in the type that is used."""
 _UPDATE_BYTES = {"muon": 28, "adamw": 40}
 """Read and written per element by norm, clipping and update in FP32: gradient three times, states and weight twice."""
+_MESSAGE_SECONDS = 60e-6
+"""From one process to another over TCP, with the calls in Python on both sides: an estimate."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,9 @@ def _rank(
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
     of_muon = [each for each in traffic if each.what == MUON]
     once = roofline.update(_updated(plan, stages), muon.flops, of_muon, offloaded)
+    # The hosts agree on the next step while the update runs.
+    agreeing = rounds(plan.layout.world_size) * _MESSAGE_SECONDS - once.seconds
+    once.update({"waiting for the agreement": agreeing} if agreeing > 0 else {})
     beside = _Cost()
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
     shares = (1, 1) if mode == "none" else (1, 2)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from glm46.config.rl import StopConfig
 from glm46.engine.reliability.stop import EXIT_STOPPED
 from glm46.engine.training.loop import validate
-from glm46.engine.training.named_sums import sum_over_all_ranks
+from glm46.engine.training.named_sums import sum_on_host
 from glm46.engine.training.services import Services
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Task
@@ -72,4 +72,4 @@ def broken_bound(stop: StopConfig, row: Mapping[str, float], equal_rollouts: int
 
 def _must_stop(services: Services) -> bool:
     """True if some rank was asked to stop. Collective."""
-    return bool(sum_over_all_ranks(services.requests(has_failed=False))["stop"])
+    return bool(sum_on_host(services.requests(has_failed=False))["stop"])
