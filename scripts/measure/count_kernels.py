@@ -222,18 +222,24 @@ def count_graph(graph: fx.Graph, count: Count) -> None:
 # ----------------------------------------------------------------------------------------------------------- layers
 
 
-def _layer(
-    shape: ModelShape, tokens: int, whole: bool, is_dense: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> tuple[TransformerBlock, Callable[[], Tensor]]:
-    """A decoder layer, and its forward on one row of four documents: all of it, or only its feed-forward network."""
+def layer_inputs(shape: ModelShape, tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple:
+    """Hidden states, rotations and attention layout of one row of four documents on the meta device."""
     with torch.device("meta"):
-        block = TransformerBlock(shape, is_dense=is_dense)
-        for parameter in block.parameters():
-            parameter.data = parameter.data.to(dtype)
         x = torch.empty(1, tokens, shape.hidden_size, dtype=dtype, requires_grad=True)
         rope = rotary_tables(torch.arange(tokens).unsqueeze(0), shape, dtype)
     documents = torch.arange(tokens).div(tokens // 4, rounding_mode="floor").unsqueeze(0)
-    layout = attention_layout(documents, (1, tokens), None).to(torch.device("meta"))
+    return x, rope, attention_layout(documents, (1, tokens), None).to(torch.device("meta"))
+
+
+def layer(
+    shape: ModelShape, tokens: int, whole: bool, is_dense: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> tuple[TransformerBlock, Callable[[], Tensor]]:
+    """A decoder layer, and its forward on `layer_inputs`: all of it, or only its feed-forward network."""
+    with torch.device("meta"):
+        block = TransformerBlock(shape, is_dense=is_dense)
+    for parameter in block.parameters():
+        parameter.data = parameter.data.to(dtype)
+    x, rope, layout = layer_inputs(shape, tokens, dtype)
     options = RoutingOptions()
     if whole:
         return block, lambda: block(x, rope, layout, None, options)[0]
@@ -246,7 +252,7 @@ def count_eager(shape: ModelShape, tokens: int, *, whole: bool = False, ranks: i
     Args:
         form: `is_dense` and `dtype` of the layer; default: with experts, BF16.
     """
-    block, run = _layer(shape, tokens, whole, **form)
+    block, run = layer(shape, tokens, whole, **form)
     mode = EagerCount()
     with _process_group(ranks) as group, mode:
         if group is not None:
@@ -266,7 +272,7 @@ def count_titan(shape: ModelShape, tokens: int) -> tuple[Count, Count]:
     Raises:
         UserError: torchtitan cannot be imported.
     """
-    block, run = _layer(shape, tokens, whole=False)
+    block, run = layer(shape, tokens, whole=False)
     with torch.device("meta"):
         block.mlp = TitanMoE(shape)
     for parameter in block.mlp.parameters():
@@ -295,7 +301,7 @@ def _process_group(ranks: int) -> Iterator[dist.ProcessGroup | None]:
 
 def count_chained(shape: ModelShape, tokens: int, *, whole: bool = False, **form) -> Count:
     """Kernels of one layer in the graphs that `torch.compile` makes; ``form`` as in `count_eager`."""
-    return _count_graphs(_layer(shape, tokens, whole, **form)[1])
+    return _count_graphs(layer(shape, tokens, whole, **form)[1])
 
 
 def _count_graphs(run: Callable[[], Tensor]) -> Count:

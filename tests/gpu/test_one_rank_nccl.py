@@ -1,0 +1,24 @@
+"""Every path between ranks by NCCL, in groups of one rank: see `one_rank.py`."""
+
+import pytest
+import torch
+
+from glm46.compute.distributed.process import join, leave
+from tests.gpu.one_rank import CASES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.fixture
+def process():
+    yield join(60)
+    leave()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_path_between_ranks_works_by_nccl(case, process):
+    CASES[case](process)
+    torch.cuda.synchronize()
