@@ -1,7 +1,8 @@
 """Numbers of all ranks, combined on the host in rounds whose count grows with the logarithm of the ranks.
 
 gloo's all-reduce is a ring: each of its 2 (N - 1) messages waits for the one before it. That is right for large
-tensors. For a few numbers before each step of thousands of ranks it takes longer than the optimizer that should hide it.
+tensors. For a few numbers before each step of thousands of ranks it takes longer than the optimizer, which should hide
+it.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,8 @@ def combine_on_host(own: Tensor, combine: Callable[[Tensor, Tensor], Tensor] = t
     return total
 
 
-def _wait(work: dist.Work, peer: int) -> None:
+def _wait(work: dist.Work | None, peer: int) -> None:
+    assert work is not None, "all ranks take part"
     awaited[:] = [peer]
     work.wait()
     awaited.clear()
