@@ -162,8 +162,8 @@ def mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-_GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}
+_varlen_attn: Any = varlen_attn  # with arguments that are new in 2.12
+_GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Asks for fewer key heads than query heads; torch 2.11 takes them unasked. Here, because compiled layers call it."""
 
 
@@ -171,8 +171,7 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, window: tuple[int, int]
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn`."""
-    out: Any = varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **_GROUPED_HEADS)
-    return out
+    return _varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **_GROUPED_HEADS)
 
 
 VARLEN_OPERATOR = torch.ops.torch_attn._varlen_attn.default
@@ -329,7 +328,7 @@ class _Waited(threading.local):
 
 _waited = _Waited()
 _Work: Any = dist.Work
-_wait = _Work.wait
+_wait = dist.Work.wait
 
 
 def _timed_wait(work: dist.Work, *arguments, **named) -> bool:

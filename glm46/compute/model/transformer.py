@@ -232,10 +232,10 @@ class Transformer(nn.Module):
             predictions = torch.empty(0, *positions.shape, dtype=torch.int64, device=hidden.device)
             values = self.value_head(hidden)
             return LossSums(None, none, *self._sums(statistics, hidden), predictions, values=values)
-        assert self.lm_head is not None, "it has one of the two heads"
         if labels is None:
+            assert self.lm_head is not None, "the last part has one of the two heads"
             return self.lm_head(hidden)
-        return self._loss_sums(self.lm_head, hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
+        return self._loss_sums(hidden, labels, form, mtp_embeddings, mtp_labels, statistics, context)
 
     def _layout(self, document_ids: Tensor | None, positions: Tensor) -> AttentionLayout | None:
         layout = attention_layout(document_ids, positions.shape, self.shape.sliding_window)
@@ -243,7 +243,6 @@ class Transformer(nn.Module):
 
     def _loss_sums(
         self,
-        lm_head: OutputHead,
         hidden: Tensor,
         labels: Tensor,
         form: HeadForm,
@@ -253,7 +252,8 @@ class Transformer(nn.Module):
         context: tuple,
     ) -> LossSums:
         """The head, and the prediction depths if there are embeddings; ``context``: further arguments of a layer."""
-        heads = [lm_head(hidden, labels, form)]
+        assert self.lm_head is not None, "the last part has one of the two heads"
+        heads = [self.lm_head(hidden, labels, form)]
         if mtp_embeddings is not None and mtp_labels is not None:
             if self.mtp_alone:
                 # A gradient of zeros, which pipeline stages send back, and exactly the same values.
@@ -262,7 +262,8 @@ class Transformer(nn.Module):
             for k, layer in enumerate(self.mtp.values()):
                 hidden, of_layer = layer(hidden, mtp_embeddings[:, k], *context)
                 statistics.append(of_layer)
-                heads.append(lm_head(hidden, mtp_labels[:, k], _frozen_head_loss if self.mtp_alone else summed_loss))
+                of_depth = _frozen_head_loss if self.mtp_alone else summed_loss
+                heads.append(self.lm_head(hidden, mtp_labels[:, k], of_depth))
         mtp_losses = [head.loss for head in heads[1:]]
         return LossSums(
             heads[0].loss,

@@ -70,8 +70,6 @@ class Quantized:
 
 
 State = Tensor | Quantized
-
-
 StateType = torch.dtype | Literal["8bit"]
 
 

@@ -44,8 +44,7 @@ class BucketExchange:
         self._coming = [(peer, unit) for peer in members for unit in self._owned if peer in unit.senders]
         self._leaving_back = [(peer, unit) for peer in members for unit in self._owned if unit.receives(peer)]
         self._coming_back = [(unit.owner, unit) for unit in foreign if unit.receives(self._me)]
-        self._buffers: tuple[Tensor, ...] = ()
-        self._work: Any = None  # of the running exchange
+        self._work: Any = None  # of the running exchange, and its tensors
         self._stacks: dict[tuple, list[Unit]] = {}
         for unit in self._owned:
             self._stacks.setdefault((min(unit.shape), max(unit.shape)), []).append(unit)
@@ -111,7 +110,8 @@ class BucketExchange:
         self._work.wait()
         for slot, (_, unit) in zip(self._arrivals, self._coming_back, strict=True):
             self._apply(unit, slot.view(self._pieces[unit].parameter.shape[1:]))
-        self._pieces, self._arrivals, self._buffers, self._work = {}, [], (), None
+        self._pieces, self._arrivals, self._work = {}, [], None
+        self._buffers: tuple[Tensor, ...] = ()
 
     def _apply(self, unit: Unit, update: Tensor) -> None:
         if self._pieces[unit].gradient is not None:

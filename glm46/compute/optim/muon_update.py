@@ -111,9 +111,8 @@ def update_whole(pieces: Sequence[Piece], settings: Orthogonalizer) -> None:
         pieces[0].apply(update if pieces[0].parameter.shape[1] <= pieces[0].parameter.shape[2] else update.mT)
         return
     short, long = canonical(pieces[0].parameter).shape[1:]
-    x_NSL = torch.empty(
-        sum(counts), short, long, dtype=settings.gather_dtype, device=state_parts(pieces[0].momentum)[0].device
-    )
+    device = state_parts(pieces[0].momentum)[0].device
+    x_NSL = torch.empty(sum(counts), short, long, dtype=settings.gather_dtype, device=device)
     for part, piece in zip(x_NSL.split(counts), pieces, strict=True):
         part.copy_(canonical(piece.direction()))
     for part, piece in zip(settings(x_NSL).split(counts), pieces, strict=True):

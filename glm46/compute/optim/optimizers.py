@@ -100,7 +100,7 @@ def make_pair(
     """
     place: StatePlace
     if config.state_offload == "nvme":
-        assert config.state_offload_folder is not None, "refused without"
+        assert config.state_offload_folder is not None
         place = StateFile(Path(config.state_offload_folder))
     else:
         place = config.state_offload

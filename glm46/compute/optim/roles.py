@@ -82,9 +82,7 @@ def module_roles(
     Raises:
         ValueError: a pattern that no matrix has, or blocks that do not divide the rows.
     """
-    named: list[tuple[str, Tensor]] = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
+    named: list[tuple[str, Tensor]] = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     try:
         roles = assign_roles([name for name, _ in named], config)
     except UserError:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 from glm46.config.errors import UserError
 from glm46.config.faults import show
-from glm46.config.rl import RLConfig
+from glm46.config.rl import ResolvedRL
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.environment import Environment
 from glm46.tasks.rl.rewards.scorer import Scorer
 
 
-def refuse_rl(rl: RLConfig) -> None:
+def refuse_rl(rl: ResolvedRL) -> None:
     """Raise the faults of prompts, rewards, environment and filter that every rank would raise at its start. Functions
     of the user's are imported in processes of their own.
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
-from glm46.config.rl import RLConfig
+from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.data.chat import chat_reply
 from glm46.storage.data.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class Judged(NamedTuple):
 class Asking:
     """Asks an engine and scores its answers."""
 
-    config: RLConfig
+    config: ResolvedRL
     """Resolved."""
     section: RolloutSection
     tokenizer: Tokenizer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.cross_entropy import IGNORE
-from glm46.config.rl import RLConfig
+from glm46.config.rl import ResolvedRL
 from glm46.engine.training.named_sums import sum_over_all_ranks
 from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.advantages import (
@@ -37,7 +37,7 @@ class Rewards(NamedTuple):
     """int64 [N]: number of the sample's prompt in the rollout."""
 
 
-def informative(rewards: Tensor, groups: Tensor, config: RLConfig) -> Tensor:
+def informative(rewards: Tensor, groups: Tensor, config: ResolvedRL) -> Tensor:
     """bool [N]: samples of groups that are worth a step; all without `dynamic_sampling`.
 
     Args:
@@ -56,7 +56,7 @@ def sum_over_replicas(cluster: Cluster) -> SumOverReplicas:
 
 
 def prepare_fields(
-    steps: list[list[Batch]], of_steps: list[Rewards], config: RLConfig, longest: int, sum_replicas: SumOverReplicas
+    steps: list[list[Batch]], of_steps: list[Rewards], config: ResolvedRL, longest: int, sum_replicas: SumOverReplicas
 ) -> dict[str, float]:
     """Add to the batches of a rollout what `PolicyGradient` and `ValueLoss` read: ``advantages``, ``sample_tokens``,
     ``correction`` where there are ``old_logprobs``, and as configured ``returns``. Collective if ``sum_replicas`` is.
@@ -64,9 +64,9 @@ def prepare_fields(
     Args:
         steps: for each optimizer step this rank's micro-batches, whole rows on the CPU: ``labels``, ``sample``,
             ``rollout_logprobs``, and what networks computed before the first update: ``old_logprobs`` (which
-            old_policy = "rollout" sets here; none are needed under `RLConfig.is_on_policy`), ``reference_logprobs``
-            and ``old_values`` where `RLConfig.has_reference` and `RLConfig.has_critic` say so. A sample is in one row.
-            No value depends on how samples lie in rows, micro-batches and ranks.
+            old_policy = "rollout" sets here; none are needed under `ResolvedRL.is_on_policy`), ``reference_logprobs``
+            and ``old_values`` where `ResolvedRL.has_reference` and `ResolvedRL.has_critic` say so. A sample is in one
+            row. No value depends on how samples lie in rows, micro-batches and ranks.
         of_steps: for each step the rewards of its samples; groups may lie in several steps.
         config: resolved.
         longest: most tokens of a completion, for the overlong penalty.
@@ -138,7 +138,7 @@ class _Tokens:
 
 
 def _advantages(
-    tokens: _Tokens, rewards: Tensor, groups: Tensor, config: RLConfig, sum_replicas: SumOverReplicas
+    tokens: _Tokens, rewards: Tensor, groups: Tensor, config: ResolvedRL, sum_replicas: SumOverReplicas
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages of the tokens, and with a critic its returns, FP64 [T], from the rewards of samples [N]."""
     penalty = torch.zeros(len(tokens.sample), dtype=torch.float64)
@@ -165,7 +165,7 @@ def _advantages(
     return advantages[row, column], advantages[row, column] + values
 
 
-def _write_correction(tokens: _Tokens, config: RLConfig, sum_replicas: SumOverReplicas) -> None:
+def _write_correction(tokens: _Tokens, config: ResolvedRL, sum_replicas: SumOverReplicas) -> None:
     """Add ``correction`` to the batches of one optimizer step: the factor of each token's policy loss."""
     of = config.correction
 

@@ -12,7 +12,7 @@ from glm46.compute.distributed.collectives import sum_over_ranks
 from glm46.compute.distributed.local_tensor import copy_to_device
 from glm46.compute.model.cross_entropy import IGNORE, summed_loss, token_logprobs
 from glm46.compute.model.transformer import LossSums
-from glm46.config.rl import RLConfig
+from glm46.config.rl import ResolvedRL
 from glm46.config.section import Section
 from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
@@ -67,13 +67,13 @@ class PolicyGradient:
     log-probabilities are computed with.
     """
 
-    def __init__(self, network: Network, config: RLConfig, temperature: float, *, is_on_policy: bool = False):
+    def __init__(self, network: Network, config: ResolvedRL, temperature: float, *, is_on_policy: bool = False):
         """
         Args:
             network: the policy.
             config: resolved.
             temperature: at which the samples were drawn.
-            is_on_policy: see `RLConfig.is_on_policy`; batches need no ``old_logprobs`` and no ``correction``.
+            is_on_policy: see `ResolvedRL.is_on_policy`; batches need no ``old_logprobs`` and no ``correction``.
         """
         self._is_on_policy = is_on_policy
         self._network, self._config = network, config
@@ -239,7 +239,7 @@ class ValueLoss:
     form = staticmethod(summed_loss)
     fields = ("old_values", "returns", "sample_tokens")
 
-    def __init__(self, network: Network, config: RLConfig):
+    def __init__(self, network: Network, config: ResolvedRL):
         self._network, self._clip = network, config.critic.value_clip
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:

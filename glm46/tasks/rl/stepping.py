@@ -11,7 +11,7 @@ from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.cross_entropy import HeadForm, summed_loss
 from glm46.config.float8_layers import FP8_MULTIPLE
-from glm46.config.rl import RLConfig
+from glm46.config.rl import ResolvedRL
 from glm46.config.rules_layout import values_of
 from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
@@ -39,7 +39,7 @@ class StepBuilder:
         self,
         plan: Plan,
         cluster: Cluster,
-        config: RLConfig,
+        config: ResolvedRL,
         networks: Mapping[str, Network],
         form: HeadForm,
         writer: Writer,

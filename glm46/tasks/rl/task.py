@@ -10,7 +10,7 @@ import torch
 
 from glm46.compute.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
-from glm46.config.rl import RLConfig
+from glm46.config.rl import ResolvedRL
 from glm46.config.rl_data import WITHOUT_LABELS
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import StopRequest
@@ -58,7 +58,7 @@ class Reinforcement:
             UserError: prompts, rewards or layout do not match the configuration.
         """
         self.plan, self.cluster = plan, cluster
-        self._config: RLConfig = plan.config.rl.resolved()
+        self._config: ResolvedRL = plan.config.rl.resolved()
         self.tokenizer, _ = run_on_all_ranks(lambda: load_text(plan))
         self._prompts, self._sets = run_on_all_ranks(self._read)
         rewards = [RewardRule(r.name, r.weight, r.timeout_seconds, r.options) for r in self._config.rewards]
