@@ -4,7 +4,6 @@ Each verb is one module of `glm46.commands` and is imported only when it is call
 torch is imported.
 """
 
-import argparse
 import errno
 import os
 import sys
@@ -13,7 +12,7 @@ from pkgutil import resolve_name
 
 from glm46.compute.distributed.environment import forget_other_local_rank, let_memory_segments_grow
 from glm46.config.errors import UserError
-from glm46.config.options import VERBS
+from glm46.config.options import VERBS, VerbParser
 from glm46.engine.reliability.stop import EXIT_BROKEN_PIPE, wait_if_ending
 from glm46.operate.launch.environment import describe_unfit, describe_version, unfit_packages
 
@@ -84,10 +83,8 @@ def _run(argv: list[str]) -> int:
     return resolve_name(f"glm46.commands.{verb}:{verb}_command")(argv[1:])
 
 
-def _list_of_verbs() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m glm46", description="Trains GLM-4.5 and GLM-4.6 models from one TOML file.", allow_abbrev=False
-    )
+def _list_of_verbs() -> VerbParser:
+    parser = VerbParser(prog="python -m glm46", description="Trains GLM-4.5 and GLM-4.6 models from one TOML file.")
     parser.add_argument("--version", action="version", version=describe_version())
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb, meaning in VERBS.items():

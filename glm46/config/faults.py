@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,13 @@ def nearest(word: str, names: Iterable[str], cutoff: float) -> str | None:
     by_lower = {name.lower(): name for name in names}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[near[0]] if near else None
+
+
+def near_values(value: int, most: int, fits: Callable[[int], bool]) -> str:
+    """The remedy that states the numbers next to a value, from 1 to ``most``, that fit: ``take 2 or 4``. One must."""
+    sides = range(min(value - 1, most), 0, -1), range(value + 1, most + 1)
+    found = [next(filter(fits, side), None) for side in sides]
+    return f"take {' or '.join(str(number) for number in found if number)}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,5 +1,6 @@
 """The linear layers that [float8] converts, the reasons for the others, and the rules of the section."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -161,11 +162,13 @@ def fp8_divides_the_tokens(config: RunConfig, shape: ModelShape, world_size: int
         }
     for key, length in lengths.items():
         if rows * length // ranks % FP8_MULTIPLE:
+            step = FP8_MULTIPLE * ranks // math.gcd(FP8_MULTIPLE * ranks, rows)
             yield Fault(
                 (key, "training.local_batch_size", "float8.recipe_name", "parallelism"),
                 f"{key} = {length}: {rows * length // ranks} tokens of a micro-batch on a rank, and weight gradients "
-                f"of float8.recipe_name = {show(config.float8.recipe_name)} need a multiple of {FP8_MULTIPLE}; change "
-                'the length or training.local_batch_size, or set float8.recipe_name = "rowwise_with_gw_hp"',
+                f"of float8.recipe_name = {show(config.float8.recipe_name)} need a multiple of {FP8_MULTIPLE}; take "
+                f"{-(-length // step) * step} or change training.local_batch_size, or set "
+                'float8.recipe_name = "rowwise_with_gw_hp"',
             )
             return
 

@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from glm46.config.faults import counted
+from glm46.config.faults import counted, near_values
 from glm46.config.model import ModelShape
+
+_MOST = 1024
+"""The largest degree that a message proposes."""
 
 
 class Degrees(NamedTuple):
@@ -20,15 +23,10 @@ class Degrees(NamedTuple):
         return self.tensor_parallel * self.pipeline_parallel
 
 
-def degree_faults(
+def _broken_rules(
     degrees: Degrees, shape: ModelShape, world_size: int | None, stated: Callable[[str, int], str]
 ) -> list[tuple[str, str]]:
-    """Each degree that does not split the model evenly or does not fit the processes, and its message.
-
-    Args:
-        world_size: None when it is not known yet.
-        stated: how the user writes a degree, from the name of its field and its value.
-    """
+    """Degrees and the rules that they break, see `degree_faults`."""
     tensor, pipeline, expert = degrees
     faults = []
     for key, degree, what, size in (
@@ -52,4 +50,27 @@ def degree_faults(
         )
     elif world_size is not None and world_size // pipeline % expert:
         faults.append(("expert_parallel", f"must divide the {world_size // pipeline} processes of a pipeline stage"))
-    return [(key, f"{stated(key, getattr(degrees, key))}: {fault}; choose another") for key, fault in faults]
+    return faults
+
+
+def degree_faults(
+    degrees: Degrees, shape: ModelShape, world_size: int | None, stated: Callable[[str, int], str]
+) -> list[tuple[str, str]]:
+    """Each degree that does not split the model evenly or does not fit the processes, and its message.
+
+    Args:
+        world_size: None when it is not known yet.
+        stated: how the user writes a degree, from the name of its field and its value.
+    """
+
+    def is_refused(key: str, degree: int) -> bool:
+        return key in dict(_broken_rules(degrees._replace(**{key: degree}), shape, world_size, stated))
+
+    return [
+        (
+            key,
+            f"{stated(key, degree)}: {fault}; {near_values(degree, _MOST, lambda n, key=key: not is_refused(key, n))}",
+        )
+        for key, fault in _broken_rules(degrees, shape, world_size, stated)
+        for degree in [getattr(degrees, key)]
+    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from glm46.config.errors import UserError
+from glm46.config.faults import nearest
 
 VERBS = {
     "launch": "check, compare with this machine, prepare the data and train",
@@ -41,10 +42,26 @@ MOST_PROCESSES = 2**20
 
 
 class VerbParser(argparse.ArgumentParser):
-    """The parser of a verb or of one of its kinds: options cannot be abbreviated."""
+    """The parser of all verbs, of one, or of one of its kinds: options cannot be abbreviated, and a word that is not
+    known is answered with the nearest known one."""
 
     def __init__(self, **options):
         super().__init__(**{"allow_abbrev": False} | options)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse; an unknown option that is similar to a known one is refused with the known one."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            name = word.partition("=")[0]
+            if word.startswith("--") and "." not in name and (near := nearest(name, self._option_string_actions, 0.75)):
+                self.error(f"unrecognized arguments: {word}: did you mean {near}?")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value) -> None:  # also of the word that chooses a verb or its kind
+        if action.choices is not None and value not in action.choices:
+            near = nearest(value, action.choices, 0.5)
+            remedy = f"did you mean {near}?" if near else f"choose from {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, f"{value[:40]!r}: unknown; {remedy}")
 
     def error(self, message: str) -> NoReturn:
         """End with one line; the usage of a verb fills a screen."""

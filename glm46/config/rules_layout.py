@@ -6,7 +6,7 @@ A world size of None means that the number of processes is not known yet; rules 
 import math
 from collections.abc import Callable
 
-from glm46.config.faults import Fault, Faults, counted, show
+from glm46.config.faults import Fault, Faults, counted, near_values, show
 from glm46.config.model import ModelShape
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Schedule
@@ -38,7 +38,7 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: i
     """Each axis splits its dimension evenly."""
     layout = config.parallelism
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
-    for degree_key, degree, key, size, factor in (
+    rules = (
         ("tensor_parallel_degree", tensor, "model.num_attention_heads", shape.num_attention_heads, 1),
         ("tensor_parallel_degree", tensor, "model.vocab_size", shape.vocab_size, 1),
         # Tensor parallelism splits the part of a sequence that context parallelism leaves to a rank.
@@ -46,12 +46,18 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: i
         # A rank takes a piece of the head and one of the tail, so that causal attention costs each rank the same.
         ("context_parallel_degree", context, "training.seq_len", config.training.seq_len, 2),
         ("expert_parallel_degree", layout.expert_parallel_degree, "model.n_routed_experts", shape.n_routed_experts, 1),
-    ):
+    )
+    for degree_key, degree, key, size, factor in rules:
         if degree > 1 and size % (degree * factor):
             wanted = "must divide" if factor == 1 else f"{factor} times it must divide"
             yield Fault(
                 (f"parallelism.{degree_key}", key),
-                f"parallelism.{degree_key} = {degree}: {wanted} {key} = {size}",
+                f"parallelism.{degree_key} = {degree}: {wanted} {key} = {size}; "
+                + near_values(
+                    degree,
+                    size,
+                    lambda n, like=degree_key: all(of[3] % (n * of[4]) == 0 or n == 1 for of in rules if of[0] == like),
+                ),
             )
 
 
@@ -145,7 +151,8 @@ def experts_borrow_whole_ranks(config: RunConfig, shape: ModelShape, world_size:
         yield Fault(
             ("parallelism",),
             f"parallelism.expert_parallel_degree = {layout.expert_parallel_degree}: must divide shard * context * "
-            f"tensor degrees = {ranks}, from which it is borrowed",
+            f"tensor degrees = {ranks}, from which it is borrowed; "
+            + near_values(layout.expert_parallel_degree, ranks, lambda n: ranks % n == shape.n_routed_experts % n == 0),
         )
 
 
@@ -204,14 +211,15 @@ def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape, world_size: i
     if shape.n_shared_experts:
         width = shape.n_shared_experts * shape.moe_intermediate_size
         cut.append(("model.n_shared_experts * moe_intermediate_size", width))
+    cut = [(name, columns) for name, columns in cut if columns * shape.hidden_size >= STATE_LEAST_ENTRIES]
     for name, columns in cut:
-        has_blocks = columns * shape.hidden_size >= STATE_LEAST_ENTRIES
-        if has_blocks and columns % (STATE_BLOCK * tensor):
+        if columns % (STATE_BLOCK * tensor):
+            fitting = near_values(tensor, tensor, lambda n: all(of % (STATE_BLOCK * n) == 0 or n == 1 for _, of in cut))
             yield Fault(
                 ("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
                 f'optimizer.state_dtype = "8bit": parallelism.tensor_parallel_degree = {tensor} shards {columns} '
-                f"columns ({name}), which must leave multiples of {STATE_BLOCK} on each rank; use another degree, or "
-                "another state_dtype",
+                f"columns ({name}), which must leave multiples of {STATE_BLOCK} on each rank; {fitting} for "
+                "the degree, or another state_dtype",
             )
 
 

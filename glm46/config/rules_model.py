@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Iterator
 
-from glm46.config.faults import Fault, Faults, show
+from glm46.config.faults import Fault, Faults, near_values, show
 from glm46.config.model import ModelShape
 from glm46.config.run_config import RunConfig
 
 
 def heads_group_evenly(config: RunConfig, shape: ModelShape) -> Faults:
     """Each key and value head serves the same number of query heads."""
-    if shape.num_attention_heads % shape.num_key_value_heads:
+    queries, heads = shape.num_attention_heads, shape.num_key_value_heads
+    if queries % heads:
         yield Fault(
             ("model.num_attention_heads", "model.num_key_value_heads"),
-            f"model.num_attention_heads = {shape.num_attention_heads}: must be a multiple of "
-            f"model.num_key_value_heads = {shape.num_key_value_heads}",
+            f"model.num_attention_heads = {queries}: must be a multiple of "
+            f"model.num_key_value_heads = {heads}; {near_values(queries, queries + heads, lambda n: n % heads == 0)}",
         )
 
 
@@ -24,7 +25,8 @@ def rotated_part_is_even(config: RunConfig, shape: ModelShape) -> Faults:
         yield Fault(
             ("model.partial_rotary_factor", "model.head_dim"),
             f"model.partial_rotary_factor = {shape.partial_rotary_factor}: rotates {rotated:g} of model.head_dim = "
-            f"{shape.head_dim} dimensions in pairs, so this must be an even number of at least 2",
+            f"{shape.head_dim} dimensions in pairs, so this must be an even number of at least 2; "
+            f"take {max(2, 2 * round(rotated / 2)) / shape.head_dim}",
         )
 
 
@@ -44,7 +46,8 @@ def expert_groups_are_even(config: RunConfig, shape: ModelShape) -> Faults:
     if experts % groups:
         yield Fault(
             ("model.n_group", "model.n_routed_experts"),
-            f"model.n_group = {groups}: must divide model.n_routed_experts = {experts}",
+            f"model.n_group = {groups}: must divide model.n_routed_experts = {experts}; "
+            + near_values(groups, max(experts // 2, 1), lambda n: experts % n == 0),
         )
     elif groups > 1 and experts // groups < 2:
         yield Fault(

@@ -66,7 +66,12 @@ def micro_batches_fit_the_schedule(config: RunConfig, shape: ModelShape, world_s
             yield Fault(
                 (key, "training.local_batch_size", "parallelism"),
                 f"{key} = {stated}: a step of {counted(count, 'micro-batch')} of {counted(rows, 'sequence')}; "
-                f"schedule {name} over {ranks} ranks needs {wanted}",
+                f"schedule {name} over {ranks} ranks needs {wanted}; "
+                + (
+                    "change the ramp"
+                    if isinstance(batch, tuple)
+                    else f"take {rows * -(-max(count, _least(name, ranks)) // ranks) * ranks}"
+                ),
             )
             return
 
@@ -81,11 +86,15 @@ def _micro_batch_counts(batch: Schedule | None, rows: int, most: int) -> Iterato
         yield from range(first, min(int(high // rows), first + most) + 1)
 
 
+def _least(schedule: str, ranks: int) -> int:
+    """The fewest micro-batches that a schedule takes."""
+    return {"1F1B": ranks, "DualPipeV": 2 * ranks}.get(schedule, 1)
+
+
 def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:
     """The rule for the number of micro-batches that this number breaks; None if it breaks none."""
-    least = {"1F1B": ranks, "DualPipeV": 2 * ranks}.get(schedule, 1)
-    if micro_batches < least:
-        return f"at least {least}"
+    if micro_batches < _least(schedule, ranks):
+        return f"at least {_least(schedule, ranks)}"
     if schedule.startswith("Interleaved") and micro_batches % max(micro_batches // ranks, 1):
         return f"a multiple of {ranks}"
     return None

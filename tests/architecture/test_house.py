@@ -28,6 +28,7 @@ ENFORCED = (
     house.eager_api,
     house.environment_readers,
     house.private_torch,
+    house.raising_at_links,
     house.unsafe_calls,
     house.grab_bags,
     house.broad_excepts,
@@ -70,6 +71,7 @@ PLANTED = {
     "eager_api": ("__init__.py", "from glm46.compute.model import rope\n"),
     "environment_readers": ("compute/model/rope.py", "import os\nos.environ['A'] = '1'\n"),
     "private_torch": ("compute/model/rope.py", "import torch.nn.functional as F\nF._scaled_mm(1)\n"),
+    "raising_at_links": ("compute/model/rope.py", "from pathlib import Path\nPath('x').resolve()\n"),
     "unsafe_calls": ("compute/model/rope.py", "import torch\ntorch.load('x')\n"),
     "grab_bags": ("compute/model/rope_utils.py", ""),
     "broad_excepts": ("compute/model/rope.py", "try:\n    pass\nexcept (ValueError, Exception):\n    pass\n"),
@@ -91,6 +93,7 @@ EXPECTED = {
         "glm46.compute.model.rope uses os.environ; add a function to glm46.compute.distributed.environment"
     ),
     "private_torch": "glm46.compute.model.rope uses torch.nn.functional._scaled_mm; add a function to glm46.compat",
+    "raising_at_links": "glm46.compute.model.rope:2 calls resolve; take files/local_disk.py: real_path",
     "unsafe_calls": "glm46.compute.model.rope:2 calls torch.load without weights_only=True",
     "grab_bags": "glm46.compute.model.rope_utils",
     "broad_excepts": "glm46.compute.model.rope:3",

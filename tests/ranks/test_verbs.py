@@ -69,7 +69,7 @@ def test_a_degree_that_does_not_fit_is_refused_once(server, folders):
     started.wait(120)
     said = started.output.read_text()
     assert "exit codes [2, 2]" in said
-    assert said.count("--expert-parallel-degree 4") == 1 and "2 processes" in said and "choose another" in said
+    assert said.count("--expert-parallel-degree 4") == 1 and "2 processes" in said and "; take 2" in said
 
 
 def test_answers_to_lm_eval_do_not_depend_on_the_ranks(server, folders, tmp_path):

@@ -53,7 +53,7 @@ def test_help_lists_the_verbs_and_each_verb_is_one_module(capsys):
 def test_a_verb_is_required(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    assert end.value.code == 2 and "usage: python -m glm46" in capsys.readouterr().err
+    assert end.value.code == 2 and "python -m glm46: error: " in capsys.readouterr().err
 
 
 def test_help_and_schema_survive_an_interpreter_that_drops_docstrings():

@@ -48,6 +48,23 @@ def without_torch():
     child.communicate()
 
 
+@pytest.mark.parametrize(("words", "answer"), [
+    ("plna", "did you mean plan?"), ("trian", "did you mean train?"), ("serve-confg", "did you mean serve-config?"),
+    ("checkpoint lst", "did you mean list?"), ("rl inspct", "did you mean inspect?"),
+    ("convert to-fh", "did you mean to-hf?"), ("benchmark modl", "did you mean model?"),
+    ("benchmark model --flavor debgu", "did you mean debug?"), ("plot x --x token", "did you mean tokens?"),
+    ("plan --config x --netwrok 8", "--netwrok: did you mean --network?"),
+    ("inspect x --row=3", "did you mean --rows?"),
+    ("generate --model x --promt=x", "did you mean --prompt?"),
+    ("convert to-hf --checkpoint x --output y --dtyp int4", "did you mean --dtype?"),
+    ("zzz", "choose from launch, train, ablate"), ("convert zzz", "choose from to-hf, from-hf, from-dcp"),
+])  # fmt: skip
+def test_an_unknown_word_is_answered_with_the_nearest_known_one(words, answer, without_torch):
+    code, printed, errors = without_torch(*words.split())
+    assert code == 2 and not printed and len(errors.splitlines()) == 1, errors
+    assert answer in errors and errors.endswith("; see --help\n"), errors
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_and_typos_of_a_verb_and_of_its_kinds_import_nothing_heavy(verb, without_torch):
     code, printed, errors = without_torch(verb, "--help")

@@ -1,5 +1,6 @@
 """Every kind of mistake in a TOML file, and the message it earns: where it was written, key, value, rule, remedy."""
 
+import ast
 import errno
 import itertools
 import os
@@ -389,7 +390,7 @@ BAD = {
                 'optimizer.state_dtype = "8bit": parallelism.tensor_parallel_degree = 2 ',
                 "96 columns (model.n_shared_experts * moe_intermediate_size)",
                 "multiples of 64 on each rank",
-                "another degree, or another state_dtype",
+                "take 1 for the degree, or another state_dtype",
             )
         ],
     ),
@@ -399,14 +400,14 @@ BAD = {
     ),
     "uneven heads": (
         ('flavor = "debug"', 'flavor = "debug"\nnum_attention_heads = 7'),
-        ["model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2"],
+        ["model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2; take 6 or 8"],
     ),
     "odd rotation": (
         ('flavor = "debug"', 'flavor = "debug"\nhead_dim = 30'),
         [
             (
                 "model.partial_rotary_factor = 0.5: rotates 15 of model.head_dim = 30 dimensions",
-                "must be an even number of at least 2",
+                "must be an even number of at least 2; take 0.5333333333333333",
             )
         ],
     ),
@@ -425,7 +426,7 @@ BAD = {
     ),
     "uneven groups of experts": (
         ('flavor = "debug"', 'flavor = "debug"\nn_group = 3'),
-        ["model.n_group = 3: must divide model.n_routed_experts = 16"],
+        ["model.n_group = 3: must divide model.n_routed_experts = 16; take 2 or 4"],
     ),
     "groups of one expert": (
         ('flavor = "debug"', 'flavor = "debug"\nn_group = 16\ntopk_group = 8'),
@@ -505,7 +506,7 @@ BAD = {
         ("seq_len = 128", 'seq_len = 130\n[float8]\nrecipe_name = "tensorwise"'),
         [
             "training.seq_len = 130: 130 tokens of a micro-batch on a rank, and weight gradients of "
-            'float8.recipe_name = "tensorwise" need a multiple of 16; change the length or training.local_batch_size, '
+            'float8.recipe_name = "tensorwise" need a multiple of 16; take 144 or change training.local_batch_size, '
             'or set float8.recipe_name = "rowwise_with_gw_hp"'
         ],
     ),
@@ -534,7 +535,7 @@ BAD = {
     ),
     "axis that splits unevenly": (
         ("[training]", "[parallelism]\nexpert_parallel_degree = 3\n[training]"),
-        ["parallelism.expert_parallel_degree = 3: must divide model.n_routed_experts = 16"],
+        ["parallelism.expert_parallel_degree = 3: must divide model.n_routed_experts = 16; take 2 or 4"],
     ),
     "ranks that share no key heads evenly": (
         (
@@ -648,6 +649,20 @@ def test_a_stated_remedy_is_one(name, tmp_path):
                 assert set(left) <= set(others), (fault, key, value, left)
 
 
+def test_every_rule_about_parts_says_which_values_work():
+    """The message of each rule that values must divide, or be multiples, ends with values, a key or a remedy."""
+    folder = Path(__file__).parents[3] / "glm46" / "config"
+    calls = [
+        ast.unparse(node)
+        for file in sorted(folder.glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Fault"
+    ]
+    rules = [call for call in calls if re.search("must divide|multiples? of|not divide|equal parts|even number", call)]
+    assert len(rules) >= 11
+    assert [rule for rule in rules if not re.search("; (take|start|set|remove)|near_values|fitting", rule)] == []
+
+
 def test_all_faults_come_at_once(tmp_path):
     """Types, ranges, unknown keys and rules across sections in one go; a rule that reads a faulty key keeps quiet."""
     text = """
@@ -670,7 +685,7 @@ def test_all_faults_come_at_once(tmp_path):
         "run.toml: optimizer.beta3: unknown key; did you mean 'beta2'?",
         "run.toml: training.tokens = 5, training.steps = 5: both given; remove one of them",
         "run.toml: data.sources: no source to train on; add a [[data.sources]] table with name and path",
-        "run.toml: model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2",
+        "run.toml: model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2; take 6 or 8",
         "run.toml: training.global_batch_size = 7: must be a multiple of 2 (training.local_batch_size = 2 times 1 "
         "data-parallel rank); take 6 or 8",
     ]
@@ -788,10 +803,12 @@ def test_micro_batches_fit_the_schedule(schedule, ranks, micro_batches, wanted, 
         assert load_config(tmp_path / "sound.toml", world_size=ranks).parallelism.stages >= ranks
         return
     (fault,) = faults_of(text, tmp_path, world_size=ranks)
-    assert fault == (
+    begin, _, fitting = fault.partition("; take ")
+    assert begin == (
         f"run.toml: training.global_batch_size = {2 * micro_batches}: a step of "
         f"{counted(micro_batches, 'micro-batch')} of 2 sequences; schedule {schedule} over {ranks} ranks needs {wanted}"
     )
+    load_config(tmp_path / "run.toml", (f"--training.global_batch_size={fitting}",), world_size=ranks)
 
 
 def test_every_step_of_a_ramp_fits_the_schedule(tmp_path):
