@@ -11,16 +11,18 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm46.storage.prepare.limited import limited_process, run_limited
 from glm46.tasks.rl.rewards import tested_program
 from glm46.tasks.rl.rewards.answer import Answer, usable_seconds
-from glm46.tasks.rl.rewards.label_tests import compares, passed_by_meaningless
+from glm46.tasks.rl.rewards.label_tests import compares, ends_itself, passed_by_meaningless
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?![\w-])", re.IGNORECASE)
+_VERDICTS = frozenset(("yes", "no", "true", "false", "possible", "impossible"))
 _OF_CPU_LIMIT = (-signal.SIGXCPU, -signal.SIGKILL)
 
 
@@ -129,19 +131,29 @@ def _check_form(cases: Sequence[_Case]) -> None:
     """
     for case in cases:
         if case.expected is not None:
+            if case.expected.strip().casefold() in _VERDICTS and len({one.expected for one in cases}) == 1:
+                raise ValueError(
+                    f"outputs: all are {case.expected.strip()}, which a program gives that does not read its input; "
+                    "add a case with another output"
+                )
             if not case.expected.split():
                 raise ValueError(
                     "an output is empty, and a program that ends at once would pass; leave that test or the row out"
                 )
             continue
+        shown = " ".join(case.test.split())
         try:
             has_assert = any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(case.test)))
-            is_asked = bool(tested_program.asked_names(case.test))
+            is_asked, ending = bool(tested_program.asked_names(case.test)), ends_itself(case.test)
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"test {case.test:.60}: is not Python ({error}); correct it") from None
+            raise ValueError(f"test {shown:.60}: is not Python ({error}); correct it") from None
+        if ending:
+            raise ValueError(
+                f"test {shown:.60}: {ending} can end the test before it has passed; let assert statements decide"
+            )
         if not has_assert or not is_asked:
             raise ValueError(
-                f"test {case.test:.60}: needs an assert statement and a name of the program, or each program passes; "
+                f"test {shown:.60}: needs an assert statement and a name of the program, or each program passes; "
                 "write it as 'assert f(1) == 2'"
             )
 
@@ -192,8 +204,8 @@ def _cases(label: Any) -> list[_Case]:
             "is neither a list of tests in Python (assert statements) nor a table with inputs and outputs, two lists "
             "of one length above 0, nor JSON of them; write it as one of these"
         )
-    if name := tests.get("fn_name"):
-        if not isinstance(name, str) or not name.isidentifier():
+    if (name := tests.get("fn_name")) not in (None, ""):
+        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
             raise ValueError(f"fn_name {name!r:.60}: is not the name of a function; correct it")
         return _calls(name, inputs, outputs)
     return [_Case("", _lines(one), _lines(other)) for one, other in zip(inputs, outputs, strict=True)]
@@ -220,7 +232,11 @@ def _calls(name: str, inputs: list, outputs: list) -> list[_Case]:
             outputs = [json.loads(one) if isinstance(one, str) else one for one in outputs]
         except ValueError as error:
             raise ValueError(f"inputs and outputs of {name}: a line is not JSON ({error}); correct it") from None
-    elif any(not isinstance(one, list) for one in inputs):
+    try:
+        json.dumps([inputs, outputs], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"inputs and outputs of {name}: {error}; write values that JSON has") from None
+    if any(not isinstance(one, list) for one in inputs):
         raise ValueError(f"inputs of {name}: are not lists of arguments; write each as a list")
     # Some data sets have each result in a list of one.
     is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in outputs)

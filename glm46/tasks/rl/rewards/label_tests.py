@@ -11,6 +11,9 @@ from pathlib import Path
 from glm46.storage.prepare.limited import limited_process
 from glm46.tasks.rl.rewards import meaningless_programs, tested_program
 
+_ENDINGS = frozenset((
+    "exit", "quit", "sys.exit", "_exit", "os._exit", "os.abort", "abort", "os.kill", "os.killpg", "SystemExit",
+))  # fmt: skip
 _TESTS_OF_PROCESS, _SECONDS_OF_PROCESS = 1_000, 60
 
 
@@ -30,11 +33,21 @@ def compares(test: str) -> bool:
     return False
 
 
+def ends_itself(test: str) -> str:
+    """The call or statement with which a test ends its process, such as ``sys.exit``; empty if it has none."""
+    for node in ast.walk(ast.parse(test)):
+        found = node.func if isinstance(node, ast.Call) else node.exc if isinstance(node, ast.Raise) else None
+        if (name := ast.unparse(found) if found else "") in _ENDINGS:
+            return name
+    return ""
+
+
 def passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
     """For each test the programs of `meaningless_programs` that pass it; none where there was no time."""
     found = []
-    for start in range(0, len(tests), _TESTS_OF_PROCESS):
-        some, script = tests[start : start + _TESTS_OF_PROCESS], str(Path(meaningless_programs.__file__).absolute())
+    while len(found) < len(tests):
+        some = tests[len(found) : len(found) + _TESTS_OF_PROCESS]
+        script = str(Path(meaningless_programs.__file__).absolute())
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stdin, out = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
@@ -50,5 +63,7 @@ def passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
                 process.wait(_SECONDS_OF_PROCESS)
             out.seek(0)
             lines = out.read().split(b"\n")[:-1][: len(some)]
-        found += [set(json.loads(line)) for line in lines] + [set()] * (len(some) - len(lines))
+        # A test that ends the process is judged by none; those behind it go to another process.
+        missing = 0 if len(lines) == len(some) else 1 if process.poll() is not None else len(some) - len(lines)
+        found += [set(json.loads(line)) for line in lines] + [set()] * missing
     return found

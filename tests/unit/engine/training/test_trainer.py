@@ -582,7 +582,7 @@ def test_a_phase_starts_from_the_weights_of_the_one_before(make_config, tmp_path
     assert training_rows(second)[0]["loss"] < training_rows(first)[0]["loss"]
     with pytest.raises(UserError, match="no such folder"):
         train(make_config(job={"dump_folder": str(tmp_path / "third")}, checkpoint={"initial_load_path": "nowhere"}))
-    with pytest.raises(UserError, match="not a step folder"):
+    with pytest.raises(UserError, match="it holds steps; give one of them"):
         folder = str(Path(first.job.dump_folder) / "checkpoint")
         train(make_config(job={"dump_folder": str(tmp_path / "fourth")}, checkpoint={"initial_load_path": folder}))
 

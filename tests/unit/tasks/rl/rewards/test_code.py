@@ -150,6 +150,22 @@ def test_the_last_program_of_an_answer_is_judged(text, expected):
     ({"fn_name": "a b", "inputs": [[1]], "outputs": [1]}, "name of a function"),
     ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "lists of arguments"),
     ({"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}, "not JSON"),
+    *(
+        ({"fn_name": name, "inputs": [[1]], "outputs": [1]}, "name of a function")
+        for name in (3, 0, ["f"], {}, "def", "f.g")
+    ),
+    ({"fn_name": False, "inputs": ["1"], "outputs": ["1"]}, "name of a function"),
+    ({"fn_name": "f", "inputs": [[float("nan")]], "outputs": [1]}, "JSON has"),
+    ({"fn_name": "f", "inputs": [[1]], "outputs": [{1, 2}]}, "JSON has"),
+    *(([test], "can end the test before it has passed") for test in (
+        "exit()\nassert f(1) == 2", "import sys\nassert f(1) == 2\nsys.exit()",
+        "import os\nos._exit(0)\nassert f(1) == 2",
+        "from os import _exit\n_exit(0)\nassert f(1) == 2", "raise SystemExit\nassert f(1) == 2",
+        "raise SystemExit(0)\nassert f(1) == 2", "if f(1) == 2:\n    quit()\nassert False",
+        "import os\nos.kill(os.getpid(), 9)\nassert f(1) == 2",
+    )),
+    ({"inputs": ["1", "2"], "outputs": ["Yes", "Yes"]}, "all are Yes"),
+    ({"inputs": ["1"], "outputs": ["NO\n"]}, "all are NO"),
 ])  # fmt: skip
 def test_a_label_that_cannot_be_judged_is_refused(label, said):
     with pytest.raises(ValueError, match=said):
@@ -205,6 +221,13 @@ def test_a_label_that_a_program_without_an_answer_passes_is_refused(label):
 ])  # fmt: skip
 def test_a_label_that_only_an_answer_passes_is_taken(label):
     check_code_label(label)
+
+
+def test_a_test_that_ends_its_process_does_not_hide_those_behind_it():
+    killer = "import os\ngetattr(os, '_exit')(0)\nassert f(1)"
+    assert [bool(fault) for fault in code_label_faults([[killer], ["assert f or 1"], [killer], ["assert f or 2"]])] == [
+        False, True, False, True,
+    ]  # fmt: skip
 
 
 def test_many_labels_share_a_process_and_one_that_hangs_has_no_fault():

@@ -146,7 +146,7 @@ RIGHT = [
     (r"\boxed{3\frac{1}{2}\%}", "3.5"), (r"\boxed{\frac{22}{7}\text{ cm}}", "22/7"),
     (r"\boxed{\begin{bmatrix}1\\2\end{bmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"), (r"\boxed{x<3}", "x<3"),
     (r"\boxed{3>x}", "x<3"), ("The answer is 5 km.", "5000 m"), ("The answer is 1 hour and 30 minutes.", "90 minutes"),
-    ("The answer is x<3 and x>1.", "1<x<3"), ("It takes 90 minutes.", "1.5 hours"),
+    ("The answer is x<3 and x>1.", "1<x<3"), ("The time is 90 minutes.", "1.5 hours"),
     (r"\boxed{1.2\mathrm{E}{-3}}", "0.0012"),
     (r"It is $\begin{vmatrix}1&2\\3&4\end{vmatrix} = \boxed{-2}$", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"),
 ]  # fmt: skip
