@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample import rejection_sampler
 
 VLLM_RELEASE = "0.32.0"
-REVISION = 5
+REVISION = 6
 """Of these methods; the client compares it."""
 _logger = init_logger("vllm.glm_ext")
 
@@ -181,6 +181,7 @@ class Extension:
             "expert_adapters": torch.cuda.is_available(),
             "returns_routes": bool(config.aux_output_config and config.aux_output_config.enable_return_routed_experts),
             "device": self.device.type,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
             "workers": config.parallel_config.world_size,
             "replicas": config.parallel_config.data_parallel_size,
             "dense_layers": config.model_config.hf_config.first_k_dense_replace,

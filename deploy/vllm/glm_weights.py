@@ -34,9 +34,9 @@ def checksum(block: torch.Tensor) -> torch.Tensor:
 _Found = TypeVar("_Found")
 
 
-def _within(seconds: float, ask: Callable[[], _Found]) -> _Found:
-    """What calls of the store give, in a thread that is left behind after some seconds: a process that is stopped or
-    stuck answers nothing, and TCPStore waits for its answer without a bound, whatever its timeout.
+def _within(seconds: float, awaited: str, ask: Callable[[], _Found]) -> _Found:
+    """What a call gives, in a thread that is left behind after some seconds: a process that is stopped or stuck answers
+    nothing, and TCPStore and the first broadcast of NCCL wait for it without a bound, whatever their timeouts.
 
     Raises:
         RuntimeError: no answer came.
@@ -53,7 +53,11 @@ def _within(seconds: float, ask: Callable[[], _Found]) -> _Found:
     try:
         return found.result(seconds)
     except futures.TimeoutError:
-        raise RuntimeError(f"the trainer does not answer within {seconds:g} s") from None
+        raise RuntimeError(f"the trainer does not answer within {seconds:g} s: {awaited}") from None
+
+
+def _end_group(held: list[dist.Backend], how: str) -> None:
+    getattr(held.pop(), how)()
 
 
 class Receiver:
@@ -80,8 +84,8 @@ class Receiver:
         """
         said = json.loads(invitation)
         self.version, self._seconds, self._worker = said["version"], said["seconds"], worker
-        self._size, self._is_nccl = said["size"], said["backend"] == "nccl"
-        self._device = device if self._is_nccl else torch.device("cpu")
+        self._size, self._kind = said["size"], said["backend"]
+        self._device = device if self._kind == "nccl" else torch.device("cpu")
         place = (said["address"], said["port"])
         socket.create_connection(place, _QUICK.total_seconds()).close()  # where none listens, TCPStore tries on
 
@@ -89,7 +93,8 @@ class Receiver:
             store = dist.PrefixStore(said["update"], dist.TCPStore(*place, is_master=False, timeout=_QUICK))
             return store, store.check(["open"])
 
-        self._store, is_open = _within(_QUICK.total_seconds(), find)
+        self._at = f"at {place[0]} port {place[1]}"
+        self._store, is_open = _within(_QUICK.total_seconds(), f"its store {self._at}", find)
         if not is_open:
             raise RuntimeError(f"version {self.version}: the trainer has ended this update")
         self._group: list[dist.Backend] = []
@@ -103,12 +108,19 @@ class Receiver:
             return self._form(dist.PrefixStore("group", store), wait)
 
         try:
-            self._group = [_within(self._seconds + _QUICK.total_seconds(), join)]
+            waiting = f"the {self._kind} group of {self._size} processes {self._at}"
+            self._group = [_within(self._seconds + _QUICK.total_seconds(), waiting, join)]
+            self._watch = threading.Thread(target=self._await_end, daemon=True)
+            self._watch.start()
+            first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            waiting = (
+                f"its first broadcast in {waiting}; see NCCL_SOCKET_IFNAME and the network between the two, or set "
+                'rollout.weights = "disk" in the run'
+            )
+            self._await(_within(self._seconds, waiting, partial(self._group[0].broadcast, first, 0)))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        self._watch = threading.Thread(target=self._await_end, daemon=True)
-        self._watch.start()
         return self
 
     def _await_end(self) -> None:
@@ -119,17 +131,18 @@ class Receiver:
                 time.sleep(_LOOK_SECONDS)
 
     def _form(self, store: dist.Store, wait: timedelta) -> dist.Backend:
-        kind = dist.ProcessGroupNCCL if self._is_nccl else dist.ProcessGroupGloo
+        kind = dist.ProcessGroupNCCL if self._kind == "nccl" else dist.ProcessGroupGloo
         return kind(store, 1 + self._worker, self._size, wait)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             with suppress(RuntimeError):  # the trainer may have gone
-                _within(_QUICK.total_seconds(), partial(self._store.set, "left", ""))
+                _within(_QUICK.total_seconds(), f"its store {self._at}", partial(self._store.set, "left", ""))
         if self._group:
-            (self._group[0].shutdown if error is None else self._group[0].abort)()
-            # Gloo has no abort: the last reference waits for the end of a broadcast, by its timeout.
-            threading.Thread(target=self._group.clear, daemon=True).start()
+            # NCCL's abort may wait for a communicator that is still made. Gloo has none: the last reference waits for
+            # the end of a broadcast, by its timeout.
+            how = "shutdown" if error is None else "abort"
+            threading.Thread(target=_end_group, args=(self._group, how), daemon=True).start()
         self._group, self._store = [], None  # whatever holds the traceback
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,7 +158,11 @@ class Receiver:
 
     def _next(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         values = torch.empty(size, dtype=dtype, device=self._device)
-        work, end = self._group[0].broadcast(values, 0), time.monotonic() + self._seconds
+        self._await(self._group[0].broadcast(values, 0))
+        return values
+
+    def _await(self, work: dist.Work) -> None:
+        end = time.monotonic() + self._seconds
         while not work.is_completed():
             time.sleep(_TICK_SECONDS)
             if time.monotonic() > end:
@@ -153,4 +170,3 @@ class Receiver:
             if not self._watch.is_alive():
                 raise RuntimeError(f"version {self.version}: the trainer has ended this update")
         work.wait()
-        return values

@@ -66,11 +66,9 @@ def degree_faults(
     def is_refused(key: str, degree: int) -> bool:
         return key in dict(_broken_rules(degrees._replace(**{key: degree}), shape, world_size, stated))
 
-    return [
-        (
-            key,
-            f"{stated(key, degree)}: {fault}; {near_values(degree, _MOST, lambda n, key=key: not is_refused(key, n))}",
-        )
-        for key, fault in _broken_rules(degrees, shape, world_size, stated)
-        for degree in [getattr(degrees, key)]
-    ]
+    faults = []
+    for key, fault in _broken_rules(degrees, shape, world_size, stated):
+        degree: int = getattr(degrees, key)
+        remedy = near_values(degree, _MOST, lambda n: not is_refused(key, n))  # noqa: B023 - called here
+        faults.append((key, f"{stated(key, degree)}: {fault}; {remedy}"))
+    return faults

@@ -50,14 +50,11 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: i
     for degree_key, degree, key, size, factor in rules:
         if degree > 1 and size % (degree * factor):
             wanted = "must divide" if factor == 1 else f"{factor} times it must divide"
+            alike = [(of[3], of[4]) for of in rules if of[0] == degree_key]
+            remedy = near_values(degree, size, lambda n: n == 1 or not any(s % (n * f) for s, f in alike))  # noqa: B023
             yield Fault(
                 (f"parallelism.{degree_key}", key),
-                f"parallelism.{degree_key} = {degree}: {wanted} {key} = {size}; "
-                + near_values(
-                    degree,
-                    size,
-                    lambda n, like=degree_key: all(of[3] % (n * of[4]) == 0 or n == 1 for of in rules if of[0] == like),
-                ),
+                f"parallelism.{degree_key} = {degree}: {wanted} {key} = {size}; {remedy}",
             )
 
 

@@ -6,7 +6,8 @@ WIDTH = 4
 
 def neighbours(rank: int, ranks: int) -> tuple[int | None, list[int]]:
     """Parent of a rank, None of rank 0, and its children, those with the smallest subtrees first."""
-    children, stride = [], 1
+    children: list[int] = []
+    stride = 1
     while stride < ranks and rank % (WIDTH * stride) == 0:
         children += range(rank + stride, min(rank + WIDTH * stride, ranks), stride)
         stride *= WIDTH

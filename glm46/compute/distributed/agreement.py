@@ -1,8 +1,8 @@
 """Numbers of all ranks, combined on the host in rounds whose count grows with the logarithm of the ranks.
 
 gloo's all-reduce is a ring: each of its 2 (N - 1) messages waits for the one before it. That is right for large
-tensors. For a few numbers before each step of thousands of ranks it takes longer than the optimizer, which should hide
-it.
+tensors. A few numbers before each step of thousands of ranks would take longer than the optimizer that should hide
+them.
 """
 
 from collections.abc import Callable

@@ -81,3 +81,8 @@ def leave() -> None:
     """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def nccl_version() -> str:
+    """Version of torch's NCCL; empty without a GPU."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""

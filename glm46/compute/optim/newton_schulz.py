@@ -34,21 +34,29 @@ def normalize(x_NSL: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def iterate_into(out_SL: Tensor, x_SL: Tensor, steps: int) -> None:
-    """All iterations on one normalised matrix, the last one written to ``out_SL``."""
+    """All iterations on one normalised matrix, which they overwrite; the result is written to ``out_SL``."""
     a, b, c = COEFFICIENTS
-    for step in range(1, steps + 1):
-        gram_SS = x_SL @ x_SL.mT
-        polynomial_SS = torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c)
-        x_SL = torch.addmm(x_SL, polynomial_SS, x_SL, beta=a, out=out_SL if step == steps else None)
+    gram_SS = x_SL.new_empty(x_SL.shape[0], x_SL.shape[0])
+    polynomial_SS, other_SL = torch.empty_like(gram_SS), out_SL
+    for _ in range(steps):
+        torch.mm(x_SL, x_SL.mT, out=gram_SS)
+        torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c, out=polynomial_SS)
+        torch.addmm(x_SL, polynomial_SS, x_SL, beta=a, out=other_SL)
+        x_SL, other_SL = other_SL, x_SL
+    if steps % 2 == 0:  # the last result is where the first matrix was
+        out_SL.copy_(x_SL)
 
 
 def iterate_batched(x_NSL: Tensor, steps: int) -> Tensor:
-    """All iterations on N normalised matrices at once."""
+    """All iterations on N normalised matrices at once, which they overwrite."""
     a, b, c = COEFFICIENTS
+    gram_NSS = x_NSL.new_empty(*x_NSL.shape[:2], x_NSL.shape[1])
+    polynomial_NSS, other_NSL = torch.empty_like(gram_NSS), torch.empty_like(x_NSL)
     for _ in range(steps):
-        gram_NSS = x_NSL @ x_NSL.mT
-        polynomial_NSS = torch.baddbmm(gram_NSS, gram_NSS, gram_NSS, beta=b, alpha=c)
-        x_NSL = torch.baddbmm(x_NSL, polynomial_NSS, x_NSL, beta=a)
+        torch.bmm(x_NSL, x_NSL.mT, out=gram_NSS)
+        torch.baddbmm(gram_NSS, gram_NSS, gram_NSS, beta=b, alpha=c, out=polynomial_NSS)
+        torch.baddbmm(x_NSL, polynomial_NSS, x_NSL, beta=a, out=other_NSL)
+        x_NSL, other_NSL = other_NSL, x_NSL
     return x_NSL
 
 

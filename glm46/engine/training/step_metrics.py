@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from glm46.compute.distributed.environment import launched_local_world_size
+from glm46.compute.distributed.process import nccl_version
 from glm46.compute.optim.roles import format_role_table
 from glm46.config.faults import show
 from glm46.config.loader import dump_config
@@ -103,7 +104,7 @@ def identity(plan: Plan) -> dict[str, str]:
         "layout": " ".join(f"{axis}={degree}" for axis, degree in asdict(layout).items() if degree > 1),
         "config": hashlib.sha256(dump_config(config).encode()).hexdigest()[:12],
         "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
+        "nccl": nccl_version(),
     }
 
 

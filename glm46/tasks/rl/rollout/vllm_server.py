@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from glm46.compute.distributed.process import nccl_version
 from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG, is_for_experts
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, StatusError, call, exchange
@@ -18,7 +19,7 @@ from glm46.tasks.rl.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, ch
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
-_EXTENSION_REVISION = 5
+_EXTENSION_REVISION = 6
 """REVISION of deploy/vllm/glm_ext.py."""
 
 _ADAPTER = "glm46-version-"
@@ -147,6 +148,12 @@ class VllmServer:
                 'them in rollout.urls, or set rollout.weights = "disk"'
             )
         backend = "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
+        if backend == "nccl" and (theirs := self._facts["nccl"]) != (ours := nccl_version()):
+            raise UserError(
+                f'rollout.weights = "broadcast": {self.url} has NCCL {theirs}, this process {ours}, and NCCL makes no '
+                "communicator of two versions; install torch with the same NCCL on both, or set "
+                'rollout.weights = "disk"'
+            )
         self._pause()
         group = WeightGroup(self.url, self._facts["workers"], backend, seconds)
         group.join(version, lambda invitation: self._extension("glm46_receive", invitation, seconds=seconds))

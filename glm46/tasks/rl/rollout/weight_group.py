@@ -120,6 +120,22 @@ class WeightGroup:
             self._group = [_join(store, 1 + self._workers, self.backend, wait)]
         except RuntimeError as error:
             self._fail(_first_sentence(error))
+            return
+        self._greet()
+
+    def _greet(self) -> None:
+        """Broadcast once, in a thread: NCCL makes its communicator then, and waits for all workers in C."""
+        first, began = torch.zeros(1, dtype=torch.uint8, device=_device(self.backend)), time.monotonic()
+        started: Future[dist.Work | None] = Future()
+        threading.Thread(target=lambda: started.set_result(self.begin(first)), daemon=True).start()
+        try:
+            self.end(started.result(self._wait), began)
+        except FutureTimeoutError:
+            self._fail(
+                f"the first {self.backend} broadcast to its {self._workers} workers, at {self._at['address']} port "
+                f"{self._at['port']}, did not begin within {self._wait:g} s: see NCCL_SOCKET_IFNAME and the network "
+                'between the two, or set rollout.weights = "disk"'
+            )
 
     def begin(self, values: Tensor) -> dist.Work | None:
         """Broadcast without a wait; None after a fault."""
@@ -173,10 +189,18 @@ class WeightGroup:
         """End the update, for the workers too: they see that the store has gone. Does nothing the second time."""
         self._store = None
         if self._group:
-            self._group[0].abort()
-            # Gloo has no abort: the last reference waits for the end of a broadcast, by its timeout.
-            threading.Thread(target=self._group.clear, daemon=True).start()
+            # NCCL's abort may wait for a communicator that is still made. Gloo has none: the last reference waits for
+            # the end of a broadcast, by its timeout.
+            threading.Thread(target=_end_group, args=(self._group,), daemon=True).start()
             self._group = []
+
+
+def _end_group(held: list[dist.ProcessGroup]) -> None:
+    held.pop().abort()
+
+
+def _device(backend: str) -> str:
+    return "cuda" if backend == "nccl" else "cpu"
 
 
 def _first_sentence(error: RuntimeError) -> str:
@@ -202,7 +226,7 @@ class WeightSender:
             groups: all of one backend.
         """
         self._groups, self._tensors, self._nbytes = groups, [], 0
-        self._device = "cuda" if groups[0].backend == "nccl" else "cpu"
+        self._device = _device(groups[0].backend)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Send a tensor of a name, perhaps with the next ones."""

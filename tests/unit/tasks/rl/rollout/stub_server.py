@@ -94,7 +94,7 @@ class StubServer:
         self.fault, self.stale, self.half, self.dies_after = "", False, False, None
         self.dtype, self.context, self.logprobs_mode = "float32", 64, "processed_logprobs"
         self.version, self.name, self.calls = 0, "default", []
-        self.lora_rank, self.adapters, self.routes = 0, [], None
+        self.lora_rank, self.adapters, self.routes, self.device = 0, [], None, "cpu"
         self.goes_on_behind = ()
         self.model, self.raw = logprob, 0.0
         self.received, self.errors, self.workers = [], [], 1
@@ -170,9 +170,9 @@ class StubServer:
 
     def _collective_rpc(self, body):
         if body["method"] == "glm46_describe":
-            facts = {"revision": 5, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
+            facts = {"revision": 6, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
             facts |= {"lora_rank": self.lora_rank, "expert_adapters": False}
-            facts |= {"device": "cpu", "workers": self.workers, "replicas": 1}
+            facts |= {"device": self.device, "workers": self.workers, "replicas": 1, "nccl": "2.27.5"}
             return {"results": [facts | {"returns_routes": self.routes is not None, "dense_layers": 1}]}
         if body["method"] == "glm46_check":
             return {

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import server_pool, vllm_server, weight_group
 from glm46.tasks.rl.rollout.http_calls import CallError, call
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
@@ -262,6 +263,51 @@ def test_server_that_is_busy_at_the_start_is_waited_for(stubs):
     threading.Timer(1.0, stubs[0]._engine.release).start()
     sent.update(1)
     assert stubs[0].version == 1 and "no complete reply" in sent.lines[0]
+
+
+class StuckGroup:
+    """Its broadcast and its abort wait in C for a worker that does not come, as those of NCCL."""
+
+    def broadcast(self, values, root):
+        time.sleep(5 * WAIT)
+
+    def abort(self):
+        time.sleep(5 * WAIT)
+
+
+def test_first_broadcast_that_does_not_begin_ends_in_time_and_says_what_it_waited_for(stubs, monkeypatch):
+    monkeypatch.setattr(weight_group, "_join", lambda *_: StuckGroup())
+    group, began = WeightGroup(stubs[0].url, 1, "gloo", 5.0), time.monotonic()
+    with pytest.raises(CallError) as raised:
+        group.join(1, lambda invitation: stubs[0]._receive(invitation)["results"][0]["failed"])
+    assert time.monotonic() - began < 4 * WAIT
+    at = f"{group._at['address']} port {group._at['port']}"
+    assert all(part in str(raised.value) for part in ("first gloo broadcast", "1 workers", at, "rollout.weights"))
+    assert "\n" not in str(raised.value)
+
+
+def test_worker_whose_first_broadcast_does_not_begin_ends_in_time(monkeypatch):
+    store = weight_group.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    weight_group.dist.PrefixStore("update", store).set("open", "")
+    monkeypatch.setattr(glm_weights.Receiver, "_form", lambda *_: StuckGroup())
+    said = {"address": "127.0.0.1", "port": store.port, "update": "update", "size": 2, "seconds": WAIT}
+    receiver = glm_weights.Receiver(json.dumps({**said, "backend": "gloo", "version": 1}), 0, torch.device("cpu"))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="does not answer") as raised:
+        receiver.__enter__()
+    assert time.monotonic() - began < 4 * WAIT
+    assert f"127.0.0.1 port {store.port}" in str(raised.value) and "rollout.weights" in str(raised.value)
+
+
+def test_two_versions_of_nccl_make_no_group(stubs, monkeypatch):
+    stubs[0].device = "cuda"
+    monkeypatch.setattr(vllm_server.torch.cuda, "is_available", lambda: True)
+    server = VllmServer(stubs[0].url, range(0))
+    server.check(routes=False)
+    monkeypatch.setattr(vllm_server, "nccl_version", lambda: "2.30.7")
+    with pytest.raises(UserError, match=r"2\.27\.5.*2\.30\.7.*rollout\.weights"):
+        server.join(1, 5.0)
+    assert not any("pause" in path for path in stubs[0].paths())
 
 
 def test_damaged_bucket_is_found_out_by_the_server(stubs, monkeypatch):
