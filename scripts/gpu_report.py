@@ -355,14 +355,14 @@ def lora(folder: Path, is_dry: bool) -> Result:
     """Three steps of LoRA."""
     from scripts.measure.gpu_parts import train_adapters
 
-    return train_adapters(training_config("lora", folder, is_dry, []))
+    return train_adapters(training_config("lora", folder, is_dry, ["--model.num_nextn_predict_layers", "0"]))
 
 
 def resume(folder: Path, is_dry: bool) -> Result:
     """A launched run with checkpoints, killed and started again."""
     from scripts.measure.gpu_parts import kill_and_resume
 
-    steps = 6 if is_dry else 8
+    steps = 12
     overrides = ["--checkpoint.enable", "true", "--checkpoint.interval", "2", "--training.steps", str(steps)]
     overrides += ["--model.num_hidden_layers", "2"]  # nothing is measured but the checkpoints
     config = training_config("resume", folder, is_dry, overrides)
@@ -373,7 +373,7 @@ def resume(folder: Path, is_dry: bool) -> Result:
     prepare_run(resolve_plan(config, 1), report=lambda line: print(line, flush=True))
     file = folder / "resume-resolved.toml"
     file.write_text(dump_config(config))
-    return kill_and_resume(file, folder / "resume", steps, 60.0)
+    return kill_and_resume(file, folder / "resume", steps, 170.0)
 
 
 def rates(folder: Path, is_dry: bool) -> Result:
