@@ -3,23 +3,26 @@
 Each part is a process of its own with a time limit, so that a part that fails, hangs or fills the memory does not end
 the others. This process needs only the standard library.
 
-All together end within `SECONDS`: some machines are lent for commands of ten minutes. At most five files are written,
-anew after each part, so that a report that is cut off has what was measured.
+Each of four commands ends within `SECONDS`: some machines are lent for ten minutes at a time. At most five files are
+written, anew after each part, so that a report that is cut off has what was measured.
 """
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
 import platform
 import shlex
 import shutil
+import signal
 import site
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SECONDS = 570
+OLDEST_TORCH = (2, 11)
 LAST_LINES = 40
 MOST_TRACE_BYTES = 15 * 2**20
 STEPS = 6
@@ -69,6 +73,9 @@ def machine(folder: Path, is_dry: bool) -> Result:
     """Names, versions and the measured peak of a BF16 product."""
     import torch
 
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        raise Skipped(f"torch {torch.__version__} is too old; glm46 needs {'.'.join(map(str, OLDEST_TORCH))} or newer")
+
     from glm46.engine.observe.hardware import device_peak_flops, measured_matmul_flops
     from glm46.operate.launch.environment import describe_version
 
@@ -100,40 +107,66 @@ def machine(folder: Path, is_dry: bool) -> Result:
 
 
 def gpu_tests(folder: Path, is_dry: bool) -> Result:
-    """tests/gpu without FP8, by pytest."""
-    return _pytest(folder, "tests/gpu", f"--ignore={ROOT / FLOAT8_TESTS}")
+    """tests/gpu without FP8 and one-rank groups. Each file in a process of its own: a kernel that checks its operands
+    ends a process's use of the GPU."""
+    files = sorted(
+        file for file in (ROOT / "tests/gpu").glob("test_*.py") if file.name not in (FLOAT8_TESTS, NCCL_TESTS)
+    )
+    return _pytest(folder, [files] if is_dry else [[file] for file in files])  # without a GPU all are skipped
+
+
+def one_rank(folder: Path, is_dry: bool) -> Result:
+    """Every path between ranks by NCCL, in groups of one rank."""
+    return _pytest(folder, [[TESTS / NCCL_TESTS]])
 
 
 def float8_tests(folder: Path, is_dry: bool) -> Result:
-    """The tests of FP8. Its kernels check their operands on the device, and such a failure ends a process's use of the
-    GPU. They compile what training in FP8 needs."""
-    return _pytest(folder, FLOAT8_TESTS)
+    """The tests of FP8. They compile what training in FP8 needs."""
+    return _pytest(folder, [[TESTS / FLOAT8_TESTS]])
 
 
-FLOAT8_TESTS = "tests/gpu/test_float8_on_gpu.py"
+TESTS = ROOT / "tests/gpu"
+FLOAT8_TESTS, NCCL_TESTS = "test_float8_on_gpu.py", "test_one_rank_nccl.py"
 
 
-def _pytest(folder: Path, path: str, *more: str) -> Result:
+def _pytest(folder: Path, groups: list[list[Path]]) -> Result:
+    """Tests of groups of files, each group in a process of its own. Failed ones are repeated, each kernel waited for,
+    so that the traceback shows the call. What is known after each group is there if the part is cut off."""
     from xml.etree import ElementTree
 
-    import pytest
-
-    file = folder / "tests.xml"
+    cases, failed, reasons = 0, [], []
     # -v: the output of a part that takes too long names the tests that have ended, and the one that has not.
-    options = ["-v", "--tb=short", f"--rootdir={ROOT}", f"--junitxml={file}", "-p", "no:cacheprovider"]
-    code = pytest.main([str(ROOT / path), *more, *options])
-    cases = list(ElementTree.parse(file).iter("testcase"))
-    failed = []
-    for case in cases:
-        fault = next((found for found in map(case.find, ("failure", "error")) if found is not None), None)
-        failed += [] if fault is None else [f"{case.get('name')}: {fault.get('message').splitlines()[0]}"]
-    reasons = [case.find("skipped").get("message") for case in cases if case.find("skipped") is not None]
-    if not failed and cases and len(reasons) == len(cases):
-        raise Skipped(f"{len(cases)} tests: {reasons[0]}")
-    if failed or code:
-        passed = len(cases) - len(reasons) - len(failed)
-        raise RuntimeError(f"pytest ended with {code}; {passed} passed, failed:\n" + "\n".join(failed or ["none"]))
-    return {"passed": len(cases) - len(reasons), "skipped": len(reasons)}
+    options = ["-v", "--tb=short", f"--rootdir={ROOT}", "-p", "no:cacheprovider"]
+    for number, files in enumerate(groups):
+        report = folder / f"tests-{number}.xml"
+        command = [sys.executable, "-m", "pytest", *map(str, files), *options, f"--junitxml={report}"]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        found = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+        bad = [case for case in found if case.find("failure") is not None or case.find("error") is not None]
+        cases += len(found)
+        reasons += [case.find("skipped").get("message") for case in found if case.find("skipped") is not None]
+        for case in bad:
+            fault = next(found for found in map(case.find, ("failure", "error")) if found is not None)
+            failed.append(f"{case.get('name')}: {(fault.get('message') or '?').splitlines()[0]}")
+        if code and not bad:
+            failed.append(f"{files[0].name}: pytest ended with {code}")
+        elif bad:
+            again = [f"{ROOT / case.get('classname').replace('.', '/')}.py::{case.get('name')}" for case in bad]
+            blocking = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
+            subprocess.run([sys.executable, "-m", "pytest", *again, *options], cwd=ROOT, env=blocking)
+        passed = cases - len(reasons) - sum(": pytest ended" not in line for line in failed)
+        result = {"passed": passed, "skipped": len(reasons), "failed": "; ".join(failed) or "none"}
+        _so_far(folder, result)
+    if not failed and cases and len(reasons) == cases:
+        raise Skipped(f"{cases} tests: {reasons[0]}")
+    if failed:
+        raise RuntimeError(f"{passed} passed, failed:\n" + "\n".join(failed))
+    return result
+
+
+def _so_far(folder: Path, result: Result) -> None:
+    """What a part has found, for the report if it is cut off."""
+    (folder / f"{os.environ['GPU_REPORT_PART']}.so_far.json").write_text(json.dumps(result))
 
 
 def benchmark(folder: Path, is_dry: bool) -> Result:
@@ -247,7 +280,21 @@ def training_config(name: str, folder: Path, is_dry: bool, overrides: list[str],
 
 
 def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Result:
-    """Train some steps in this process."""
+    """Train some steps in this process; with fewer layers if the memory does not suffice."""
+    import torch
+
+    for layers in (None, 3, 2):
+        fewer = [] if layers is None else ["--model.num_hidden_layers", str(layers)]
+        shutil.rmtree(folder / name, ignore_errors=True)
+        try:
+            return _train_once(name, folder, is_dry, [*overrides, *fewer]) | {"out_of_memory": layers is not None}
+        except torch.OutOfMemoryError as error:
+            print(f"{layers or 'all'} layers: {error}", flush=True)
+        torch.cuda.empty_cache()
+    raise RuntimeError("out of memory with 2 layers")
+
+
+def _train_once(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Result:
     import torch
 
     from glm46.operate.estimate.memory import plan_memory
@@ -290,6 +337,45 @@ def _train(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> Resul
     }
 
 
+def kernels(folder: Path, is_dry: bool) -> Result:
+    """Single kernels beside their bounds."""
+    from scripts.measure.gpu_parts import measure_kernels
+
+    return measure_kernels(is_dry)
+
+
+def generation(folder: Path, is_dry: bool) -> Result:
+    """Decoding with and without drafts."""
+    from scripts.measure.gpu_parts import measure_generation
+
+    return measure_generation(is_dry)
+
+
+def lora(folder: Path, is_dry: bool) -> Result:
+    """Three steps of LoRA."""
+    from scripts.measure.gpu_parts import train_adapters
+
+    return train_adapters(training_config("lora", folder, is_dry, ["--model.num_nextn_predict_layers", "0"]))
+
+
+def resume(folder: Path, is_dry: bool) -> Result:
+    """A launched run with checkpoints, killed and started again."""
+    from scripts.measure.gpu_parts import kill_and_resume
+
+    steps = 12
+    overrides = ["--checkpoint.enable", "true", "--checkpoint.interval", "2", "--training.steps", str(steps)]
+    overrides += ["--model.num_hidden_layers", "2"]  # nothing is measured but the checkpoints
+    config = training_config("resume", folder, is_dry, overrides)
+    from glm46.config.loader import dump_config
+    from glm46.run.plan import resolve_plan
+    from glm46.storage.prepare.pipeline import prepare_run
+
+    prepare_run(resolve_plan(config, 1), report=lambda line: print(line, flush=True))
+    file = folder / "resume-resolved.toml"
+    file.write_text(dump_config(config))
+    return kill_and_resume(file, folder / "resume", steps, 170.0)
+
+
 def rates(folder: Path, is_dry: bool) -> Result:
     """Shares of the peaks that kernels reach, also as efficiencies.json for ``plan --measured``."""
     file = folder / "efficiencies.json"
@@ -300,50 +386,125 @@ def rates(folder: Path, is_dry: bool) -> Result:
     return json.loads(file.read_text())
 
 
-PARTS: dict[str, tuple[Callable[[Path, bool], Result], int]] = {
+Part = Callable[[Path, bool], Result]
+PARTS: dict[str, tuple[Part, int]] = {
     "machine": (machine, 35),  # and the packages from the folder of wheels
-    "tests": (gpu_tests, 95),
-    "benchmark": (benchmark, 60),
-    "profile": (profile, 55),
-    "bf16": (bf16, 75),
-    "float8_tests": (float8_tests, 70),  # most of it compiles the 36 forms of a kernel of torchao that Triton tries
-    "fp8": (fp8, 85),
-    "rates": (rates, 30),
-    "benchmark_titan": (benchmark_titan, 30),
-    "benchmark_compiled": (benchmark_compiled, 35),
+    "tests": (gpu_tests, 240),
+    "one_rank": (one_rank, 120),
+    "float8_tests": (float8_tests, 120),
+    "profile": (profile, 120),
+    "benchmark": (benchmark, 120),
+    "kernels": (kernels, 120),
+    "generation": (generation, 120),
+    "bf16": (bf16, 240),
+    "benchmark_compiled": (benchmark_compiled, 90),
+    "fp8": (fp8, 180),
+    "resume": (resume, 180),
+    "lora": (lora, 90),
+    "rates": (rates, 90),
+    "benchmark_titan": (benchmark_titan, 90),
 }
-"""Parts in their order, the most needed first, with their seconds, `SECONDS` in all. What a part leaves is for those
-after it. Parts that are asked for by name may take longer, as long as there is time."""
+"""Parts in their order, with their seconds. What a part leaves is for those after it. Parts that are asked for by name
+may take longer, as long as there is time."""
+COMMANDS = {
+    "1": ("machine", "tests", "one_rank", "float8_tests"),
+    "2": ("machine", "profile", "benchmark", "kernels", "generation"),
+    "3": ("machine", "bf16", "benchmark_compiled", "fp8"),
+    "4": ("machine", "resume", "lora", "rates", "benchmark_titan"),
+}
+"""45 minutes on one GPU: four commands, each of at most `SECONDS`, by worth; nothing counts before the first is green.
+In 15 minutes: 1, and the first parts of 2."""
 
 
 def run_part(name: str, folder: Path, is_dry: bool) -> None:
-    """The process of a part: write its result."""
+    """The process of a part: write its result, and what the device and the compiler say after it."""
+    os.environ["GPU_REPORT_PART"] = name
     try:
-        result = {"status": "done", "result": PARTS[name][0](folder, is_dry)}
+        found = {"status": "done", "result": PARTS[name][0](folder, is_dry)}
     except Skipped as reason:
-        result = {"status": "skipped", "reason": str(reason)}
-    (folder / f"{name}.json").write_text(json.dumps(result))
+        found = {"status": "skipped", "reason": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        found = {
+            "status": "failed",
+            "reason": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        }
+    if found["status"] != "skipped":
+        found["state"] = state_of_torch()
+    (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+def state_of_torch() -> Result:
+    """Graph breaks and graphs of this process and, on a GPU, memory, what the process has beside the allocator, and the
+    kernel that torch takes for attention without documents."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    state: Result = {
+        "graph_breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]
+    }  # fmt: skip
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return state
+    memory, (free, total) = torch.cuda.memory_stats(), torch.cuda.mem_get_info()
+    q, k = (torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16, device="cuda") for heads in (96, 8))
+    chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)
+    return state | {
+        "allocated_peak_gib": memory["allocated_bytes.all.peak"] / 2**30,
+        "reserved_peak_gib": memory["reserved_bytes.all.peak"] / 2**30,
+        "allocation_retries": memory["num_alloc_retries"],
+        "out_of_memory": memory["num_ooms"],
+        "beside_the_allocator_gib": (total - free - torch.cuda.memory_reserved()) / 2**30,
+        "attention": torch.nn.attention.SDPBackend(chosen).name,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _sample() -> tuple[float, float] | None:
+    """Clock in MHz and power in W of the first GPU; None without nvidia-smi."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+        clock, power = map(float, said.split(","))
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    return clock, power
 
 
 def attend_part(name: str, folder: Path, python: str, is_dry: bool, seconds: float) -> Result:
-    """Run a part in a process of its own; its status, seconds, and result or reason."""
+    """Run a part in a process of its own; its status, seconds, clocks and power, and result or reason."""
     command = [python, __file__, "--part", name, "--output", str(folder), *(["--dry-run"] if is_dry else [])]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # some machines find torch there
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
+    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ
+    variables |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
     variables |= {"CUDA_VISIBLE_DEVICES": ""} if is_dry else {}
     began, log, file = time.monotonic(), folder / f"{name}.log", folder / f"{name}.json"
     if seconds < 1:
         return {"status": "skipped", "reason": f"no time was left of {SECONDS} s", "seconds": 0.0}
-    file.unlink(missing_ok=True)
-    try:
-        with log.open("w") as output:
-            code = subprocess.run(command, env=variables, stdout=output, stderr=output, timeout=seconds).returncode
-        reason = f"exit code {code}"
-    except subprocess.TimeoutExpired:
-        reason = f"not done after {seconds:.0f} s"
+    so_far = folder / f"{name}.so_far.json"
+    for old in (file, so_far):
+        old.unlink(missing_ok=True)
+    samples: list[tuple[float, float]] = []
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=variables, stdout=output, stderr=output, start_new_session=True)
+        try:
+            while process.poll() is None and (left := seconds - (time.monotonic() - began)) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(2.0, left))
+                samples += filter(None, [None if is_dry else _sample()])
+            is_late = process.poll() is None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # its own processes too, which hold the GPU
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    reason = f"not done after {seconds:.0f} s" if is_late else f"exit code {process.returncode}"
     found = json.loads(file.read_text()) if file.exists() else {"status": "failed", "reason": reason}
     if found["status"] == "failed":
         found["output"] = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        if so_far.exists():
+            found["result"] = json.loads(so_far.read_text())
+    if samples:
+        clocks, powers = zip(*samples, strict=True)
+        found["clocks"] = {"median_mhz": statistics.median(clocks), "highest_mhz": max(clocks), "most_w": max(powers)}
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -389,12 +550,13 @@ def as_markdown(report: Result) -> str:
         )
     for name, part in parts.items():
         result = part.get("result", {})
+        states = part.get("state", {}) | part.get("clocks", {})
         tables = [rows for rows in (result.get("rows"), result.get("profile", {}).get("rows")) if rows]
         if not (result or "output" in part):
             continue
         lines += ["", f"### {name}", ""]
         lines += ["```", *part["output"], "```"] if "output" in part else []
-        plain = {key: value for key, value in result.items() if not isinstance(value, (list, dict))}
+        plain = {key: value for key, value in (result | states).items() if not isinstance(value, (list, dict))}
         lines += [", ".join(f"{key.replace('_', ' ')} {_show(value)}" for key, value in plain.items())]
         for rows in tables:
             heads = list(rows[0])
@@ -456,6 +618,9 @@ def main() -> int:
         prog="gpu_report.sh", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
+        "number", nargs="?", choices=COMMANDS, help="one of four commands of ten minutes; absent: all parts, in forty"
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("outputs/gpu_report"),
@@ -464,7 +629,7 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that this Python lacks")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU; what needs a GPU is skipped")
     parser.add_argument(
-        "--parts", default=",".join(PARTS), metavar="NAME,NAME",
+        "--parts", metavar="NAME,NAME",
         help=f"only these of {', '.join(PARTS)}; the others stay as they are in an earlier report",
     )  # fmt: skip
     parser.add_argument("--python", default=sys.executable, help="interpreter of the parts; absent: this one")
@@ -473,10 +638,13 @@ def main() -> int:
     folder = arguments.output.absolute()
     if arguments.wheels is not None and not arguments.wheels.is_dir():
         parser.error(f"--wheels {arguments.wheels}: no such folder; name one that holds .whl files")
-    names = arguments.parts.split(",")
+    names = arguments.parts.split(",") if arguments.parts else list(COMMANDS.get(arguments.number, PARTS))
     if unknown := sorted(set(names) - set(PARTS)):
         parser.error(f"--parts {unknown[0]}: no such part; there are {', '.join(PARTS)}")
     folder.mkdir(parents=True, exist_ok=True)
+    for variable, cache in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        # Beside the report: a later command finds the code that an earlier one has compiled.
+        os.environ.setdefault(variable, str(folder.parent / "gpu_report_cache" / cache))
     if arguments.part:
         run_part(arguments.part, folder, arguments.dry_run)
         return 0
@@ -502,7 +670,7 @@ def measure(arguments: argparse.Namespace, names: list[str], folder: Path, work:
     for name in dict.fromkeys(["machine", *names]):
         print(f"{name} ...", flush=True)
         planned += PARTS[name][1]
-        left = (planned if names == list(PARTS) else SECONDS) - (time.monotonic() - began)
+        left = (SECONDS if arguments.parts else planned) - (time.monotonic() - began)
         part = report["parts"][name] = attend_part(name, work, python, arguments.dry_run, left)
         print(
             f"  {part['status']} in {part['seconds']:.0f} s{': ' + part['reason'] if 'reason' in part else ''}",

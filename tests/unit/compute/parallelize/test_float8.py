@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -261,3 +262,23 @@ def test_the_list_of_linear_layers_is_split_as_the_parameters():
         row = rows[f"{layer.name}.weight"]
         wanted = [sizes[dim] // (2 if axis == row.tensor_dim else 1) for axis, dim in enumerate(row.dims.split())]
         assert [layer.outputs, layer.inputs] == wanted
+
+
+def test_few_forms_of_torchaos_kernels_are_tuned(monkeypatch):
+    """Of all block sizes, warps and stages, and not again for another number of rows."""
+    triton = pytest.importorskip("triton")
+    asked = []
+    monkeypatch.setattr(compat, "has_triton", lambda: True)
+    monkeypatch.setattr(triton, "autotune", lambda configs, key, **_: asked.append((configs, key)) or (lambda x: x))
+    forms = [
+        {"BLOCK_SIZE": block, "ITER": rows, "warps": warps, "stages": stages}
+        for block in (32, 64, 128) for rows in (64, 128, 256) for warps in (4, 8) for stages in (2, 3)
+    ]  # fmt: skip
+    kernel = SimpleNamespace(arg_names=["offsets_ptr", "K", "N1", "N_GROUPS"])
+    with compat._tuned_once():
+        triton.autotune(configs=forms, key=["K", "N_GROUPS"])(kernel)
+        triton.autotune(configs=forms[:1], key=["K", "num_elements"])(SimpleNamespace(arg_names=["K"]))
+    (few, key), (one, of_one) = asked
+    assert len(few) == 4 and key == ["N_GROUPS", "N1"] and one == forms[:1] and of_one == ["K"]
+    assert {form["BLOCK_SIZE"] for form in few} == {32, 64, 128} and {form["stages"] for form in few} == {2, 3}
+    assert {form["warps"] for form in few} == {4, 8}
