@@ -99,7 +99,7 @@ def _pairs(options: dict[str, object]) -> list[str]:
 
 def command_lines(words: Sequence[str]) -> str:
     """A command for a shell, one option a line."""
-    lines, line = [], []
+    lines, line = list[str](), list[str]()
     for word in words:
         if word.startswith("--") and line:
             lines.append(shlex.join(line))

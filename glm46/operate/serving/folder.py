@@ -52,7 +52,7 @@ class ServedFolder:
         Source: vLLM 0.32.0 `validate_fp8_block_shape`, `verify_group_size_divides_partition` and the experts of
         `compressed_tensors_moe_wna16.py`.
         """
-        scheme, faults = self._checked.scheme, {}
+        scheme, faults = self._checked.scheme, dict[tuple[str, ...], str]()
         for name, (rows, columns) in self._checked.quantised.items():
             module, *_ = kind = name.split(".")[-2:]
             across = module in _ROW_PARALLEL
