@@ -13,7 +13,6 @@ from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
-from glm46.engine.inference.stored_model import require_whole_model
 from glm46.engine.reliability.run_lock import outer_run
 from glm46.files.local_disk import real_path
 from glm46.run.parameters import adapter_rows, named_rows
@@ -158,10 +157,11 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         )
     saved, is_reference = saved_run(path), keys == "rl.reference.load"
     if (is_reference or not is_part) and saved is not None:
-        try:
-            require_whole_model(path, saved.model_dump(exclude_none=True))
-        except UserError as error:
-            raise UserError(*(f"{key}: {fault.removeprefix(f'{path}: ')}" for fault in error.faults)) from error
+        if saved.adapter is not None:
+            raise UserError(
+                f"{key}: holds adapters without their base, {saved.checkpoint.initial_load_path}; export them with "
+                "convert adapter-to-hf, and give the folder that convert merge makes of base and adapters"
+            )
         theirs, shape = resolve_shape(saved.model), resolve_shape(config.model)
         if is_reference:  # its prediction layers are not read
             shape = shape.model_copy(update={"num_nextn_predict_layers": 0})

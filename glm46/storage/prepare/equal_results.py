@@ -8,12 +8,12 @@ that it is asked about the rest: expressions.
 
 import re
 import threading
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from importlib import metadata
 from typing import NamedTuple
+
+from glm46.storage.prepare.units import UNITS, is_bare, measured, ratio_of, unit_name
 
 _TEXT = "\ue000"
 """Stands before what was in a command for text."""
@@ -85,49 +85,9 @@ _NUMBER = re.compile(
     rf"|(?P<one>{_DECIMAL})(?:\s*/\s*(?P<other>{_SIGNED}))?)(?![\d^!])"
 )  # fmt: skip
 _CURRENCIES = "$€£¥"
-_DEFINITIONS = {
-    "m meter": "", "g gram": "", "s sec second": "", "month": "", "A ampere amp": "", "mole": "", "$ dollar usd": "",
-    "€ euro eur": "", "£": "", "° degree deg": "", "rad radian": "", "% percent": "", "gal gallon": "", "byte": "",
-    "in inch inches": "0.0254 m", "ft foot feet": "12 in", "yd yard": "3 ft", "mi mile": "5280 ft",
-    "lb lbs pound": "453.59237 g", "oz ounce": "1/16 lb", "t tonne": "1000000 g", "min minute": "60 s",
-    "h hr hrs hour": "60 min", "day": "24 h", "week": "7 day", "yr year": "12 month", "decade": "10 yr",
-    "century centuries": "100 yr", "L l liter": "1/1000 m^3", "ha hectare": "10000 m^2", "acre": "4840 yd^2",
-    "cent": "1/100 $", "quart": "1/4 gal", "pint": "1/8 gal", "cup": "1/16 gal", "mph": "1 mi/h", "kph": "1 km/h",
-    "Hz hertz": "1 /s", "N newton": "1 kg m/s^2", "J joule": "1 N m", "W watt": "1 J/s", "Wh": "3600 J",
-    "Pa pascal": "1 N/m^2", "V volt": "1 W/A", "bit": "1/8 byte",
-}  # fmt: skip
-"""Names of units, and what one of them is in units before it, or in those with a prefix; nothing for a base."""
-_PREFIXES = {
-    "n nano": -9,
-    "μ micro": -6,
-    "m milli": -3,
-    "c centi": -2,
-    "d deci": -1,
-    "k kilo": 3,
-    "M mega": 6,
-    "G giga": 9,
-}
-_WITH_PREFIX = re.compile("m|meter|g|gram|s|second|A|ampere|L|l|liter|Hz|hertz|N|newton|J|joule|W|watt|Wh|Pa|V|byte")
-_BARE = re.compile("[cmk]?m|ft|in|mi|k?g|lbs?|s|sec|min|h|hrs?|m?[lL]|usd|eur|deg|°")
-"""Short units that are told from factors without a command for text."""
-
-
 _LETTER = r"(?<![a-zA-Z\\]){}(?![a-zA-Z])"
 _LETTERS = re.compile(r"(?<=\d) (?=[A-Za-z])")
 """Before letters that are a unit beside a result with one."""
-
-
-class _Unit(NamedTuple):
-    name: str
-    """One for all of its names."""
-    size: Fraction
-    """In base units."""
-    powers: Mapping[str, int]
-    """Of base units."""
-
-
-_UNITS: dict[str, _Unit] = {}
-"""By each of their names; filled from `_DEFINITIONS`."""
 _SCALES = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
     **{name: Fraction(1, number) for number, name in enumerate(
@@ -138,10 +98,6 @@ _SCALES = {
 _LARGEST_BASE = 10**30
 _POWERS = {"squared": 2, "cubed": 3}
 _UNIT = re.compile(rf"({_TEXT}?)\s*([A-Za-z°%μ](?:[A-Za-z°%$μ./\s{_TEXT}-]|\\cdot |\^\{{?-?\d\}}?)*)")
-_WORD_OF_POWER = (
-    (re.compile(r"\b(?:square|sq)\s(\w+)"), r"\1^2"), (re.compile(r"\bcubic\s(\w+)"), r"\1^3"),
-    (re.compile(r"(\w+)\ssquared\b"), r"\1^2"), (re.compile(r"(\w+)\scubed\b"), r"\1^3"),
-)  # fmt: skip
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "max", "min", "mod", "gcd", "lcm", "det", "dim")
     + ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sqrt", "frac", "binom", "pi", "theta", "alpha", "beta")
@@ -211,7 +167,7 @@ def same_answer(one: str, other: str, seconds: int = 3) -> bool:
     if found is not None:
         return found
     (first, unit), (second, other_unit) = _without_unit(first), _without_unit(second)
-    ratio = _ratio(unit, other_unit) if unit and other_unit else 1
+    ratio = ratio_of(unit, other_unit) if unit and other_unit else 1
     if not ratio or has_words(f"{first} {second}"):
         return False
     families = [_INTEGERS.fullmatch(text) for text in (first, second)]
@@ -314,7 +270,7 @@ def _same_quantity(one: _Quantity, other: _Quantity) -> bool:
     if "%" in (one.unit, other.unit):
         share, plain = (one, other) if one.unit == "%" else (other, one)
         return not plain.unit and plain.value in (share.value, share.value / 100)
-    ratio = _ratio(one.unit, other.unit) if one.unit and other.unit else 1
+    ratio = ratio_of(one.unit, other.unit) if one.unit and other.unit else 1
     return bool(ratio) and one.value * ratio == other.value
 
 
@@ -356,53 +312,16 @@ def _without_variable(text: str) -> tuple[str, str]:
 def _without_unit(text: str) -> tuple[str, str]:
     """An expression, and the unit behind it, in a command for text or known; empty without one."""
     if match := re.fullmatch(rf"([^{_TEXT}]+?)\s*{_TEXT}\s*([^{_TEXT}]+)", text):
-        return (match[1], _unit(match[2])) if _UNIT.fullmatch(match[2]) else (text, "")
+        return (match[1], unit_name(match[2])) if _UNIT.fullmatch(match[2]) else (text, "")
     match = re.fullmatch(r"(.*[\d)}])\s+([A-Za-z]+)((?:\^\{?\d\}?)?)", text)
     # One letter is a factor beside other letters.
     if (
         match
-        and _is_bare(match[2])
+        and is_bare(match[2])
         and (len(match[2]) > 1 or not re.search("[A-Za-z]", re.sub(r"\\[a-zA-Z]+", "", match[1])))
     ):
-        return match[1], _unit(match[2] + match[3])
+        return match[1], unit_name(match[2] + match[3])
     return text, ""
-
-
-def _is_bare(name: str) -> bool:
-    return bool(_BARE.fullmatch(name)) or len(name) > 3 and _named(name) in _UNITS
-
-
-def _ratio(one: str, other: str) -> Fraction | int | None:
-    """How many of another unit one is; 1 if one says the same in more words, and None if they differ in kind."""
-    (size, powers), (other_size, other_powers) = _measured(one), _measured(other)
-    if size and other_size:
-        return size / other_size if powers == other_powers else None
-    few, many = sorted((set(one.split()), set(other.split())), key=len)
-    return 1 if few <= many and ("/" in few) == ("/" in many) else None
-
-
-def _measured(unit: str) -> tuple[Fraction | None, Counter]:
-    """The size of a unit in base units, None if it is unknown, and their powers, such as 1000/3600 and m/s of km/h."""
-    size, powers, sign = Fraction(1), Counter(), 1
-    for word in unit.split():
-        base, _, exponent = word.partition("^")
-        if word == "/":
-            sign = -1
-        elif known := _UNITS.get(base):
-            power = sign * int(exponent or 1)
-            size *= known.size**power
-            for name, number in known.powers.items():
-                powers[name] += number * power
-        else:
-            return None, powers
-    return size, Counter({name: number for name, number in powers.items() if number})
-
-
-def _named(word: str) -> str:
-    """The one name of a unit that has many; of other words the singular in lower case."""
-    plain = word.casefold().replace("metre", "meter").replace("litre", "liter")
-    singular = plain[:-1] if len(plain) > 2 and plain.endswith("s") and not plain.endswith("ss") else plain
-    return next((_UNITS[name].name for name in (word, plain, singular) if name in _UNITS), singular)
 
 
 def _quantity(text: str) -> _Quantity | None:
@@ -440,13 +359,13 @@ def _quantity(text: str) -> _Quantity | None:
     names = re.findall(r"[A-Za-z]+", named)
     # A letter behind a number is a factor, and so are letters without a space.
     is_apart = bool(of[1]) or text[match.end()].isspace()
-    known = all(map(_is_bare, names))
+    known = all(map(is_bare, names))
     is_unit = (
         of[1] or named[0] == "°" or (len(named) > 1 or named in "°%" or is_apart and known) and (is_apart or known)
     )
-    if not is_unit or any(name in {*_FUNCTIONS, *_JOINS} and name not in _UNITS for name in map(str.casefold, names)):
+    if not is_unit or any(name in {*_FUNCTIONS, *_JOINS} and name not in UNITS for name in map(str.casefold, names)):
         return None
-    return _Quantity(value, _unit(named if not unit or _unit(named) == unit else f"{unit} {named}"))
+    return _Quantity(value, unit_name(named if not unit or unit_name(named) == unit else f"{unit} {named}"))
 
 
 def _sum(parts: list[_Quantity | None]) -> _Quantity | None:
@@ -455,33 +374,11 @@ def _sum(parts: list[_Quantity | None]) -> _Quantity | None:
         return None
     whole, limit = Fraction(0), None
     for part in parts:
-        ratio = _ratio(part.unit, parts[0].unit) if _measured(part.unit)[0] else None
+        ratio = ratio_of(part.unit, parts[0].unit) if measured(part.unit)[0] else None
         if ratio is None or limit is not None and not 0 <= part.value * ratio < limit:
             return None
         whole, limit = whole + part.value * ratio, ratio
     return _Quantity(whole, parts[0].unit)
-
-
-def _unit(named: str) -> str:
-    """A unit with one name for each of its parts, such as ``km / h``."""
-    text = re.sub(r"[{}.]|\s+(?=\^)", "", re.sub(r"\s*/\s*|\s*\bper\s", " / ", named))
-    for words, power in _WORD_OF_POWER:
-        text = words.sub(power, text)
-    parts = [word.partition("^") for word in re.split(r"\s+|(?<!\^)-", text.strip())]
-    return " ".join(_named(base) + power + exponent for base, power, exponent in parts)
-
-
-for _names, _definition in _DEFINITIONS.items():
-    _first, _number = _names.split()[0], _definition.partition(" ")[0]
-    _size, _powers = _measured(_unit(_definition.removeprefix(_number)))
-    for _name in _names.split():
-        _UNITS[_name] = _Unit(_first, _size * Fraction(_number or 1), _powers or {_first: 1})
-        for _prefix, _tens in _PREFIXES.items() if _WITH_PREFIX.fullmatch(_name) else ():
-            _short, _long = _prefix.split()
-            _multiple = (_short if len(_name) < 3 else _long) + _name
-            _UNITS[_multiple] = _UNITS[_name]._replace(
-                name=_short + _first, size=_UNITS[_name].size * Fraction(10) ** _tens
-            )
 
 
 def _value(match: re.Match) -> Fraction | None:
