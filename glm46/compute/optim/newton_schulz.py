@@ -33,30 +33,34 @@ def normalize(x_NSL: Tensor, dtype: torch.dtype) -> Tensor:
     return (x_NSL / norm_N11).to(dtype)
 
 
+def _buffer(x: Tensor) -> Tensor:
+    """For every second result: the first matrices, unless they are transposed, in which products round otherwise."""
+    return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def iterate_into(out_SL: Tensor, x_SL: Tensor, steps: int) -> None:
-    """All iterations on one normalised matrix, which they overwrite; the result is written to ``out_SL``."""
+    """All iterations on one normalised matrix, which they may overwrite; the result is written to ``out_SL``."""
     a, b, c = COEFFICIENTS
     gram_SS = x_SL.new_empty(x_SL.shape[0], x_SL.shape[0])
-    polynomial_SS, other_SL = torch.empty_like(gram_SS), out_SL
-    for _ in range(steps):
+    polynomial_SS, results = torch.empty_like(gram_SS), (out_SL, _buffer(x_SL))
+    for step in range(steps):
         torch.mm(x_SL, x_SL.mT, out=gram_SS)
         torch.addmm(gram_SS, gram_SS, gram_SS, beta=b, alpha=c, out=polynomial_SS)
-        torch.addmm(x_SL, polynomial_SS, x_SL, beta=a, out=other_SL)
-        x_SL, other_SL = other_SL, x_SL
-    if steps % 2 == 0:  # the last result is where the first matrix was
+        x_SL = torch.addmm(x_SL, polynomial_SS, x_SL, beta=a, out=results[step % 2])
+    if steps % 2 == 0:
         out_SL.copy_(x_SL)
 
 
 def iterate_batched(x_NSL: Tensor, steps: int) -> Tensor:
-    """All iterations on N normalised matrices at once, which they overwrite."""
+    """All iterations on N normalised matrices at once, which they may overwrite."""
     a, b, c = COEFFICIENTS
     gram_NSS = x_NSL.new_empty(*x_NSL.shape[:2], x_NSL.shape[1])
-    polynomial_NSS, other_NSL = torch.empty_like(gram_NSS), torch.empty_like(x_NSL)
-    for _ in range(steps):
+    polynomial_NSS = torch.empty_like(gram_NSS)
+    results = torch.empty_like(x_NSL, memory_format=torch.contiguous_format), _buffer(x_NSL)
+    for step in range(steps):
         torch.bmm(x_NSL, x_NSL.mT, out=gram_NSS)
         torch.baddbmm(gram_NSS, gram_NSS, gram_NSS, beta=b, alpha=c, out=polynomial_NSS)
-        torch.baddbmm(x_NSL, polynomial_NSS, x_NSL, beta=a, out=other_NSL)
-        x_NSL, other_NSL = other_NSL, x_NSL
+        x_NSL = torch.baddbmm(x_NSL, polynomial_NSS, x_NSL, beta=a, out=results[step % 2])
     return x_NSL
 
 
