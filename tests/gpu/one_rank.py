@@ -127,10 +127,7 @@ def the_vocabulary_is_split(process: Process) -> None:
     shape, group = PRESETS["debug"], dist.group.WORLD
     size = shape.vocab_size, shape.hidden_size
     with process.device:
-        embedding, head = (
-            nn.Embedding(shape.vocab_size, shape.hidden_size),
-            OutputHead(shape.vocab_size, shape.hidden_size),
-        )
+        embedding, head = nn.Embedding(*size), OutputHead(*size)
         ids = torch.arange(96).view(2, 48)
         torch.nn.init.normal_(head.weight, std=0.1)
     assert torch.equal(vocabulary_parallel_lookup(embedding, group)(ids), embedding(ids))
