@@ -112,16 +112,11 @@ def float8_grouped_mm(recipe: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     return multiply
 
 
-_MOST_FORMS = 4
-"""Of a kernel that torchao tunes: an even choice from its list."""
-
-
 @contextlib.contextmanager
 def _tuned_once() -> Iterator[None]:
     """Inside of it, `triton.autotune` ignores keys that the kernel does not have as arguments, as before Triton 3.9,
     and the number of rows of kernels for groups of rows: each step has another one with expert parallelism, and would
-    time the forms of such a kernel again. It times few of the 36 forms, which differ in block sizes, warps and stages:
-    on an H100 all of them took the first step of a run more than 90 seconds."""
+    time the forms of such a kernel again. It times four of the 36: all took more than 90 s of a first step (H100)."""
     if not has_triton():
         yield
         return
@@ -132,7 +127,7 @@ def _tuned_once() -> Iterator[None]:
     def tune(configs: list, key: list[str], **options: Any) -> Callable:
         def tuned(kernel: Any) -> Any:
             names = ["N_GROUPS", "N", "N1", "N2"] if "offsets_ptr" in kernel.arg_names else key
-            few = configs[:: -(-len(configs) // _MOST_FORMS)]
+            few = configs[:: -(-len(configs) // 4)]
             return autotune(few, [name for name in names if name in kernel.arg_names], **options)(kernel)
 
         return tuned

@@ -66,6 +66,14 @@ def assert_close(found: Tensor, wanted: Tensor, name: str = "") -> None:
     assert distance <= CLOSE * wanted.detach().float().norm() + 1e-12, (name, distance.item())
 
 
+def still_work(process: Process) -> bool:
+    """True if the group of all ranks sums a tensor of the device and one of the CPU, after whatever a case did."""
+    tensors = torch.ones(2, device=process.device), torch.ones(2)
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    return all(tensor.tolist() == [1, 1] for tensor in tensors)
+
+
 def rows_come_back(process: Process) -> None:
     """`Exchange`, with work between its start and its end, and `exchange_rows`; also without rows."""
     for rows in (1000, 0):
@@ -117,11 +125,9 @@ def tokens_reach_experts(process: Process) -> None:
 def the_vocabulary_is_split(process: Process) -> None:
     """Embedding and head that hold a part of the vocabulary, which is all of it."""
     shape, group = PRESETS["debug"], dist.group.WORLD
+    size = shape.vocab_size, shape.hidden_size
     with process.device:
-        embedding, head = (
-            nn.Embedding(shape.vocab_size, shape.hidden_size),
-            OutputHead(shape.vocab_size, shape.hidden_size),
-        )
+        embedding, head = nn.Embedding(*size), OutputHead(*size)
         ids = torch.arange(96).view(2, 48)
         torch.nn.init.normal_(head.weight, std=0.1)
     assert torch.equal(vocabulary_parallel_lookup(embedding, group)(ids), embedding(ids))

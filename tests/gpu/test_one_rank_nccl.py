@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from glm46.compute.distributed.process import join, leave
+from tests.gpu import one_rank
 from tests.gpu.one_rank import CASES
 
 pytestmark = [
@@ -22,3 +23,4 @@ def process():
 def test_a_path_between_ranks_works_by_nccl(case, process):
     CASES[case](process)
     torch.cuda.synchronize()
+    assert one_rank.still_work(process)

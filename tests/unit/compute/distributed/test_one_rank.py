@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from glm46.compute.distributed.process import join, leave
+from tests.gpu import one_rank
 from tests.gpu.one_rank import CASES
 
 
@@ -17,3 +18,4 @@ def process(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_a_path_between_ranks_works_by_gloo(case, process):
     CASES[case](process)
+    assert one_rank.still_work(process)
