@@ -43,6 +43,13 @@ class ParallelismConfig(Section):
     """Free gathered weights after forward (always), keep them for backward (never), or always except under pipeline
     parallelism (default)."""
 
+    defer_gradient_sync: Annotated[
+        bool, Needs("pipeline_parallel_degree", 1), Needs("training.mixed_precision_reduce", "float32")
+    ] = False
+    """Sum gradients over ranks after the last micro-batch of a step only, in place of after each one: gradient
+    accumulation then communicates less, and each rank holds the whole gradients of its layers in
+    training.mixed_precision_reduce. A pipeline does so in any case."""
+
     tensor_parallel_degree: int = Field(1, ge=1)
     """Ranks that share each matrix (tensor with sequence parallel). Divides model.num_key_value_heads, or is a multiple
     of it: equal numbers of ranks then share a key head."""

@@ -114,6 +114,11 @@ def resolve_plan(
     )
 
 
+def gradients_are_summed_once(plan: Plan) -> bool:
+    """True if ranks hold whole gradients until the last micro-batch of a step, and sum them once."""
+    return plan.layout.pp > 1 or plan.config.parallelism.defer_gradient_sync
+
+
 def replicas_reduce_once(plan: Plan) -> bool:
     """True if replicas sum gradients after the last micro-batch only: FSDP2 adds up micro-batches in the reduce type,
     on the device, where BF16 would lose small gradients and `parameter_offload` wants no gradients. Under a pipeline

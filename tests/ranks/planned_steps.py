@@ -77,6 +77,7 @@ class Case(NamedTuple):
     optimizer: dict[str, Any] = {}  # noqa: RUF012 - read only
     float8: dict[str, Any] = {}  # noqa: RUF012 - read only
     adapter: dict[str, Any] | None = None
+    deferred: bool = False
     pairs: bool = False
     """DPO: a step is the passes of the reference and the training of the policy."""
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
@@ -88,6 +89,7 @@ class Case(NamedTuple):
             "context_parallel_degree": self.context, "tensor_parallel_degree": self.tensor,
             "pipeline_parallel_degree": self.pipeline, "fsdp_reshard_after_forward": self.reshard,
         } | ({"pipeline_parallel_schedule": self.schedule} if self.pipeline > 1 else {})  # fmt: skip
+        parallelism |= {"defer_gradient_sync": True} if self.deferred else {}
         readers = self.ranks // self.pipeline // self.context // self.tensor
         moe = {"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001}
         model, optimizer, adapted = SHAPE | self.model, self.optimizer, {}
@@ -136,6 +138,8 @@ CASES = {
     "fsdp-never": Case(4, reshard="never", micro_batches=2),
     "one-rank-groups": Case(2, experts_over=2, checkpointing="full"),
     "hsdp": Case(4, replicate=2, micro_batches=3),
+    "deferred": Case(4, micro_batches=3, dtype=BF16, deferred=True),
+    "hsdp-tp-ep-deferred": Case(8, replicate=2, tensor=2, experts_over=2, micro_batches=2, deferred=True),
     "hsdp-bf16": Case(4, replicate=2, micro_batches=3, dtype=BF16, reduce=BF16),
     "replicas": Case(4, replicate=4),
     "hsdp-ep-full": Case(8, replicate=2, experts_over=2, checkpointing="full", dtype=BF16),

@@ -109,6 +109,9 @@ class Layout(NamedTuple):
     of_host: int = 0
     """Ranks of a host, between which and inside which tokens travel in two levels; 0: one host, all to all."""
 
+    deferred: bool = False
+    """Gradients are summed over ranks after the last micro-batch only."""
+
     @property
     def layers(self) -> int:
         """A dense layer and two that are alike; where a pipeline cuts them, enough for unequal stages."""
@@ -150,6 +153,7 @@ class Layout(NamedTuple):
             *(["layers{}to{}".format(*self.adapted)] if self.adapted else []),
             *(["routes"] if self.routes else []),
             *([f"hosts_of_{self.of_host}"] if self.of_host else []),
+            *(["deferred"] if self.deferred else []),
         ])  # fmt: skip
 
 
@@ -189,6 +193,7 @@ _LAYOUTS = {
         Layout(tensor=2, checkpointing="full", routes=True), Layout(context=2, checkpointing="selective", routes=True),
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, routes=True),
         Layout(experts_over=2, compiled=True, routes=True),
+        Layout(tensor=2, deferred=True, micro_batches=4), Layout(context=2, deferred=True, offload=True),
         Layout(experts_over=2, of_host=1, checkpointing="full"), Layout(experts_over=2, of_host=2, compiled=True),
     ],
     4: [
@@ -211,6 +216,8 @@ _LAYOUTS = {
         ),
         Layout(context=2, experts_over=4, num_experts=12, of_host=2, checkpointing="full", routes=True),
         Layout(replicate=2, experts_over=2, of_host=1, offload=True),
+        Layout(replicate=2, tensor=2, experts_over=2, deferred=True),
+        Layout(replicate=2, experts_over=2, deferred=True, adapter="dora"),
         Layout(replicate=2, offload=True, adapter="lora", in_fp8=True),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),
         Layout(replicate=2, tensor=2, experts_over=2, adapter="dora"),
@@ -530,7 +537,8 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                     "pipeline_parallel_schedule": layout.schedule,
                     "fsdp_reshard_after_forward": layout.reshard,
                 }
-                | ({"expert_exchange": "two_level"} if layout.of_host else {}),
+                | ({"expert_exchange": "two_level"} if layout.of_host else {})
+                | ({"defer_gradient_sync": True} if layout.deferred else {}),
             }
         )
     )

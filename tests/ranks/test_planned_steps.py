@@ -13,7 +13,7 @@ from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
 from glm46.run import activations
 from glm46.run.activations import Frozen, layer_bytes
 from glm46.run.checkpoint_size import WIDTHS
-from glm46.run.plan import Plan, resolve_plan
+from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
 from tests.ranks.planned_steps import BF16, CASES, FULL_SCALE, rank_names
 from tests.ranks.server import ROOT
 
@@ -58,8 +58,8 @@ def test_planned_memory_is_what_a_rank_holds(measured):
     planned = rank_memory(plan)[rank]
     assert planned.weights == row["weights"]
     assert planned.optimizer == row["states"]
-    # Under a pipeline those of whole weights, until the last micro-batch.
-    assert planned.gradients == row["gradients" if plan.layout.pp == 1 else "whole_gradients"]
+    # Those of whole weights, until the last micro-batch, if ranks sum them once.
+    assert planned.gradients == row["whole_gradients" if gradients_are_summed_once(plan) else "gradients"]
     # What forward keeps, without what only one layer needs.
     kept = planned.activations - _recomputed(plan, rank) + planned.loss
     if plan.config.activation_checkpoint.mode == "none" and not plan.keys_travel(plan.shape, (1, 1)):

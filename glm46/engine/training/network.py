@@ -179,6 +179,8 @@ class Network:
             model: Any = self.models[0]  # of FSDP2
             outputs: list[LossSums | StageOutput] = []
             for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+                if self.plan.config.parallelism.defer_gradient_sync:
+                    model.set_requires_gradient_sync(not left)
                 if replicas_reduce_once(self.plan):
                     model.set_requires_all_reduce(not left)
                 outputs.append(self._forward_backward(batch, arguments, objective, fields))

@@ -47,7 +47,7 @@ from glm46.run.activations import (
 from glm46.run.checkpoint_size import STATE_WIDTHS, WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, part_rows
-from glm46.run.plan import Plan, resolve_plan
+from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
 from glm46.run.sizes import LOSS_CHUNK_TOKENS, OFFLOAD_SLOTS, PROBE_BYTES
 
 OFFLOAD_ITEM_BYTES = 512 * 2**20
@@ -217,6 +217,7 @@ class _Step:
         self._reduce = WIDTHS[training.mixed_precision_reduce]
         self._tokens = self._rows * self._length / (self._layout.cp * self._layout.tp)
         self._document_tokens, self._hops = plan.document_tokens or self._length, plan.hops(stage.shape)
+        self._sums_once = gradients_are_summed_once(plan)
 
     def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
         """Of a rank with these stages, all offloaded weights and gradients on the device."""
@@ -262,8 +263,9 @@ class _Step:
         )
 
     def gradients_of(self, parts: list[StagePart]) -> tuple[float, float]:
-        """Bytes of the gradients of this rank's shards; and under a pipeline of whole weights, in the reduce type."""
-        whole = self._layer_sizes(parts).trained.total() if self._layout.pp > 1 else 0
+        """Bytes of the gradients of this rank's shards; and of whole weights, in the reduce type, if they are summed
+        over ranks once."""
+        whole = self._layer_sizes(parts).trained.total() if self._sums_once else 0
         return self._trained(parts) * self._master, whole * self._reduce
 
     def _trained(self, parts: list[StagePart]) -> int:

@@ -28,7 +28,7 @@ from glm46.run.activations import EXPERT_NUMBER, FP32, INDEX, attended_keys
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
-from glm46.run.plan import Plan, replicas_reduce_once
+from glm46.run.plan import Plan, gradients_are_summed_once, replicas_reduce_once
 from glm46.run.sizes import LOSS_CHUNK_TOKENS
 from glm46.run.stages import rank_of_stage
 
@@ -228,6 +228,8 @@ class _Step:
                 # Forward frees the weights, and backward leaves them for what follows. So each forward is followed by a
                 # gather, whatever the order, and the first one preceded by one.
                 gathers, reduces = (count + 1 if frees else 1), 1
+            elif gradients_are_summed_once(self._plan):
+                reduces = 1
             nbytes = sum(
                 size * (1 if row in in_fp8 else row.stored_bytes or self._gathered) for row, size in held.items()
             )
@@ -277,8 +279,7 @@ class _Step:
 
     def _replicated_gradients(self, part: StagePart) -> Iterator[_Call]:
         """Gradients of parameters that tensor-parallel ranks hold whole are parts of a sum."""
-        is_piped = self._layout.pp > 1
-        calls = 1 if is_piped else self._micro_batches
+        calls = 1 if gradients_are_summed_once(self._plan) else self._micro_batches
         for row, count, _ in held_rows([part], self._shape, self._layout):
             if row.tensor_dim is None and not row.is_expert and row.is_trained:
                 size = row.numel(self._shape) * self._reduce  # before torch 2.15 the compute type, but in a pipeline
