@@ -1,4 +1,4 @@
-"""Where paths lead: links, folders for files that a program uses as memory, and the space of disks."""
+"""Links of paths, folders for files that a program uses as memory, and the space of disks."""
 
 import errno
 import os
