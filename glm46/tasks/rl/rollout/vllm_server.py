@@ -143,16 +143,14 @@ class VllmServer:
         """See `InferenceServer.join`."""
         if (replicas := self._facts["replicas"]) > 1:
             raise UserError(
-                f'rollout.weights = "broadcast": {self.url} runs {replicas} replicas of the model '
-                "(--data-parallel-size), whose workers have the same ranks; start a server for each replica and name "
-                'them in rollout.urls, or set rollout.weights = "disk"'
+                f'rollout.weights = "broadcast": {self.url} runs {replicas} replicas of the model (--data-parallel-size); '
+                'start a server for each and name them in rollout.urls, or set rollout.weights = "disk"'
             )
         backend = "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
         if backend == "nccl" and (theirs := self._facts["nccl"]) != (ours := nccl_version()):
             raise UserError(
-                f'rollout.weights = "broadcast": {self.url} has NCCL {theirs}, this process {ours}, and NCCL makes no '
-                "communicator of two versions; install torch with the same NCCL on both, or set "
-                'rollout.weights = "disk"'
+                f'rollout.weights = "broadcast": {self.url} has NCCL {theirs}, this process {ours}, which cannot '
+                'meet; install torch with one NCCL on both, or set rollout.weights = "disk"'
             )
         self._pause()
         group = WeightGroup(self.url, self._facts["workers"], backend, seconds)
