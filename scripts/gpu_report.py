@@ -125,6 +125,8 @@ def float8_tests(folder: Path, is_dry: bool) -> Result:
     return _pytest(folder, [[TESTS / FLOAT8_TESTS]])
 
 
+PYTHON = sys.orig_argv[0]
+"""Of this process; under the tests of this script `sys.executable` is another one, which takes files only."""
 TESTS = ROOT / "tests/gpu"
 FLOAT8_TESTS, NCCL_TESTS = "test_float8_on_gpu.py", "test_one_rank_nccl.py"
 
@@ -139,7 +141,7 @@ def _pytest(folder: Path, groups: list[list[Path]]) -> Result:
     options = ["-v", "--tb=short", f"--rootdir={ROOT}", "-p", "no:cacheprovider"]
     for number, files in enumerate(groups):
         report = folder / f"tests-{number}.xml"
-        command = [sys.executable, "-m", "pytest", *map(str, files), *options, f"--junitxml={report}"]
+        command = [PYTHON, "-m", "pytest", *map(str, files), *options, f"--junitxml={report}"]
         code = subprocess.run(command, cwd=ROOT).returncode
         found = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
         bad = [case for case in found if case.find("failure") is not None or case.find("error") is not None]
@@ -153,7 +155,7 @@ def _pytest(folder: Path, groups: list[list[Path]]) -> Result:
         elif bad:
             again = [f"{ROOT / case.get('classname').replace('.', '/')}.py::{case.get('name')}" for case in bad]
             blocking = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
-            subprocess.run([sys.executable, "-m", "pytest", *again, *options], cwd=ROOT, env=blocking)
+            subprocess.run([PYTHON, "-m", "pytest", *again, *options], cwd=ROOT, env=blocking)
         passed = cases - len(reasons) - sum(": pytest ended" not in line for line in failed)
         result = {"passed": passed, "skipped": len(reasons), "failed": "; ".join(failed) or "none"}
         _so_far(folder, result)
@@ -362,8 +364,8 @@ def resume(folder: Path, is_dry: bool) -> Result:
     """A launched run with checkpoints, killed and started again."""
     from scripts.measure.gpu_parts import kill_and_resume
 
-    steps = 12
-    overrides = ["--checkpoint.enable", "true", "--checkpoint.interval", "2", "--training.steps", str(steps)]
+    steps, interval = (100, 10) if is_dry else (12, 2)
+    overrides = ["--checkpoint.enable", "true", "--checkpoint.interval", str(interval), "--training.steps", str(steps)]
     overrides += ["--model.num_hidden_layers", "2"]  # nothing is measured but the checkpoints
     config = training_config("resume", folder, is_dry, overrides)
     from glm46.config.loader import dump_config
@@ -373,7 +375,7 @@ def resume(folder: Path, is_dry: bool) -> Result:
     prepare_run(resolve_plan(config, 1), report=lambda line: print(line, flush=True))
     file = folder / "resume-resolved.toml"
     file.write_text(dump_config(config))
-    return kill_and_resume(file, folder / "resume", steps, 170.0)
+    return kill_and_resume(file, folder / "resume", steps, 2 * interval, 170.0)
 
 
 def rates(folder: Path, is_dry: bool) -> Result:

@@ -189,20 +189,22 @@ def _rows(file: Path) -> list[Result]:
     return [row for row in (json.loads(line) for line in lines if line.endswith("}")) if "loss" in row]
 
 
-def kill_and_resume(file: Path, dump: Path, steps: int, seconds: float) -> Result:
-    """A run of the launcher that is killed after its second checkpoint, and the same command once more.
+def kill_and_resume(file: Path, dump: Path, steps: int, kill_after: int, seconds: float) -> Result:
+    """A run of the launcher that is killed after a checkpoint of some step or a later one, and the same command once
+    more.
 
     Raises:
         RuntimeError: a run ends with another code, or the second one does not go on from the last checkpoint.
     """
-    command = [sys.executable, "-m", "glm46", "launch", "--config", str(file), "--nproc", "1"]
+    # Not `sys.executable`, which under the tests of this script is a file whose processes no signal reaches.
+    command = [sys.orig_argv[0], "-m", "glm46", "launch", "--config", str(file), "--nproc", "1"]
     metrics, end = dump / "metrics.jsonl", time.monotonic() + seconds
     first = subprocess.Popen(command, start_new_session=True)
     try:
-        while not (dump / "checkpoint/step-000004").exists():
+        while not any(int(saved.name[5:]) >= kill_after for saved in dump.glob("checkpoint/step-??????")):
             if first.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"no second checkpoint; exit code {first.poll()}")
-            time.sleep(0.05)
+                raise RuntimeError(f"no checkpoint of step {kill_after}; exit code {first.poll()}")
+            time.sleep(0.02)
     finally:
         if first.poll() is None:
             os.killpg(first.pid, signal.SIGKILL)

@@ -49,7 +49,7 @@ def test_a_dry_run_runs_every_part(tmp_path, warm_python):
     assert [row["drafts"] for row in results["generation"]["rows"]] == [False, False, True, True]
     assert all(row["shapes"] <= 16 for row in results["generation"]["rows"])
     assert results["lora"]["rows"][2]["grad_norm"] > 0 and results["lora"]["trained_parameters"] > 0
-    assert 4 <= results["resume"]["killed_after_step"] < 12
+    assert 20 <= results["resume"]["killed_after_step"] < 100
     kernels = {row["kernel"]: row for row in results["kernels"]["rows"]}
     assert kernels["top k"]["share"] > 0 and kernels["copy from the host, slab"]["GB/s"] > 0
     text = (tmp_path / "report/report.md").read_text()
