@@ -99,13 +99,14 @@ def test_states_are_written_as_their_ring_writes_and_must_pass_once_in_a_minute(
 
 
 def test_storage_that_hangs_leaves_no_thread_that_the_end_of_the_program_would_wait_for(tmp_path, monkeypatch):
-    answers = threading.Event()
-    monkeypatch.setattr(storage, "_write", lambda *_: answers.wait(20))
+    answers, writes = threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(storage, "_write", lambda *_: (writes.release(), answers.wait(60)))
     before = set(threading.enumerate())
     checks = {"folders": lambda subject: probe_folder("job.dump_folder", tmp_path, 0, 2**20, threads=3)}
     [found] = run_checks(Subject(machine=Machine(2, 16 * GIB, GIB), processes=1), checks, 0.3)
-    left = set(threading.enumerate()) - before
     assert found.verdict == FAIL and "no answer" in found.value
+    assert all(writes.acquire(timeout=60) for _ in range(3))  # a busy machine starts them after the time is over
+    left = set(threading.enumerate()) - before
     assert len(left) == 4 and all(thread.daemon for thread in left)
     answers.set()
 
