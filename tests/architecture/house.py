@@ -92,8 +92,8 @@ RAISED: tuple[tuple[str, int, str], ...] = (
 MOST_LINES = 59_200
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
 MOST_COURT_LINES = 19_900
-"""Of `COURT`: 19,240, and 380 for tokens that travel in two levels, 80 for the agreement along a tree, 200 for types. It
-may only fall; 17,500 is the goal."""
+"""Of `COURT`: 19,240, and 380 for tokens that travel in two levels, 80 for the agreement along a tree, 200 for types.
+It may only fall; 17,500 is the goal."""
 MOST_OVERSIZED = 45
 """Files, classes and functions that are larger than good ones. It may only fall too."""
 MOST_VERB_LINES = 160

@@ -143,14 +143,14 @@ class VllmServer:
         """See `InferenceServer.join`."""
         if (replicas := self._facts["replicas"]) > 1:
             raise UserError(
-                f'rollout.weights = "broadcast": {self.url} runs {replicas} replicas of the model (--data-parallel-size); '
-                'start a server for each and name them in rollout.urls, or set rollout.weights = "disk"'
+                f'rollout.weights = "broadcast": {self.url} has {replicas} replicas of the model '
+                "(--data-parallel-size); start a server for each and name them in rollout.urls, or set "
+                'rollout.weights = "disk"'
             )
         backend = "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
         if backend == "nccl" and (theirs := self._facts["nccl"]) != (ours := nccl_version()):
             raise UserError(
-                f'rollout.weights = "broadcast": {self.url} has NCCL {theirs}, this process {ours}, which cannot '
-                'meet; install torch with one NCCL on both, or set rollout.weights = "disk"'
+                f'rollout.weights = "broadcast": {self.url} has NCCL {theirs}, this process {ours}; use one, or "disk"'
             )
         self._pause()
         group = WeightGroup(self.url, self._facts["workers"], backend, seconds)
