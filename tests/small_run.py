@@ -116,9 +116,10 @@ def terminal() -> Iterator[Callable[[], str]]:
         return shown.decode(errors="replace").replace("\r\n", "\n")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
             patch.delenv(name, raising=False)
         patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", "200")  # rich asks file descriptor 1 for the width, which is not this terminal
         patch.setattr("sys.stdout", output)
         yield text
     output.close()

@@ -11,6 +11,9 @@ from glm46.engine.observe.metrics import OPTIMISED, SHOWN
 SPEEDS = ("budget_tokens_per_second", "tokens_per_second")
 """Columns of the speed at which the budget is spent: the first one that a row has."""
 
+_LEAST_BAR = 18
+"""Columns of a terminal for "step", a bar of five columns and the per cent."""
+
 
 def duration(seconds: float) -> str:
     """Format seconds in the two largest units: 42s, 3m 05s, 2h 07m, 4d 03h."""
@@ -94,7 +97,7 @@ class ConsoleView:
     def train(self, row: Mapping[str, float | None]) -> None:
         """Show a training row."""
         self._speed = {name: row[name] for name in SPEEDS if name in row}
-        self.line(train_line(row, self._total_tokens))
+        self.row(train_line(row, self._total_tokens))
         self.step(row)
 
     def step(self, row: Mapping[str, float | None]) -> None:
@@ -107,8 +110,12 @@ class ConsoleView:
             return
         optimised = next((columns for columns in OPTIMISED if columns[0] in row), ())
         left = f"{time_left({**row, **self._speed}, self._total_tokens)} left"
-        texts = (*_parts(row, optimised), *_parts(self._speed, SPEEDS), left)
-        fields = {"step": f"{row['step']:,}", "metrics": "  ".join(" ".join(text.split()) for text in texts)}
+        texts = [" ".join(text.split()) for text in (*_parts(row, optimised), *_parts(self._speed, SPEEDS), left)]
+        step = f"{row['step']:,}"
+        room = self._console.width - len(step) - _LEAST_BAR
+        while len(texts) > 1 and len("  ".join(texts)) > room:  # rich would cut the last number
+            del texts[-2 if len(texts) > 2 else -1]
+        fields = {"step": step, "metrics": "  ".join(texts)}
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=row["tokens"], **fields)
             return
@@ -118,8 +125,12 @@ class ConsoleView:
         self._progress.add_task("", total=self._total_tokens, completed=row["tokens"], **fields)
         self._progress.start()
 
+    def row(self, text: str) -> None:
+        """Print the line of a row; a narrow terminal shows it in several, without a number that is cut in two."""
+        self._console.print(text, markup=False, soft_wrap=not self._console.is_terminal)
+
     def line(self, text: str) -> None:
-        """Print a line, above the bar if there is one. Brackets are not markup."""
+        """Print a message, above the bar if there is one. Brackets are not markup."""
         self._console.print(text, markup=False)
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class Report:
         """Write a row of validation metrics."""
         if self._is_main:
             line = validation_line(self._write("validation", row))
-            self._console.line(line)
+            self._console.row(line)
             self._write_log(line)
 
     def config(self, text: str) -> None:

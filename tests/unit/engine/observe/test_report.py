@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -400,3 +401,19 @@ def test_every_metric_is_documented():
     assert [metric.name for metric in METRICS if f"| `{metric.name}` | {metric.unit} |" not in page] == []
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert find_metric("validation_loss/wiki").name == "validation_loss"
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 120, 200])
+def test_no_number_is_cut_on_a_narrow_terminal(width):
+    """Rows break between words, and the bar leaves out what has no room."""
+    screen = StringIO()
+    console = Console(file=screen, width=width, force_terminal=True, color_system=None, highlight=False, soft_wrap=True)
+    view, row = ConsoleView(1000, console), _row(3, mfu=0.34)
+    view.train(row)
+    view.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "\n")
+    shown = [line for line in text.splitlines() if line.strip()]
+    assert max(map(len, shown)) <= width
+    words = " ".join(shown).split()
+    assert {"3", "30.0%", "4.7000", "1.000", "1.00e-03", "50", "34.0%"} <= {*words} and "…" not in "".join(shown)
+    assert shown[-1].split()[:2] == ["step", "3"] and "4.7000" in shown[-1] or width < 40
