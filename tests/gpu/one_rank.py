@@ -30,6 +30,7 @@ from glm46.compute.distributed.process import Process
 from glm46.compute.distributed.ranks import Ranks
 from glm46.compute.distributed.sequence import SequenceShard
 from glm46.compute.model.cross_entropy import token_logprobs
+from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import OutputHead
@@ -38,6 +39,7 @@ from glm46.compute.optim.muon_plan import Bucket, Unit
 from glm46.compute.optim.muon_update import Orthogonalizer, Piece, update_whole
 from glm46.compute.parallelize.expert import AllToAllDispatcher
 from glm46.compute.parallelize.ring import _Passing
+from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 from glm46.compute.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup
 from glm46.config.presets import PRESETS
 from glm46.engine.reliability.hang_report import collectives_here
@@ -102,24 +104,28 @@ def sequences_are_whole(process: Process) -> None:
 def tokens_reach_experts(process: Process) -> None:
     """An MoE layer whose tokens are exchanged is the local layer: padded groups, padding and a capacity too."""
     is_real = (torch.arange(96) < 80).view(2, 48).to(process.device)
+    world = dist.group.WORLD
+    ways = (
+        LocalDispatcher(), AllToAllDispatcher(world), TwoLevelDispatcher(world, world, world),
+        TwoLevelDispatcher(world, None, world),
+    )  # fmt: skip
     for multiple, options in ((1, RoutingOptions()), (16, RoutingOptions(capacity_factor=1.25))):
         results = []
-        for is_exchanged in (False, True):
+        for way in ways:
             layer = MoE(PRESETS["debug"]).to(process.device)
             torch.manual_seed(0)
             for parameter in layer.parameters():
                 parameter.data = torch.nn.init.normal_(torch.empty(parameter.shape), std=0.05).to(process.device)
             layer.router.e_score_correction_bias.zero_()
-            if is_exchanged:
-                layer.dispatcher = AllToAllDispatcher(dist.group.WORLD)
-            layer.dispatcher.multiple = multiple
+            layer.dispatcher, way.multiple = way, multiple
             x = random(2, 48, PRESETS["debug"].hidden_size, device=process.device)
             y, statistics = layer(x, is_real, options)
             (y * y.detach()).sum().backward()
             gradients = [parameter.grad for parameter in layer.parameters()]
             results.append([y, x.grad, statistics.tokens_per_expert, *gradients])
-        for found, wanted in zip(*reversed(results), strict=True):
-            assert_close(found, wanted)
+        for exchanged in results[1:]:
+            for found, wanted in zip(exchanged, results[0], strict=True):
+                assert_close(found, wanted)
 
 
 def the_vocabulary_is_split(process: Process) -> None:
@@ -246,6 +252,7 @@ def build(process: Process, axes: tuple[str, ...], **degrees: str) -> Job:
         dense=dense,
         expert_shard=expert_shard,
         expert=expert,
+        expert_hosts=(dist.group.WORLD, dist.group.WORLD) if "hosts" in axes else None,
         sequence=SequenceShard(dist.group.WORLD, 1, 0) if "cp" in axes else None,
         tensor=ranks["tp"] if "tp" in axes else None,
         pipeline=dist.group.WORLD if "pp" in axes else None,
@@ -312,6 +319,7 @@ CASES: dict[str, Callable[[Process], None]] = {
     "fsdp": partial(train_on, axes=()),
     "hsdp": partial(train_on, axes=("dp_replicate",)),
     "hsdp-ep": partial(train_on, axes=("dp_replicate", "ep")),
+    "ep-hosts": partial(train_on, axes=("ep", "hosts")),
     "cp": partial(train_on, axes=("cp",)),
     "cp-ring": partial(train_on, axes=("cp",), gathered=0),
     "tp": partial(train_on, axes=("tp",)),

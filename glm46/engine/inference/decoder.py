@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.model.attention_runs import describe_core
 from glm46.compute.model.block import TransformerBlock
 from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
@@ -25,6 +26,12 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 """Attention kernels of a decoder: the first one that serves a call. Flash attention takes no mask, so on a GPU a
 decoding step takes memory-efficient attention. cuDNN is excluded: it makes a plan for each new length of a prompt, and
 that takes longer than a layer."""
+
+
+def describe_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """A text about the attention kernels of a decoder, for the first message."""
+    of_tokens = "torch's CPU kernel" if device.type == "cpu" else "memory-efficient attention"
+    return f"prompts by {describe_core(device, dtype)}, new tokens by {of_tokens}"
 
 
 class Decoder:

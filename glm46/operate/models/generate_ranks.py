@@ -5,6 +5,9 @@ import json
 import sys
 from collections.abc import Callable
 
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.model.transformer import Transformer
+from glm46.engine.inference.decoder import describe_kernels
 from glm46.engine.inference.display import Display
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.loading import Loaded
@@ -18,9 +21,8 @@ from glm46.run.curriculum import describe_attention
 def generate(arguments: argparse.Namespace) -> None:
     """Generate on this rank. Collective."""
     (model, tokenizer, mesh), prompts, stop = on_all_ranks(lambda: _read(arguments))
-    window, scaling = describe_attention(model.shape)
-    if (window, scaling) != ("none", "none") and mesh.rank == 0:
-        print(f"attention as in training: window {window}, RoPE scaling {scaling}", file=sys.stderr)
+    if mesh.rank == 0:
+        print(_attention(model), file=sys.stderr)
     rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
     share = -(-len(rows) // mesh.layout.dp_degree)  # of the ranks that share rows; the first have some
     mine = rows[mesh.row_group * share :][:share]
@@ -36,6 +38,13 @@ def generate(arguments: argparse.Namespace) -> None:
     else:
         generation.run()
         mesh.gather_rows([one.text(stop) for one in mine])
+
+
+def _attention(model: Transformer) -> str:
+    window, scaling = describe_attention(model.shape)
+    weight = local_tensor(next(model.parameters()))
+    as_trained = "" if window == scaling == "none" else f"; as in training: window {window}, RoPE scaling {scaling}"
+    return f"attention: {describe_kernels(weight.device, weight.dtype)}{as_trained}"
 
 
 def chat(arguments: argparse.Namespace, send: Callable[[list[int]], None] | None) -> None:

@@ -13,6 +13,7 @@ from glm46.compute.distributed.mesh import Cluster
 from glm46.config.rl import ResolvedRL
 from glm46.config.rl_data import WITHOUT_LABELS
 from glm46.config.run_config import RunConfig
+from glm46.engine.inference.decoder import describe_kernels
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training import loop
 from glm46.engine.training.build import run
@@ -229,11 +230,14 @@ class Reinforcement:
             "warning      rl.rewards: math-verify is not installed, and math compares expressions as text; "
             "pip install 'glm46[rl]'"
         ]
+        rollout, dtype = self.plan.config.rollout, getattr(torch, self.plan.config.training.mixed_precision_param)
+        drawn = f"generation   {describe_kernels(self.cluster.device, dtype)}"
         has_judge = math_verify_version() is not None or all(reward.name != "math" for reward in config.rewards)
         return [
             f"prompts      {len(self._prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
+            *([drawn] if rollout.kind == "local" else []),
             *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
             *([] if has_judge else unjudged),
         ]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.presets import PRESETS
-from glm46.engine.inference.decoder import KERNELS
+from glm46.engine.inference.decoder import KERNELS, describe_kernels
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.sampling import Sampling
 
@@ -57,3 +57,15 @@ def test_a_long_generation_meets_few_shapes_and_no_groups_of_heads_with_a_mask(c
     assert len(calls) <= 16
     assert not [key for key in calls if key[4] is not None and key[5]]
     assert {kernel.name for kernel in KERNELS} == {"FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "named"),
+    [
+        ("cpu", torch.float32, "new tokens by torch's CPU kernel"),
+        ("cuda", torch.bfloat16, "prompts by variable-length flash attention, new tokens by memory-efficient"),
+        ("cuda", torch.float32, "prompts by blocks of 128 queries by matrix products, new tokens by memory-efficient"),
+    ],
+)
+def test_the_kernels_of_a_decoder_are_named(device, dtype, named):
+    assert named in describe_kernels(torch.device(device), dtype)
