@@ -166,7 +166,7 @@ def train_adapters(config: RunConfig) -> Result:
     plan = resolve_plan(config.model_copy(update={"adapter": adapter}), 1)
     process = join(60)
     try:
-        network = build_network(plan, build_cluster(plan.layout, process))
+        network = build_network(plan, build_cluster(plan, process))
         job = Job(plan, network.cluster, {"model": network}, {"model": NextToken(network)})
         generator, rows = torch.Generator().manual_seed(0), []
         for step in range(3):

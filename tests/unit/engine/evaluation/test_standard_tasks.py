@@ -236,7 +236,7 @@ _FILTERS = _METRICS % "acc" + "\nfilter_list: [{name: f, filter: [%s]}]"
     (("metric_list", "metric_list: [{metric: mine}]"), ("no aggregation", "aggregation: mean")),
     (("metric_list", "metric_list: [{metric: acc, aggregation: meen}]"), ("metric acc", "unknown aggregation")),
     (("metric_list", _METRICS % "mine"), ("metric mine", "unknown")),
-    (("metric_list", "metric_list: [{aggregation: mean}]"), ("'metric'",)),
+    (("metric_list", "metric_list: [{aggregation: mean}]"), ("metric: acc",)),
     (("metric_list", "metric_list: []"), ("metric_list is empty",)),
     (("metric_list", _FILTERS % "{function: regexx}"), ("Unknown filter 'regexx'",)),
     (("metric_list", _FILTERS % "{function: regex, nope: 1}"), ("'nope'",)),
@@ -250,7 +250,7 @@ _FILTERS = _METRICS % "acc" + "\nfilter_list: [{name: f, filter: [%s]}]"
     (("output_type", "output_type: multi"), ("multi",)),
     (("output_type", ""), ("TypeError",)),
     (("test_split", "test_split: dev"), ("dev",)),
-    (("task", ""), ("Unknown config shape",)),
+    (("task", ""), ("has no key task",)),
 ])  # fmt: skip
 @pytest.mark.usefixtures("small_task_index")
 def test_a_task_file_that_cannot_be_used_is_one_line_before_work(tmp_path, capsys, change, said):
@@ -262,7 +262,7 @@ def test_a_task_file_that_cannot_be_used_is_one_line_before_work(tmp_path, capsy
     with pytest.raises(UserError) as refused:
         find_tasks([str(file)], [], fewshot=None, limit=2)
     (fault,) = refused.value.faults
-    assert "mine" in fault and "cannot be loaded" in fault and "\n" not in fault
+    assert "mine" in fault and ("cannot be loaded" in fault or ";" in fault) and "\n" not in fault
     assert all(part in fault for part in said), fault
 
 
