@@ -7,9 +7,13 @@ from glm46.commands.checkpoint import checkpoint_command
 from glm46.config.errors import UserError
 from glm46.storage.checkpoint.manager import CheckpointManager
 
+PATTERN = "runs [a-z]*?{1,2}"
+"""A name of a folder that a glob would take for a pattern, which does not match itself."""
 
-@pytest.fixture
-def run(tmp_path):
+
+@pytest.fixture(params=["plain", PATTERN])
+def run(tmp_path, request):
+    tmp_path = tmp_path / request.param
     manager = CheckpointManager(tmp_path, keep_latest_k=0)
     for step, loss in ((100, 4.25), (200, 3.5), (300, None)):
         tensors = {"model.weight": torch.full((300, 1000), float(step)), "rng.0": torch.zeros(9, dtype=torch.uint8)}
