@@ -343,7 +343,12 @@ def parse_tools(value: object) -> tuple[Mapping, ...]:
 
 
 def _decoded(value: object, reason: str) -> object:
+    """The value of a JSON text, or a value that JSON has."""
     if not isinstance(value, str):
+        try:
+            json.dumps(value)
+        except TypeError as error:  # a Parquet file can hold dates and bytes
+            raise BadConversation("tools or arguments hold a value that JSON lacks", str(error)) from error
         return value
     try:
         return json.loads(value)
