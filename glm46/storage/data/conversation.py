@@ -344,16 +344,13 @@ def parse_tools(value: object) -> tuple[Mapping, ...]:
 
 def _decoded(value: object, reason: str) -> object:
     """The value of a JSON text, or a value that JSON has."""
-    if not isinstance(value, str):
-        try:
-            json.dumps(value)
-        except TypeError as error:  # a Parquet file can hold dates and bytes
-            raise BadConversation("tools or arguments hold a value that JSON lacks", str(error)) from error
-        return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        if isinstance(value, str):
+            return json.loads(value)
+        json.dumps(value)  # a Parquet file can hold dates and bytes
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadConversation(reason, str(error)) from error
+    return value
 
 
 def _raise_for_order(messages: list[Message]) -> None:

@@ -488,7 +488,7 @@ def test_nulls_of_extension_types_and_values_that_json_lacks(tmp_path):
         file = tmp_path / f"{number}.parquet"
         parquet.write_table(pyarrow.Table.from_pylist([{"prompt": prompt, "messages": [*prompt, ANSWER]}]), file)
         ((_, row),) = file_rows(file, "prompt")
-        reason = "tools or arguments hold a value that JSON lacks"
+        reason = "arguments are not JSON"
         assert read_row(row, "", Fields("", None, "messages")).args[0] == reason
         with pytest.raises(UserError, match=f"row 0: 'prompt' .*{reason}"):
             read_prompts(file, PromptsConfig(file=str(file)), TOKENIZER, most_tokens=10_000, needs_label=False)
