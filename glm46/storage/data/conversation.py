@@ -343,12 +343,14 @@ def parse_tools(value: object) -> tuple[Mapping, ...]:
 
 
 def _decoded(value: object, reason: str) -> object:
-    if not isinstance(value, str):
-        return value
+    """The value of a JSON text, or a value that JSON has."""
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        if isinstance(value, str):
+            return json.loads(value)
+        json.dumps(value)  # a Parquet file can hold dates and bytes
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadConversation(reason, str(error)) from error
+    return value
 
 
 def _raise_for_order(messages: list[Message]) -> None:

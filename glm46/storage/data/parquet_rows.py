@@ -33,13 +33,14 @@ def _stated(type_: Any) -> Callable[[Any], Any]:
     """A function from a value of this Arrow type to what the data states. Nulls of lists and maps are the data's."""
     from pyarrow import types
 
+    type_ = getattr(type_, "storage_type", type_)  # of an extension type
     if types.is_struct(type_):
         fields = {field.name: _stated(field.type) for field in type_}
         return lambda row: {key: fields[key](value) for key, value in row.items() if value is not None}
     if types.is_map(type_):
         item = _or_null(_stated(type_.item_type))
         return lambda pairs: {key: item(value) for key, value in pairs}
-    if types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_):
+    if hasattr(type_, "value_field"):  # lists of each kind: large, views, of a fixed size
         one = _or_null(_stated(type_.value_type))
         return lambda values: [one(value) for value in values]
     return lambda value: value

@@ -88,8 +88,6 @@ def _chat(row: object, place: str, format: str) -> Document | BadDocument:
         text = "\n".join(json.dumps(asdict(conversation), ensure_ascii=False) for conversation in conversations)
     except BadConversation as error:
         return BadDocument(error.reason, f"{place} ({error.detail})" if error.detail else place)
-    except TypeError:  # a Parquet file can hold dates and bytes
-        return BadDocument("tools or arguments hold a value that JSON lacks", place)
     return Document(text, place, None, conversations) if _is_utf8(text) else BadDocument("not UTF-8", place)
 
 
