@@ -150,7 +150,7 @@ class VllmServer:
         backend = "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
         if backend == "nccl" and (theirs := self._facts["nccl"]) != (ours := nccl_version()):
             raise UserError(
-                f'{self.url} has NCCL {theirs}, this process {ours}; install one on both or set rollout.weights = "disk"'
+                f'{self.url} has NCCL {theirs}, this process has {ours}; install one or set rollout.weights = "disk"'
             )
         self._pause()
         group = WeightGroup(self.url, self._facts["workers"], backend, seconds)
