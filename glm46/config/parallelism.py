@@ -78,7 +78,7 @@ class ParallelismConfig(Section):
     expert_exchange: Annotated[Literal["auto", "all_to_all", "two_level"], Needs("expert_parallel_degree", above=1)] = (
         "auto"
     )
-    """How tokens travel to their experts. all_to_all: a row for each expert of a token. two_level: a row to each host,
+    """The way of tokens to their experts. all_to_all: a row for each expert of a token. two_level: a row to each host,
     and there one to each rank, with sums on the way back; all hosts must have equally many ranks. auto: two_level if
     the experts of a layer are on several hosts."""
 

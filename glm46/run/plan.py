@@ -26,7 +26,7 @@ class Plan:
     budget_tokens: int
     """Tokens of this run, from its first step on."""
     expert_levels: ExpertLevels | None = None
-    """How tokens travel to their experts; None: in one exchange among all ranks that share them."""
+    """Levels in which tokens travel to their experts; None: in one exchange among all ranks that share them."""
     document_tokens: float | None = None
     """Mean tokens of a document, for FLOPs only; None: each row is counted as one document."""
 

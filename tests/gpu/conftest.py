@@ -1,7 +1,18 @@
 """What the tests on a GPU share."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from glm46.compute.distributed.process import Process, join, leave
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    """This process, in a group of its own."""
+    yield join(60)
+    leave()
 
 
 @pytest.fixture

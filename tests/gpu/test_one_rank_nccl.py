@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from glm46.compute.distributed.process import join, leave
 from tests.gpu import one_rank
 from tests.gpu.one_rank import CASES
 
@@ -11,12 +10,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
-
-
-@pytest.fixture
-def process():
-    yield join(60)
-    leave()
 
 
 @pytest.mark.parametrize("case", CASES)

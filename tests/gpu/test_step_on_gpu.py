@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 
-from glm46.compute.distributed.process import join, leave
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from tests.ranks.bf16_layouts import bf16_run
@@ -15,12 +14,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
-
-
-@pytest.fixture
-def process():
-    yield join(60)
-    leave()
 
 
 def test_the_host_waits_once_per_step(process):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from glm46.compute.distributed.process import Process, join, leave
 from glm46.storage.checkpoint import dcp, integrity
 
 # A fork has none of the threads of torch's pool, and the first call that wants them makes a new pool. That is not safe
@@ -175,3 +176,14 @@ def await_ranks(children: list[int], seconds: float, patience: float = math.inf)
             end += 60
         time.sleep(0.002)
     return [codes[child] for child in children]
+
+
+def print_figures(cases: dict[int, list[Any]], measure: Callable[[Process, Any], dict]) -> None:
+    """On each rank: measure the cases of this number of ranks; rank 0 prints a row of each."""
+    torch.set_num_threads(1)
+    process = join(60)
+    for case in cases[process.world_size]:
+        figures = measure(process, case)
+        if process.is_main:
+            print(json.dumps(figures), flush=True)
+    leave()

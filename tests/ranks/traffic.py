@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm46.compute.distributed.mesh import build_cluster
-from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.distributed.process import Process
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.context import take_part
@@ -23,6 +23,7 @@ from glm46.compute.parallelize.plan import parallelize
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.run.plan import resolve_plan
+from tests.ranks.forked_ranks import print_figures
 from tests.ranks.sharded_layouts import loss_of_step
 
 CHANGES = dict(
@@ -174,10 +175,4 @@ def measure(process: Process, case: Case) -> dict:
 
 def main() -> None:
     """Measure all cases of this world size."""
-    torch.set_num_threads(1)
-    process = join(60)
-    for case in CASES[process.world_size]:
-        figures = measure(process, case)
-        if process.is_main:
-            print(json.dumps(figures), flush=True)
-    leave()
+    print_figures(CASES, measure)

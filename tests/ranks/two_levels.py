@@ -4,7 +4,6 @@ Prints one JSON object per case: the largest errors, whether gradients are equal
 """
 
 import collections
-import json
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from glm46 import compat
 from glm46.compute.distributed import collectives
 from glm46.compute.distributed.groups import group_of_partition
-from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.distributed.process import Process
 from glm46.compute.model.dispatch import TokenDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
@@ -25,6 +24,7 @@ from glm46.compute.parallelize import activation_checkpoint
 from glm46.compute.parallelize.expert import AllToAllDispatcher
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 from glm46.config.presets import PRESETS
+from tests.ranks.forked_ranks import print_figures
 
 EXPERTS, CHOSEN, WIDTH, TOKENS = 32, 8, 64, 96
 CHANGES = dict(n_routed_experts=EXPERTS, num_experts_per_tok=CHOSEN, hidden_size=WIDTH, moe_intermediate_size=32)
@@ -210,10 +210,4 @@ def measure(process: Process, case: Case) -> dict:
 
 def main() -> None:
     """Measure all cases of this world size."""
-    torch.set_num_threads(1)
-    process = join(60)
-    for case in CASES[process.world_size]:
-        figures = measure(process, case)
-        if process.is_main:
-            print(json.dumps(figures), flush=True)
-    leave()
+    print_figures(CASES, measure)

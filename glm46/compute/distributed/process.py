@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from glm46.compute.distributed.agreement import combine_on_host
 from glm46.compute.distributed.environment import (
     launched_local_rank,
     launched_local_world_size,
@@ -61,8 +62,7 @@ def join(timeout_seconds: int) -> Process:
 def ranks_of_every_host() -> int:
     """The ranks of this run on each host; 0 if hosts have unequal numbers. Collective."""
     here = launched_local_world_size()
-    most_and_least = torch.tensor([here, -here])
-    dist.all_reduce(most_and_least, dist.ReduceOp.MAX)
+    most_and_least = combine_on_host(torch.tensor([here, -here]), torch.maximum)
     return here if most_and_least.tolist() == [here, -here] else 0
 
 
