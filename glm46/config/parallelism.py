@@ -47,8 +47,8 @@ class ParallelismConfig(Section):
         bool, Needs("pipeline_parallel_degree", 1), Needs("training.mixed_precision_reduce", "float32")
     ] = False
     """Sum gradients over ranks after the last micro-batch of a step only, in place of after each one: gradient
-    accumulation then communicates less, and each rank holds the whole gradients of its layers in
-    training.mixed_precision_reduce. A pipeline does so in any case."""
+    accumulation then communicates less, and each rank holds the whole gradients of its layers in FP32: BF16 sums would
+    lose small ones. A pipeline does so in any case."""
 
     tensor_parallel_degree: int = Field(1, ge=1)
     """Ranks that share each matrix (tensor with sequence parallel). Divides model.num_key_value_heads, or is a multiple
@@ -79,8 +79,8 @@ class ParallelismConfig(Section):
         "auto"
     )
     """The way of tokens to their experts. all_to_all: a row for each expert of a token. two_level: a row to each host,
-    and there one to each rank, with sums on the way back; all hosts must have equally many ranks. auto: two_level if
-    the experts of a layer are on several hosts."""
+    and there one to each rank, with sums on the way back; ranks that share experts must be on whole hosts of equal
+    size, or on one. auto: two_level if they are on several such hosts, else all_to_all."""
 
     @property
     def stated_ranks(self) -> int:
