@@ -65,13 +65,15 @@ def test_the_end_of_a_run_waits_for_storage_a_while_and_says_what_is_missing(tmp
     began = time.monotonic()
     beat.close()
     report.close()
-    assert 1.0 <= time.monotonic() - began < 5.0
+    assert 1.0 <= time.monotonic() - began < 50.0  # without an end, it waits for storage until the test is killed
     assert f"{tmp_path}: storage does not answer" in capsys.readouterr().out.replace("\n", "")
     answers.set()  # the threads are left behind, and end once it answers
-    deadline = time.monotonic() + 10
-    while "the last words" not in (tmp_path / "log.txt").read_text() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if "the last words" in (tmp_path / "log.txt").read_text() and read_heartbeat(tmp_path).phase == "stop":
+            return
         time.sleep(0.02)
-    assert "the last words" in (tmp_path / "log.txt").read_text() and read_heartbeat(tmp_path).phase == "stop"
+    pytest.fail("the threads that were left behind did not write once storage answered")
 
 
 def test_storage_that_stalls_holds_no_step_up_and_loses_no_row(tmp_path, monkeypatch):
@@ -97,7 +99,7 @@ def test_storage_that_stalls_holds_no_step_up_and_loses_no_row(tmp_path, monkeyp
     answers.clear()
     began = time.monotonic()
     train(range(4, 54))
-    assert time.monotonic() - began < 3.0 and written() == [1, 2, 3]
+    assert time.monotonic() - began < 12.0 and written() == [1, 2, 3]  # waiting at each step takes 15 s
     answers.set()
     report.finish_writes()
     beat.close()
