@@ -80,34 +80,75 @@ def gradients_of_empty_groups_are_undefined(device: torch.device) -> bool:
     return bool(_grouped_mm(rows.t(), rows, offsets)[[0, 2]].any())
 
 
-def float8_grouped_mm(recipe: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The grouped product of operands that it rounds to FP8, in the dtype of the first one, with gradients.
+_E4M3 = torch.float8_e4m3fn
 
-    torchao has it only as private functions of a prototype, for GPUs of compute capability 10.x, and 9.0 ("rowwise").
-    torchao 0.18 cannot be used as it is with Triton 3.9, which torch 2.15 brings: Triton now refuses a tuning key that
-    the kernel does not have as an argument (of a kernel with a single configuration), and the kernels that transpose
-    the experts' weights index a number as if it were a vector. torchao's fused form of these two gives the same values.
 
-    Args:
-        recipe: "rowwise" or "mxfp8".
+class RowwiseKernels:
+    """torchao's kernels that round to FP8 with a scale for each row, or column of a group of rows, around torch's
+    grouped product; for GPUs of compute capability 9.0 and 10.x. See `glm46.compute.parallelize.float8.GroupedKernels`.
+
+    torchao has them only as private functions of a prototype, and their product only as a whole, which rounds the
+    weight in each call. torchao 0.18 cannot be used as it is with Triton 3.9, which torch 2.15 brings: Triton now
+    refuses a tuning key that the kernel does not have as an argument (of a kernel with a single configuration), and the
+    kernels that transpose the experts' weights index a number as if it were a vector. torchao's fused form of these two
+    gives the same values.
+
+    Rows are sorted by group, in multiples of 16, and contiguous, as the columns of the results are.
+    """
+
+    def __init__(self) -> None:
+        with _tuned_once():
+            from torchao.prototype.moe_training import kernels
+            from torchao.prototype.moe_training.kernels import float8_rowwise
+        self._kernels = kernels
+        self._round_transposed = kernels.triton_fp8_rowwise_3d_transpose_rhs
+        if has_triton():
+            self._round_transposed = float8_rowwise.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
+
+    def forms(self, weight_EOI: Tensor, of_backward: bool) -> tuple[Tensor, ...]:
+        """See `GroupedKernels.forms`."""
+        kernel = self._round_transposed if of_backward else self._kernels.triton_fp8_colwise_3d_scale_and_cast
+        values, scales = kernel(weight_EOI.transpose(1, 2), output_dtype=_E4M3, round_scales_to_power_of_2=True)
+        return values, scales.squeeze(1).reciprocal()
+
+    def multiply(self, x_NI: Tensor, forms: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
+        """See `GroupedKernels.multiply`."""
+        values, scales = self._kernels.triton_fp8_rowwise_2d_scale_and_cast(
+            x_NI, output_dtype=_E4M3, round_scales_to_power_of_2=True
+        )
+        return _scaled_grouped_mm(values, forms[0], scales.squeeze(-1).reciprocal(), forms[1], offsets, x_NI.dtype)
+
+    def outer(self, grad_NO: Tensor, x_NI: Tensor, offsets: Tensor) -> Tensor:
+        """See `GroupedKernels.outer`."""
+        grad, grad_scales, x, x_scales = self._kernels.triton_fp8_per_group_colwise_scales_dual(
+            grad_NO, x_NI, offsets, _E4M3, round_scales_to_power_of_2=True
+        )
+        return _scaled_grouped_mm(
+            grad.t(), x, grad_scales.t().reciprocal(), x_scales.reciprocal(), offsets, grad_NO.dtype
+        )
+
+
+def _scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offsets, out_dtype=dtype, use_fast_accum=True)
+
+
+def mxfp8_grouped_mm() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The grouped product of operands that it rounds to MXFP8, in the dtype of the first one, with gradients, for GPUs
+    of compute capability 10.x. torchao has it only as a private function of a prototype.
 
     Returns:
-        A function of x [N, I], rows sorted by group, in multiples of 16 ("rowwise") or 32 ("mxfp8"); weight [E, I, O],
-        whose columns are contiguous; and offsets, int32 [E], the running sum of the group sizes.
+        A function of x [N, I], rows sorted by group, in multiples of 32; weight [E, O, I]; and offsets, int32 [E], the
+        running sum of the group sizes.
     """
     with _tuned_once():
-        from torchao.prototype.moe_training import fp8_grouped_mm, mxfp8_grouped_mm
-    product = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm
-    if recipe == "rowwise":
-        product = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
-        if has_triton():
-            from torchao.prototype.moe_training.kernels import float8_rowwise
-
-            fused = float8_rowwise.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
-            fp8_grouped_mm.triton_fp8_rowwise_3d_transpose_rhs = fused
+        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
     def multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return product(x, weight, offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False)
+        return _to_mxfp8_then_scaled_grouped_mm(
+            x, weight.transpose(1, 2), offsets, out_dtype=x.dtype, pad_token_groups_for_grouped_mm=False
+        )
 
     return multiply
 

@@ -67,6 +67,14 @@ def linear_layers(shape: ModelShape, float8: Float8Config, tp: int = 1) -> Itera
         yield LinearLayer(name, outputs, inputs, excluded_by)
 
 
+def keeps_rounded_experts(config: RunConfig) -> bool:
+    """The experts' weights are rounded once in a step and not in each micro-batch: on pipeline stages whose layers stay
+    gathered for the step. Experts with adapters, and torchao's product in MXFP8, round in each micro-batch."""
+    parallelism, recipe = config.parallelism, config.float8.experts_recipe_name
+    is_kept = parallelism.pipeline_parallel_degree > 1 and parallelism.keeps_gathered and config.adapter is None
+    return is_kept and (recipe == "rowwise" or (recipe is not None and config.float8.emulate))
+
+
 def describe_float8(shape: ModelShape, float8: Float8Config, tp: int) -> str:
     """A text for the start message: what is computed in FP8, and why the rest is in higher precision."""
     layers = list(linear_layers(shape, float8, tp))

@@ -93,6 +93,13 @@ class ParallelismConfig(Section):
         )
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Weights of layers stay gathered after forward. By default in a pipeline, for all micro-batches of a step:
+        schedules that split backward lose the gradients of freed weights without an error."""
+        policy = self.fsdp_reshard_after_forward
+        return policy == "never" or (policy == "default" and self.pipeline_parallel_degree > 1)
+
+    @property
     def stages_per_rank(self) -> int:
         """Stages of each rank of the pipeline."""
         stated = self.pipeline_parallel_stages_per_rank

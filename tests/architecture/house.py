@@ -90,12 +90,17 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("storage/data", 35, "types: `Batch`, field by field"),
     ("tasks/finetune", 2, "types"),
     ("tasks/pretrain", 15, "types"),
+    ("compat", 45, "torchao's kernels one by one, for weights that are rounded once in a step"),
+    ("compute/parallelize", 100, "the products around them, and the weights that pipeline stages keep"),
+    ("config", 15, "which runs keep them; one rule for weights that stay gathered"),
+    ("operate/estimate", 10, "their memory"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 59_200
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 19_900
-"""Of `COURT`: 19,240, and 380 for tokens that travel in two levels, 80 for the agreement along a tree, 200 for types.
+MOST_COURT_LINES = 20_000
+"""Of `COURT`: 19,240, and 380 for tokens that travel in two levels, 80 for the agreement along a tree, 200 for types,
+100 for experts that are rounded once in a step.
 It may only fall; 17,500 is the goal."""
 MOST_OVERSIZED = 45
 """Files, classes and functions that are larger than good ones. It may only fall too."""

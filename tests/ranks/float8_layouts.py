@@ -11,15 +11,18 @@ import functools
 import json
 import re
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.model.experts import Experts
 from glm46.compute.model.layers import Linear
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import float8
+from glm46.compute.parallelize.float8_experts import Emulated
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.float8 import Float8Config
 from glm46.config.presets import resolve_shape
@@ -72,6 +75,7 @@ CASES = {
     "fsdp rowwise": Case(Layout(), ROWWISE, 2),
     "fsdp compiled": Case(Layout(compiled=True), ROWWISE, 2),
     "pipeline selective": Case(Layout(pipeline=2, checkpointing="selective"), ROWWISE, 4),
+    "pipeline compiled": Case(Layout(pipeline=2, compiled=True), ROWWISE, 4),
     "split backward": Case(
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4),
         ROWWISE,
@@ -136,7 +140,16 @@ def compare(process: Process, name: str, references: dict[str, tuple]) -> dict:
     case = CASES[name]
     job = build_job(config_of(case), process)
     totals = count_step(job, [make_batch(0)])
-    outcome = train_step(job, micro_batches(job, 0, case.layout.micro_batches), totals, 0, 1.0).main
+    roundings, forms = [], Emulated.forms
+
+    @torch.compiler.disable
+    def counted(kernels: Emulated, weight: Tensor, of_backward: bool) -> tuple[Tensor, ...]:
+        roundings.append(weight.shape)
+        return forms(kernels, weight, of_backward)
+
+    is_traced = case.layout.compiled and case.layout.pipeline == 1  # the whole layer: no call can be counted in it
+    with mock.patch.object(Emulated, "forms", forms if is_traced else counted):
+        outcome = train_step(job, micro_batches(job, 0, case.layout.micro_batches), totals, 0, 1.0).main
     (loss, gradients), (_, plain) = references[name]
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, squares({n: held(p.grad) for n, p in job.network.parameters.items()}, gradients))
@@ -149,6 +162,8 @@ def compare(process: Process, name: str, references: dict[str, tuple]) -> dict:
         "loss_error": (relative(outcome.sums["loss"].item(), loss), "of the step"),
         "gradient_error": max(errors),
         "kind_error": max(min(layers) for layers in by_kind.values() if len(layers) > 1),
+        "roundings": len(roundings),
+        "experts": sum(isinstance(module, Experts) for model in job.network.models for module in model.modules()),
         "gradients_of_fp8": min((gradients[n] - plain[n]).norm().item() / plain[n].norm().item() for n in MATRICES),
     }
 

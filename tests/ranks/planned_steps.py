@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import Process
+from glm46.compute.model.experts import Experts
 from glm46.compute.model.router import Router
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.config.loader import load_config
@@ -123,6 +124,7 @@ BLOCKS = {
 }  # fmt: skip
 """Of FP8; queries, keys and values, and the dense layer, have no whole blocks."""
 DORA = LORA | {"name": "dora"}
+ROWWISE = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise", "emulate": True}
 TENSORWISE = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True, "emulate": True}
 CASES = {
     "fsdp": Case(4),
@@ -190,6 +192,10 @@ CASES = {
     ),
     "dual-ep-full": Case(
         8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), checkpointing="full", micro_batches=4
+    ),
+    "pp-ep-experts-in-8bit": Case(
+        8, pipeline=2, experts_over=2, dtype=BF16, micro_batches=4, checkpointing="selective", model=EVEN,
+        float8=ROWWISE,
     ),
     "dual-ep": Case(
         8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), micro_batches=4, dtype=BF16
@@ -305,9 +311,10 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, weakref.ref] = {}
         self._operators = 0
-        self.activations = self.gradients = 0
-        """The most of what is neither gathered weight nor gradient, after the forward of a stage; and the most of the
-        gradients of whole weights."""
+        self.activations = self.gradients = self.rounded = 0
+        """The most of what is neither gathered weight nor gradient, after the forward of a stage; the most of the
+        gradients of whole weights; and of the experts' weights in FP8."""
+        self._experts = [module for model in models for module in model.modules() if isinstance(module, Experts)]
         self._groups, self._parameters = fsdp_groups(models), fsdp_parameters(models)
         self._weights = [local_tensor(parameter) for model in models for parameter in model.parameters()]
         for model in models:
@@ -332,7 +339,9 @@ class LiveMemory(TorchDispatchMode):
         gradients = (local_tensor(gradient) for gradient in shards if gradient is not None)
         # Replicas keep the sum of the micro-batches here, in place of the gradients, until the last one.
         partial = (sums for group in self._groups if (sums := group._partial_reduce_output) is not None)
-        for tensor in (*self._weights, *self._gathered(), *self._gradients(), *gradients, *partial):
+        rounded = [form for experts in self._experts for forms in experts.forms.values() for form in forms]
+        self.rounded = max(self.rounded, _sizes(rounded))
+        for tensor in (*self._weights, *self._gathered(), *self._gradients(), *gradients, *partial, *rounded):
             alive.pop(tensor.untyped_storage().data_ptr(), None)
         self.activations = max(self.activations, sum(alive.values()))
 
@@ -464,6 +473,7 @@ def measure(name: str) -> dict:
         "whole_gradients": memory.gradients,
         "states": _sizes(map(local_tensor, states.values())),
         "activations": memory.activations,
+        "rounded": memory.rounded,
     }
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from glm46.config.float8 import Float8Config
 from glm46.config.loader import load_config
 from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.rank_parts import parts_of_ranks
@@ -60,6 +61,9 @@ def test_planned_memory_is_what_a_rank_holds(measured):
     assert planned.optimizer == row["states"]
     # Those of whole weights, until the last micro-batch, if ranks sum them once.
     assert planned.gradients == row["whole_gradients" if gradients_are_summed_once(plan) else "gradients"]
+    without = plan.config.model_copy(update={"float8": Float8Config()})
+    rounded = planned.gathered - rank_memory(resolve_plan(without, plan.layout.world_size))[rank].gathered
+    assert rounded == row["rounded"] and bool(rounded) == ("experts-in-8bit" in row["name"])
     # What forward keeps, without what only one layer needs.
     kept = planned.activations - _recomputed(plan, rank) + planned.loss
     if plan.config.activation_checkpoint.mode == "none" and not plan.keys_travel(plan.shape, (1, 1)):

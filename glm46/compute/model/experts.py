@@ -113,6 +113,8 @@ class Experts(nn.Module):
         E, D, width = shape.n_routed_experts, shape.hidden_size, shape.moe_intermediate_size
         self.gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
         self.down = nn.Parameter(torch.empty(E, D, width))
+        self.forms: dict[str, tuple[Tensor, ...]] = {}
+        """What `product` keeps of a weight between two changes of it, by the name of the weight."""
 
     def forward(self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor) -> Tensor:
         """Apply expert e to rows [offsets[e-1], offsets[e]) and scale each row by its routing weight.
@@ -131,10 +133,10 @@ class Experts(nn.Module):
 
     def project(self, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
         """`product` with the weight of this name. Adapters, which differ by weight, replace this attribute."""
-        return self.product(x_NI, local_weight(getattr(self, name)), offsets)
+        return self.product(x_NI, local_weight(getattr(self, name)), offsets, *self.forms.get(name, ()))
 
     @staticmethod
-    def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
+    def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, *_forms: Tensor) -> Tensor:
         """Rows [offsets[e-1], offsets[e]) times the transpose of ``weight_EOI[e]``, [N, O].
 
         The only product of `project` with a weight. To compute it differently, set this attribute on a module.

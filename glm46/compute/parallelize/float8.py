@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from glm46 import compat
 from glm46.compute.distributed.local_tensor import local_tensor
-from glm46.compute.model.experts import grouped_mm, grouped_outer
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.float8_experts import E4M3, experts_product
 from glm46.config.float8 import Float8Config
-from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
+from glm46.config.float8_layers import EXPERTS_MULTIPLES, linear_layers
 from glm46.run.plan import Plan
 
 if TYPE_CHECKING:
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
 
 LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """See `Linear.product`."""
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""See `Experts.product`."""
-
-E4M3 = torch.float8_e4m3fn
 
 
 def apply(model: Transformer, plan: Plan) -> None:
@@ -119,94 +114,3 @@ def linear_product(float8: Float8Config) -> LinearProduct:
         return y if bias is None else y + bias
 
     return product
-
-
-def experts_product(float8: Float8Config) -> GroupedProduct:
-    """`Experts.product` by a recipe: emulated on any device, or by torchao's kernels for NVIDIA GPUs. Sizes of groups
-    are multiples of `EXPERTS_MULTIPLES`."""
-    recipe = float8.experts_recipe_name
-    if float8.emulate:
-        return partial(emulated_grouped_product, block=MX_BLOCK if recipe == "mxfp8" else None)
-    assert recipe is not None, "no experts are converted"
-    multiply = compat.float8_grouped_mm(recipe)
-
-    def product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
-        if len(x_NI) == 0:  # the kernels refuse the strides of no rows, in backward
-            return grouped_mm(x_NI, weight_EOI.transpose(1, 2), offsets)
-        if compat.gradients_of_empty_groups_are_undefined(x_NI.device):
-            weight_EOI = _NoGradientOfEmptyGroups.apply(weight_EOI, offsets)
-        return multiply(x_NI, weight_EOI.transpose(1, 2), offsets)
-
-    return product
-
-
-class _NoGradientOfEmptyGroups(torch.autograd.Function):
-    """The weight itself; backward writes zeros to the gradients of experts without rows."""
-
-    @staticmethod
-    def forward(ctx, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets)
-        return weight_EOI.view_as(weight_EOI)
-
-    @staticmethod
-    def backward(ctx, grad_EOI: Tensor):
-        (offsets,) = ctx.saved_tensors
-        return grad_EOI.masked_fill(compat.empty_groups(offsets), 0.0), None
-
-
-class _EmulatedGroupedProduct(torch.autograd.Function):
-    """The rounding of `compat.float8_grouped_mm` before products in the dtype of the operands. These hold the rounded
-    values exactly: four bits times a power of two. torchao emulates only "mxfp8", in BF16."""
-
-    @staticmethod
-    def forward(ctx, x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, block: int | None) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_EOI, offsets)
-        ctx.block = block
-        return grouped_mm(_rounded(x_NI, -1, block), _rounded(weight_EOI, -1, block).transpose(1, 2), offsets)
-
-    @staticmethod
-    def backward(ctx, grad_NO: Tensor):
-        (x_NI, weight_EOI, offsets), block = ctx.saved_tensors, ctx.block
-        grad_NO = grad_NO.contiguous()  # grouped_mm rejects the strides of an expanded gradient
-        grad_x = grouped_mm(_rounded(grad_NO, -1, block), _rounded(weight_EOI, 1, block), offsets)
-        columns = (_rounded_in_groups(x, offsets, block) for x in (grad_NO, x_NI))
-        return grad_x, grouped_outer(*columns, offsets), None, None
-
-
-def emulated_grouped_product(x_NI: Tensor, weight_EOI: Tensor, offsets: Tensor, block: int | None = None) -> Tensor:
-    """`Experts.product` in the numerics of FP8, on any device, with a scale per ``block`` elements of a row or column,
-    or one for all. Sizes of groups and ``len(x_NI)`` are multiples of ``block``."""
-    return _EmulatedGroupedProduct.apply(x_NI, weight_EOI, offsets, block)
-
-
-def _rounded(x: Tensor, dim: int, block: int | None) -> Tensor:
-    """`x` rounded to E4M3 with a scale for each slice along `dim`, or for each ``block`` elements of it."""
-    if block is not None:
-        dim %= x.ndim
-        blocks = x.unflatten(dim, (-1, block))
-        return _rounded(blocks, dim + 1, None).flatten(dim, dim + 1)
-    return _round(x, _scale(x.abs().amax(dim, keepdim=True)))
-
-
-def _rounded_in_groups(x_NI: Tensor, offsets: Tensor, block: int | None) -> Tensor:
-    """`x` rounded to E4M3 with a scale for each column of each group of rows, or of each ``block`` rows of a group."""
-    if block is not None:
-        return _rounded(x_NI, 0, block)  # groups have whole blocks
-    group_N = torch.searchsorted(offsets, torch.arange(len(x_NI), device=x_NI.device), right=True)
-    # The last group has the rows of no expert.
-    bounds = torch.cat([offsets.new_zeros(1), offsets, offsets.new_full((1,), len(x_NI))])
-    # `index_reduce_` and `scatter_reduce_` raise on a GPU under debug.deterministic, whatever they reduce by.
-    amax = torch.segment_reduce(x_NI.abs(), "max", offsets=bounds, initial=0.0, unsafe=True)
-    return _round(x_NI, _scale(amax)[group_N])
-
-
-def _scale(amax: Tensor) -> Tensor:
-    from torchao.float8.float8_utils import amax_to_scale
-
-    return amax_to_scale(amax, E4M3, round_scales_to_power_of_2=True)
-
-
-def _round(x: Tensor, scale: Tensor) -> Tensor:
-    from torchao.float8.float8_utils import to_fp8_saturated
-
-    return (to_fp8_saturated(x.float() * scale, E4M3).float() / scale).to(x.dtype)

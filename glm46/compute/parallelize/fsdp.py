@@ -27,15 +27,12 @@ def apply(model: Transformer, meshes: Meshes, parallelism: ParallelismConfig, tr
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
     )
-    # "default" under a pipeline: keep weights gathered for all micro-batches of a step. Schedules that split backward
-    # need it: they lose gradients of freed weights without an error.
-    frees = {"always": True, "never": False, "default": meshes.pipeline is None}
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
     if training.parameter_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu")
     if not training.parameter_offload:
         options["ignored_params"] = _held_experts(model, meshes)
-    of_layers = {"reshard_after_forward": frees[parallelism.fsdp_reshard_after_forward]} | options
+    of_layers = {"reshard_after_forward": not parallelism.keeps_gathered} | options
     for block in (*model.layers.values(), *model.mtp.values()):
         if meshes.expert_shard is not meshes.dense:
             for experts in (module for module in block.modules() if isinstance(module, Experts)):

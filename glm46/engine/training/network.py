@@ -18,6 +18,7 @@ from glm46.compute.model.transformer import LossSums, StageOutput, Transformer, 
 from glm46.compute.optim.optimizers import OptimizerGroup, build_optimizers
 from glm46.compute.parallelize.context import take_part
 from glm46.compute.parallelize.float8 import GatheredScales
+from glm46.compute.parallelize.float8_experts import RoundedExperts
 from glm46.compute.parallelize.fsdp import release_gathered
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.pipeline import Arguments, Fields, Pipeline
@@ -53,6 +54,7 @@ class Network:
     magnitudes: list[Magnitudes]
     """DoRA's, of each model; else none."""
     gathered_scales: GatheredScales
+    rounded_experts: RoundedExperts
     frozen_files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the files, by name, that frozen weights were read from; see `frozen_weights`."""
 
@@ -173,7 +175,7 @@ class Network:
             auxiliary: the loss to differentiate on pipeline stages without the head, from their auxiliary losses.
             fields: names in `batches` that are not arguments of the model.
         """
-        with self.gathered_scales.given():
+        with self.gathered_scales.given(), self.rounded_experts.kept():
             if self.pipeline is not None:
                 return self.pipeline.train(batches, arguments, objective, auxiliary, fields)
             model: Any = self.models[0]  # of FSDP2
@@ -291,6 +293,7 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool) -> Net
             else []
         ),
         gathered_scales=GatheredScales(named.values(), cluster.meshes.dense),
+        rounded_experts=RoundedExperts(models, plan),
         frozen={name: parameter for name, parameter in named.items() if name not in parameters},
     )
     network.route_at(schedule_value(plan.config.moe.router_temperature, plan.config.lr_scheduler.start_tokens))

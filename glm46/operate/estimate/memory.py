@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from glm46.config.float8_layers import keeps_rounded_experts
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import STATE_BLOCK, STATE_LEAST_ENTRIES
@@ -310,17 +311,26 @@ class _Step:
         sizes = self._layer_sizes(parts)
         layers = {prefix: size * width + sizes.stored[prefix] for prefix, size in sizes.computed.items()}
         trained = sizes.trained.values() or [0]
-        root, is_piped = layers.pop("", 0), self._layout.pp > 1
-        largest, policy = max(layers.values(), default=0), self._config.parallelism.fsdp_reshard_after_forward
-        keeps_all = policy == "never" or (policy == "default" and is_piped)
+        root, is_piped, largest = layers.pop("", 0), self._layout.pp > 1, max(layers.values(), default=0)
         # Otherwise the current layer and the prefetched one.
+        keeps_all = self._config.parallelism.keeps_gathered
         weights = sum(layers.values()) if keeps_all else min(2 * largest, sum(layers.values()))
         gradient = max(trained) * (width + self._reduce)
         if is_piped:
             # Backward in halves leaves the gradients of a micro-batch until the next one.
             splits = PIPELINE_SCHEDULES[self._config.parallelism.pipeline_parallel_schedule].splits_backward
             gradient = (sum if splits else max)(trained) * self._width
-        return weights + root + max(gradient, loss_buffers)
+        return weights + self._rounded(parts) + root + max(gradient, loss_buffers)
+
+    def _rounded(self, parts: list[StagePart]) -> float:
+        """The experts' weights in FP8, for forward and for backward, with scales; emulated in the compute type."""
+        if not keeps_rounded_experts(self._config):
+            return 0
+        mesh = mesh_of_stage(self._layout)
+        width, scales = (self._width, 0) if self._config.float8.emulate else (1, FP32)
+        units = (unit for part in parts for unit in fsdp_units(part, self._shape, self._layout))
+        sizes = [local_shape(row, self._shape, mesh) for unit in units for row in unit.rows if row.is_expert]
+        return sum(2 * width * prod(size) + scales * size[0] * (size[1] + size[2]) for size in sizes)
 
     def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
         """Bytes that a stage keeps of the forward of a micro-batch, on a rank with these stages."""

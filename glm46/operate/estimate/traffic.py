@@ -208,8 +208,7 @@ class _Step:
 
     def _fsdp(self, part: StagePart) -> Iterator[_Call]:
         """Weights in the compute type and gradients in the reduce type, both padded to equal shards."""
-        layout, count = self._layout, self._micro_batches
-        policy, is_piped = self._plan.config.parallelism.fsdp_reshard_after_forward, self._layout.pp > 1
+        layout, count, parallelism = self._layout, self._micro_batches, self._plan.config.parallelism
         # The first block with a backward prefetches the one before it, as all blocks do.
         forward_only = part.prefixes[: max(part.backward_from - 1, 0)] if self._has_backward else part.prefixes
         sizes: dict[int, dict[Parameter, int]] = {}  # equal blocks have one tuple of rows
@@ -220,11 +219,11 @@ class _Step:
                 sizes[id(unit.rows)] = {row: held_elements(row, self._shape, layout) for row in unit.rows}
             held = sizes[id(unit.rows)]
             in_fp8 = self._gathered_in_fp8(unit)
-            frees = not unit.is_root and (policy == "always" or (policy == "default" and not is_piped))
+            frees = not unit.is_root and not parallelism.keeps_gathered
             gathers, reduces = (2 * count if frees and unit.prefix not in forward_only else count), count
             if not self._has_backward:
                 gathers, reduces = (count if frees else 1), 0  # released after the last one
-            elif is_piped:
+            elif layout.pp > 1:
                 # Forward frees the weights, and backward leaves them for what follows. So each forward is followed by a
                 # gather, whatever the order, and the first one preceded by one.
                 gathers, reduces = (count + 1 if frees else 1), 1

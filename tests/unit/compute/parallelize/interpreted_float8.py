@@ -17,11 +17,12 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from glm46 import compat
-from glm46.compute.parallelize.float8 import E4M3, experts_product
+from glm46.compute.parallelize.float8_experts import E4M3, experts_kernels, experts_product
 from glm46.config.float8 import Float8Config
 from tests.unit.compute.model.test_experts import refuse_as_on_a_gpu
-from tests.unit.compute.parallelize.test_float8 import OFFSETS, ROWS, distance, operands, recipe_in_fp64
+from tests.unit.compute.parallelize.test_float8 import OFFSETS, ROWS, SIZES, distance, operands, recipe_in_fp64
 
+FLOAT8 = Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise")
 _convert_float = interpreter._convert_float
 
 
@@ -56,7 +57,7 @@ def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, o
 def main() -> None:
     # torchao and `compat` ask it, and it asks for a GPU.
     torch.utils._triton.has_triton = compat.has_triton = lambda: True
-    product = experts_product(Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise"))
+    product = experts_product(FLOAT8)
     from torchao.prototype.moe_training.kernels import float8_rowwise, jagged_float8_scales
 
     # Not the number of rows, by which each step would be tuned anew.
@@ -79,6 +80,26 @@ def main() -> None:
         wanted = recipe_in_fp64("rowwise", *(t.double() for t in (x[part], weight[expert], grad[part])))
         found = y.detach()[part], inputs[0].grad[part], of_weight
         rows.append([distance(got, want) for got, want in zip(found, wanted, strict=True)])
+    # torchao's own product, and weights that were rounded before, give the same bits.
+    from torchao.prototype.moe_training import fp8_grouped_mm
+
+    fp8_grouped_mm.triton_fp8_rowwise_3d_transpose_rhs = (
+        float8_rowwise.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
+    )
+    whole = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
+    kernels = experts_kernels(FLOAT8)
+    forms = [form for of_backward in (False, True) for form in kernels.forms(weight, of_backward)]
+    for other in (
+        lambda x, weight: whole(x, weight.transpose(1, 2), OFFSETS, pad_token_groups_for_grouped_mm=False),
+        lambda x, weight: product(x, weight, OFFSETS, *forms),
+    ):
+        again = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        result = other(*again)
+        result[:end].backward(grad[:end])
+        pairs = (result[:end], y[:end]), (again[0].grad[:end], inputs[0].grad[:end]), (again[1].grad, inputs[1].grad)
+        for group in range(len(SIZES)):
+            assert torch.equal(pairs[2][0][group], pairs[2][1][group]) or not SIZES[group]
+        assert all(torch.equal(*pair) for pair in pairs[:2])
     nothing = torch.empty(0, 64, dtype=torch.bfloat16, requires_grad=True)
     inputs[1].grad = None
     product(nothing, inputs[1], torch.zeros_like(OFFSETS)).backward(torch.empty(0, 32, dtype=torch.bfloat16))

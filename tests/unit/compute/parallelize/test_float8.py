@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from glm46 import compat
-from glm46.compute.model.experts import Experts, grouped_mm, grouped_outer
+from glm46.compute.model.experts import Experts
 from glm46.compute.model.layers import Linear
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer
-from glm46.compute.parallelize.float8 import (
+from glm46.compute.parallelize.float8 import linear_product
+from glm46.compute.parallelize.float8_experts import (
     E4M3,
+    Emulated,
     _rounded,
     _rounded_in_groups,
     experts_product,
-    linear_product,
 )
 from glm46.config.float8 import Float8Config
 from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
@@ -188,13 +189,11 @@ def test_gpu_kernels_of_the_experts_take_these_arguments():
     """They run only on a GPU; here their signature is read."""
     import inspect
 
-    from torchao.prototype.moe_training import fp8_grouped_mm, mxfp8_grouped_mm
+    from torchao.prototype.moe_training import mxfp8_grouped_mm
 
-    of_rowwise = fp8_grouped_mm._to_fp8_rowwise_then_scaled_grouped_mm
-    for product in (of_rowwise, mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm):
-        parameters = inspect.signature(product).parameters
-        assert list(parameters)[:3] == ["A", "B_t", "offs"]
-        assert {"out_dtype", "pad_token_groups_for_grouped_mm"} <= set(parameters)
+    parameters = inspect.signature(mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm).parameters
+    assert list(parameters)[:3] == ["A", "B_t", "offs"]
+    assert {"out_dtype", "pad_token_groups_for_grouped_mm"} <= set(parameters)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
@@ -202,22 +201,12 @@ def test_no_rows_reach_no_fp8_kernel_and_empty_experts_get_no_gradient(is_compil
     """The kernels raise in backward of no rows, and on some GPUs of compute capability 10.x leave the gradients of
     empty experts undefined; the stand-in does both."""
 
-    class Kernels(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, offsets):
-            ctx.save_for_backward(x, weight, offsets)
-            return grouped_mm(x, weight, offsets)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight, offsets = ctx.saved_tensors
+    class Kernels(Emulated):
+        def outer(self, grad, x, offsets):
             assert len(x) > 0, "Invalid strides/sizes"
-            of_weight = grouped_outer(x, grad.contiguous(), offsets)
-            return grouped_mm(grad.contiguous(), weight.transpose(1, 2), offsets), torch.where(
-                compat.empty_groups(offsets), torch.nan, of_weight
-            ), None  # fmt: skip
+            return torch.where(compat.empty_groups(offsets), torch.nan, super().outer(grad, x, offsets))
 
-    monkeypatch.setattr(compat, "float8_grouped_mm", lambda recipe: Kernels.apply)
+    monkeypatch.setattr(compat, "RowwiseKernels", Kernels)
     monkeypatch.setattr(compat, "gradients_of_empty_groups_are_undefined", lambda device: True)
     product = experts_product(Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise"))
     if is_compiled:
@@ -235,7 +224,7 @@ def test_gpu_kernels_of_the_experts_follow_the_recipe_in_tritons_interpreter():
     """With the layouts and the padding that they get on a GPU. Triton comes with the CUDA builds of torch."""
     pytest.importorskip("triton", minversion="3.7")  # before, its interpreter does not work with numpy 2.4
     here = Path(__file__)
-    paths = os.pathsep.join([str(here.parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(here.parents[4]), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(
         [sys.executable, here.with_name("interpreted_float8.py")],
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"},
