@@ -8,13 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from glm46 import compat
 from glm46.compute.distributed.host_memory import host_tensor
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import join, leave
@@ -24,8 +28,10 @@ from glm46.compute.model.experts import grouped_mm
 from glm46.compute.model.layers import RMSNorm
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.optim.newton_schulz import orthogonalize
+from glm46.compute.parallelize.float8_experts import experts_kernels
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.adapter import AdapterConfig
+from glm46.config.float8 import Float8Config
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
@@ -101,6 +107,17 @@ def measure_kernels(is_dry: bool) -> Result:
         product = lambda given=given, offsets=offsets: grouped_mm(given, experts, offsets)  # noqa: E731
         moved = 2.0 * (given.numel() + experts.numel() + 2 * width * len(given))
         work[f"grouped product, {of_expert} rows of an expert"] = product, moved, 4.0 * len(given) * D * width
+        if is_dry or torch.cuda.get_device_capability()[0] in (9, 10):
+            kernels = experts_kernels(
+                Float8Config(recipe_name="rowwise", experts_recipe_name="rowwise", emulate=is_dry)
+            )
+            assert kernels is not None
+            of_weight = partial(kernels.forms, experts.transpose(1, 2), of_backward=False)
+            in_fp8 = partial(kernels.multiply, given, of_weight(), offsets)
+            moved = 3.0 * given.numel() + experts.numel() + 4.0 * width * len(given)
+            work[f"the same in FP8, {of_expert} rows"] = in_fp8, moved, 2.0 * len(given) * D * width
+            work["weights rounded to FP8"] = of_weight, 3.0 * experts.numel(), 0
+    work |= _attention(shape, T, device)
     for name, memory in host.items():
         copy = lambda memory=memory: large.copy_(memory, non_blocking=True)  # noqa: E731
         work[f"copy from the host, {name}"] = copy, 0, 0
@@ -112,6 +129,28 @@ def measure_kernels(is_dry: bool) -> Result:
             "GB/s": (large.numel() if "host" in name else moved) / seconds / 1e9 or None,
         })  # fmt: skip
     return {"copy_gb_per_second": bandwidth / 1e9, "product_tflops": flops / 1e12, "rows": table}
+
+
+def _attention(shape: ModelShape, tokens: int, device: torch.device) -> dict[str, tuple[Callable, float, float]]:
+    """Causal attention of one sequence by each kernel that takes it: that of documents, and those of SDPA."""
+    heads, groups, width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    q, k, v = (torch.randn(tokens, n, width, device=device).bfloat16() for n in (heads, groups, groups))
+    products, work = 2.0 * tokens**2 * heads * width, {}
+    if device.type == "cuda":
+        ends = torch.tensor([0, tokens], device=device, dtype=torch.int32)
+        varlen = lambda: compat.varlen_attention(q, k, v, ends, ends, tokens, tokens, (-1, 0))  # noqa: E731
+        work["attention of documents"] = varlen, 0.0, products
+    whole = [x.transpose(0, 1).unsqueeze(0) for x in (q, *(x.repeat_interleave(heads // groups, 1) for x in (k, v)))]
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
+        def attend(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*whole, is_causal=True)
+
+        with suppress(RuntimeError):  # not on this device
+            attend()
+            work[f"attention, {backend.name}"] = attend, 0.0, products
+    return work
 
 
 def _model(is_dry: bool, depths: int) -> Transformer:

@@ -233,6 +233,21 @@ def a_hang_report_sees_collectives(process: Process) -> None:
     last = [position for position in found["collectives"].values() if "reduce" in position[1]]
     assert last and max(position[0] for position in last) >= 500, found
     assert text.startswith('{"gloo"')
+    if not x.is_cuda:
+        return
+    number = max(position[0] for position in last) + 1
+
+    def completed() -> int:
+        return max(position[2] for position in collectives_here()[0]["collectives"].values() if "reduce" in position[1])
+
+    torch.cuda._sleep(4_000_000_000)  # a kernel that is stuck for two seconds, before the next collective on the stream
+    dist.all_reduce(x, group=group)
+    assert completed() < number
+    torch.cuda.synchronize()
+    end = time.monotonic() + 60
+    while completed() < number and time.monotonic() < end:  # its watchdog looks from time to time
+        time.sleep(0.05)
+    assert completed() == number
 
 
 def build(process: Process, axes: tuple[str, ...], **degrees: str) -> Job:
