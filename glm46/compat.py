@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as _functional_collectives
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import profiler
@@ -204,6 +205,18 @@ def mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
+def add_mm_in_fp32(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """FP32 ``total``, in place, plus the product of matrices; without a total, the product. A GPU sums BF16 products in
+    FP32 itself: no result in BF16 is written, read and rounded."""
+    if a.dtype == torch.float32:
+        return a @ b if total is None else total.addmm_(a, b)
+    if a.device.type not in ("cuda", "meta"):
+        return (a @ b).float() if total is None else total.add_(a @ b)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
 _varlen_attn: Any = varlen_attn  # with arguments that are new in 2.12
 _GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Asks for fewer key heads than query heads; torch 2.11 takes them unasked. Here, because compiled layers call it."""
@@ -330,6 +343,36 @@ def wait_for_exchange(rows: Tensor) -> Tensor:
     arrived = torch.ops._c10d_functional.wait_tensor(rows)
     _waited.seconds += time.perf_counter() - began
     return arrived
+
+
+def gather_in_graph(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks along a dimension, as operators of a compiled graph. Inductor may join them with the
+    product that reads them (`_micro_pipeline_tp`). Differentiable. torch has such operators in a private module."""
+    return _functional_collectives.all_gather_tensor_autograd(x, dim, group)
+
+
+def scatter_sum_in_graph(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, of which each gets its part along a dimension; see `gather_in_graph`."""
+    return _functional_collectives.reduce_scatter_tensor_autograd(x, "sum", dim, group)
+
+
+def sum_in_graph(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, without a gradient; see `gather_in_graph`."""
+    return _functional_collectives.all_reduce(x, "sum", group)
+
+
+def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
+    """Let inductor run the collectives of a group in the products next to them, through memory that its GPUs share.
+
+    torch has the switch as a private key only. The group is made known to symmetric memory: torch 2.11 raises without
+    it, and 2.14 calls it deprecated.
+    """
+    import torch._inductor.config
+    from torch.distributed import _symmetric_memory
+
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
 EXCHANGE_OPERATOR = torch.ops._c10d_functional.all_to_all_single.default

@@ -120,6 +120,10 @@ class _ModelBase(Section):
     """"builtin" is the shipped vocabulary of 8,192 tokens; else a .tiktoken rank file, a Hugging Face
     tokenizer.json or its folder, or ``hf://owner/name``."""
 
+    attention_kernel: Literal["default", "FA3", "FA4"] = "default"
+    """Flash attention on a GPU: the kernel that torch brings, or that of a package: FA3 is FlashAttention 3
+    (`flash_attn_interface`, for Hopper), FA4 is FlashAttention 4 (`flash_attn.cute`, for Hopper and Blackwell)."""
+
     @property
     def stated_shape(self) -> dict[str, Any]:
         """The keys of the shape that the table sets."""

@@ -54,6 +54,12 @@ class ParallelismConfig(Section):
     """Ranks that share each matrix (tensor with sequence parallel). Divides model.num_key_value_heads, or is a multiple
     of it: equal numbers of ranks then share a key head."""
 
+    enable_async_tensor_parallel: Annotated[
+        bool, Needs("tensor_parallel_degree", above=1), Needs("compile.enable", True)
+    ] = False
+    """Let inductor split the products next to the gathers and sums of tensor parallelism, and send a part while it
+    multiplies another. For GPUs that are joined by NVLink."""
+
     pipeline_parallel_degree: int = Field(1, ge=1)
     """Ranks that hold different layers."""
 

@@ -41,15 +41,15 @@ GRAPHS = {
     "pp2-DualPipeV-micro4-compiled": (0, 3),
     "ep2-compiled-inductor": (9, 11),
     "ep2-compiled-routes": (10, 12),  # prediction layers take no routes, so they share less code with MoE layers
-    "cp2-compiled-ring": (10, 15),
-    "tp2-keys1-compiled": (21, 23),
-    "cp2-tp2-ep4-experts12-selective_ac-compiled": (25, 22),
+    "cp2-compiled-ring": (5, 9),
+    "tp2-keys1-compiled": (5, 10),
+    "cp2-tp2-ep4-experts12-selective_ac-compiled": (14, 16),
     "ep2-selective_ac-compiled-lora-in_fp8": (7, 7),
-    "cp2-tp2-ep4-experts12-compiled-lora": (28, 21),
-    "cp2-tp2-ep4-experts12-compiled-dora": (28, 21),
+    "cp2-tp2-ep4-experts12-compiled-lora": (16, 17),
+    "cp2-tp2-ep4-experts12-compiled-dora": (16, 17),
     "ep2-compiled-hosts_of_2": (10, 11),
-    "tp2-ep4-experts12-selective_ac-compiled-dora-hosts_of_2": (24, 18),
-    "tp2-ep8-experts16-selective_ac-compiled-hosts_of_2": (22, 18),
+    "tp2-ep4-experts12-selective_ac-compiled-dora-hosts_of_2": (10, 9),
+    "tp2-ep8-experts16-selective_ac-compiled-hosts_of_2": (11, 11),
 }
 """Graph breaks and graphs of compiled layouts on a rank. A layer is one graph of its kind, dense, MoE or prediction;
 each exchange with other ranks is a break. Lower them after an improvement."""

@@ -103,6 +103,8 @@ def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: dist
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return compat.sum_in_graph(x, group)
     out = x.clone()
     with waiting_for_ranks():
         dist.all_reduce(out, group=group)
@@ -143,6 +145,8 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         [B, ranks * s, ...], in rank order.
     """
+    if torch.compiler.is_compiling():
+        return compat.gather_in_graph(x, 1, group)
     return _Differentiable.apply(x, partial(_gather, group=group), partial(_scatter, group=group))
 
 
@@ -161,4 +165,6 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         [B, s, ...].
     """
+    if torch.compiler.is_compiling():
+        return compat.scatter_sum_in_graph(x, 1, group)
     return _Differentiable.apply(x, partial(_scatter, group=group), partial(_gather, group=group))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glm46 import compat
 from glm46.compute.model.attention_layout import AttentionLayout
+from glm46.config.errors import UserError
 
 _BLOCK = 128
 """Queries of a run that a block has, at most."""
@@ -27,15 +28,45 @@ _PADDED = 1.25
 """Pairs of such a block with padding over those without, at most."""
 
 
+_HAS_PACKAGES = hasattr(torch.nn.attention, "list_flash_attention_impls")
+"""Older releases of torch run their own kernels only."""
+
+
 def has_flash_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """True if the flash kernel takes tensors of this kind; on the meta device it has no values."""
     return device.type in ("cuda", "meta") and dtype in (torch.bfloat16, torch.float16)
 
 
+def use_attention_kernel(name: str) -> None:
+    """Let torch's flash operators run the kernels that `model.attention_kernel` names, in this process.
+
+    Raises:
+        UserError: no GPU, torch does not know the kernels, or their package is missing.
+    """
+    if name == "default":
+        return
+    key, remedy = f'model.attention_kernel = "{name}"', 'or set "default"'
+    if not torch.cuda.is_available():
+        raise UserError(f"{key}: these kernels run on a GPU; remove the key, {remedy}")
+    known = torch.nn.attention.list_flash_attention_impls() if _HAS_PACKAGES else []
+    if name not in known:
+        raise UserError(f"{key}: torch {torch.__version__} knows {', '.join(known) or 'none'}; update torch, {remedy}")
+    try:
+        torch.nn.attention.activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        raise UserError(f"{key}: {error}; install the package, {remedy}") from error
+
+
+def flash_package() -> str:
+    """Comma and name of the kernels that `use_attention_kernel` has chosen; '' for those of torch."""
+    package = torch.nn.attention.current_flash_attention_impl() if _HAS_PACKAGES else None
+    return f", {package}" if package else ""
+
+
 def describe_core(device: torch.device, dtype: torch.dtype) -> str:
     """A text about the kernel of attention, for the first message of a run."""
     if has_flash_kernel(device, dtype):
-        return "variable-length flash attention"
+        return f"variable-length flash attention{flash_package()}"
     return f"blocks of {_BLOCK} queries by " + ("torch's CPU kernel" if device.type == "cpu" else "matrix products")
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from glm46.run.sizes import LOSS_CHUNK_TOKENS
+from glm46 import compat
+from glm46.run.sizes import LOSS_CHUNK_TOKENS, TRAINED_LOSS_CHUNK_TOKENS
 
 IGNORE = -100
 """Label of a position without a target."""
@@ -138,12 +139,8 @@ class _Gradients:
         if not self._needs_weight:
             return
         targets = self._hidden[rows] * is_target
-        if self._of_weight is None:  # a sum that starts with zeros would write and read them once more
-            self._of_weight = (grad_logits.t() @ targets).float()  # fp32: BF16 loses low bits over many chunks
-        elif self._of_weight.dtype == targets.dtype:
-            self._of_weight.addmm_(grad_logits.t(), targets)
-        else:
-            self._of_weight += grad_logits.t() @ targets
+        # FP32: BF16 loses low bits over many chunks. A sum that starts with zeros would write and read them once more.
+        self._of_weight = compat.add_mm_in_fp32(self._of_weight, grad_logits.t(), targets)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of hidden states and weight, each in the dtype of its tensor."""
@@ -239,12 +236,17 @@ def _rows(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return (hidden, weight) if torch.is_grad_enabled() else (hidden.detach(), weight.detach())
 
 
+def _chunk_tokens(weight: Tensor) -> int:
+    is_trained = torch.is_grad_enabled() and weight.requires_grad
+    return TRAINED_LOSS_CHUNK_TOKENS if is_trained and weight.device.type != "cpu" else LOSS_CHUNK_TOKENS
+
+
 def summed_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     part: VocabularyPart | None = None,
-    chunk_tokens: int = LOSS_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
 ) -> HeadOutput:
     """Fast form: sum over labels of -log softmax(hidden @ weight.T)[label], with gradients computed in forward.
 
@@ -255,9 +257,9 @@ def summed_loss(
         part: None if `weight` is the whole vocabulary. Otherwise collective: each rank returns the sum over its own
             part of the sequence, so that the ranks add up to the whole. Gradients are those of the whole sum; the
             gradient of `hidden` is this rank's summand of it.
-        chunk_tokens: tokens per chunk of logits.
+        chunk_tokens: tokens per chunk of logits. None: as `glm46.run.sizes` says.
     """
-    is_counted = labels != IGNORE
+    is_counted, chunk_tokens = labels != IGNORE, chunk_tokens or _chunk_tokens(weight)
     if part is not None:
         is_mine = torch.zeros_like(is_counted)
         is_mine.chunk(part.ranks, dim=1)[part.rank].fill_(True)
@@ -273,7 +275,7 @@ def token_logprobs(
     weight: Tensor,
     labels: Tensor,
     part: VocabularyPart | None = None,
-    chunk_tokens: int = LOSS_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     *,
     entropy: bool = False,
     temperature: float = 1.0,
@@ -285,6 +287,7 @@ def token_logprobs(
     and must compute the same objective from them, so that its gradient counts once.
     """
     # The gradient of the entropy needs a second tensor as large as the logits.
+    chunk_tokens = chunk_tokens or _chunk_tokens(weight)
     chunk_tokens = -(-chunk_tokens // 2) if entropy else chunk_tokens
     logprobs, entropies, predictions = _TokenLogprobs.apply(
         *_rows(hidden, weight), labels.contiguous(), part, chunk_tokens, 1.0 / temperature, entropy

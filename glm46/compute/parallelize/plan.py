@@ -2,12 +2,14 @@
 
 import torch
 
+from glm46 import compat
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import activation_checkpoint, compile, context, expert, float8, fsdp, tensor
+from glm46.config.errors import UserError
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.run.plan import Plan
 
@@ -48,6 +50,12 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
             sizes_vary=config.rl is not None,
             splits_backward=meshes.pipeline is not None and schedule.splits_backward,
         )
+    if config.parallelism.enable_async_tensor_parallel and meshes.tensor is not None:
+        if cluster.device.type != "cuda":
+            raise UserError(
+                "parallelism.enable_async_tensor_parallel = true: only GPUs share memory; remove it, or train on GPUs"
+            )
+        compat.overlap_tensor_parallel(meshes.tensor.get_group())
     if config.activation_checkpoint.mode != "none":
         # Before FSDP2, whose hooks must gather weights around the whole layer.
         activation_checkpoint.apply(model, config.activation_checkpoint.mode)

@@ -75,24 +75,23 @@ def _ranks_of_head(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     return group_of_partition(torch.arange(dist.get_world_size()).view(-1, size))
 
 
-# The following functions take the forward of a module and return its replacement. The collectives stay outside of
-# compiled graphs, which would trace our autograd functions into their parts.
+# The following functions take the forward of a module and return its replacement.
 
 
 def _on_whole_sequences(forward, group: dist.ProcessGroup):
-    gather = torch.compiler.disable(lambda x: gather_sequence(x, group))
-    scatter = torch.compiler.disable(lambda x: scatter_sum(x, group))
-
     def on_whole_sequences(x: Tensor, *arguments) -> Tensor:
-        return scatter(forward(gather(x), *arguments))
+        return scatter_sum(forward(gather_sequence(x, group), *arguments), group)
 
     return on_whole_sequences
 
 
 def _of_whole_head(forward, group: dist.ProcessGroup):
     # The features of a token take the place of its sequence: backward sums the gradients of the ranks' own queries.
-    gather = torch.compiler.disable(lambda x: gather_sequence(x.flatten(0, 1), group).unflatten(0, x.shape[:2]))
-    return lambda x: gather(forward(x))
+    def of_whole_head(x: Tensor) -> Tensor:
+        part = forward(x)
+        return gather_sequence(part.flatten(0, 1), group).unflatten(0, part.shape[:2])
+
+    return of_whole_head
 
 
 def _with_own_padding(forward, group: dist.ProcessGroup):
@@ -112,5 +111,4 @@ def _with_whole_output(forward, group: dist.ProcessGroup):
 
 
 def _sum_also_over(sum_over_others, group: dist.ProcessGroup):
-    over_group = torch.compiler.disable(lambda x: sum_over_ranks(x, group))
-    return lambda x: over_group(sum_over_others(x))
+    return lambda x: sum_over_ranks(sum_over_others(x), group)

@@ -13,6 +13,7 @@ from glm46.compute.distributed.environment import (
 from glm46.compute.distributed.mesh import Cluster, build_cluster
 from glm46.compute.distributed.process import join, leave, ranks_of_every_host, use_deterministic_kernels
 from glm46.compute.distributed.process_control import die_with_parent
+from glm46.compute.model.attention_runs import use_attention_kernel
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.heartbeat import Heartbeat
@@ -63,6 +64,7 @@ def run(
         locks = lock_run(dump_folder, config.folders_apart)
     if config.debug.deterministic:
         use_deterministic_kernels()
+    use_attention_kernel(config.model.attention_kernel)
     warnings = KeptWarnings()
     ends.enter_context(warnings.listening())
     process = join(config.comm.init_timeout_seconds)

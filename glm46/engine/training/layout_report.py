@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.compute.distributed.local_tensor import local_tensor
-from glm46.compute.model.attention_runs import describe_core
+from glm46.compute.model.attention_runs import describe_core, flash_package
 from glm46.compute.optim.roles import RoleRow, add_role_rows
 from glm46.config.float8_layers import describe_float8
 from glm46.config.parallelism import ParallelismConfig
@@ -72,7 +72,7 @@ def _attention(task: Task) -> str:
     windows = dict.fromkeys(stage.shape.sliding_window for stage in task.plan.text_stages)
     has_window = any(window is not None for window in windows)
     if cp == 1 and not config.data.document_mask and not has_window:
-        return "causal, by torch's scaled_dot_product_attention"
+        return f"causal, by torch's scaled_dot_product_attention{flash_package()}"
     said = [describe_core(task.cluster.device, getattr(torch, config.training.mixed_precision_param))]
     if config.data.document_mask:
         said.append("within documents")

@@ -49,7 +49,7 @@ from glm46.run.checkpoint_size import STATE_WIDTHS, WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, part_rows
 from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
-from glm46.run.sizes import LOSS_CHUNK_TOKENS, OFFLOAD_SLOTS, PROBE_BYTES
+from glm46.run.sizes import LOSS_CHUNK_TOKENS, OFFLOAD_SLOTS, PROBE_BYTES, TRAINED_LOSS_CHUNK_TOKENS
 
 OFFLOAD_ITEM_BYTES = 512 * 2**20
 """Largest item, unless a single tensor is larger: Muon's default workspace and bucket allow matrices of 256 MiB in
@@ -127,7 +127,7 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     Args:
         device: "gpu" or "cpu"; decides the memory of the process itself.
     """
-    step = _Step(plan, stage_index)
+    step = _Step(plan, stage_index, device)
     parts = parts_of_ranks(plan)
     plans = [step.memory_of(rank, of_rank) for rank, of_rank in enumerate(parts)]
     others = [other_networks(plan, m.weights, m.gradients + m.optimizer) for m in plans]
@@ -208,7 +208,8 @@ def _layer_sizes(parts: tuple[StagePart, ...], shape: ModelShape, layout: Layout
 class _Step:
     """The largest step of a plan in one stage of text."""
 
-    def __init__(self, plan: Plan, stage_index: int):
+    def __init__(self, plan: Plan, stage_index: int, device: str):
+        self._device = device
         stage = plan.text_stages[stage_index]
         self._config, self._layout, self._shape, self._length = plan.config, plan.layout, stage.shape, stage.seq_len
         self._micro_batches = plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
@@ -453,10 +454,11 @@ class _Step:
     def _loss_buffers(self) -> float:
         """Logits of one chunk, their softmax, and the sum of the gradient of the head's weight over the chunks."""
         head, tokens = self._head_elements(), self._tokens * self._layout.tp
-        is_cast = self._width != FP32
-        logits = min(LOSS_CHUNK_TOKENS, tokens) * head / self._shape.hidden_size * (FP32 + self._width * is_cast)
-        sums = is_cast * head * (FP32 + self._width * (tokens > LOSS_CHUNK_TOKENS))
-        return logits + sums * (self._config.adapter is None)
+        is_cast, is_trained, has_gpu = self._width != FP32, self._config.adapter is None, self._device == "gpu"
+        chunk = TRAINED_LOSS_CHUNK_TOKENS if is_trained and has_gpu else LOSS_CHUNK_TOKENS
+        logits = min(chunk, tokens) * head / self._shape.hidden_size * (FP32 + self._width * is_cast)
+        sums = is_cast * head * (FP32 + self._width * (not has_gpu and tokens > chunk))
+        return logits + sums * is_trained
 
     def _head_elements(self) -> int:
         head = next(row for row in part_rows(self._shape, "head") if row.name == "lm_head.weight")

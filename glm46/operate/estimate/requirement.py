@@ -125,6 +125,11 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
         faults += [] if fits else [margin]
         if not fits and needed > 1 and not gpus:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
+    if not machine.gpus:
+        kernel = config.model.attention_kernel
+        of_gpus = [f'model.attention_kernel = "{kernel}"'] if kernel != "default" else []
+        of_gpus += ["parallelism.enable_async_tensor_parallel = true"] * config.parallelism.enable_async_tensor_parallel
+        faults += [f"{key} needs a GPU; found: none; remove it" for key in of_gpus]
     faults += [*fp8_faults(config.float8, machine), *_torch_faults(config, metadata.version("torch"))]
     return Verdict(faults, margin, plan, memory, text, stage_table(plan, of_stages, capacity))
 

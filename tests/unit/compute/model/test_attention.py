@@ -15,12 +15,15 @@ from glm46.compute.model.attention import attend
 from glm46.compute.model.attention_layout import attention_layout
 from glm46.compute.model.attention_runs import (
     block_attention,
+    describe_core,
     part_attention,
     part_attention_backward,
     plain_attention,
     plain_attention_backward,
+    use_attention_kernel,
 )
 from glm46.compute.model.router import RoutingOptions
+from glm46.config.errors import UserError
 
 
 def dense(q, k, v, documents, window):
@@ -434,3 +437,48 @@ def test_parts_of_the_keys_give_the_softmax_of_all(packed, ranks):
         found = around_a_ring(q, k, v, grad, documents, ranks)
     for got, want in zip(found, wanted, strict=True):
         assert error(got, want.flatten(0, 1)) < 1e-13
+
+
+class FakeKernels:
+    """What a package of flash attention registers with torch."""
+
+    def __init__(self):
+        self.is_active = True
+
+    def remove(self) -> None:
+        self.is_active = False
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Kernels of FA3 as their package would register them; FA4 as one that is not installed."""
+
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+
+    registry, kernels = torch.nn.attention._registry, FakeKernels()
+    monkeypatch.setattr(registry, "_FLASH_ATTENTION_IMPLS", {"FA3": lambda: kernels, "FA4": missing})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield kernels
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def test_the_attention_kernel_that_a_run_names_is_active_and_named(registered):
+    gpu = torch.device("cuda")
+    use_attention_kernel("default")
+    assert describe_core(gpu, torch.bfloat16) == "variable-length flash attention"
+    use_attention_kernel("FA3")
+    assert registered.is_active and describe_core(gpu, torch.bfloat16) == "variable-length flash attention, FA3"
+    torch.nn.attention.restore_flash_attention_impl()
+    assert not registered.is_active
+
+
+def test_an_attention_kernel_that_cannot_run_is_refused(registered, monkeypatch):
+    with pytest.raises(UserError, match='model.attention_kernel = "FA4": .*flash_attn.*install the package'):
+        use_attention_kernel("FA4")
+    monkeypatch.setattr(torch.nn.attention._registry, "_FLASH_ATTENTION_IMPLS", {})
+    with pytest.raises(UserError, match='"FA3": torch .* knows none; update torch, or set "default"'):
+        use_attention_kernel("FA3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match='"FA3": these kernels run on a GPU'):
+        use_attention_kernel("FA3")

@@ -101,7 +101,15 @@ def test_a_machine_without_fp8_is_named_with_what_to_do():
     assert "it has none of these products" in found(L40S) and "can run BF16: remove the key" in found(A100)
     text = found(NODE, experts_recipe_name="mxfp8")
     assert "B200, B300); found: NVIDIA H100" in text and 'take "rowwise", which it can run' in text
-    assert "It fits." in found(NODE)
+
+
+def test_attention_kernels_of_a_package_need_a_gpu():
+    run = _run("debug", seq_len=512)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"attention_kernel": "FA3"})})
+    assert (
+        'model.attention_kernel = "FA3" needs a GPU; found: none' in describe_requirement(run, SMALL, world_size=1)[1]
+    )
+    assert "It fits." in describe_requirement(run, NODE, world_size=1)[1]
 
 
 def test_a_base_in_fp8_that_this_torch_cannot_shard_is_named(monkeypatch):
