@@ -29,12 +29,11 @@ VERBS = {
     "convert": "weights from and to Hugging Face folders; see convert --help",
     "generate": "text from a checkpoint or a Hugging Face folder; see generate --help",
     "evaluate": "loss by source and position, needle in a haystack; see evaluate --help",
-    "serve-config": "check a folder and print the commands of vLLM and SGLang that serve it",
     "schema": "print the JSON schema of the TOML file",
     "init": "write the shipped TOML files and their schema",
 }
-"""Help of each verb. The function of the verb ``serve-config`` is `serve_config_command` in
-`glm46.commands.serve_config`, and so on."""
+"""Help of each verb. The function of the verb ``setup-cluster`` is `setup_cluster_command` in
+`glm46.commands.setup_cluster`, and so on."""
 
 
 MOST_PROCESSES = 2**20

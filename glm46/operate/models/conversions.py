@@ -113,6 +113,9 @@ def _export(
     with bytes_progress("writing weights", total, _report) as report:
         size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
     print(f"{arguments.output}: {size:,} bytes of weights in {dtype}")
+    print(
+        f"vllm serve {arguments.output} serves it, and python -m sglang.launch_server --model-path {arguments.output}"
+    )
     if router_temperature != 1.0:
         print(f"router temperature of its last step: {router_temperature:g}; the gates are divided by it")
     if shape.rope_scaling is not None:

@@ -49,7 +49,7 @@ def without_torch():
 
 
 @pytest.mark.parametrize(("words", "answer"), [
-    ("plna", "did you mean plan?"), ("trian", "did you mean train?"), ("serve-confg", "did you mean serve-config?"),
+    ("plna", "did you mean plan?"), ("trian", "did you mean train?"), ("setup-clstr", "did you mean setup-cluster?"),
     ("checkpoint lst", "did you mean list?"), ("rl inspct", "did you mean inspect?"),
     ("convert to-fh", "did you mean to-hf?"), ("benchmark modl", "did you mean model?"),
     ("benchmark model --flavor debgu", "did you mean debug?"), ("plot x --x token", "did you mean tokens?"),
