@@ -6,7 +6,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-CONTESTANTS = ("ours", "ours compiled", "transformers grouped_mm", "transformers default", "torchtitan MoE")
+CONTESTANTS = ("ours", "ours compiled")
 """Of a training step."""
 SECONDS = 60.0
 """Time of all rounds if their number is not stated; at least `_FEWEST` rounds run."""

@@ -38,9 +38,6 @@ TABLE = [
     (["rl", "inspect", "a"], ["--samples"], COUNT),
     (["rl", "inspect", "a"], ["--step"], NONE),
     (["benchmark", "model"], ["--layers", "--batch", "--seq-len", "--rounds", "--threads"], COUNT),
-    (["benchmark", "finetune"], ["--layers", "--experts", "--vocabulary", "--rank", "--expert-rank"], COUNT),
-    (["benchmark", "generate"], ["--batch", "--prompt-tokens", "--samples", "--rounds"], COUNT),
-    (["benchmark", "generate"], ["--new-tokens"], ["1", *COUNT]),
     (["benchmark", "checkpoint"], ["--gib"], AMOUNT),
     (["benchmark", "rates"], ["--tokens"], COUNT),
 ]  # fmt: skip
@@ -67,4 +64,4 @@ def test_the_table_has_every_option_with_a_number():
     types = "int|float|positive|port|above_zero|process_count|whole"
     number = re.compile(rf'"(--[\w-]+)",(?: "--[\w-]+",)?\s*type=(?:{types})')
     found = {option for file in COMMANDS.glob("*.py") for option in number.findall(file.read_text(encoding="utf-8"))}
-    assert len(found) > 40 and found <= named, found - named
+    assert len(found) > 30 and found <= named, found - named

@@ -362,7 +362,6 @@ def test_a_mistyped_address_in_a_key_is_answered_with_the_right_form(key, addres
     ["generate", "--prompt", "a", "--model"], ["rl", "inspect", "folder", "--tokenizer"],
     ["evaluate", "--tasks", "position", "--data", "x", "--model"],
     ["convert", "from-hf", "--output", "out", "--model"], ["inspect", "folder", "--tokenizer"],
-    ["benchmark", "generate", "--model"],
 ])  # fmt: skip
 def test_a_mistyped_address_in_an_option_is_answered_with_the_right_form(command, address, capsys):
     assert main([*command, address]) == 2
