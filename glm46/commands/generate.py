@@ -35,7 +35,7 @@ def generate_command(argv: Sequence[str]) -> int:
     is_chat = not arguments.prompt
     if is_chat and (count := processes(arguments)) > 1:
         raise UserError(
-            f"--chat without --prompt: talks in one process, not in {count}; unset NGPU and leave out --nproc, or serve "
+            f"--chat without --prompt: talks in one process, not in {count}; unset NGPU, leave out --nproc, or serve "
             "the model (docs/deployment.md)"
         )
     if launched_world_size() is None:

@@ -11,8 +11,7 @@ from glm46.operate.launch.config_options import config_parser, parse_with_overri
 from glm46.operate.launch.host_group import CONNECTIONS
 from glm46.operate.launch.launch_hosts import launch_hosts
 from glm46.operate.launch.one_node import launch_here, load_run, take_orders
-from glm46.operate.launch.standby import Standby
-from glm46.operate.launch.torchrun import LauncherSignals
+from glm46.operate.launch.torchrun import LauncherSignals, Standby
 
 
 def launch_command(argv: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ VERBS = {
     "rl": "show samples of reinforcement learning; see rl --help",
     "inspect": "count and show what is in a folder of shards; see inspect --help",
     "metrics": "serve the metrics of a run for Prometheus; see metrics --help",
-    "plot": "draw metrics of runs, or the curriculum of TOML files, as a picture; see plot --help",
+    "plot": "draw metrics of runs as a picture; see plot --help",
     "convert": "weights from and to Hugging Face folders; see convert --help",
     "generate": "text from a checkpoint or a Hugging Face folder; see generate --help",
     "evaluate": "loss by source and position, needle in a haystack; see evaluate --help",

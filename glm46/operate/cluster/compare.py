@@ -9,7 +9,7 @@ from pathlib import Path
 
 import glm46
 from glm46.operate.cluster.host import addresses_of
-from glm46.operate.cluster.results import FAIL, PASS, VERDICTS, WARN, HostReport, Result, Subject
+from glm46.operate.cluster.results import FAIL, PASS, WARN, HostReport, Result, Subject
 from glm46.operate.estimate.machine import driver_version
 
 _PACKAGES = ("torch", "torchao", "numpy", "safetensors", "tiktoken", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -87,22 +87,6 @@ def as_json(reports: Sequence[HostReport], group: Sequence[Result], seconds: flo
         "group": [result._asdict() for result in group],
     }
     return json.dumps(content)
-
-
-def as_metrics(reports: Sequence[HostReport], group: Sequence[Result], now: float) -> str:
-    """Counts of verdicts for the textfile collector of node exporter; those of all ranks have the host ``all ranks``.
-
-    Args:
-        now: seconds since 1970.
-    """
-    lines = ["# HELP preflight_checks Checks of the last preflight by their verdict.", "# TYPE preflight_checks gauge"]
-    for host, results in [*((report.host, report.results) for report in reports), ("all ranks", group)]:
-        counts = Counter(result.verdict for result in results)
-        # As in JSON, a backslash and a quote are escaped.
-        lines += [f'preflight_checks{{host={json.dumps(host)},verdict="{name}"}} {counts[name]}' for name in VERDICTS]
-    lines += ["# HELP preflight_timestamp_seconds Time of the last preflight, since 1970 in UTC."]
-    lines += ["# TYPE preflight_timestamp_seconds gauge", f"preflight_timestamp_seconds {now:.0f}"]
-    return "\n".join(lines) + "\n"
 
 
 def from_json(line: str) -> tuple[list[HostReport], list[Result], float]:

@@ -18,7 +18,7 @@ from glm46.config.errors import UserError
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.estimate.machine import detect_machine, driver_version
 from glm46.operate.launch.environment import describe_version
-from glm46.operate.launch.host_group import HostAnswer, HostGroup
+from glm46.operate.launch.host_group import HostAnswer, HostGroup, module_command
 from glm46.operate.launch.nodes import VARIABLES, pbs_hosts
 
 _HOST_SECONDS = 60.0
@@ -64,9 +64,7 @@ def place_of_address(master: str, names: Sequence[str]) -> int | None:
 
 def ask_hosts(hosts: Sequence[Host], connection: str, argv: Sequence[str]) -> list[dict[str, Any] | str]:
     """The answer of each host, all asked at once; a text with the reason for a host that did not answer."""
-    settings = [f"{name}={value}" for name, value in variables_that_begin("PYTHONPATH").items()]
-    own = shlex.join(["env", *settings, sys.executable, "-m", "glm46", "setup-cluster", *argv])
-    command = f"cd {shlex.quote(str(Path.cwd()))} && exec {own}"
+    command = module_command(variables_that_begin("PYTHONPATH"), ["setup-cluster", *argv])
 
     def read(found: HostAnswer) -> dict[str, Any] | str:
         for line in found.output.splitlines():

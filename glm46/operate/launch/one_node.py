@@ -48,8 +48,7 @@ from glm46.operate.launch.rendezvous import (
 )
 from glm46.operate.launch.restarts import keep_running
 from glm46.operate.launch.saved_steps import LONGEST_ABSENCE, SavedSteps, known_step
-from glm46.operate.launch.standby import Standby
-from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, load_torchrun, run_ranks
+from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, Standby, load_torchrun, run_ranks
 from glm46.run.plan import Plan, resolve_plan
 
 _LONGER = 4
