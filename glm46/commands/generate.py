@@ -9,7 +9,7 @@ from glm46.compute.distributed.environment import launched_world_size
 from glm46.config.errors import UserError
 from glm46.config.options import VerbParser, integer, verb_parser, whole
 from glm46.operate.launch.ranks import processes, start_ranks
-from glm46.operate.models.model_options import add_model_options
+from glm46.operate.models.model_fit import add_model_options
 from glm46.storage.huggingface.hub import fetch_options, with_folders
 
 _NEW_TOKENS, _NEW_TOKENS_OF_AN_ANSWER = 128, 1024

@@ -1,4 +1,5 @@
-"""Comparison of a model with this machine, before it is downloaded, read or given to ranks; without torch."""
+"""The options of verbs that run a model, and the comparison of the model with this machine, before it is downloaded,
+read or given to ranks; without torch."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from glm46.files.local_disk import space_fault
 from glm46.operate.estimate.inference_memory import inference_bytes, memory_faults
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.memory import FP32
-from glm46.operate.launch.ranks import degrees_of, processes
+from glm46.operate.launch.ranks import add_rank_options, degrees_of, processes
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import generation_layout
 from glm46.run.parameters import named_rows
@@ -115,3 +116,18 @@ def require_conversion(arguments: argparse.Namespace) -> None:
         faults = [fault]
     if faults:
         raise UserError(*faults)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` or ``--checkpoint``, ``--adapter``, ``--tokenizer``, ``--dtype``, ``--device`` and the options of
+    ranks."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="Hugging Face folder, or hf://owner/name of the hub")
+    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument(
+        "--adapter", type=Path, help="PEFT folder, of LoRA or DoRA, that is added to the weights, or hf://…"
+    )
+    parser.add_argument("--tokenizer", help="tokenizer file or folder, or hf://…; default: the model's own")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
+    add_rank_options(parser)

@@ -19,8 +19,8 @@ from glm46.storage.data.conversation import FORMAT_AS_TEXT
 from glm46.storage.data.pairs import EQUAL_HALVES
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.storage.prepare.document_hashes import BANDS, band_hashes, evaluation_ngrams, is_contaminated, is_held_out
 from glm46.storage.prepare.documents import document_fault, encode_document, normalize
+from glm46.storage.prepare.duplicates import BANDS, band_hashes, evaluation_ngrams, is_contaminated, is_held_out
 from glm46.storage.prepare.input_files import find_files
 from glm46.storage.prepare.readers import InputPart, parts_of, read_part, with_line
 from glm46.storage.prepare.rows import EMPTY, BadDocument, Document, Fields
