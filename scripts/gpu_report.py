@@ -201,8 +201,8 @@ def benchmark_titan(folder: Path, is_dry: bool) -> Result:
 def _race(names: list[str], is_dry: bool) -> Result:
     import torch
 
-    from glm46.operate.benchmark.model_speed import Workload, median_ratio, race
     from glm46.run.flops import training_flops_per_token
+    from scripts.measure.model_speed import Workload, median_ratio, race
     from scripts.measure.speed_with_peers import CONTESTANTS
 
     if is_dry:

@@ -20,7 +20,7 @@ VERBS = {
     "setup-cluster": "check the hosts of a cluster, make their folders, write hostfile and job script",
     "prepare": "make the shards of the sources that are missing, verify the others",
     "plan": "say how big, how long and whether it fits, on any number of any GPU",
-    "benchmark": "measure speed and memory of this machine; see benchmark --help",
+    "benchmark": "measure the speed of this machine for a plan; see benchmark --help",
     "checkpoint": "list, verify, show or prune checkpoints; see checkpoint --help",
     "rl": "show samples of reinforcement learning; see rl --help",
     "inspect": "count and show what is in a folder of shards; see inspect --help",

@@ -1,16 +1,20 @@
 #!/usr/bin/env python
-"""Speed beside `transformers` and TorchTitan, of fine-tuning beside all weights, and of decoding.
+"""Speed and memory of a training step and of decoding beside `transformers` and TorchTitan, of fine-tuning beside all
+weights, and of checkpoints beside plain copies.
 
     python scripts/measure/speed_with_peers.py model --flavor debug --rounds 11
     python scripts/measure/speed_with_peers.py finetune --rounds 4
     python scripts/measure/speed_with_peers.py generate --flavor 100M --batch 8 --threads 1
+    python scripts/measure/speed_with_peers.py checkpoint --gib 2 --folder /mnt/disk
 
-`model` has the contestants of `python -m glm46 benchmark model` and the peers that are installed.
+Peers that are not installed are left out.
 """
 
 import argparse
+import platform
 import statistics
 import sys
+import time
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,28 +28,60 @@ from glm46.config.adapter import AdapterConfig  # noqa: E402
 from glm46.config.errors import UserError  # noqa: E402
 from glm46.config.faults import counted  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
-from glm46.operate.benchmark.benchmark_runs import (  # noqa: E402
-    default_device,
-    device_line,
-    progress,
-    race_on,
-    workload,
-)
-from glm46.operate.benchmark.model_speed import (  # noqa: E402
+from glm46.operate.launch.environment import describe_version  # noqa: E402
+from glm46.storage.huggingface.hub import fetch_options  # noqa: E402
+from scripts.measure.checkpoint_speed import checkpoint_speed  # noqa: E402
+from scripts.measure.finetune_speed import finetune_speed  # noqa: E402
+from scripts.measure.generation_speed import Decoding, generation_speed  # noqa: E402
+from scripts.measure.model_speed import (  # noqa: E402
     OWN,
     Build,
     Contestant,
     Workload,
     contestant_of,
+    peak_bytes_on_cpu,
+    race,
     speed_table,
 )
-from glm46.storage.huggingface.hub import fetch_options  # noqa: E402
-from scripts.measure.finetune_speed import finetune_speed  # noqa: E402
-from scripts.measure.generation_speed import Decoding, generation_speed  # noqa: E402
 from scripts.measure.peer import build_peer  # noqa: E402
 from scripts.measure.titan import with_titan_moe  # noqa: E402
 
 PEERS = "transformers", "torchtitan"
+_SECONDS_BETWEEN_LINES = 15.0
+
+
+class _Lines:
+    """Prints lines of progress to stderr: all on a terminal, elsewhere at most one in 15 seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if sys.stderr.isatty() or now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            print(text, file=sys.stderr, flush=True)
+
+
+progress = _Lines()
+
+
+def default_device(threads: int | None, kind: str | None = None) -> tuple[torch.device, torch.dtype]:
+    """A GPU and BF16 where there is one, else the CPU and FP32; torch takes so many threads."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(kind), torch.bfloat16 if kind == "cuda" else torch.float32
+
+
+def device_line(device: torch.device) -> str:
+    """Versions and the device, for a report."""
+    if device.type == "cuda":
+        return f"{describe_version()}, {torch.cuda.get_device_name(device)}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.machine()  # ARM lists no names
+    return f"{describe_version()}, {cpu}, {torch.get_num_threads()} threads"
 
 
 def build_transformers(name: str, work: Workload, ours: Transformer) -> Contestant:
@@ -69,12 +105,17 @@ CONTESTANTS: dict[str, Build] = OWN | {
 
 def model(arguments: argparse.Namespace) -> None:
     """Race a training step."""
-    work = workload(arguments)
+    device, dtype = default_device(arguments.threads, arguments.device)
+    dtype = dtype if arguments.dtype is None else getattr(torch, arguments.dtype)
+    work = Workload(arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers)
     missing = [peer for peer in PEERS if find_spec(peer) is None]
     missing += [] if work.device.type == "cuda" else ["ours compiled"]  # compilation takes minutes on a CPU
     missing += [] if work.dtype == torch.bfloat16 else ["torchtitan"]  # its experts compute in BF16
     names = arguments.only or [name for name in CONTESTANTS if not name.startswith(tuple(missing))]
-    contestants = race_on(work, {name: CONTESTANTS[name] for name in names}, arguments.rounds)
+    contestants = race(work, {name: CONTESTANTS[name] for name in names}, arguments.rounds, progress)
+    for one in contestants if device.type == "cpu" else ():
+        progress(f"measuring the memory of {one.name}")
+        one.peak_bytes = peak_bytes_on_cpu(one.name, CONTESTANTS[one.name], work, torch.get_num_threads())
     peers = [contestant for contestant in contestants if contestant.name.startswith(PEERS)]
     base = min(peers, key=lambda peer: statistics.median(peer.seconds)) if peers else contestants[0]
     versions = ", ".join(f"{peer} {metadata.version(peer)}" for peer in PEERS if find_spec(peer))
@@ -110,17 +151,27 @@ def generate(arguments: argparse.Namespace) -> None:
     print(generation_speed(work, rounds=arguments.rounds, **options, report=progress))
 
 
+def checkpoint(arguments: argparse.Namespace) -> None:
+    """Measure saves and loads."""
+    device, _ = default_device(arguments.threads)
+    print(checkpoint_speed(arguments.folder, arguments.gib, arguments.rounds, device, progress))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True)
     of_kind = {}
-    for run, flavor in ((model, "debug"), (finetune, "15B"), (generate, "debug")):
+    for run in (model, finetune, generate, checkpoint):
         of_kind[run] = kind = kinds.add_parser(run.__name__, help=run.__doc__)
         kind.set_defaults(run=run)
-        kind.add_argument("--flavor", default=flavor, choices=list(PRESETS), help="preset of the model")
         kind.add_argument("--rounds", type=int, help="timed rounds; absent: three to nine, about a minute")
         kind.add_argument("--threads", type=int, help="threads of torch; absent: its own choice")
-        kind.add_argument("--batch", type=int, default={model: 4}.get(run, 1), help="sequences")
+    for run, flavor, batch in ((model, "debug", 4), (finetune, "15B", 1), (generate, "debug", 1)):
+        of_kind[run].add_argument("--flavor", default=flavor, choices=list(PRESETS), help="preset of the model")
+        of_kind[run].add_argument("--batch", type=int, default=batch, help="sequences")
+    saves = of_kind[checkpoint]
+    saves.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure; absent: this folder")
+    saves.add_argument("--gib", type=float, default=1.0, help="size of the state")
     for run in (model, finetune):
         of_kind[run].add_argument("--layers", type=int, default={finetune: 3}.get(run), help="decoder layers")
         of_kind[run].add_argument("--seq-len", type=int, default=512, help="tokens of each sequence")

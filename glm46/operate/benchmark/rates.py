@@ -3,9 +3,12 @@
 Each rate is that of the model's own modules, forward and backward, at the sizes of one layer.
 """
 
+import argparse
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 
 import torch
 from torch import Tensor
@@ -17,7 +20,10 @@ from glm46.compute.model.experts import Experts
 from glm46.compute.model.layers import Linear, swiglu
 from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
+from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
+from glm46.config.options import require_writable
+from glm46.config.presets import PRESETS
 from glm46.engine.observe.hardware import measured_matmul_flops
 from glm46.operate.estimate.kernels import MOVED
 from glm46.operate.estimate.machine import detect_machine
@@ -44,6 +50,36 @@ class Rates:
         return flops | {
             "memory": self.memory / peaks.memory_bandwidth, "launch_seconds": self.launch_seconds, "source": source,
         }  # fmt: skip
+
+
+def benchmark_rates(arguments: argparse.Namespace) -> None:
+    """Measure what kernels reach of the peaks on a GPU, or on the CPU in FP32; print it, and write it to ``--json``.
+
+    Raises:
+        UserError: the GPU is unknown, or the file cannot be written.
+    """
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    kind, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = torch.device(kind)
+    peaks = device_peaks(device, dtype)
+    if peaks is None:
+        raise UserError(f"benchmark: the table of GPUs (glm46/run/peaks.py) lacks {torch.cuda.get_device_name()}")
+    if arguments.json is not None:
+        require_writable("--json", arguments.json)
+    rates = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)
+    source = f"{peaks.name}, {arguments.flavor}, {arguments.tokens:,} tokens, torch {torch.__version__}, {date.today()}"
+    found = json.dumps(rates.efficiencies(peaks, source), indent=2)
+    print(
+        f"--gpu '{peaks.name}:bf16={peaks.bf16_flops / 1e12:.4g},memory={peaks.memory_bytes / 2**30:.4g},"
+        f"bandwidth={peaks.memory_bandwidth / 1e9:.4g},link={peaks.link_bandwidth / 1e9:.4g}'"
+    )
+    print(found, flush=True)
+    if arguments.json is not None:
+        try:
+            arguments.json.write_text(found + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"benchmark: --json {arguments.json}: {error.strerror}; name another file") from error
 
 
 def measure_rates(shape: ModelShape, tokens: int, device: torch.device, dtype: torch.dtype) -> Rates:

@@ -37,9 +37,7 @@ TABLE = [
     (["checkpoint", "prune", "a"], ["--keep-latest-k", "--keep-every", "--keep-best-k"], COUNT),
     (["rl", "inspect", "a"], ["--samples"], COUNT),
     (["rl", "inspect", "a"], ["--step"], NONE),
-    (["benchmark", "model"], ["--layers", "--batch", "--seq-len", "--rounds", "--threads"], COUNT),
-    (["benchmark", "checkpoint"], ["--gib"], AMOUNT),
-    (["benchmark", "rates"], ["--tokens"], COUNT),
+    (["benchmark", "rates"], ["--tokens", "--threads"], COUNT),
 ]  # fmt: skip
 
 
@@ -64,4 +62,4 @@ def test_the_table_has_every_option_with_a_number():
     types = "int|float|positive|port|above_zero|process_count|whole"
     number = re.compile(rf'"(--[\w-]+)",(?: "--[\w-]+",)?\s*type=(?:{types})')
     found = {option for file in COMMANDS.glob("*.py") for option in number.findall(file.read_text(encoding="utf-8"))}
-    assert len(found) > 30 and found <= named, found - named
+    assert len(found) > 25 and found <= named, found - named

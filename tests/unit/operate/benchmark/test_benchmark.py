@@ -11,17 +11,16 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm46.cli import main
-from glm46.commands.benchmark import benchmark_command
 from glm46.compute.model.router import RoutingOptions
 from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.operate.benchmark import rates
-from glm46.operate.benchmark.model_speed import Contestant, Workload, build_ours, median_ratio, race
-from glm46.operate.benchmark.rounds import timed_rounds
 from glm46.operate.estimate.target_cluster import Efficiencies
 from scripts.measure import speed_with_peers
 from scripts.measure.finetune_speed import RECOMPUTED, TRAINED, FineTuningWork
+from scripts.measure.model_speed import Contestant, Workload, build_ours, median_ratio, race
+from scripts.measure.rounds import timed_rounds
 from scripts.measure.speed_with_peers import CONTESTANTS
 from scripts.measure.titan import with_titan_moe
 
@@ -120,7 +119,7 @@ def test_the_ratio_is_the_median_of_the_rounds():
 
 
 def test_different_losses_are_refused(monkeypatch):
-    from glm46.operate.benchmark import model_speed
+    from scripts.measure import model_speed
 
     def spoiled(name, work, ours):
         contestant = build_contestant(name, work, ours)
@@ -136,7 +135,7 @@ def test_different_losses_are_refused(monkeypatch):
 @pytest.mark.slow
 def test_the_command_prints_what_it_measured(capsys):
     work = ["--flavor", "debug", "--layers", "2", "--batch", "2", "--seq-len", "32"]
-    assert benchmark_command(["model", *work, "--rounds", "2", "--only", "ours", "--device", "cpu"]) == 0
+    assert speed_with_peers.main(["model", *work, "--rounds", "2", "--only", "ours", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     for part in ("2 layers, without MTP, 2 x 32 tokens, float32", "tokens/s", "GFLOP per step", "ours"):
         assert part in text

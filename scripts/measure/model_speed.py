@@ -16,9 +16,9 @@ from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.engine.observe.hardware import device_peak_flops, process_bytes
-from glm46.operate.benchmark.rounds import interleaved
 from glm46.run.flops import training_flops_per_token
 from glm46.storage.prepare.workers import call_in_workers
+from scripts.measure.rounds import interleaved
 
 _SEED = 0
 _STEPS_FOR_PEAK = 2
