@@ -2,7 +2,8 @@
 
 import re
 
-from glm46.storage.prepare.equal_results import has_words, number_of, same_answer
+from glm46.storage.prepare.equal_results import same_answer
+from glm46.storage.prepare.result_values import has_words, number_of
 
 _MARKS = re.compile(
     r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#* ]{0,8}(?:final )?answer[*_]{0,4}$", re.I | re.M
