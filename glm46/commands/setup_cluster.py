@@ -18,8 +18,15 @@ from glm46.config.faults import counted
 from glm46.config.loader import load_config
 from glm46.config.options import VERBS, integer, positive, verb_parser
 from glm46.engine.reliability.run_lock import refuse_unwritable, writing
-from glm46.operate.cluster.cluster_files import cluster_files
-from glm46.operate.cluster.setup import ANSWER, ask_hosts, examine_host, find_hosts, place_of_address, refuse_answers
+from glm46.operate.cluster.setup import (
+    ANSWER,
+    ask_hosts,
+    cluster_files,
+    examine_host,
+    find_hosts,
+    place_of_address,
+    refuse_answers,
+)
 from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, refuse_hosts
 
 _FIRST_PORT = 1024

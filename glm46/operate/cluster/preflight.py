@@ -228,7 +228,7 @@ def show_results(arguments: argparse.Namespace, reports: list[HostReport], group
     """Print and write all results; returns the exit code."""
     from rich.console import Console
 
-    from glm46.operate.cluster.table import print_table
+    from glm46.operate.cluster.compare import print_table
 
     line = as_json(reports, group, seconds)
     if arguments.json is not None and arguments.json != STANDARD_OUTPUT:

@@ -19,8 +19,7 @@ from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED, code_before_t
 from glm46.operate.launch.host_group import PASSED_VARIABLES, module_command, places
 from glm46.operate.launch.hosts import HostNodes, describe_nodes
 from glm46.operate.launch.nodes import VARIABLES, refuse_hosts
-from glm46.operate.launch.restarts import keep_running
-from glm46.operate.launch.saved_steps import StorageLost, known_step, write_state
+from glm46.operate.launch.restarts import StorageLost, keep_running, known_step, write_state
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
 from glm46.run.plan import resolve_plan
 

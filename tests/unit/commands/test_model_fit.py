@@ -13,8 +13,9 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.generation_degrees import Degrees
 from glm46.config.presets import PRESETS
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.operate.estimate.inference_memory import inference_bytes, memory_faults
 from glm46.operate.estimate.machine import Gpu, Machine
+from glm46.operate.estimate.other_networks import inference_bytes
+from glm46.operate.models.model_fit import memory_faults
 from glm46.run.layout import generation_layout
 from glm46.storage.huggingface.config_json import config_of
 

@@ -6,12 +6,11 @@ import pytest
 from rich.console import Console
 
 from glm46.config.check import check_config
-from glm46.operate.cluster import table
-from glm46.operate.cluster.compare import as_json, compare_hosts, from_json, worst
+from glm46.operate.cluster import compare
+from glm46.operate.cluster.compare import as_json, compare_hosts, from_json, print_table, worst
 from glm46.operate.cluster.preflight_ranks import small_plan
 from glm46.operate.cluster.ranks import least_copy_speed
 from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, HostReport, Result
-from glm46.operate.cluster.table import print_table
 
 
 def hosts(**changed: str) -> list[HostReport]:
@@ -50,7 +49,7 @@ def test_a_check_that_all_pass_is_one_row_and_a_fault_names_its_host():
 
 
 def test_a_host_is_drained_for_what_is_broken_and_not_for_what_a_config_has_wrong(monkeypatch):
-    monkeypatch.setattr(table.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(compare.shutil, "which", lambda name: "/usr/bin/" + name)
     broken = Result("kernel log", FAIL, "Xid 79", "none", "REBOOT the host: GPU has fallen off the bus")
     wrong = Result("layout", FAIL, "3 ranks", "2", "set degrees whose product is the number of ranks")
     reports = [HostReport("n1.cluster (node 0)", [broken, broken, wrong]), HostReport("n2", [wrong])]
