@@ -85,10 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=positive, required=True, action=_Once, help="that train; more hosts are spares")
     parser.add_argument("--gpus-per-node", type=positive, required=True, action=_Once, help="processes of each node")
     parser.add_argument(
-        "--master-addr",
-        required=True,
-        action=_Once,
-        help="name or IPv4 address of the first host, for launch.sh; a job takes its own first node",
+        "--master-addr", required=True, action=_Once, help="of the first host, for launch.sh; a job takes its own"
     )
     parser.add_argument("--master-port", type=integer, default=29500, action=_Once, help="on which ranks meet; 29500")
     parser.add_argument(
@@ -139,8 +136,7 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
     refuse_hosts(hosts, arguments.gpus_per_node, {}, file)
     if len(hosts) < arguments.nodes:
         faults.append(
-            f"--nodes {arguments.nodes}: {file} has {counted(len(hosts), 'host')}; "
-            f"add hosts, or state at most that number"
+            f"--nodes {arguments.nodes}: {file} has {counted(len(hosts), 'host')}; add hosts, or state at most that"
         )
     names = [host.name for host in hosts]
     place = names.index(master) if master in names else place_of_address(master, names)

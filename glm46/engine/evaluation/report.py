@@ -1,13 +1,12 @@
 """Tables and a picture of the results of an evaluation."""
 
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from glm46.files.durable import replace_durably
+from glm46.engine.observe.plots import save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,9 +128,7 @@ def draw(results: Mapping[str, Result], title: str, window: int | None, output: 
         else:
             _draw_needle(axes, results[task])
     figure.suptitle(title, fontsize="medium")
-    picture = BytesIO()
-    figure.savefig(picture, format="png")
-    replace_durably(output, [picture.getvalue()])
+    save_picture(figure, output)
 
 
 def _draw_position(axes: "Axes", result: Result, window: int | None) -> None:

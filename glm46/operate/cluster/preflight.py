@@ -137,7 +137,8 @@ class HostExamination:
         # Imported here: it loads torch, which a config with faults does not need.
         from glm46.operate.cluster.run_files import RUN_CHECKS
 
-        checks = HOST_CHECKS | GPU_CHECKS | NETWORK_CHECKS | STORAGE_CHECKS | RUN_CHECKS | RECOVERY_CHECKS
+        of_run = RUN_CHECKS if subject.plan is not None else {}
+        checks = HOST_CHECKS | GPU_CHECKS | NETWORK_CHECKS | STORAGE_CHECKS | of_run | RECOVERY_CHECKS
         results = run_checks(subject, checks, _CHECK_SECONDS[self.arguments.full])
         text = dump_config(self.config) if self.config is not None else ""
         return HostReport(socket.gethostname(), results, host_facts(subject, text))

@@ -49,9 +49,8 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: 
     count = arguments.nodes or len(hosts)
     if count > len(hosts):
         raise UserError(
-            f"command line: --nodes {count}: {arguments.hostfile} has {counted(len(hosts), 'host')}; "
-            f"add hosts, or state at most "
-            "that number"
+            f"command line: --nodes {count}: {arguments.hostfile} has {counted(len(hosts), 'host')}; add hosts, or "
+            "state at most that number"
         )
     nproc = hosts[0].slots or arguments.nproc
     config = load(arguments, overrides, None)

@@ -66,13 +66,13 @@ def make_part(part: InputPart, stem: Path) -> tuple[int, Tally]:
     Returns:
         Input bytes of the part, and its tally.
     """
-    done = _finished(stem, _worker.key)
+    done = finished_pieces(stem, _worker.key)
     total = Tally()
     if not done or done[-1][1]["last"] != "1":
         for number, (documents, tally, is_last) in enumerate(_pieces(part, _worker.recipe)):
             if number >= len(done):
                 _write_piece(piece_file(stem, number), documents, tally, is_last)
-        done = _finished(stem, _worker.key)
+        done = finished_pieces(stem, _worker.key)
     for _, metadata in done:
         total.add(Tally(**json.loads(metadata["tally"])))
     return part.size_bytes, total
@@ -83,12 +83,7 @@ def piece_file(stem: Path, number: int) -> Path:
     return stem.with_name(f"{stem.name}-{number:03d}.safetensors")
 
 
-def finished_pieces(stem: Path, key: str) -> list[Path]:
-    """Return the pieces of a finished part."""
-    return [file for file, _ in _finished(stem, key)]
-
-
-def _finished(stem: Path, key: str) -> list[tuple[Path, dict[str, str]]]:
+def finished_pieces(stem: Path, key: str) -> list[tuple[Path, dict[str, str]]]:
     """Return the existing pieces of a part up to the first missing one, each with its metadata."""
     found: list[tuple[Path, dict[str, str]]] = []
     while not (found and found[-1][1]["last"] == "1"):
