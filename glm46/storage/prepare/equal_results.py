@@ -124,7 +124,7 @@ def _compared(one: str, other: str) -> bool | None:
         (part,), rest = filter(None, several), other if several[0] else one
         if words_of(rest) is None and quantity_of(rest) is None:
             return None
-        return part.brackets in ("", "{}") and all(_compared_part(one, rest) for one in part.parts)
+        return part.brackets in ("", "{}") and all(_compared(one, rest) for one in part.parts)
     if any(words) and (first or second):
         return False
     return None
@@ -137,7 +137,7 @@ def _has_variable(variable: str, text: str) -> bool:
 def _same_several(one: Several, other: Several) -> bool | None:
     kinds = {one.brackets, other.brackets}
     if kinds <= {"", "{}"} or kinds == {"∪"}:
-        pairs = [[_compared_part(a, b) for b in other.parts] for a in one.parts]
+        pairs = [[_compared(a, b) for b in other.parts] for a in one.parts]
         if all(any(row) for row in pairs) and all(any(column) for column in zip(*pairs, strict=True)):
             return True
         return None if any(found is None for row in pairs for found in row) else False
@@ -147,12 +147,8 @@ def _same_several(one: Several, other: Several) -> bool | None:
         return False if "" not in kinds and "{}" not in kinds else None
     if len(one.parts) != len(other.parts):
         return False
-    found = [_compared_part(*pair) for pair in zip(one.parts, other.parts, strict=True)]
+    found = [_compared(*pair) for pair in zip(one.parts, other.parts, strict=True)]
     return True if all(found) else None if None in found and False not in found else False
-
-
-def _compared_part(one: str, other: str) -> bool | None:
-    return one == other or _compared(one, other)
 
 
 def _expression(text: str) -> str:

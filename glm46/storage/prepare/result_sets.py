@@ -119,12 +119,9 @@ def _tightest(bounds: list[tuple[str, bool]], sign: int, infinity: str) -> tuple
     if len(bounds) < 2:
         return bounds[0] if bounds else (infinity, True)
     numbers = [quantity_of(bound) for bound, _ in bounds]
-    tightest = (
-        max(range(len(bounds)), key=lambda place: (sign * numbers[place].value, bounds[place][1]))
-        if all(numbers)
-        else None
-    )
-    return None if tightest is None else bounds[tightest]
+    if not all(numbers):
+        return None
+    return max(zip(numbers, bounds, strict=True), key=lambda pair: (sign * pair[0].value, pair[1][1]))[1]
 
 
 def _split(text: str) -> list[str]:
