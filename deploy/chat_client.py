@@ -4,7 +4,7 @@
     pip install openai
     python deploy/chat_client.py --model GLM-4.6 "Explain quantum computing"
 
-It needs a server that `python -m glm46 serve-config` has configured, and nothing of glm46.
+It needs a server that runs as docs/deployment.md says, and nothing of glm46.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Asks a served model; its reasoning goes to standard error.")
     parser.add_argument("message")
-    parser.add_argument("--model", required=True, help="as serve-config --name, or the name of the folder")
+    parser.add_argument("--model", required=True, help="as --served-model-name of the server")
     parser.add_argument("--url", default="http://localhost:8000/v1")
     parser.add_argument("--api-key", default="none", help="if the server was started with --api-key")
     parser.add_argument("--tools", help="JSON file of tools that the model may call, as OpenAI describes them")

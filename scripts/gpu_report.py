@@ -189,7 +189,7 @@ def benchmark_compiled(folder: Path, is_dry: bool) -> Result:
 def benchmark_titan(folder: Path, is_dry: bool) -> Result:
     """Our training step against the same model with the MoE layers of TorchTitan, eager."""
     from glm46.config.errors import UserError
-    from glm46.operate.benchmark.titan import import_configs
+    from scripts.measure.titan import import_configs
 
     try:
         import_configs()
@@ -201,8 +201,9 @@ def benchmark_titan(folder: Path, is_dry: bool) -> Result:
 def _race(names: list[str], is_dry: bool) -> Result:
     import torch
 
-    from glm46.operate.benchmark.model_speed import Workload, median_ratio, race
     from glm46.run.flops import training_flops_per_token
+    from scripts.measure.model_speed import Workload, median_ratio, race
+    from scripts.measure.speed_with_peers import CONTESTANTS
 
     if is_dry:
         dtype = torch.bfloat16 if "torchtitan MoE" in names else torch.float32  # its experts compute in BF16 only
@@ -211,7 +212,9 @@ def _race(names: list[str], is_dry: bool) -> Result:
         # Two models with gradients: 74 GB in four layers.
         layers = 4 if torch.cuda.mem_get_info()[1] > 100e9 else 3
         work = Workload("GLM-4.5-Air", 1, 4096, torch.device("cuda"), torch.bfloat16, layers=layers)
-    contestants = race(work, tuple(names), 2 if is_dry else 5, lambda line: print(line, flush=True))
+    contestants = race(
+        work, {name: CONTESTANTS[name] for name in names}, 2 if is_dry else 5, lambda line: print(line, flush=True)
+    )
     flops = training_flops_per_token(work.shape(), work.seq_len) * work.tokens
     rows = []
     for one in contestants:

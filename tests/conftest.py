@@ -107,9 +107,6 @@ EVERY = {
     "tests/unit/commands/test_measure_conversion.py": {
         "test_a_rank_reads_and_holds_only_what_it_keeps": 0,
     },
-    "tests/unit/commands/test_terminal_chat.py": {
-        "test_several_ranks_talk_as_one_process_does": 0,
-    },
     "tests/unit/compute/model/test_attention.py": {
         "test_packed_micro_batches_meet_few_plans": 3,
         "test_runs_equal_the_mask_of_all_pairs": 4,

@@ -9,8 +9,8 @@ from glm46.config.errors import UserError
 from glm46.config.options import process_count
 from glm46.engine.reliability.run_lock import lock_run, writing
 from glm46.operate.ablation.ablation_runs import plan_ablation
-from glm46.operate.ablation.ablation_summary import write_report
 from glm46.operate.ablation.ablation_training import measure_fp8, train_all
+from glm46.operate.ablation.report import write_report
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.operate.launch.nodes import VARIABLES, detect_nodes

@@ -21,7 +21,7 @@ def evaluate_command(argv: Sequence[str]) -> int:
     arguments = evaluate_parser().parse_args(list(argv))
     sources = stated_sources(arguments)
     if launched_world_size() is None:
-        from glm46.operate.models.evaluate_checks import check_evaluation
+        from glm46.operate.models.evaluate_options import check_evaluation
 
         check_evaluation(arguments, sources)
     folders = fetch_options(arguments, "model", "adapter", "against", "tokenizer")

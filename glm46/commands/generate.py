@@ -3,14 +3,13 @@
 import argparse
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
-from glm46.compute.distributed.environment import launched_rank, launched_world_size
+from glm46.compute.distributed.environment import launched_world_size
 from glm46.config.errors import UserError
 from glm46.config.options import VerbParser, integer, verb_parser, whole
 from glm46.operate.launch.ranks import processes, start_ranks
-from glm46.operate.models.model_options import add_model_options
+from glm46.operate.models.model_fit import add_model_options
 from glm46.storage.huggingface.hub import fetch_options, with_folders
 
 _NEW_TOKENS, _NEW_TOKENS_OF_AN_ANSWER = 128, 1024
@@ -34,44 +33,24 @@ def generate_command(argv: Sequence[str]) -> int:
 
         arguments.tools = read_tools(arguments.tools)
     is_chat = not arguments.prompt
-    if is_chat:
-        _raise_for_chat_ranks(arguments)
+    if is_chat and (count := processes(arguments)) > 1:
+        raise UserError(
+            f"--chat without --prompt: talks in one process, not in {count}; unset NGPU, leave out --nproc, or serve "
+            "the model (docs/deployment.md)"
+        )
     if launched_world_size() is None:
         from glm46.operate.models.generate_prompts import check_generation
 
         check_generation(arguments)
     folders = fetch_options(arguments, "model", "adapter", "tokenizer")
-    argv = with_folders(argv, folders)
-    if not is_chat and (code := start_ranks("generate", argv, arguments)) is not None:
+    if (code := start_ranks("generate", with_folders(argv, folders), arguments)) is not None:
         return code
-    from glm46.operate.models.chat_ranks import first_of_ranks
     from glm46.operate.models.generate_ranks import chat, generate
     from glm46.operate.models.loaded_model import joined
 
-    if not is_chat:
-        with joined():
-            generate(arguments)
-        return 0
-    others = launched_world_size() is None and processes(arguments) > 1
-    with first_of_ranks("generate", argv, processes(arguments)) if others else nullcontext() as send, joined():
-        chat(arguments, send)
+    with joined():
+        (chat if is_chat else generate)(arguments)
     return 0
-
-
-def _raise_for_chat_ranks(arguments: argparse.Namespace) -> None:
-    """Raise UserError if a chat cannot run in the processes that are asked for."""
-    count, start = processes(arguments), "--chat without --prompt"
-    stage = max(arguments.tensor_parallel_degree, arguments.expert_parallel_degree)
-    needed = stage * arguments.pipeline_parallel_degree
-    if launched_world_size() is not None and launched_rank() == 0:
-        raise UserError(f"{start}: starts its processes itself, beside the terminal; use NGPU={count}, not a launcher")
-    if count != needed:
-        raise UserError(
-            f"{start}: {count} processes, but by the degrees {needed} hold a model, and a chat has one answer at a "
-            f"time; set NGPU={needed}, or --tensor-parallel-degree {count}"
-        )
-    if count > 1 and arguments.device is not None:
-        raise UserError(f"--device {arguments.device}: {count} processes take one GPU each, or the CPU; remove it")
 
 
 def _parser() -> VerbParser:

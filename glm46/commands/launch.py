@@ -11,8 +11,7 @@ from glm46.operate.launch.config_options import config_parser, parse_with_overri
 from glm46.operate.launch.host_group import CONNECTIONS
 from glm46.operate.launch.launch_hosts import launch_hosts
 from glm46.operate.launch.one_node import launch_here, load_run, take_orders
-from glm46.operate.launch.standby import Standby
-from glm46.operate.launch.torchrun import LauncherSignals
+from glm46.operate.launch.torchrun import LauncherSignals, Standby
 
 
 def launch_command(argv: Sequence[str]) -> int:
@@ -28,38 +27,27 @@ def launch_command(argv: Sequence[str]) -> int:
     """
     parser = config_parser("launch")
     parser.add_argument(
-        "--nproc",
-        type=process_count,
-        metavar="N",
+        "--nproc", type=process_count, metavar="N",
         help="processes to start; auto, the default, takes one for each GPU, or two on a CPU",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--max-restarts",
-        type=whole(0),
-        default=0,
-        metavar="N",
+        "--max-restarts", type=whole(0), default=0, metavar="N",
         help="start all processes again, from the newest checkpoint, up to N times after one has failed or hangs; "
         "0, the default, ends the run",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--hostfile",
-        type=Path,
-        metavar="FILE",
+        "--hostfile", type=Path, metavar="FILE",
         help="start all nodes from here, over ssh: a host on each line, NAME slots=N, and N processes on each",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--nodes",
-        type=positive,
-        metavar="N",
+        "--nodes", type=positive, metavar="N",
         help="train on the first N hosts of --hostfile; the others are spares, which take the place of lost ones "
         "with --max-restarts; default: all",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--connect",
-        choices=CONNECTIONS,
-        default="ssh",
+        "--connect", choices=CONNECTIONS, default="ssh",
         help="client that starts the hosts of --hostfile: ssh, the default, or srun in an allocation of Slurm",
-    )
+    )  # fmt: skip
     parser.add_argument("--from-hostfile", action="store_true", help=argparse.SUPPRESS)  # of one host
     arguments, overrides = parse_with_overrides(parser, argv)
     for option, value in {"--nodes": arguments.nodes, "--connect": arguments.connect}.items():

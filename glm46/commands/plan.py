@@ -13,7 +13,7 @@ from glm46.config.parallelism import ParallelismConfig
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
-from glm46.operate.estimate.search_layouts import run_search, search_numbers, search_text
+from glm46.operate.estimate.search import run_search, search_numbers, search_text
 from glm46.operate.estimate.target_cluster import (
     GPUS_PER_NODE,
     NETWORK_GBITS,

@@ -1,4 +1,4 @@
-"""``python -m glm46 plot``: draw the metrics of runs (`SHOWN`) into one PNG, or the curriculum of TOML files."""
+"""``python -m glm46 plot``: draw the metrics of runs (`SHOWN`) into one PNG."""
 
 import os
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from glm46.config.options import require_picture, verb_parser
 from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.engine.observe.plots import Run, draw
 from glm46.files.local_disk import real_path
-from glm46.operate.estimate.plot_curriculum import draw_curriculum, read_phases
 
 _X_AXES = {"tokens": "tokens", "steps": "step"}
 """Units of the horizontal axis, and the column of each."""
@@ -18,34 +17,20 @@ _X_AXES = {"tokens": "tokens", "steps": "step"}
 def plot_command(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     parser = verb_parser(
-        "plot",
-        description="Draws loss, reward, learning rate, speed and other metrics of runs in one PNG, or, from the TOML "
-        "files of its phases, the lengths, batches, mixtures and schedules of a curriculum in one PNG or SVG.",
+        "plot", description="Draws loss, reward, learning rate, speed and other metrics of runs in one PNG."
     )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="job.dump_folder of a run, or its rows file")
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN",
-        help="job.dump_folder of a run, or its rows file; or the TOML file of a phase",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE",
-        help="picture; absent: plot.png beside the first run's rows, or curriculum.png here",
-    )  # fmt: skip
+        "--output", type=Path, metavar="FILE", help="picture; absent: plot.png beside the first run's rows"
+    )
     parser.add_argument("--x", choices=list(_X_AXES), default="tokens", help="horizontal axis of runs; default tokens")
     arguments = parser.parse_args(argv)
-    is_curriculum = all(path.suffix == ".toml" for path in arguments.runs)
     files = [path / ROWS_FILE if path.is_dir() else path for path in arguments.runs]
-    output = arguments.output or (Path("curriculum.png") if is_curriculum else files[0].parent / "plot.png")
-    kinds = [".png", ".svg"] if is_curriculum else [".png"]
-    require_picture("plot", "--output", output, kinds)
+    output = arguments.output or files[0].parent / "plot.png"
+    require_picture("plot", "--output", output, [".png"])
+    runs = [_read(file, name) for file, name in zip(files, _names(files), strict=True)]
     try:
-        if is_curriculum:
-            draw_curriculum(read_phases(files), output)
-        else:
-            draw(
-                [_read(file, name) for file, name in zip(files, _names(files), strict=True)],
-                output,
-                (arguments.x, _X_AXES[arguments.x]),
-            )
+        draw(runs, output, (arguments.x, _X_AXES[arguments.x]))
     except OSError as error:
         raise UserError(f"plot: --output {output}: {error.strerror or error}; name a folder that exists") from error
     print(output)

@@ -10,7 +10,8 @@ from glm46.compute.distributed.environment import set_variables
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.options import VERBS, positive, process_count, require_writable, verb_parser
-from glm46.operate.cluster.preflight import RANK_SECONDS, STANDARD_OUTPUT, HostExamination, over_ssh
+from glm46.operate.cluster.preflight import RANK_SECONDS, STANDARD_OUTPUT, HostExamination
+from glm46.operate.cluster.preflight_hosts import over_ssh
 from glm46.operate.cluster.preflight_ranks import run_rank
 from glm46.operate.launch.config_options import parse_with_overrides
 from glm46.operate.launch.nodes import VARIABLES, Nodes, detect_nodes
@@ -44,10 +45,9 @@ def preflight_command(argv: Sequence[str]) -> int:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Refuse what could be used only after all checks have run."""
-    url = arguments.prometheus
-    for option, file in (("--json", arguments.json), ("--textfile", arguments.textfile)):
-        if file is not None and file != STANDARD_OUTPUT:
-            require_writable(option, file)
+    url, file = arguments.prometheus, arguments.json
+    if file is not None and file != STANDARD_OUTPUT:
+        require_writable("--json", file)
     if url is not None and not _is_server(url):
         raise UserError(f"command line: --prometheus {url}: not the address of a server; state one as {_PROMETHEUS}")
 
@@ -81,9 +81,6 @@ def _parser() -> argparse.ArgumentParser:
         "--hostfile", type=Path, metavar="FILE", help="start it on these hosts from here, over ssh; as that of launch"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as one line of JSON; - prints it")
-    parser.add_argument(
-        "--textfile", type=Path, metavar="FILE", help="write counts of verdicts for node exporter, *.prom"
-    )
     parser.add_argument("--prometheus", metavar="URL", help="check that this Prometheus watches, with rules and alerts")
     parser.add_argument("--ranks-folder", type=Path, help=argparse.SUPPRESS)  # in the ranks that this verb starts
     parser.add_argument("--ranks-per-host", type=positive, help=argparse.SUPPRESS)

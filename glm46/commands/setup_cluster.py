@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from glm46.compute.distributed.environment import set_variables
@@ -18,8 +19,15 @@ from glm46.config.faults import counted
 from glm46.config.loader import load_config
 from glm46.config.options import VERBS, integer, positive, verb_parser
 from glm46.engine.reliability.run_lock import refuse_unwritable, writing
-from glm46.operate.cluster.cluster_files import cluster_files
-from glm46.operate.cluster.setup import ANSWER, ask_hosts, examine_host, find_hosts, place_of_address, refuse_answers
+from glm46.operate.cluster.setup import (
+    ANSWER,
+    ask_hosts,
+    cluster_files,
+    examine_host,
+    find_hosts,
+    place_of_address,
+    refuse_answers,
+)
 from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, refuse_hosts
 
 _FIRST_PORT = 1024
@@ -57,12 +65,12 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
             (output / name).chmod(0o644 if name == "hostfile" else 0o755)
     print(f"{arguments.nvme_path} is there on {counted(len(hosts), 'host')}, mode 700")
     print(f"written to {output}: {', '.join(files)}")
-    preflight, config = "python -m glm46 preflight", f"--config {shlex.quote(str(arguments.config))}"
-    by_srun, by_ssh = (
-        f"srun --ntasks-per-node=1 {preflight}",
-        f"{preflight} --hostfile {shlex.quote(str(output / 'hostfile'))}",
-    )
-    print(f"next: {by_srun if connection == 'srun' else by_ssh} {config}")
+    preflight = "python -m glm46 preflight"
+    if connection == "srun":
+        preflight = f"srun --ntasks-per-node=1 {preflight}"
+    else:
+        preflight += f" --hostfile {shlex.quote(str(output / 'hostfile'))}"
+    print(f"next: {preflight} --config {shlex.quote(str(arguments.config))}")
     return 0
 
 
@@ -72,28 +80,17 @@ def _parser() -> argparse.ArgumentParser:
         "--nvme-path DIR [options]"
     )
     parser = verb_parser("setup-cluster", usage=usage, description=f"{VERBS['setup-cluster'].capitalize()}.")
-    parser.add_argument(
-        "--type", choices=("slurm", "pbs", "ssh"), required=True, action=_Once, help="job system; ssh: none"
-    )
-    parser.add_argument("--nodes", type=positive, required=True, action=_Once, help="that train; more hosts are spares")
-    parser.add_argument("--gpus-per-node", type=positive, required=True, action=_Once, help="processes of each node")
-    parser.add_argument(
-        "--master-addr",
-        required=True,
-        action=_Once,
-        help="name or IPv4 address of the first host, for launch.sh; a job takes its own first node",
-    )
-    parser.add_argument("--master-port", type=integer, default=29500, action=_Once, help="on which ranks meet; 29500")
-    parser.add_argument(
-        "--nvme-path", type=Path, required=True, action=_Once, help="folder on a local disk of each node"
-    )
-    parser.add_argument(
-        "--hostfile", type=Path, action=_Once, help="NAME slots=N on each line; default: the allocation"
-    )
-    parser.add_argument(
-        "--config", type=Path, default=Path("train_configs/debug.toml"), action=_Once, help="of the run"
-    )
-    parser.add_argument("--output", type=Path, default=Path("outputs/cluster"), action=_Once, help="for all files")
+    once = partial(parser.add_argument, action=_Once)
+    needed = partial(once, required=True)
+    needed("--type", choices=("slurm", "pbs", "ssh"), help="job system; ssh: none")
+    needed("--nodes", type=positive, help="that train; more hosts are spares")
+    needed("--gpus-per-node", type=positive, help="processes of each node")
+    needed("--master-addr", help="of the first host, for launch.sh; a job takes its own")
+    once("--master-port", type=integer, default=29500, help="on which ranks meet; 29500")
+    needed("--nvme-path", type=Path, help="folder on a local disk of each node")
+    once("--hostfile", type=Path, help="NAME slots=N on each line; default: the allocation")
+    once("--config", type=Path, default=Path("train_configs/debug.toml"), help="of the run")
+    once("--output", type=Path, default=Path("outputs/cluster"), help="for all files")
     parser.add_argument("--dry-run", action="store_true", help="check and print, change nothing")
     parser.add_argument("--on-host", choices=("look", "make"), help=argparse.SUPPRESS)
     return parser
@@ -132,8 +129,7 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
     refuse_hosts(hosts, arguments.gpus_per_node, {}, file)
     if len(hosts) < arguments.nodes:
         faults.append(
-            f"--nodes {arguments.nodes}: {file} has {counted(len(hosts), 'host')}; "
-            f"add hosts, or state at most that number"
+            f"--nodes {arguments.nodes}: {file} has {counted(len(hosts), 'host')}; add hosts, or state at most that"
         )
     names = [host.name for host in hosts]
     place = names.index(master) if master in names else place_of_address(master, names)

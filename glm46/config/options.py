@@ -20,21 +20,20 @@ VERBS = {
     "setup-cluster": "check the hosts of a cluster, make their folders, write hostfile and job script",
     "prepare": "make the shards of the sources that are missing, verify the others",
     "plan": "say how big, how long and whether it fits, on any number of any GPU",
-    "benchmark": "measure speed and memory of this machine; see benchmark --help",
+    "benchmark": "measure the speed of this machine for a plan; see benchmark --help",
     "checkpoint": "list, verify, show or prune checkpoints; see checkpoint --help",
     "rl": "show samples of reinforcement learning; see rl --help",
     "inspect": "count and show what is in a folder of shards; see inspect --help",
     "metrics": "serve the metrics of a run for Prometheus; see metrics --help",
-    "plot": "draw metrics of runs, or the curriculum of TOML files, as a picture; see plot --help",
+    "plot": "draw metrics of runs as a picture; see plot --help",
     "convert": "weights from and to Hugging Face folders; see convert --help",
     "generate": "text from a checkpoint or a Hugging Face folder; see generate --help",
     "evaluate": "loss by source and position, needle in a haystack; see evaluate --help",
-    "serve-config": "check a folder and print the commands of vLLM and SGLang that serve it",
     "schema": "print the JSON schema of the TOML file",
     "init": "write the shipped TOML files and their schema",
 }
-"""Help of each verb. The function of the verb ``serve-config`` is `serve_config_command` in
-`glm46.commands.serve_config`, and so on."""
+"""Help of each verb. The function of the verb ``setup-cluster`` is `setup_cluster_command` in
+`glm46.commands.setup_cluster`, and so on."""
 
 
 MOST_PROCESSES = 2**20

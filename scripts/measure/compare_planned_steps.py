@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from glm46.compute.parallelize.pipeline_order import pipeline_order  # noqa: E402
 from glm46.config.loader import load_config  # noqa: E402
-from glm46.operate.benchmark.rates import cpu_peaks, measure_rates  # noqa: E402
+from glm46.operate.benchmark.rates import cpu_peaks, efficiencies, measure_rates  # noqa: E402
 from glm46.operate.estimate.step_time import StepTime, step_time  # noqa: E402
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster  # noqa: E402
 from glm46.run.peaks import Accelerator  # noqa: E402
@@ -150,11 +150,11 @@ def measure_here(file: Path) -> None:
     dist.barrier()
     bandwidth, call_seconds = _gloo_rates()
     peaks = Accelerator("CPU", peaks.bf16_flops, 1 << 34, 0.0, peaks.memory_bandwidth, bandwidth)
-    efficiencies = rates.efficiencies(peaks, "measured") | {
+    measured = efficiencies(rates, peaks, "measured") | {
         "link": 1.0, "call_seconds": call_seconds, "overlap": 0.0,
     }  # fmt: skip
     if dist.get_rank() == 0:
-        file.write_text(json.dumps({"peaks": vars(peaks), "efficiencies": efficiencies}))
+        file.write_text(json.dumps({"peaks": vars(peaks), "efficiencies": measured}))
     dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from glm46.compute.model.attention_layout import attention_layout  # noqa: E402
 from glm46.compute.model.block import TransformerBlock  # noqa: E402
@@ -39,7 +39,7 @@ from glm46.compute.model.router import RoutingOptions  # noqa: E402
 from glm46.compute.parallelize.expert import AllToAllDispatcher  # noqa: E402
 from glm46.config.model import ModelShape  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
-from glm46.operate.benchmark.titan import TitanMoE  # noqa: E402
+from scripts.measure.titan import TitanMoE  # noqa: E402
 
 KINDS = {
     "experts": "grouped_mm grouped_outer _grouped_mm",

@@ -28,8 +28,10 @@ from glm46.storage.data.manifest import Manifest, ShardEntry, Split, load_manife
 from glm46.storage.data.shards import write_shard  # noqa: E402
 from glm46.storage.data.tokenizer import BUILTIN_PATH, load_tokenizer  # noqa: E402
 from glm46.storage.data.tokenizer_hf import GLM_PATTERN  # noqa: E402
-from glm46.storage.prepare.document_hashes import band_hashes  # noqa: E402
-from glm46.storage.prepare.duplicates import Duplicates  # noqa: E402
+from glm46.storage.prepare.duplicates import (
+    Duplicates,  # noqa: E402
+    band_hashes,  # noqa: E402
+)
 from glm46.storage.prepare.input_files import embedded_files  # noqa: E402
 from glm46.storage.prepare.pipeline import prepare_text  # noqa: E402
 

@@ -96,7 +96,7 @@ def phases(base: Path, outputs: Path) -> dict[str, Phase]:
         "generate": Phase(
             [*verb, "generate", *source, "--prompt", "def", "--max-new-tokens", "2000"], within=8.0, trains=False
         ),
-        "benchmark": Phase([*verb, "benchmark", "model"], within=12.0, trains=False),
+        "benchmark": Phase([*verb, "benchmark", "rates"], within=12.0, trains=False),
     }
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from glm46.config.presets import PRESETS
-from glm46.engine.observe.module_ranges import KINDS
+from glm46.engine.observe.module_times import KINDS
 from glm46.run.flops import batch_flops
 from tests.small_run import TINY
 

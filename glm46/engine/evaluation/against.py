@@ -1,4 +1,5 @@
-"""A model compared with another one on the same held-out text: such as a quantised folder with the one in BF16."""
+"""Measures that take more of a model than the loss of its rows: a comparison with another model on the same text, such
+as of a quantised folder with the one in BF16; and the share of drafts of the prediction layers that the model takes."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glm46.compute.model.cross_entropy import HeadOutput, VocabularyPart
+from glm46.compute.model.cross_entropy import HeadOutput, VocabularyPart, summed_loss
+from glm46.compute.model.mtp import accepted_drafts, draft_places
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.evaluation.loss import Loss
 from glm46.engine.evaluation.results import run_rows
@@ -116,3 +118,40 @@ def compare(
         top1 = (values.max(-1) for values in (ours, others))
         chunks.append((*of_labels, kl, *(part for most in top1 for part in (most.indices, most.values.exp()))))
     return tuple(torch.cat(values).view_as(labels) for values in zip(*chunks, strict=True))
+
+
+class Drafts:
+    """The rows of `Loss` with the prediction layers. A `Measure`; its figures of a row are for each depth the accepted
+    drafts, see `accepted_drafts`, and the drafts."""
+
+    def __init__(self, loss: Loss, depths: int):
+        """``loss``: with inputs of these prediction depths."""
+        self.width, self._depths = 2 * depths, depths
+        self.rows = [replace(row, key=f"drafts/{row.key}") for row in loss.rows]
+        self._keys = {name: [f"drafts/{key}" for key in keys] for name, keys in loss.keys.items()}
+
+    def figures(self, labels_S: np.ndarray, *scores_S: np.ndarray) -> list[float]:
+        """Numbers of one row, from the values of `draft_scores`."""
+        return [float(scores.sum()) for scores in scores_S]
+
+    def result(self, figures: Figures) -> dict[str, Any]:
+        """``sources``: of each the accepted and the counted drafts of each depth. ``columns``: ``mtp_acceptance``, the
+        share over all depths and sources, as validation rows have it."""
+        sums = {
+            name: np.sum([figures[key] for key in keys], axis=0).reshape(2, self._depths)
+            for name, keys in self._keys.items()
+        }
+        accepted, drafts = sum(sums.values()).sum(axis=1)
+        sources = {name: {"accepted": own[0].tolist(), "drafts": own[1].tolist()} for name, own in sums.items()}
+        return {"sources": sources, "columns": {"mtp_acceptance": accepted / max(drafts, 1.0)}}
+
+
+def draft_scores(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool) -> tuple[Tensor, ...] | None:
+    """For each depth whether a draft is accepted, then for each whether there is one, [B, S] each; None on stages
+    without the head. Collective over the ranks in step."""
+    output = run_rows(model, mesh, batch, document_mask, summed_loss)
+    if output is None:
+        return None
+    labels = batch["mtp_labels"].to(output.predictions.device)
+    predictions = output.predictions[..., : labels.shape[2]]  # without padding
+    return *accepted_drafts(predictions, labels), *draft_places(labels)

@@ -1,13 +1,12 @@
 """Tables and a picture of the results of an evaluation."""
 
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from glm46.files.durable import replace_durably
+from glm46.engine.observe.plots import save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,107 +15,93 @@ Result = Mapping[str, Any]
 """Of one measure, see `Measure.result`."""
 
 
+Rows = list[tuple[str, ...]]
+"""Header and rows of a table."""
+
+
 def table(task: str, result: Result, window: int | None) -> list[str]:
     """Lines of the result of a task; ``window`` as for `draw`."""
     if task == "position":
         return _position_table(result, window)
-    if task == "standard":
-        return _standard_table(result)
-    if task == "against":
-        return _against_table(result)
-    if task == "drafts":
-        return _drafts_table(result)
-    return _loss_table(result) if task == "loss" else _needle_table(result)
+    tables = {"loss": _loss_table, "drafts": _drafts_table, "against": _against_table, "standard": _standard_table}
+    return tables.get(task, _needle_table)(result)
+
+
+def _lines(title: str, rows: Rows) -> list[str]:
+    """A title, and aligned rows: names to the left, numbers to the right."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    return [title, *(
+        f"  {first:<{widths[0]}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        for first, *cells in rows
+    )]  # fmt: skip
 
 
 def _loss_table(result: Result) -> list[str]:
-    lines = [
-        "Loss on held-out text",
-        f"  {'source':<24}{'nats per token':>16}{'perplexity':>14}{'bits per byte':>16}{'targets':>12}",
-    ]
+    rows: Rows = [("source", "nats per token", "perplexity", "bits per byte", "targets")]
     targets = {f"/{name}": sums["targets"] for name, sums in result["sources"].items()}
     for suffix, count in (targets | {"": sum(targets.values())}).items():
         loss, bits = (result["columns"][f"{column}{suffix}"] for column in ("loss", "bits_per_byte"))
-        lines.append(
-            f"  {suffix[1:] or 'all':<24}{loss:>16.4f}{float(np.exp(loss)):>14,.2f}{bits:>16.4f}{count:>12,.0f}"
-        )
-    return lines
+        perplexity = f"{float(np.exp(loss)):,.2f}"
+        rows.append((suffix[1:] or "all", f"{loss:.4f}", perplexity, f"{bits:.4f}", f"{count:,.0f}"))
+    return _lines("Loss on held-out text", rows)
 
 
 def _drafts_table(result: Result) -> list[str]:
     sources = result["sources"]
     total = {name: np.sum([own[name] for own in sources.values()], axis=0) for name in ("accepted", "drafts")}
-    depths = [f"depth {k + 1}" for k in range(len(total["drafts"]))]
-    lines = [
-        "Drafts of the prediction layers that are the model's most likely token",
-        f"  {'source':<24}" + "".join(f"{name:>12}" for name in depths) + f"{'drafts':>12}",
-    ]
+    rows: Rows = [("source", *(f"depth {k + 1}" for k in range(len(total["drafts"]))), "drafts")]
     for name, own in (sources | {"all": total}).items():
         shares = np.divide(own["accepted"], np.maximum(own["drafts"], 1.0))
-        lines.append(f"  {name:<24}" + "".join(f"{share:>12.4f}" for share in shares) + f"{sum(own['drafts']):>12,.0f}")
-    return lines
+        rows.append((name, *(f"{share:.4f}" for share in shares), f"{sum(own['drafts']):,.0f}"))
+    return _lines("Drafts of the prediction layers that are the model's most likely token", rows)
 
 
 def _against_table(result: Result) -> list[str]:
-    lines = [
-        f"Against {result['other']}",
-        f"  {'source':<24}{'nats per token':>16}{'difference':>13}{'KL divergence':>15}{'same top-1':>12}"
-        f"{'calibration errors':>20}{'targets':>12}",
+    rows: Rows = [
+        ("source", "nats per token", "difference", "KL divergence", "same top-1", "calibration errors", "targets")
     ]
-    names = ("loss", "loss_difference", "kl", "same_top1", "calibration_error", "other_calibration_error")
+    forms = {"loss": ".4f", "loss_difference": "+.5f", "kl": ".6f", "same_top1": ".4f"}
     for name, targets in (result["targets"] | {"": sum(result["targets"].values())}).items():
-        loss, difference, kl, same, error, other_error = (
-            result["columns"][f"{column}/{name}" if name else column] for column in names
+        names = (*forms, "calibration_error", "other_calibration_error")
+        of = {column: result["columns"][f"{column}/{name}" if name else column] for column in names}
+        errors = f"{of['calibration_error']:.4f} {of['other_calibration_error']:.4f}"
+        rows.append(
+            (name or "all", *(f"{of[column]:{form}}" for column, form in forms.items()), errors, f"{targets:,}")
         )
-        lines.append(
-            f"  {name or 'all':<24}{loss:>16.4f}{difference:>+13.5f}{kl:>15.6f}{same:>12.4f}"
-            f"{f'{error:.4f} {other_error:.4f}':>20}{targets:>12,}"
-        )
-    return lines
+    return _lines(f"Against {result['other']}", rows)
 
 
 def _position_table(result: Result, window: int | None) -> list[str]:
-    lines = [
-        f"Loss by position in {result['documents']} documents of at least {result['length']:,} tokens",
-        f"  {'positions':<24}{'nats per token':>16}{'standard error':>16}{'targets':>12}",
-    ]
+    rows: Rows = [("positions", "nats per token", "standard error", "targets")]
     for bucket in result["buckets"]:
-        place = f"{bucket['first']:,} to {bucket['last']:,}"
         error = "" if bucket["standard_error"] is None else f"{bucket['standard_error']:.4f}"
-        note = "" if window is None or bucket["first"] < window else "  longer than trained on"
-        lines.append(f"  {place:<24}{bucket['loss']:>16.4f}{error:>16}{bucket['tokens']:>12,}{note}")
-    return lines
+        place = f"{bucket['first']:,} to {bucket['last']:,}"
+        rows.append((place, f"{bucket['loss']:.4f}", error, f"{bucket['tokens']:,}"))
+    title = f"Loss by position in {result['documents']} documents of at least {result['length']:,} tokens"
+    title, header, *lines = _lines(title, rows)
+    is_longer = [window is not None and bucket["first"] >= window for bucket in result["buckets"]]
+    return [title, header, *(line + "  longer than trained on" * of for line, of in zip(lines, is_longer, strict=True))]
 
 
 def _needle_table(result: Result) -> list[str]:
     cells = _grid(result)
-    depths = list(next(iter(cells.values())))
-    samples = result["cells"][0]["samples"]
-    lines = [
-        f"Needle in a haystack: share of exact answers, {samples} for each length and depth",
-        f"  {'length':<8}"
-        + "".join(f"{f'depth {depth:g}':>12}" for depth in depths)
-        + f"{'mean':>8}{'answer loss':>13}",
-    ]
+    rows: Rows = [("length", *(f"depth {depth:g}" for depth in next(iter(cells.values()))), "mean", "answer loss")]
     for length, row in cells.items():
         mean, loss = (result["columns"][f"{column}/{length}"] for column in ("needle", "needle_loss"))
-        exact = "".join(f"{row[depth]['exact']:>12.2f}" for depth in depths)
-        lines.append(f"  {length:<8,}{exact}{mean:>8.2f}{loss:>13.4f}")
-    return lines
+        rows.append((f"{length:,}", *(f"{cell['exact']:.2f}" for cell in row.values()), f"{mean:.2f}", f"{loss:.4f}"))
+    samples = result["cells"][0]["samples"]
+    return _lines(f"Needle in a haystack: share of exact answers, {samples} for each length and depth", rows)
 
 
 def _standard_table(result: Result) -> list[str]:
-    lines = [
-        "Tasks of lm-eval",
-        f"  {'task':<32}{'metric':<28}{'examples':>9}{'documents':>11}{'value':>12}{'error':>9}",
-    ]
+    rows: Rows = [("task", "metric", "examples", "documents", "value", "error")]
     for one in result["figures"]:
         metric = one["metric"] if one["filter"] == "none" else f"{one['metric']}, {one['filter']}"
-        examples, documents = (" " if one[name] is None else one[name] for name in ("examples", "documents"))
+        examples, documents = ("" if one[name] is None else str(one[name]) for name in ("examples", "documents"))
         error = "" if one["standard_error"] is None else f"{one['standard_error']:.4f}"
         value = f"{one['value']:.4f}" if abs(one["value"]) < 1e4 else f"{one['value']:.4g}"
-        lines.append(f"  {one['task']:<32}{metric:<28}{examples:>9}{documents:>11}{value:>12}{error:>9}")
-    return lines
+        rows.append((one["task"], metric, examples, documents, value, error))
+    return _lines("Tasks of lm-eval", rows)
 
 
 def _grid(result: Result) -> dict[int, dict[float, Result]]:
@@ -143,9 +128,7 @@ def draw(results: Mapping[str, Result], title: str, window: int | None, output: 
         else:
             _draw_needle(axes, results[task])
     figure.suptitle(title, fontsize="medium")
-    picture = BytesIO()
-    figure.savefig(picture, format="png")
-    replace_durably(output, [picture.getvalue()])
+    save_picture(figure, output)
 
 
 def _draw_position(axes: "Axes", result: Result, window: int | None) -> None:

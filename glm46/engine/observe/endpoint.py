@@ -4,7 +4,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from glm46.config.checkpoint import MetricsConfig
 from glm46.config.errors import UserError
+from glm46.files.durable import replace_durably
 from glm46.files.local_disk import network_file_system
 
 
@@ -45,10 +45,7 @@ class Endpoint:
         host = f"[{address}]" if ":" in address else address
         report(f"metrics      {'https' if is_tls else 'http'}://{host}:{self.port}/metrics")
         target = socket.gethostname() if address in ("0.0.0.0", "::") else host
-        self._report, self._is_loopback = (
-            report,
-            address == "localhost" or address.startswith("127.") or address == "::1",
-        )
+        self._report, self._is_loopback = report, address in ("localhost", "::1") or address.startswith("127.")
         # Two runs may have folders of one name.
         digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
         self._found_by = Path(config.prometheus_sd_folder) / f"{folder.name}-{digest}.json"
@@ -66,9 +63,7 @@ class Endpoint:
         try:
             self._found_by.parent.mkdir(parents=True, exist_ok=True)
             # Complete or absent, because Prometheus may read it at any time.
-            draft = self._found_by.with_suffix(".draft")
-            draft.write_text(json.dumps([self._entry]) + "\n", encoding="utf-8")
-            os.replace(draft, self._found_by)
+            replace_durably(self._found_by, [json.dumps([self._entry]).encode() + b"\n"])
         except OSError as error:
             raise UserError(
                 f"metrics.prometheus_sd_folder = {str(self._found_by.parent)!r}: {error.filename} cannot be written: "

@@ -1,8 +1,9 @@
-"""Hardware metrics: peak FLOP/s, memory, utilization, temperature, power."""
+"""Metrics of speed and hardware: tokens per second and MFU, peak FLOP/s, memory, utilization, temperature, power."""
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,81 @@ def read_sensor(nvml: Any, handle: Any) -> dict[str, float]:
         except nvml.NVMLError:
             continue  # this board has no such sensor
     return row
+
+
+class ThroughputMeter:
+    """Counts tokens and time between two rows of metrics. Validation and saves can be excluded from the time."""
+
+    def __init__(
+        self,
+        peak_flops: float | None,
+        num_ranks: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Start counting.
+
+        Args:
+            peak_flops: peak FLOP/s of one rank's device; None to report no MFU.
+            clock: seconds; for tests.
+        """
+        self._peak_flops, self._num_ranks = peak_flops, num_ranks
+        self._clock = clock
+        self._restart()
+
+    def _restart(self) -> None:
+        self._tokens = self._budget_tokens = self._steps = 0
+        self._flops = 0.0
+        self._excluded_seconds = self._data_seconds = self._model_seconds = 0.0
+        self._start = self._clock()
+
+    def add_step(
+        self, tokens: int, data_seconds: float, flops: float, budget_tokens: int, model_seconds: float
+    ) -> None:
+        """Count a finished step.
+
+        Args:
+            tokens: computed over all ranks.
+            data_seconds: wait for the loader.
+            flops: of forward and backward over all ranks.
+            budget_tokens: what the step takes of ``training.tokens``: others than `tokens` where rows hold several
+                samples.
+            model_seconds: of draws, forward and backward.
+        """
+        self._tokens += tokens
+        self._budget_tokens += budget_tokens
+        self._flops += flops
+        self._steps += 1
+        self._data_seconds += data_seconds
+        self._model_seconds += model_seconds
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Exclude the time inside this context from the throughput."""
+        start = self._clock()
+        yield
+        self._excluded_seconds += self._clock() - start
+
+    def read(self) -> dict[str, float]:
+        """Columns of metrics.jsonl since the last call; restarts the counts. At least one step must have been added.
+
+        The caller must first read a value from the device, so that queued work is done.
+        """
+        assert self._steps > 0, "no step since the last reading"
+        # A coarse clock may not advance within a tiny step.
+        seconds = max(self._clock() - self._start - self._excluded_seconds, 1e-9)
+        rate = self._tokens / seconds
+        flops = self._flops / seconds / self._num_ranks
+        row = {
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / self._num_ranks,
+            "tflops_per_device": flops / 1e12,
+            "step_seconds": seconds / self._steps,
+            "data_seconds": self._data_seconds / self._steps,
+            "overhead_ratio": 1 - self._model_seconds / seconds,
+        }
+        if self._budget_tokens != self._tokens:
+            row["budget_tokens_per_second"] = self._budget_tokens / seconds
+        if self._peak_flops is not None:
+            row["mfu"] = flops / self._peak_flops
+        self._restart()
+        return row

@@ -12,6 +12,7 @@ from glm46.files.durable import replace_durably
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _NAN = float("nan")
 
@@ -52,8 +53,13 @@ def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], charts: Seq
     if "loss_mean" in known:
         entries.append(Line2D([], [], color="0.3", linewidth=0.7, alpha=0.5, label="loss of one step"))
     figure.legend(handles=entries, loc="outside upper center", ncols=min(len(entries), 5), frameon=False)
+    save_picture(figure, output)
+
+
+def save_picture(figure: "Figure", output: Path) -> None:
+    """Write a picture in the format of its ending, completely or not at all."""
     picture = BytesIO()
-    figure.savefig(picture, format="png")
+    figure.savefig(picture, format=output.suffix[1:])
     replace_durably(output, [picture.getvalue()])
 
 

@@ -21,8 +21,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from glm46 import compat
 from glm46.config.errors import UserError
 from glm46.config.profiling import ProfilingConfig, snapshot_fault
-from glm46.engine.observe.module_ranges import module_ranges
-from glm46.engine.observe.module_times import format_table, table_rows, time_by_kind
+from glm46.engine.observe.module_times import format_table, module_ranges, table_rows, time_by_kind
 
 REQUEST_FILE = "profile"
 """File in the dump folder that requests a profile of the next steps; it is removed when it is seen."""

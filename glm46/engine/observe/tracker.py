@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
 
 from glm46.config.checkpoint import MetricsConfig, TrackerName
 from glm46.config.errors import UserError
@@ -20,10 +19,8 @@ _END_SECONDS = 60.0
 """Time that the tracker has at the end of a run to send what is left."""
 
 
-class _Session(Protocol):
-    def log(self, row: Mapping[str, float]) -> None: ...
-
-    def finish(self) -> None: ...
+_Session = tuple[Callable[[dict[str, float]], object], Callable[[], object]]
+"""What sends a row, and what ends the run."""
 
 
 class Tracker:
@@ -82,10 +79,10 @@ class Tracker:
     def _send(self, opens: Callable[[], _Session]) -> None:
         is_done = False
         try:
-            session = opens()
+            log, finish = opens()
             while (row := self._rows.get()) is not None:
-                session.log(row)
-            session.finish()
+                log(row)
+            finish()
             is_done = True
         finally:
             if not is_done:  # an error of any kind ends this thread with its traceback, and nothing else
@@ -104,18 +101,6 @@ def tracker_fault(name: TrackerName | None) -> str | None:
     return f"metrics.tracker = {name!r}: this package is not installed; pip install {name}, or take the key out"
 
 
-class _Wandb:
-    def __init__(self, run: Any):
-        self._run = run
-
-    def log(self, row: Mapping[str, float]) -> None:
-        # Not wandb's own step, which must never fall: a resume goes back, and validation has the step of its row.
-        self._run.log(dict(row))
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
 def _open_wandb(wandb: ModuleType, project: str, folder: Path, config: Mapping[str, object]) -> _Session:
     run = wandb.init(
         project=project,
@@ -129,18 +114,8 @@ def _open_wandb(wandb: ModuleType, project: str, folder: Path, config: Mapping[s
     )
     run.define_metric("*", step_metric="step")
     _keep_id(folder, run.id)
-    return _Wandb(run)
-
-
-class _Mlflow:
-    def __init__(self, mlflow: ModuleType):
-        self._mlflow = mlflow
-
-    def log(self, row: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({key.replace("@", "_at_"): value for key, value in row.items()}, step=int(row["step"]))
-
-    def finish(self) -> None:
-        self._mlflow.end_run()
+    # Not wandb's own step, which must never fall: a resume goes back, and validation has the step of its row.
+    return run.log, run.finish
 
 
 def _open_mlflow(mlflow: ModuleType, project: str, folder: Path, config: Mapping[str, object]) -> _Session:
@@ -150,7 +125,11 @@ def _open_mlflow(mlflow: ModuleType, project: str, folder: Path, config: Mapping
     if known is None:
         mlflow.log_params(dict(config))
     _keep_id(folder, run.info.run_id)
-    return _Mlflow(mlflow)
+
+    def log(row: dict[str, float]) -> None:
+        mlflow.log_metrics({key.replace("@", "_at_"): value for key, value in row.items()}, step=int(row["step"]))
+
+    return log, mlflow.end_run
 
 
 def _dotted(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -15,9 +15,8 @@ from glm46.compute.optim.roles import format_role_table
 from glm46.config.faults import show
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelShape
-from glm46.engine.observe.hardware import HardwareMonitor, device_peak_flops
+from glm46.engine.observe.hardware import HardwareMonitor, ThroughputMeter, device_peak_flops
 from glm46.engine.observe.metrics import METRICS, SPREAD
-from glm46.engine.observe.throughput import ThroughputMeter
 from glm46.engine.training.balance import balance_metrics
 from glm46.engine.training.layout_report import describe_layout, whole_role_table
 from glm46.engine.training.named_sums import spread_over_ranks

@@ -3,9 +3,11 @@
 Each rate is that of the model's own modules, forward and backward, at the sizes of one layer.
 """
 
+import argparse
+import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from datetime import date
 
 import torch
 from torch import Tensor
@@ -17,7 +19,10 @@ from glm46.compute.model.experts import Experts
 from glm46.compute.model.layers import Linear, swiglu
 from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
+from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
+from glm46.config.options import require_writable
+from glm46.config.presets import PRESETS
 from glm46.engine.observe.hardware import measured_matmul_flops
 from glm46.operate.estimate.kernels import MOVED
 from glm46.operate.estimate.machine import detect_machine
@@ -28,26 +33,49 @@ _ROUNDS = 7
 _TINY_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class Rates:
-    """FLOP/s, bytes per second, and seconds for one kernel."""
-
-    products: float
-    experts: float
-    attention: float
-    memory: float
-    launch_seconds: float
-
-    def efficiencies(self, peaks: Accelerator, source: str) -> dict[str, float | str]:
-        """Shares of the peaks, as `Efficiencies.read` takes them."""
-        flops = {name: getattr(self, name) / peaks.bf16_flops for name in ("products", "experts", "attention")}
-        return flops | {
-            "memory": self.memory / peaks.memory_bandwidth, "launch_seconds": self.launch_seconds, "source": source,
-        }  # fmt: skip
+def efficiencies(rates: Mapping[str, float], peaks: Accelerator, source: str) -> dict[str, float | str]:
+    """Shares of the peaks that measured rates are, as `Efficiencies.read` takes them."""
+    of = {"memory": peaks.memory_bandwidth, "launch_seconds": 1.0}
+    return {name: rate / of.get(name, peaks.bf16_flops) for name, rate in rates.items()} | {"source": source}
 
 
-def measure_rates(shape: ModelShape, tokens: int, device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure one layer of a model on one row of tokens; the best of some rounds of each."""
+def benchmark_rates(arguments: argparse.Namespace) -> None:
+    """Measure what kernels reach of the peaks on a GPU, or on the CPU in FP32; print it, and write it to ``--json``.
+
+    Raises:
+        UserError: the GPU is unknown, or the file cannot be written.
+    """
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    kind, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = torch.device(kind)
+    peaks = device_peaks(device, dtype)
+    if peaks is None:
+        raise UserError(f"benchmark: the table of GPUs (glm46/run/peaks.py) lacks {torch.cuda.get_device_name()}")
+    if arguments.json is not None:
+        require_writable("--json", arguments.json)
+    rates = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)
+    source = f"{peaks.name}, {arguments.flavor}, {arguments.tokens:,} tokens, torch {torch.__version__}, {date.today()}"
+    found = json.dumps(efficiencies(rates, peaks, source), indent=2)
+    print(
+        f"--gpu '{peaks.name}:bf16={peaks.bf16_flops / 1e12:.4g},memory={peaks.memory_bytes / 2**30:.4g},"
+        f"bandwidth={peaks.memory_bandwidth / 1e9:.4g},link={peaks.link_bandwidth / 1e9:.4g}'"
+    )
+    print(found, flush=True)
+    if arguments.json is not None:
+        try:
+            arguments.json.write_text(found + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"benchmark: --json {arguments.json}: {error.strerror}; name another file") from error
+
+
+def measure_rates(shape: ModelShape, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measure one layer of a model on one row of tokens; the best of some rounds of each.
+
+    Returns:
+        ``products``, ``experts`` and ``attention`` in FLOP/s, ``memory`` in bytes per second, ``launch_seconds`` of one
+        kernel.
+    """
     with torch.device(device):
         D, F, A = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts_per_tok
         linear = Linear(D, shape.num_attention_heads * shape.head_dim, bias=False).to(dtype)
@@ -79,14 +107,14 @@ def measure_rates(shape: ModelShape, tokens: int, device: torch.device, dtype: t
         gate, up = (torch.randn(tokens, shape.intermediate_size, dtype=dtype, requires_grad=True) for _ in range(2))
         moving = _best(lambda: swiglu(gate, up), [gate, up], device)
     moved = sum(MOVED[str(dtype).removeprefix("torch."), False].inner) * gate.numel()
-    return Rates(
-        products=6 * tokens * linear.weight.numel() / products,
-        experts=6 * tokens * A * 3 * D * F / grouped,
+    return {
+        "products": 6 * tokens * linear.weight.numel() / products,
+        "experts": 6 * tokens * A * 3 * D * F / grouped,
         # One product more in backward than `attention_flops` counts.
-        attention=tokens * attention_flops(shape, tokens) * 3.5 / 3 / attention,
-        memory=moved / moving,
-        launch_seconds=_launch_seconds(shape, device, dtype),
-    )
+        "attention": tokens * attention_flops(shape, tokens) * 3.5 / 3 / attention,
+        "memory": moved / moving,
+        "launch_seconds": _launch_seconds(shape, device, dtype),
+    }
 
 
 def _launch_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> float:

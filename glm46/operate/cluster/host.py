@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from glm46.config.faults import counted
 from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, Result, Subject, limited, run_program
+from glm46.operate.launch.nodes import is_loopback
 
 _GIB = 2**30
 
@@ -113,7 +114,7 @@ def names(subject: Subject) -> Iterator[Result]:
             yield limited(check, bool(addresses), shown, "known", remedy, otherwise=WARN)
             continue
         yield limited(check, bool(addresses), shown, "known", remedy)
-        if not _is_local(subject.address) and any(address.startswith("127.") for address in addresses):
+        if not is_loopback(subject.address) and any(address.startswith("127.") for address in addresses):
             remedy = f"take {name} out of the line of 127.0.1.1 in /etc/hosts: other hosts would be sent to themselves"
             yield Result(check, FAIL, shown, "an address of the network", remedy)
 
@@ -124,10 +125,6 @@ def addresses_of(name: str) -> list[str]:
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
     except OSError:
         return []
-
-
-def _is_local(name: str) -> bool:
-    return name == "localhost" or name.startswith("127.") or name == "::1"
 
 
 def ports(subject: Subject) -> Iterator[Result]:

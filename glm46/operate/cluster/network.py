@@ -1,6 +1,10 @@
-"""Checks of the network of one host: InfiniBand ports, named interfaces, and variables of NCCL."""
+"""Checks of the network of one host: InfiniBand ports, named interfaces, variables of NCCL; and that a Prometheus
+watches: it is ready, has the rules, and knows an Alertmanager."""
 
+import json
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +14,8 @@ _INFINIBAND = "sys/class/infiniband"
 _INTERFACES = "sys/class/net"
 _RISING = ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors")
 _WATCH_SECONDS = 0.5
+_ANSWER_SECONDS = 5.0
+_RULE = "TrainingDown"
 
 NCCL_VARIABLES = {
     "NCCL_ALGO": (
@@ -103,4 +109,35 @@ def nccl_variables(subject: Subject) -> Iterator[Result]:
         yield Result("NCCL variables", PASS, ", ".join(set_here) or "none set", "none that harms")
 
 
-NETWORK_CHECKS = {"InfiniBand": infiniband, "interfaces": interfaces, "NCCL variables": nccl_variables}
+def prometheus(subject: Subject) -> Iterator[Result]:
+    """State of the Prometheus that ``--prometheus`` names, asked by the first host."""
+    if subject.node != 0:
+        return
+    if subject.prometheus is None:
+        yield Result("monitoring", SKIP, "only with --prometheus http://127.0.0.1:9090, or where yours is")
+        return
+    url = subject.prometheus.rstrip("/")
+    remedy = "bash scripts/setup_monitoring.sh --start; --status says what runs"
+    try:
+        _get(f"{url}/-/ready")
+        rules = json.loads(_get(f"{url}/api/v1/rules"))["data"]["groups"]
+        managers = json.loads(_get(f"{url}/api/v1/alertmanagers"))["data"]["activeAlertmanagers"]
+    except (OSError, ValueError, KeyError) as error:
+        yield Result("monitoring", FAIL, f"{url}: {error}", "ready", remedy)
+        return
+    has_rules = any(rule["name"] == _RULE for group in rules for rule in group["rules"])
+    value = f"{url}: {len(rules)} groups of rules, {len(managers)} Alertmanagers"
+    yield limited("monitoring", has_rules and bool(managers), value, f"rule {_RULE}, an Alertmanager", remedy)
+
+
+def _get(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer:
+            return answer.read()
+    except urllib.error.HTTPError as error:
+        raise OSError(f"HTTP {error.code}") from error
+
+
+NETWORK_CHECKS = {
+    "InfiniBand": infiniband, "interfaces": interfaces, "NCCL variables": nccl_variables, "monitoring": prometheus,
+}  # fmt: skip

@@ -1,6 +1,7 @@
 """Preflight: the examination of each host, the ranks, and the judgement of all."""
 
 import argparse
+import json
 import socket
 import sys
 import tempfile
@@ -8,29 +9,28 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from glm46.compute.distributed.environment import set_variables, share_cores, variables_that_begin, visible_gpus
-from glm46.compute.distributed.hostfile import read_hostfile
+from glm46.compute.distributed.environment import share_cores, variables_that_begin, visible_gpus
 from glm46.config.check import check_config
+from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
-from glm46.operate.cluster.compare import as_json, as_metrics, compare_hosts, from_json, host_facts, worst
+from glm46.operate.cluster.compare import as_json, compare_hosts, host_facts, worst
 from glm46.operate.cluster.gpu import GPU_CHECKS
 from glm46.operate.cluster.host import HOST_CHECKS
-from glm46.operate.cluster.monitoring import MONITORING_CHECKS
 from glm46.operate.cluster.network import NETWORK_CHECKS
-from glm46.operate.cluster.preflight_hosts import reach, run_nodes
 from glm46.operate.cluster.rank_files import Rows, failed_ranks, read_rows, read_stages
 from glm46.operate.cluster.recovery import RECOVERY_CHECKS
 from glm46.operate.cluster.results import FAIL, SKIP, HostReport, Result, Subject, run_checks, within
 from glm46.operate.cluster.storage import STORAGE_CHECKS
 from glm46.operate.estimate.machine import Machine, detect_machine, processes_of_node
 from glm46.operate.estimate.requirement import judge_config
-from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, Nodes, refuse_hosts
+from glm46.operate.launch.nodes import LAST_PORT, Nodes
 from glm46.operate.launch.rank_server import RankServer
 from glm46.operate.launch.rendezvous import refuse_ports, rendezvous_options
 from glm46.operate.launch.torchrun import End, LauncherSignals, run_ranks
@@ -74,8 +74,6 @@ class HostExamination:
 
     def _meet(self, report: HostReport, subject: Subject, began: float) -> int:
         """`run` on several hosts, which all return the exit code of the first."""
-        from glm46.operate.cluster.meeting import Meeting
-
         meeting = Meeting(self.nodes.rank, self.nodes.count, self.nodes.host, self.nodes.port)
         found = meeting.collect("report", report.as_dict(), _MEET_SECONDS)
         reports = [self._report_of(node, content) for node, content in enumerate(found)]
@@ -139,15 +137,8 @@ class HostExamination:
         # Imported here: it loads torch, which a config with faults does not need.
         from glm46.operate.cluster.run_files import RUN_CHECKS
 
-        checks = (
-            HOST_CHECKS
-            | GPU_CHECKS
-            | NETWORK_CHECKS
-            | STORAGE_CHECKS
-            | RUN_CHECKS
-            | MONITORING_CHECKS
-            | RECOVERY_CHECKS
-        )
+        of_run = RUN_CHECKS if subject.plan is not None else {}
+        checks = HOST_CHECKS | GPU_CHECKS | NETWORK_CHECKS | STORAGE_CHECKS | of_run | RECOVERY_CHECKS
         results = run_checks(subject, checks, _CHECK_SECONDS[self.arguments.full])
         text = dump_config(self.config) if self.config is not None else ""
         return HostReport(socket.gethostname(), results, host_facts(subject, text))
@@ -172,13 +163,13 @@ class HostExamination:
             return end, read_rows(Path(folder)), read_stages(Path(folder))
 
     def _finish(self, reports: list[HostReport], group: list[Result], began: float) -> int:
-        """Compare the hosts, `_show` all results, then keep them in the dump folder."""
+        """Compare the hosts, `show_results` of all results, then keep them in the dump folder."""
         names = Counter(report.host for report in reports)
         for node, report in enumerate(reports):
             report.host = f"{report.host} (node {node})" if names[report.host] > 1 else report.host
         compare_hosts(reports)
         seconds = time.monotonic() - began
-        code = _show(self.arguments, reports, group, seconds)
+        code = show_results(self.arguments, reports, group, seconds)
         if self.config is not None and not self.arguments.local:
             folder = Path(self.config.job.dump_folder)
 
@@ -191,19 +182,58 @@ class HostExamination:
         return code
 
 
-def _show(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:
+class Meeting:
+    """All hosts of a run, from one of them, in a store on the first: reports go there, and the decision comes back.
+
+    Raises:
+        UserError: the first host does not answer, or its port is taken.
+    """
+
+    def __init__(self, node: int, nodes: int, address: str, port: int):
+        import torch.distributed as dist  # a config with faults does not need it
+
+        self.node, self.nodes = node, nodes
+        try:
+            timeout = timedelta(seconds=_MEET_SECONDS)
+            self._store = dist.TCPStore(address, port, is_master=node == 0, timeout=timeout, wait_for_workers=False)
+        except RuntimeError as error:  # DistNetworkError, DistStoreError
+            what = f"port {port} of this host cannot be opened" if node == 0 else f"no answer from {address}:{port}"
+            raise UserError(
+                f"environment: MASTER_ADDR = {address!r}, MASTER_PORT = {port}: {what}; start preflight on all "
+                "hosts with one free port of the first"
+            ) from error
+
+    def collect(self, name: str, value: Any, seconds: float) -> list[Any]:
+        """Send a value under a name; on the first host the values of all, None for those that sent none in time."""
+        self._store.set(f"{name}/{self.node}", json.dumps(value))
+        if self.node:
+            return []
+        return [self._get(f"{name}/{node}", seconds) for node in range(self.nodes)]
+
+    def decide(self, name: str, value: Any, seconds: float) -> Any:
+        """The value of the first host, on all; None if it sends none in time."""
+        if self.node == 0:
+            self._store.set(name, json.dumps(value))
+            return value
+        return self._get(name, seconds)
+
+    def _get(self, key: str, seconds: float) -> Any:
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+            return json.loads(self._store.get(key))
+        except RuntimeError:  # DistStoreError after the time, DistNetworkError without the store
+            return None
+
+
+def show_results(arguments: argparse.Namespace, reports: list[HostReport], group: list[Result], seconds: float) -> int:
     """Print and write all results; returns the exit code."""
     from rich.console import Console
 
-    from glm46.operate.cluster.table import print_table
+    from glm46.operate.cluster.compare import print_table
 
     line = as_json(reports, group, seconds)
     if arguments.json is not None and arguments.json != STANDARD_OUTPUT:
         arguments.json.write_text(line + "\n")
-    if arguments.textfile is not None:
-        draft = arguments.textfile.with_suffix(".draft")  # complete or absent: node exporter may read it at any time
-        draft.write_text(as_metrics(reports, group, time.time()))
-        draft.replace(arguments.textfile)
     width = None if sys.stdout.isatty() else _LOG_COLUMNS
     if arguments.json == STANDARD_OUTPUT:
         print(line, flush=True)
@@ -211,29 +241,6 @@ def _show(arguments: argparse.Namespace, reports: list[HostReport], group: list[
         print_table(reports, group, seconds, Console(highlight=False, width=width))
     every = [*group, *(result for report in reports for result in report.results)]
     return EXIT_FAIL if worst(every) == FAIL else 0
-
-
-def over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
-    """Preflight of the hosts of a hostfile, from here; returns the exit code."""
-    began, hosts = time.monotonic(), read_hostfile(arguments.hostfile)
-    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
-    reached, lost = reach(hosts)
-    options = ["--json", "-", "--nproc", str(hosts[0].slots or arguments.nproc or "auto")]
-    options += ["--full"] if arguments.full else []
-    options += ["--prometheus", arguments.prometheus] if arguments.prometheus else []
-    options += ["--config", str(arguments.config), *overrides] if arguments.config is not None else []
-    reports, group = [], [Result("ranks", SKIP, "no host is reached")]
-    if reached:
-        line, output = run_nodes(reached, options, is_full=arguments.full)
-        if line is None:
-            said = "; ".join(output.strip().splitlines()[-3:]) or "nothing"
-            remedy = f"{Path.cwd()}, this checkout and {sys.executable} must be at the same places on all hosts"
-            lost.append(HostReport(reached[0].name, [Result("preflight", FAIL, said, "its results", remedy)]))
-        else:
-            reports, group, _ = from_json(line)
-            for host, report in zip(reached, reports, strict=True):
-                report.host = host.name
-    return _show(arguments, [*reports, *lost], group, time.monotonic() - began)
 
 
 def _obstacle(reports: list[HostReport], found: list[dict[str, Any] | None]) -> str:

@@ -1,15 +1,24 @@
 """``preflight --hostfile``: the hosts that ssh reaches are the nodes of one preflight; the others are results."""
 
-import shlex
+import argparse
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from glm46.compute.distributed.environment import variables_that_begin
-from glm46.compute.distributed.hostfile import Host
-from glm46.operate.cluster.results import FAIL, HostReport, Result
-from glm46.operate.launch.host_group import HostGroup, allow_files_for_clients
-from glm46.operate.launch.hosts import PASSED_VARIABLES
+from glm46.compute.distributed.environment import set_variables, variables_that_begin
+from glm46.compute.distributed.hostfile import Host, read_hostfile
+from glm46.operate.cluster.compare import from_json
+from glm46.operate.cluster.preflight import show_results
+from glm46.operate.cluster.results import FAIL, SKIP, HostReport, Result
+from glm46.operate.launch.host_group import (
+    PASSED_VARIABLES,
+    HostGroup,
+    allow_files_for_clients,
+    module_command,
+    places,
+)
+from glm46.operate.launch.nodes import VARIABLES, refuse_hosts
 
 _PROBE_SECONDS = 20.0
 """For ssh to run `true` on all hosts at once."""
@@ -43,15 +52,31 @@ def run_nodes(hosts: Sequence[Host], options: Sequence[str], *, is_full: bool) -
         The line of JSON that the first host prints, None if it prints none; and its output.
     """
     own = variables_that_begin(*PASSED_VARIABLES)
-    commands = [_command(hosts, rank, own, options) for rank in range(len(hosts))]
+    commands = [module_command({**own, **place}, ["preflight", *options]) for place in places(hosts, own)]
     first = HostGroup().run(hosts, commands, _PREFLIGHT_SECONDS[is_full], at_once=len(hosts))[0]
     output = first.output + first.errors
     lines = [line for line in output.splitlines() if line.startswith('{"preflight"')]
     return (lines[-1] if lines else None), output
 
 
-def _command(hosts: Sequence[Host], rank: int, variables: Mapping[str, str], options: Sequence[str]) -> str:
-    own = {"MASTER_ADDR": hosts[0].name, **variables, "NNODES": str(len(hosts)), "NODE_RANK": str(rank)}
-    settings = [f"{name}={value}" for name, value in own.items()]
-    words = ["env", *settings, sys.executable, "-m", "glm46", "preflight", *options]
-    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"
+def over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
+    """Preflight of the hosts of a hostfile, from here; returns the exit code."""
+    began, hosts = time.monotonic(), read_hostfile(arguments.hostfile)
+    refuse_hosts(hosts, arguments.nproc, set_variables(VARIABLES), arguments.hostfile)
+    reached, lost = reach(hosts)
+    options = ["--json", "-", "--nproc", str(hosts[0].slots or arguments.nproc or "auto")]
+    options += ["--full"] if arguments.full else []
+    options += ["--prometheus", arguments.prometheus] if arguments.prometheus else []
+    options += ["--config", str(arguments.config), *overrides] if arguments.config is not None else []
+    reports, group = [], [Result("ranks", SKIP, "no host is reached")]
+    if reached:
+        line, output = run_nodes(reached, options, is_full=arguments.full)
+        if line is None:
+            said = "; ".join(output.strip().splitlines()[-3:]) or "nothing"
+            remedy = f"{Path.cwd()}, this checkout and {sys.executable} must be at the same places on all hosts"
+            lost.append(HostReport(reached[0].name, [Result("preflight", FAIL, said, "its results", remedy)]))
+        else:
+            reports, group, _ = from_json(line)
+            for host, report in zip(reached, reports, strict=True):
+                report.host = host.name
+    return show_results(arguments, [*reports, *lost], group, time.monotonic() - began)

@@ -1,4 +1,5 @@
-"""Checks of what a run reads, on one host: tokenizer, shards, checkpoints, weights to start from; and its layout."""
+"""Checks of what a run reads, on one host: tokenizer, shards, checkpoints, weights to start from; and its layout. All
+take a subject with a plan."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,6 @@ _SHOWN = 3
 
 def layout(subject: Subject) -> Iterator[Result]:
     """Checks that the degrees fit the ranks, and the run the memory of this host."""
-    if subject.plan is None:
-        return
     config, world = subject.plan.config, subject.plan.layout.world_size
     ranks = subject.processes * subject.nodes
     faults = check_config(config, world_size=ranks)
@@ -36,8 +35,6 @@ def layout(subject: Subject) -> Iterator[Result]:
 
 def tokenizer(subject: Subject) -> Iterator[Result]:
     """Checks that the tokenizer can be read here."""
-    if subject.plan is None:
-        return
     loaded = load_tokenizer(subject.plan.config.model.tokenizer_path)
     rows, path = subject.plan.shape.vocab_size, subject.plan.config.model.tokenizer_path
     yield limited(
@@ -48,8 +45,6 @@ def tokenizer(subject: Subject) -> Iterator[Result]:
 
 def sources(subject: Subject) -> Iterator[Result]:
     """Checks that the shards of each source are here and whole; ``--full`` reads and hashes all of them."""
-    if subject.plan is None:
-        return
     fingerprint = load_tokenizer(subject.plan.config.model.tokenizer_path).fingerprint
     for source in subject.plan.config.data.sources:
         name, folder = f"data {source.name}", Path(source.path)
@@ -70,8 +65,6 @@ def sources(subject: Subject) -> Iterator[Result]:
 
 def checkpoints(subject: Subject) -> Iterator[Result]:
     """Checks that the checkpoint, or the weights, that the run would start from can be read; ``--full`` hashes it."""
-    if subject.plan is None:
-        return
     config = subject.plan.config
     refuse_origin(config)
     steps = published_steps(config.checkpoint_folder) if config.checkpoint.enable else []

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from glm46.config.optimizer import state_folder_message
+from glm46.files.durable import sync_folder
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.cluster.results import FAIL, WARN, Result, Subject, limited
 from glm46.operate.estimate.memory import largest_stage, stage_memory
@@ -85,7 +86,7 @@ def probe_folder(key: str, folder: Path, gb_per_second: float, size: int, thread
         seconds = max(time.monotonic() - began, 1e-6)
         began = time.monotonic()
         drafts[0].rename(final)
-        _sync(place)
+        sync_folder(place)
         renamed = time.monotonic() - began
         intact = _holds(final, chunk)
     except OSError as error:
@@ -139,14 +140,6 @@ def _write(path: Path, chunk: bytes, size: int) -> None:
 def _holds(path: Path, chunk: bytes) -> bool:
     with path.open("rb") as file:
         return all(part == chunk for part in iter(lambda: file.read(_CHUNK), b""))
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def free_space(subject: Subject) -> Iterator[Result]:

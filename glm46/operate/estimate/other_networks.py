@@ -2,9 +2,12 @@
 
 from math import prod
 
+from glm46.config.model import ModelShape
 from glm46.operate.estimate.rank_parts import local_shape
-from glm46.run.layout import generation_layout
-from glm46.run.parameters import named_rows
+from glm46.run.activations import FP32
+from glm46.run.checkpoint_size import WIDTHS
+from glm46.run.layout import Layout, generation_layout
+from glm46.run.parameters import Parameter, dense_layer, moe_layer, mtp_layer, named_rows, part_rows
 from glm46.run.plan import Plan
 from glm46.run.stages import split_layers
 
@@ -29,32 +32,63 @@ def drawing(plan: Plan) -> float:
     """Bytes of the local engine on a rank of its largest pipeline stage: the keys and values of its rows, and copied
     weights, unless the rank has the whole policy in the type of its products and without adapters. Ranks with parts of
     the model gather one tensor at a time to take theirs."""
-    config, shape = plan.config, plan.shape
+    config, dtype = plan.config, plan.config.training.mixed_precision_param
     if config.rl is None or config.rollout is None or config.rollout.kind != "local":
         return 0.0
-    if not config.rollout.speculative:
-        shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
-    width = 4 if config.training.mixed_precision_param == "float32" else 2
-    is_own = plan.layout.world_size == 1 and config.training.dtype == config.training.mixed_precision_param
+    is_own = plan.layout.world_size == 1 and config.training.dtype == dtype
     is_own = is_own and config.adapter is None  # sums with adapters, and what is in FP8, are copies
-    layout, rows = generation_layout(config.rollout.degrees, plan.layout.world_size), named_rows(shape)
+    layout = generation_layout(config.rollout.degrees, plan.layout.world_size)
+    held = inference_bytes(
+        plan.shape, layout, dtype, drafts=config.rollout.speculative, rows=config.rollout.samples_at_once,
+        length=config.training.seq_len, copies_weights=not is_own, caches_drafts=True,
+    )  # fmt: skip
     is_split = layout.non_dp_degree * layout.ep > 1
-    gathered = max(row.numel(shape) for row in rows.values()) if is_split else 0
-    heads = 2 * max(shape.num_key_value_heads // layout.tp, 1) * shape.head_dim
-    stages = split_layers(shape, layout.pp, shape.max_position_embeddings)
-    most = 0
-    for layers in stages:
-        outside = {"embed_tokens": layers.start == 0}  # norm and head are on the last stage
-        names = [
-            name
-            for name in rows
-            if (int(name.split(".")[1]) in layers if name.startswith("layers.") else
-                outside.get(name.split(".")[0], layers is stages[-1]))
-        ]  # fmt: skip
-        weights = 0 if is_own else sum(prod(local_shape(rows[name], shape, layout)) for name in names)
-        cached = len(layers) + shape.num_nextn_predict_layers * (layers is stages[-1])
-        most = max(most, weights + config.rollout.samples_at_once * config.training.seq_len * heads * cached)
-    return width * (most + gathered)
+    largest = max(row.numel(plan.shape) for row in named_rows(plan.shape).values()) if is_split else 0
+    return held + largest * WIDTHS[dtype]
+
+
+def inference_bytes(
+    shape: ModelShape,
+    layout: Layout,
+    dtype: str,
+    *,
+    drafts: bool = True,
+    rows: int = 0,
+    length: int = 0,
+    copies_weights: bool = True,
+    caches_drafts: bool = False,
+) -> float:
+    """Bytes of the weights, and of the keys and values of the decoder layers, on the rank that holds most.
+
+    Args:
+        layout: see `generation_layout`.
+        dtype: of the weights but the selection biases, which are FP32, and of keys and values.
+        drafts: with the prediction layers.
+        rows: sequences of a rank in the cache.
+        length: tokens of each.
+        copies_weights: False: the weights are those of somebody else, and not counted.
+        caches_drafts: count the keys and values of the prediction layers too.
+    """
+    width, depths = WIDTHS[dtype], shape.num_nextn_predict_layers if drafts else 0
+
+    def of(rows: list[Parameter]) -> float:
+        return sum(prod(local_shape(row, shape, layout)) * (FP32 if row.optimizer is None else width) for row in rows)
+
+    layers = range(shape.num_hidden_layers)
+    stages = [layers] if layout.pp == 1 else split_layers(shape, layout.pp, shape.max_position_embeddings)
+    heads = max(shape.num_key_value_heads // layout.tp, 1)
+    cache = 2 * rows * length * heads * shape.head_dim * width
+    sizes = []
+    for stage in stages:
+        is_last = stage.stop >= len(layers)
+        dense = len(range(stage.start, min(stage.stop, shape.first_k_dense_replace)))
+        predicting = depths * is_last
+        size = dense * of(dense_layer(shape)) + (len(stage) - dense) * of(moe_layer(shape))
+        size += predicting * of(mtp_layer(shape)) if predicting else 0
+        size += of(part_rows(shape, "embedding")) * (not stage.start or bool(predicting))
+        size += of(part_rows(shape, "head")) * is_last
+        sizes.append(size * copies_weights + (len(stage) + predicting * caches_drafts) * cache)
+    return max(sizes)
 
 
 def other_passes(plan: Plan) -> tuple[int, int]:

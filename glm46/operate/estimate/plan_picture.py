@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from glm46.files.durable import replace_durably
+from glm46.engine.observe.plots import save_picture
 from glm46.operate.estimate.memory import MemoryPlan, rank_memory
 from glm46.operate.estimate.report import RunPlan
 from glm46.operate.estimate.requirement import memory_parts, usable_bytes
@@ -27,8 +27,6 @@ def draw_plan(run: RunPlan, output: Path) -> None:
     Args:
         output: ends with .png or .svg.
     """
-    from io import BytesIO
-
     from matplotlib.figure import Figure
 
     timeline = None if run.cost is None else run.cost.longest.largest.timeline
@@ -40,9 +38,7 @@ def draw_plan(run: RunPlan, output: Path) -> None:
     _draw_memory(rows[0], rank_memory(run.plan, largest), run)
     if timeline:
         _draw_timeline(rows[1], timeline)
-    picture = BytesIO()
-    figure.savefig(picture, format=output.suffix[1:])
-    replace_durably(output, [picture.getvalue()])
+    save_picture(figure, output)
 
 
 def _draw_memory(axes: "Axes", ranks: list[MemoryPlan], run: RunPlan) -> None:

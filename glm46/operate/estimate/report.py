@@ -3,12 +3,18 @@
 from dataclasses import asdict, dataclass
 
 from glm46.config.faults import counted
-from glm46.operate.estimate.effective_time import RESTART_SECONDS, STALL_SECONDS, effective_time
 from glm46.operate.estimate.limits import limits
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, stage_memory
 from glm46.operate.estimate.requirement import Verdict, judge, memory_lines
-from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost, run_cost
+from glm46.operate.estimate.run_cost import (
+    RESTART_SECONDS,
+    SECONDS_PER_DAY,
+    STALL_SECONDS,
+    RunCost,
+    effective_time,
+    run_cost,
+)
 from glm46.operate.estimate.step_time import OrderOf
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.units import amount, decimal_size, duration, flops_text, run_time

@@ -1,4 +1,4 @@
-"""Needs of a run next to what this machine has, on one screen, before any work starts."""
+"""Needs of a run next to what this machine has, on one screen, before any work starts; and its stages of text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,14 @@ from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpointCon
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.machine import Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
-from glm46.operate.estimate.stage_table import stage_table
-from glm46.operate.estimate.units import binary_size
+from glm46.operate.estimate.units import aligned, binary_size, token_count
+from glm46.run.curriculum import describe_attention
+from glm46.run.flops import training_flops_per_token
 from glm46.run.layout import fixed_processes, smallest_world
 from glm46.run.parameters import count_parameters
-from glm46.run.peaks import find_accelerator
+from glm46.run.peaks import accelerator_of, find_accelerator
 from glm46.run.plan import Plan, resolve_plan
+from glm46.run.stages import bubble
 
 _GIB = 2**30
 USABLE_CPU_RATIO = 0.95
@@ -30,7 +32,6 @@ SPLIT_BACKWARD_TORCH = (2, 13)
 """The oldest release on which schedules that split backward were seen to work."""
 INTEGERS_TORCH = (2, 13)
 """The oldest release whose FSDP2 was seen to hold parameters of integers, which weights in FP8 are."""
-_WITH_CHECKPOINTING = ', with activation_checkpoint.mode = "full"'
 
 
 @dataclass(frozen=True)
@@ -139,24 +140,19 @@ def _torch_faults(config: RunConfig, torch: str) -> list[str]:
     its FSDP2 takes no parameters of integers."""
     release, found = tuple(int(part) for part in torch.split(".")[:2]), []
     if config.adapter is not None and config.adapter.base_dtype is not None and release < INTEGERS_TORCH:
-        least = ".".join(map(str, INTEGERS_TORCH))
         found.append(
-            f'adapter.base_dtype = "{config.adapter.base_dtype}" needs torch {least}; found: {torch}; update torch, or '
-            "remove adapter.base_dtype"
+            f'adapter.base_dtype = "{config.adapter.base_dtype}" needs torch {".".join(map(str, INTEGERS_TORCH))}; '
+            f"found: {torch}; update torch, or remove adapter.base_dtype"
         )
-    layout = config.parallelism
-    name = layout.pipeline_parallel_schedule
-    if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
-        return found
-    if release >= SPLIT_BACKWARD_TORCH:
-        return found
-    others = ", ".join(f'"{other}"' for other, each in PIPELINE_SCHEDULES.items() if not each.splits_backward)
-    least = ".".join(map(str, SPLIT_BACKWARD_TORCH))
-    return [
-        *found,
-        f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs torch {least}; found: '
-        f"{torch}; update torch, or take one of {others}",
-    ]
+    layout, name = config.parallelism, config.parallelism.pipeline_parallel_schedule
+    splits = layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
+    if splits and release < SPLIT_BACKWARD_TORCH:
+        others = ", ".join(f'"{other}"' for other, each in PIPELINE_SCHEDULES.items() if not each.splits_backward)
+        found.append(
+            f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs torch '
+            f"{'.'.join(map(str, SPLIT_BACKWARD_TORCH))}; found: {torch}; update torch, or take one of {others}"
+        )
+    return found
 
 
 def fp8_faults(float8: Float8Config, machine: Machine) -> list[str]:
@@ -195,10 +191,8 @@ def compare_memory(who: str, needed: float, usable: float, free: float) -> tuple
     """
     fits = needed <= usable
     by_how_much = f"{binary_size(usable - needed)} to spare" if fits else f"{binary_size(needed - usable)} too much"
-    return (
-        fits,
-        f"{who} {binary_size(needed)}, and {binary_size(usable)} of {binary_size(free)} can be filled: {by_how_much}",
-    )
+    of_free = f"{binary_size(usable)} of {binary_size(free)} can be filled"
+    return fits, f"{who} {binary_size(needed)}, and {of_free}: {by_how_much}"
 
 
 def _needs(machine: Machine, verdict: Verdict) -> list[str]:
@@ -256,17 +250,13 @@ def _found(machine: Machine) -> list[str]:
 
 def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
     """Advice: the least number of GPUs whose memory is enough, found by doubling an open shard degree."""
-    reference = find_accelerator(_REFERENCE_GPU)
-    assert reference is not None
-    capacity = reference.memory_bytes
-    name = _REFERENCE_GPU
+    capacity, name = accelerator_of(_REFERENCE_GPU).memory_bytes, _REFERENCE_GPU
     if machine.gpus and machine.gpus[0].memory_bytes is not None:
         capacity, name = machine.gpus[0].memory_bytes, machine.gpus[0].name
     world, is_open = smallest_world(config.parallelism), config.parallelism.data_parallel_shard_degree == -1
     sizes = [world * 2**power for power in range(_MOST_DOUBLINGS if is_open else 1)]
-    less = ActivationCheckpointConfig(mode="full")
-    smaller = config.model_copy(update={"activation_checkpoint": less})
-    for candidate, remark in ((config, ""), (smaller, _WITH_CHECKPOINTING)):
+    smaller = config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode="full")})
+    for candidate, remark in ((config, ""), (smaller, ', with activation_checkpoint.mode = "full"')):
         for size in sizes:
             if plan_memory(candidate, size).total <= usable_bytes(capacity):
                 return f"run it on {counted(size, 'GPU')} of {binary_size(capacity)} ({name}) or more{remark}"
@@ -274,3 +264,41 @@ def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:
         f"even {counted(sizes[-1], 'GPU')} of {binary_size(capacity)} ({name}) cannot hold it: raise the tensor, "
         "pipeline, context or expert degree, or lower training.local_batch_size"
     )
+
+
+def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = None) -> list[str]:
+    """A header, and a line for each stage that the run reaches, with the memory of the rank that needs most.
+
+    Args:
+        stages: `stage_memory` of the plan.
+        capacity: bytes that a rank can fill; absent: unknown.
+    """
+    rows: list[tuple[str, ...]] = [(
+        "stage", "from", "tokens", "length", "window", "RoPE scaling", "sequences", "micro-batches", "bubble",
+        "GFLOP/token", "memory", "fits",
+    )]  # fmt: skip
+    clock = plan.config.lr_scheduler.start_tokens
+    for index, memory in enumerate(stages):
+        stage, tokens = plan.text_stages[index], plan.stage_tokens[index]
+        batches = plan.batches_of(index)
+        micro_batches = [size // plan.rows_per_micro_batch for size in batches]
+        bubbles = [f"{bubble(plan.config.parallelism, count):.0%}" for count in micro_batches]
+        flops = training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
+        fits = "unknown" if capacity is None else "yes" if memory.total <= capacity else "no"
+        rows.append((
+            str(index + 1), token_count(clock), token_count(tokens), f"{stage.seq_len:,}",
+            *describe_attention(stage.shape),
+            _range(*(f"{size:,}" for size in batches)), _range(*(f"{count:,}" for count in micro_batches)),
+            _range(*bubbles) if plan.layout.pp > 1 else "-",
+            f"{flops / 1e9:,.4g}",
+            binary_size(memory.total), fits,
+        ))  # fmt: skip
+        clock += tokens
+    lines = aligned(rows)
+    if len(rows) <= len(plan.text_stages):
+        lines.append(f"stages {len(rows)} to {len(plan.text_stages)} begin after the end of this run")
+    return lines
+
+
+def _range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"

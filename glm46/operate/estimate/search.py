@@ -1,8 +1,10 @@
-"""The best layouts of a run on a cluster: all that the rules of the config allow, those that fit, ranked by time."""
+"""``plan --search``: the best layouts of a run on a cluster, of all that the rules allow, and why others fall."""
 
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -13,9 +15,10 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.memory import largest_stage, plan_memory, stage_memory
 from glm46.operate.estimate.requirement import usable_bytes
-from glm46.operate.estimate.run_cost import RunCost, run_cost
+from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost, run_cost
 from glm46.operate.estimate.step_time import OrderOf
 from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.operate.estimate.units import aligned, amount, binary_size, time_unit
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan, resolve_plan
 
@@ -122,58 +125,6 @@ def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
     return None
 
 
-@dataclass(frozen=True)
-class LayoutVariant:
-    """A run with other keys on the same GPUs."""
-
-    name: str
-    refusal: str | None
-    """The rule that it breaks."""
-    memory: float = 0.0
-    """Bytes of the rank that needs most."""
-    cost: RunCost | None = None
-    """None if it breaks a rule or does not fit."""
-
-
-def what_if(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> list[LayoutVariant]:
-    """The same layout with a change of the sequence, the batch, FP8, recomputation or offloading."""
-    config, variants = plan.config, []
-    for name, changes in _changes(config).items():
-        changed = config.model_copy(
-            update={section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
-        )
-        if faults := find_faults(changed, cluster.gpus):
-            variants.append(LayoutVariant(name, faults[0].message))
-            continue
-        other = resolve_plan(changed, cluster.gpus, plan.document_tokens, host_ranks=cluster.host_ranks)
-        memory = largest_stage(stage_memory(other)).total
-        fits = memory <= usable_bytes(cluster.gpu.memory_bytes)
-        variants.append(LayoutVariant(name, None, memory, run_cost(other, cluster, order_of) if fits else None))
-    return variants
-
-
-def _changes(config: RunConfig) -> dict[str, dict[str, dict[str, Any]]]:
-    """Keys of each variant by section."""
-    batch = config.training.global_batch_size
-    changes: dict[str, dict[str, dict[str, Any]]] = {"as it is": {}}
-    if not config.data.stages and not isinstance(batch, tuple):
-        rows: dict[str, Any] = {} if batch is None else {"global_batch_size": max(batch // 2, 1)}
-        changes["sequences twice as long, as many tokens"] = {
-            "training": {"seq_len": 2 * config.training.seq_len} | rows
-        }
-        if batch is not None:
-            changes["a batch twice as large"] = {"training": {"global_batch_size": 2 * batch}}
-    if config.float8.recipe_name is None:
-        fp8 = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise"}
-        changes["FP8 rowwise, experts too"] = {"float8": fp8}
-    for mode in _MODES:
-        if mode != config.activation_checkpoint.mode:
-            changes[f"activation_checkpoint.mode = {mode}"] = {"activation_checkpoint": {"mode": mode}}
-    if config.optimizer.state_offload == "none":
-        changes["optimizer.state_offload = cpu"] = {"optimizer": {"state_offload": "cpu"}}
-    return changes
-
-
 def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismConfig]:
     """Degrees whose product divides the number of GPUs; a tensor-parallel group stays inside a node."""
     shape = resolve_shape(config.model)
@@ -214,3 +165,126 @@ def _schedules(config: RunConfig, shape: ModelShape, pp: int) -> list[str]:
         return ["1F1B"]
     names = dict.fromkeys([config.parallelism.pipeline_parallel_schedule, "1F1B", "Interleaved1F1B"])
     return [name for name in names if pp * PIPELINE_SCHEDULES[name].stages_per_rank <= shape.num_hidden_layers]
+
+
+_GIB = 2**30
+_SHOWN = 10
+_SECONDS_BETWEEN_LINES = 10.0
+_SHORT = {"weights and gradients": "FSDP2", "Muon's matrices": "Muon", "the host": "host", "the disk": "disk"}
+"""Names of what a layout waits for that fit into a column."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of ``plan --search``."""
+
+    config: RunConfig
+    cluster: TargetCluster
+    search: Search
+    smallest: Plan | None
+    """See `smallest_cluster`."""
+
+
+def run_search(config: RunConfig, cluster: TargetCluster, order_of: OrderOf, document_tokens: float | None) -> Found:
+    """Search, with progress on stderr; arguments of `search_layouts`."""
+    search = search_layouts(config, cluster, order_of, _reporter(), document_tokens)
+    return Found(config, cluster, search, smallest_cluster(config, cluster))
+
+
+def search_text(found: Found) -> str:
+    """The result on one screen; tables fit into 80 columns."""
+    config, best, gpu = found.config, found.search.best, found.cluster.gpu.name
+    where = f"{found.cluster.gpus:,} x {gpu}"
+    parts = [f"{config.job.description} ({config.model.flavor}) on {where}:\n{_summary(found.search)}"]
+    if best:
+        parts.append("\n".join(aligned(_layout_rows(best[:_SHOWN]), " ")))
+        parts.append(_options("options of the first one:", best[0].plan, config))
+    if found.smallest is None:
+        parts.append(f"no cluster of {gpu} holds it: lower training.local_batch_size or the sequence")
+    else:
+        title = f"smallest cluster that fits, with full recomputation: {found.smallest.layout.world_size:,} x {gpu}"
+        parts.append(_options(title, found.smallest, config))
+    if best:
+        parts.append("what another key changes:  the same command without --search, these options and that key")
+    return "\n\n".join(parts)
+
+
+def search_numbers(found: Found) -> dict:
+    """The result as a JSON object: bytes, seconds, tokens."""
+    search, least = found.search, found.search.least_memory
+    return {
+        "flavor": found.config.model.flavor,
+        "gpu": found.cluster.gpu.name,
+        "gpus": found.cluster.gpus,
+        "efficiencies": asdict(found.cluster.efficiencies),
+        "fitting": search.fitting,
+        "refused": dict(search.refused),
+        "too_large": search.too_large,
+        "least_memory": least if search.too_large else None,
+        "candidates": [
+            _plan_numbers(each.plan, found.config)
+            | {"memory": each.memory, "step_seconds": each.cost.longest.largest.seconds}
+            | {"parts": each.cost.longest.largest.parts}
+            | {name: getattr(each.cost, name) for name in ("days", "mfu", "tokens_per_second", "dollars")}
+            for each in search.best
+        ],
+        "smallest_cluster": None
+        if found.smallest is None
+        else {"gpus": found.smallest.layout.world_size} | _plan_numbers(found.smallest, found.config),
+    }
+
+
+def _plan_numbers(plan: Plan, config: RunConfig) -> dict:
+    return {
+        "layout": asdict(plan.layout),
+        "schedule": plan.config.parallelism.pipeline_parallel_schedule if plan.layout.pp > 1 else None,
+        "recomputation": plan.config.activation_checkpoint.mode,
+        "options": options_of(plan, config),
+    }
+
+
+def _options(title: str, plan: Plan, config: RunConfig) -> str:
+    return f"{title}\n  {' '.join(options_of(plan, config)) or 'none: the config has them'}"
+
+
+def _summary(found: Search) -> str:
+    parts = [f"{found.fitting:,} layouts fit"]
+    if found.too_large:
+        parts.append(f"{found.too_large:,} do not, the smallest with {binary_size(found.least_memory)} per GPU")
+    refused = [f"rules forbid {count:,} by {key}" for key, count in found.refused.most_common()]
+    return "\n".join(["; ".join(parts), *refused])
+
+
+def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
+    unit, name = time_unit(candidates[0].cost.days * SECONDS_PER_DAY)
+    rows: list[tuple[str, ...]] = [
+        ("tp", "pp", "schedule", "cp", "ep", "shard", "recompute", name, "MFU", "GiB", "bubble", "waits for")
+    ]
+    for each in candidates:
+        layout, config = each.plan.layout, each.plan.config
+        schedule = config.parallelism.pipeline_parallel_schedule if layout.pp > 1 else "-"
+        step = each.cost.longest.largest
+        waits = {name.removeprefix("waiting for "): share for name, share in step.parts.items() if "waiting" in name}
+        longest = max(waits, key=waits.__getitem__, default="")
+        rows.append((
+            str(layout.tp), str(layout.pp), schedule, *map(str, (layout.cp, layout.ep, layout.dp_shard)),
+            config.activation_checkpoint.mode, amount(each.cost.days * SECONDS_PER_DAY / unit), f"{each.cost.mfu:.1%}",
+            amount(each.memory / _GIB), f"{step.parts.get('pipeline bubble', 0.0) / step.seconds:.0%}",
+            f"{_SHORT.get(longest, longest)} {waits[longest] / step.seconds:.0%}" if longest else "-",
+        ))  # fmt: skip
+    return rows
+
+
+def _reporter() -> Callable[[int, int], None]:
+    """Progress on one line of a terminal, and elsewhere in a line now and then."""
+    is_terminal, last = sys.stderr.isatty(), time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if is_terminal:
+            print(f"\r{done:,} of {total:,} layouts", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            print(f"{done:,} of {total:,} layouts", file=sys.stderr, flush=True)
+
+    return report

@@ -5,9 +5,11 @@ import resource
 import shlex
 import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm46.compute.distributed.hostfile import Host
@@ -15,6 +17,10 @@ from glm46.config.errors import UserError
 
 CONNECTIONS = ("ssh", "srun")
 """Names of the clients."""
+PASSED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "GLM46_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "PYTHONPATH", "PYTORCH_", "TORCH_",
+)  # fmt: skip
+"""Beginnings of the environment variables that a node gets from here; it has all others from its own login."""
 _AT_ONCE = 64
 
 
@@ -85,6 +91,23 @@ class HostGroup:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(lambda *asked: _wait(self.start(*asked, **pipes), seconds), hosts, commands))
+
+
+def module_command(variables: Mapping[str, str], arguments: Sequence[str]) -> str:
+    """The command ``python -m glm46 ARGUMENTS`` for the login shell of a host, in this folder and by this Python."""
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    words = ["env", *settings, sys.executable, "-m", "glm46", *arguments]
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"
+
+
+def places(hosts: Sequence[Host], variables: Mapping[str, str]) -> list[dict[str, str]]:
+    """The variables by which each host knows its place among those that train.
+
+    Args:
+        variables: as for `module_command`; they may name another address of the first host.
+    """
+    first = variables.get("MASTER_ADDR", hosts[0].name)
+    return [{"MASTER_ADDR": first, "NNODES": str(len(hosts)), "NODE_RANK": str(rank)} for rank in range(len(hosts))]
 
 
 def allow_files_for_clients() -> None:

@@ -2,13 +2,11 @@
 
 import os
 import queue
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from glm46.compute.distributed.hostfile import Host
@@ -45,41 +43,6 @@ _LATE_SECONDS = 20.0
 _CLOSE_SECONDS = 30.0
 """For launchers to end when their connection is closed."""
 _POLL_SECONDS = 0.2
-
-PASSED_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "GLM46_",
-    "GLOO_",
-    "MASTER_",
-    "NCCL_",
-    "OMP_",
-    "PYTHONPATH",
-    "PYTORCH_",
-    "TORCH_",
-)
-"""Beginnings of the environment variables that a node gets from here; it has all others from its own login."""
-
-
-def host_command(variables: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """The command of every host, for its login shell.
-
-    Args:
-        variables: environment variables, see `PASSED_VARIABLES`.
-        arguments: of the verb ``launch``.
-    """
-    settings = [f"{name}={value}" for name, value in variables.items()]
-    words = ["env", *settings, sys.executable, "-m", "glm46", "launch", *arguments, "--from-hostfile"]
-    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"
-
-
-def places(hosts: Sequence[Host], variables: Mapping[str, str]) -> list[dict[str, str]]:
-    """The variables by which each host knows its place among those that train.
-
-    Args:
-        variables: as for `host_command`; they may name another address of the first host.
-    """
-    first = variables.get("MASTER_ADDR", hosts[0].name)
-    return [{"MASTER_ADDR": first, "NNODES": str(len(hosts)), "NODE_RANK": str(rank)} for rank in range(len(hosts))]
 
 
 class HostNodes:

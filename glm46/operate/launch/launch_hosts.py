@@ -1,9 +1,10 @@
-"""``launch --hostfile``: the launchers of all hosts, again on others after a host was lost."""
+"""``launch --hostfile``: the launchers of all hosts, again on others after a host was lost, or with fewer replicas."""
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.compute.distributed.environment import set_variables, variables_that_begin
@@ -15,12 +16,12 @@ from glm46.config.faults import counted
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED, code_before_training
-from glm46.operate.launch.hosts import PASSED_VARIABLES, HostNodes, describe_nodes, host_command, places
+from glm46.operate.launch.host_group import PASSED_VARIABLES, module_command, places
+from glm46.operate.launch.hosts import HostNodes, describe_nodes
 from glm46.operate.launch.nodes import VARIABLES, refuse_hosts
-from glm46.operate.launch.restarts import keep_running
-from glm46.operate.launch.saved_steps import StorageLost, known_step, write_state
-from glm46.operate.launch.spares import Places, fewer_replicas
+from glm46.operate.launch.restarts import StorageLost, keep_running, known_step, write_state
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
+from glm46.run.plan import resolve_plan
 
 _ADVICE = (
     "the same command goes on from the newest checkpoint when the hostfile names enough hosts. Hosts beyond --nodes "
@@ -48,9 +49,8 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: 
     count = arguments.nodes or len(hosts)
     if count > len(hosts):
         raise UserError(
-            f"command line: --nodes {count}: {arguments.hostfile} has {counted(len(hosts), 'host')}; "
-            f"add hosts, or state at most "
-            "that number"
+            f"command line: --nodes {count}: {arguments.hostfile} has {counted(len(hosts), 'host')}; add hosts, or "
+            "state at most that number"
         )
     nproc = hosts[0].slots or arguments.nproc
     config = load(arguments, overrides, None)
@@ -63,6 +63,36 @@ def launch_hosts(arguments: argparse.Namespace, overrides: Sequence[str], load: 
         return keep_running(starts.start, lambda: starts.nodes.newest_step, arguments.max_restarts).code
     finally:
         starts.nodes.close()
+
+
+@dataclass
+class Places:
+    """The hosts that train, in the order of their nodes, and the spare ones, in the order in which they are used."""
+
+    training: list[Host]
+    spares: list[Host]
+
+    def remove(self, lost: Collection[Host]) -> None:
+        """Remove hosts for good. A spare takes the place of each, so that the others keep theirs, as long as there is
+        one."""
+        self.spares = [host for host in self.spares if host not in lost]
+        for host in [host for host in self.training if host in lost]:
+            place = self.training.index(host)
+            self.training[place : place + 1] = [self.spares.pop(0)] if self.spares else []
+
+    def exchange(self, suspects: Sequence[Host]) -> list[Host]:
+        """Exchange hosts that may have caused a failure with spares, as far as there are some. They become the last
+        spares. Returns the hosts that were exchanged."""
+        exchanged = [host for host in suspects if host in self.training][: len(self.spares)]
+        for host in exchanged:
+            self.training[self.training.index(host)] = self.spares.pop(0)
+            self.spares.append(host)
+        return exchanged
+
+    def keep(self, count: int) -> None:
+        """Train on the first hosts only; the others become the first spares."""
+        self.spares = self.training[count:] + self.spares
+        self.training = self.training[:count]
 
 
 class _Starts:
@@ -123,7 +153,7 @@ class _Starts:
         options = ["--config", str(self._arguments.config), "--nproc", str(self._processes or "auto")]
         options += ["--hostfile", str(self._arguments.hostfile), "--max-restarts", str(self._arguments.max_restarts)]
         variables = variables_that_begin(*PASSED_VARIABLES)
-        command = host_command(variables, [*options, *self._overrides])
+        command = module_command(variables, ["launch", *options, *self._overrides, "--from-hostfile"])
         order = {"number": number, "overrides": overrides, "newest_step": self.nodes.newest_step}
         orders = [{**order, "variables": place} for place in places(training, variables)]
         self.nodes.connect(training, self._places.spares, command, orders)
@@ -204,3 +234,34 @@ class _Starts:
 def state_file(hostfile: Path) -> Path:
     """The file that tells a job script what the last start has left, as variables of a shell."""
     return hostfile.with_name(f"{hostfile.name}.state")
+
+
+def fewer_replicas(
+    config: RunConfig, world_size: int, most: int, accepts: Callable[[dict[str, str], int], bool]
+) -> tuple[dict[str, str], int] | None:
+    """The most replicas of the model that fit on fewer processes, at least ``fault_tolerance.min_replicas``.
+
+    The batch of a step stays that of all replicas, so that the same samples come in the same order.
+
+    Args:
+        world_size: processes of the whole run, with all replicas.
+        most: processes that are left.
+        accepts: whether values of keys are without faults for a number of processes.
+
+    Returns:
+        The keys to override with their values, and the processes; None if too few are left.
+    """
+    replicas = config.parallelism.data_parallel_replicate_degree
+    for count, processes in _sizes(replicas, config.fault_tolerance.min_replicas, world_size):
+        # The nodes need not know the least number, which would have no effect on one replica.
+        values = {"parallelism.data_parallel_replicate_degree": str(count), "fault_tolerance.min_replicas": "0"}
+        if config.training.global_batch_size is None:
+            values["training.global_batch_size"] = str(resolve_plan(config, world_size).rows_per_micro_batch)
+        if processes <= most and accepts(values, processes):
+            return values, processes
+    return None
+
+
+def _sizes(replicas: int, least: int, world_size: int) -> Iterator[tuple[int, int]]:
+    for count in range(replicas - 1, max(least, 1) - 1, -1) if least else ():
+        yield count, world_size * count // replicas

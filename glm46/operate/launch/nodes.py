@@ -186,7 +186,7 @@ def refuse_hosts(hosts: Sequence[Host], processes: int | None, variables: Mappin
             "number, or none"
         )
     first = variables.get("MASTER_ADDR", hosts[0].name)
-    if _is_loopback(first) and not all(_is_loopback(host.name) for host in hosts):
+    if is_loopback(first) and not all(is_loopback(host.name) for host in hosts):
         faults.append(
             f"the first host, {first}, is another machine for each node; write its name in the network, or set "
             "MASTER_ADDR to it"
@@ -197,7 +197,8 @@ def refuse_hosts(hosts: Sequence[Host], processes: int | None, variables: Mappin
         raise UserError(*(f"--hostfile {path}: {fault}" for fault in faults))
 
 
-def _is_loopback(name: str) -> bool:
+def is_loopback(name: str) -> bool:
+    """True if a name or address means the machine itself, on each machine another one."""
     return name in ("localhost", "::1") or name.startswith("127.")
 
 

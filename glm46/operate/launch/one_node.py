@@ -46,10 +46,8 @@ from glm46.operate.launch.rendezvous import (
     require_free_port,
     wait_for_first,
 )
-from glm46.operate.launch.restarts import keep_running
-from glm46.operate.launch.saved_steps import LONGEST_ABSENCE, SavedSteps, known_step
-from glm46.operate.launch.standby import Standby
-from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, load_torchrun, run_ranks
+from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, keep_running, known_step
+from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, Standby, load_torchrun, run_ranks
 from glm46.run.plan import Plan, resolve_plan
 
 _LONGER = 4

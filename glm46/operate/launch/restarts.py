@@ -1,11 +1,21 @@
-"""Starts of all ranks after failed ones, from the newest checkpoint."""
+"""Starts of all ranks after failed ones, from the newest checkpoint, while the storage of the run comes and goes."""
 
+import re
+import shlex
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from glm46.compute.distributed.environment import set_variables
+from glm46.config.errors import UserError
+from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
+from glm46.storage.checkpoint.integrity import published_steps
 
 _FRUITLESS_STARTS = 3
 """Starts in a row without a new checkpoint after which no other is tried."""
@@ -50,3 +60,111 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
             print(f"restart {number + 1} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
     print(f"error: no restart is left of {max_restarts}; the same command goes on from {where}", file=sys.stderr)
     return end
+
+
+LONGEST_ABSENCE = 480.0
+"""Seconds for the storage of a run to return; the launchers of other nodes wait longer for this one."""
+_STATE = "GLM46_STATE"
+"""A variable: the file that tells a job script, and the next start of the job, the newest checkpoint, as variables of a
+shell."""
+_FIRST_SECONDS, _LOOK_SECONDS = 2.0, 30.0
+"""Time between two listings of the folder while ranks train, before the first checkpoint and later. Each node makes
+them, of shared storage."""
+_WAIT_SECONDS = 1.0
+_REPORT_SECONDS = 30.0
+
+
+class StorageLost(UserError):
+    """A folder that has had checkpoints or text of this run has none. On this exit code job systems start the run
+    again, perhaps on nodes that reach the folder."""
+
+    exit_code = EXIT_STOPPED
+
+
+class SavedSteps:
+    """Remembers the newest checkpoint: an unmounted folder is empty, and a start from it would begin at step 0.
+
+    Args:
+        known: the newest checkpoint that an earlier start of the same run has left; 0 without one.
+    """
+
+    def __init__(self, config: RunConfig, known: int = 0):
+        self._folder, self._sources = config.checkpoint_folder, [Path(source.path) for source in config.data.sources]
+        self._newest = known
+
+    def newest(self) -> int:
+        """Step of the newest checkpoint, or of the newest one seen before if none can be seen now; 0 without one."""
+        self._newest = max(_steps(self._folder), default=self._newest)
+        return self._newest
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A thread looks for new checkpoints inside of this context: storage may be lost before the ranks end."""
+        end = threading.Event()
+
+        def look() -> None:
+            while not end.wait(_LOOK_SECONDS if self._newest else _FIRST_SECONDS):
+                self.newest()
+
+        threading.Thread(target=look, name="saved steps", daemon=True).start()
+        try:
+            yield
+        finally:
+            end.set()
+
+    def wait(self, seconds: float, report: Callable[[str], None]) -> None:
+        """Wait until the folders of a run whose checkpoint is known hold what they held: checkpoints and the text.
+
+        Raises:
+            StorageLost: they do not within so many seconds.
+        """
+        began, reported = time.monotonic(), float("-inf")
+        while self._newest and (missing := self._missing()):
+            now = time.monotonic()
+            if now - began > seconds:
+                raise StorageLost(
+                    f"{missing}, for {now - began:.0f} s; mount it on this node. If it was removed on purpose, start a "
+                    "new job"
+                )
+            if now - reported > _REPORT_SECONDS:
+                report(f"waiting for storage, {now - began:.0f} s so far: {missing}")
+                reported = now
+            time.sleep(_WAIT_SECONDS)
+
+    def tell_job(self, hosts: Sequence[str]) -> None:
+        """Write the newest checkpoint, and the hosts on which another start would fail, for the script of this job, if
+        one has asked for it."""
+        with suppress(OSError, KeyError):
+            write_state(Path(set_variables([_STATE])[_STATE]), self.newest(), hosts)
+
+    def _missing(self) -> str:
+        if not _steps(self._folder):
+            return f"{self._folder} has no checkpoint now, and step {self._newest} was saved there"
+        absent = (source for source in self._sources if not _is_folder(source))
+        return next((f"{source} cannot be read, and the run has trained on it" for source in absent), "")
+
+
+def write_state(file: Path, newest_step: int, hosts: Sequence[str]) -> None:
+    """Write the variables of a shell that a job script reads after a start."""
+    file.write_text(f"newest_step={newest_step}\nlost_hosts={shlex.quote(' '.join(hosts))}\n")
+
+
+def known_step() -> int:
+    """The newest checkpoint that earlier starts of this job have left; 0 without one, and outside of job scripts."""
+    with suppress(OSError, KeyError):
+        if found := re.search(r"^newest_step=(\d+)$", Path(set_variables([_STATE])[_STATE]).read_text(), re.MULTILINE):
+            return int(found[1])
+    return 0
+
+
+def _steps(folder: Path) -> list[int]:
+    with suppress(OSError):
+        return published_steps(folder)
+    return []
+
+
+def _is_folder(path: Path) -> bool:
+    """True if this is a folder that can be read, with something in it."""
+    with suppress(OSError):
+        return any(path.iterdir())
+    return False

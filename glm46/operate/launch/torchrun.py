@@ -8,9 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple
 
+from glm46.compute.distributed.environment import share_cores
+from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import (
     EXIT_BROKEN_PIPE,
@@ -25,6 +28,7 @@ from glm46.engine.reliability.stop import (
     exit_now,
     started_ranks,
 )
+from glm46.operate.launch.config_options import task_module
 from glm46.operate.launch.rank_server import RankProcess, RankServer
 
 EXIT_FAILED_RANK = 1
@@ -98,6 +102,25 @@ class LauncherSignals:
         deadline.daemon = True
         deadline.start()
         self._deadlines.append(deadline)
+
+
+@dataclass
+class Standby:
+    """The server of ranks of this launcher, and its signals, kept across restarts."""
+
+    signals: LauncherSignals
+    server: RankServer | None = None
+
+    def prepare(self, config: RunConfig, cores: int, processes: int) -> None:
+        """Begin the imports of the ranks, if this has not been done. Call it in the main thread."""
+        if self.server is None:
+            share_cores(cores, processes)
+            self.server = RankServer(["glm46.commands.train", task_module(config)])
+
+    def close(self) -> None:
+        """End the server."""
+        if self.server is not None:
+            self.server.close()
 
 
 def run_ranks(

@@ -112,7 +112,9 @@ def _export(
     total = sum(tensor.nbytes for tensor in stored.values())
     with bytes_progress("writing weights", total, _report) as report:
         size = export_weights(arguments.output, shape, config, stored, options=options, report=report)
-    print(f"{arguments.output}: {size:,} bytes of weights in {dtype}")
+    out = arguments.output
+    print(f"{out}: {size:,} bytes of weights in {dtype}")
+    print(f"to serve it: vllm serve {out}, or python -m sglang.launch_server --model-path {out}; docs/deployment.md")
     if router_temperature != 1.0:
         print(f"router temperature of its last step: {router_temperature:g}; the gates are divided by it")
     if shape.rope_scaling is not None:

@@ -17,9 +17,8 @@ import tomli
 from glm46.compute.distributed.environment import launched_rank, launched_world_size
 from glm46.config.errors import UserError
 from glm46.config.validation import validate_table
-from glm46.engine.evaluation.against import Against, compare
+from glm46.engine.evaluation.against import Against, Drafts, compare, draft_scores
 from glm46.engine.evaluation.answers import Answers
-from glm46.engine.evaluation.drafts import Drafts, draft_scores
 from glm46.engine.evaluation.loss import Loss
 from glm46.engine.evaluation.needle import Needle
 from glm46.engine.evaluation.position import Position
@@ -30,8 +29,7 @@ from glm46.engine.evaluation.standard import PromptForm, StandardTasks, find_tas
 from glm46.engine.evaluation.task_names import TASKS
 from glm46.engine.inference.loading import Loaded
 from glm46.files.progress import tokens_progress
-from glm46.operate.models.evaluate_checks import require_prediction, row_lengths
-from glm46.operate.models.evaluate_options import PICTURE, RESULTS
+from glm46.operate.models.evaluate_options import PICTURE, RESULTS, require_prediction, row_lengths
 from glm46.operate.models.loaded_model import load_model, on_all_ranks
 from glm46.run.curriculum import plan_stages
 from glm46.storage.checkpoint.integrity import META

@@ -63,8 +63,7 @@ def raise_for_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, posi
     if longest + max_new_tokens > positions:
         raise UserError(
             f"--max-new-tokens {max_new_tokens} after a prompt of {counted(longest, 'token')}: the model has "
-            f"{positions} "
-            "positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
+            f"{positions} positions (max_position_embeddings); ask for fewer tokens or give a shorter prompt"
         )
 
 

@@ -1,9 +1,8 @@
 """The work of ``python -m glm46 generate`` on one rank."""
 
 import argparse
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.transformer import Transformer
@@ -26,13 +25,7 @@ def generate(arguments: argparse.Namespace) -> None:
     rows = [Continuation(prompt, arguments.max_new_tokens, arguments.seed) for prompt in prompts]
     share = -(-len(rows) // mesh.layout.dp_degree)  # of the ranks that share rows; the first have some
     mine = rows[mesh.row_group * share :][:share]
-    generation = Generation(
-        decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
-        mine,
-        sampling=_sampling(arguments),
-        stop=stop,
-        vocab_size=tokenizer.vocab_size,
-    )
+    generation = _generation(arguments, Loaded(model, tokenizer, mesh), mine, stop)
     if mesh.rank == 0:
         Display(generation, mine, tokenizer, stop=stop, total=len(rows), gather=mesh.gather_rows).run()
     else:
@@ -40,45 +33,41 @@ def generate(arguments: argparse.Namespace) -> None:
         mesh.gather_rows([one.text(stop) for one in mine])
 
 
+def chat(arguments: argparse.Namespace) -> None:
+    """Talk in the terminal, in one process."""
+    loaded, _, stop = _read(arguments)
+    positions = loaded.model.shape.max_position_embeddings
+
+    def answer(prompt: list[int], is_stopped: Callable[[], bool]) -> tuple[Continuation, Generation]:
+        raise_for_length([prompt], arguments.max_new_tokens, positions)
+        one = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
+        return one, _generation(arguments, loaded, [one], stop, is_stopped)
+
+    TerminalChat(loaded.tokenizer, answer, stop, arguments.system, arguments.tools, arguments.thinking).run()
+
+
+def _generation(
+    arguments: argparse.Namespace,
+    loaded: Loaded,
+    rows: Sequence[Continuation],
+    stop: frozenset[int],
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Generation:
+    return Generation(
+        decoder_for(loaded.model, rows, drafts=arguments.speculative, mesh=loaded.mesh),
+        rows,
+        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
+        stop=stop,
+        vocab_size=loaded.tokenizer.vocab_size,
+        is_stopped=is_stopped,
+    )
+
+
 def _attention(model: Transformer) -> str:
     window, scaling = describe_attention(model.shape)
     weight = local_tensor(next(model.parameters()))
     as_trained = "" if window == scaling == "none" else f"; as in training: window {window}, RoPE scaling {scaling}"
     return f"attention: {describe_kernels(weight.device, weight.dtype)}{as_trained}"
-
-
-def chat(arguments: argparse.Namespace, send: Callable[[list[int]], None] | None) -> None:
-    """Talk in the terminal on rank 0, whose prompts the others get on standard input. Collective."""
-    (model, tokenizer, mesh), _, stop = on_all_ranks(lambda: _read(arguments))
-
-    def generation(prompt: list[int], is_stopped: Callable[[], bool] = lambda: False):
-        one = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
-        mine = [one] if mesh.row_group == 0 else []  # other ranks run their experts
-        return one, Generation(
-            decoder_for(model, mine, drafts=arguments.speculative, mesh=mesh),
-            mine,
-            sampling=_sampling(arguments),
-            stop=stop,
-            vocab_size=tokenizer.vocab_size,
-            is_stopped=is_stopped,
-        )
-
-    def answer(prompt: list[int], is_stopped: Callable[[], bool]) -> tuple[Continuation, Generation]:
-        raise_for_length([prompt], arguments.max_new_tokens, model.shape.max_position_embeddings)
-        if send is not None:
-            send(prompt)
-        return generation(prompt, is_stopped)
-
-    if mesh.rank > 0:
-        for line in sys.stdin:
-            generation(json.loads(line))[1].run()
-        return
-    options = (arguments.system, arguments.tools, arguments.thinking)
-    TerminalChat(tokenizer, answer, stop, *options, is_alone=send is None).run()
-
-
-def _sampling(arguments: argparse.Namespace) -> Sampling:
-    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Loaded, list[list[int]], frozenset[int]]:

@@ -1,4 +1,5 @@
-"""Comparison of a model with this machine, before it is downloaded, read or given to ranks; without torch."""
+"""The options of verbs that run a model, and the comparison of the model with this machine, before it is downloaded,
+read or given to ranks; without torch."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,14 +9,16 @@ from pathlib import Path
 
 from glm46.compute.distributed.environment import visible_gpus
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.config.section import is_hub_address
 from glm46.engine.inference.stored_model import StoredModel, alignment_faults, stored_model
 from glm46.files.local_disk import space_fault
-from glm46.operate.estimate.inference_memory import inference_bytes, memory_faults
-from glm46.operate.estimate.machine import detect_machine
-from glm46.operate.estimate.memory import FP32
-from glm46.operate.launch.ranks import degrees_of, processes
+from glm46.operate.estimate.machine import Machine, detect_machine
+from glm46.operate.estimate.memory import FP32, PROCESS_BYTES
+from glm46.operate.estimate.other_networks import inference_bytes
+from glm46.operate.estimate.requirement import USABLE_CPU_RATIO, compare_memory, usable_bytes
+from glm46.operate.launch.ranks import add_rank_options, degrees_of, processes
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import generation_layout
 from glm46.run.parameters import named_rows
@@ -115,3 +118,41 @@ def require_conversion(arguments: argparse.Namespace) -> None:
         faults = [fault]
     if faults:
         raise UserError(*faults)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` or ``--checkpoint``, ``--adapter``, ``--tokenizer``, ``--dtype``, ``--device`` and the options of
+    ranks."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="Hugging Face folder, or hf://owner/name of the hub")
+    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument(
+        "--adapter", type=Path, help="PEFT folder, of LoRA or DoRA, that is added to the weights, or hf://…"
+    )
+    parser.add_argument("--tokenizer", help="tokenizer file or folder, or hf://…; default: the model's own")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
+    add_rank_options(parser)
+
+
+def memory_faults(machine: Machine, needed: float, processes: int = 1) -> list[str]:
+    """Lines that say what of this machine is too little for equal processes.
+
+    Args:
+        machine: without its GPUs if the processes run on the CPU.
+        needed: bytes of tensors of each process.
+    """
+    if not machine.gpus:
+        who = f"{processes:,} processes need" if processes > 1 else "one process needs"
+        usable, free = machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes
+        fits, text = compare_memory(who, (needed + PROCESS_BYTES["cpu"]) * processes, usable, free)
+        return [] if fits else [text]
+    faults = []
+    if processes > len(machine.gpus):
+        faults.append(f"it needs {counted(processes, 'GPU')}, one for each process; found: {len(machine.gpus)}")
+    sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.memory_bytes is not None]
+    if sizes:
+        least = min(sizes)
+        fits, text = compare_memory("each GPU needs", needed + PROCESS_BYTES["gpu"], usable_bytes(least), least)
+        faults += [] if fits else [text]
+    return faults

@@ -39,7 +39,6 @@ class TerminalChat:
         system: first message of each conversation.
         tools: descriptions of tools, as the model is shown them.
         thinks: whether the model may think before it answers.
-        is_alone: whether no other ranks write with this one, which a second Ctrl-C would leave waiting.
     """
 
     tokenizer: Tokenizer
@@ -48,7 +47,6 @@ class TerminalChat:
     system: str | None = None
     tools: Sequence[Mapping] = ()
     thinks: bool = False
-    is_alone: bool = True
     _messages: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -105,7 +103,7 @@ class TerminalChat:
         """Write and show the assistant's turn; returns whether it waits for results of calls."""
         prompt = chat_prompt(self.tokenizer, self._messages, tools=self.tools, thinking=thinks)
         reader, shown, kind = TurnReader(self.tokenizer), 0, None
-        with _stoppable(can_interrupt=self.is_alone) as is_stopped:
+        with _stoppable() as is_stopped:
             one, rounds = self.answer(prompt, is_stopped)
             for _ in rounds:
                 text = one.text(self.stop)
@@ -166,12 +164,12 @@ def _ctrl_c_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stoppable(*, can_interrupt: bool) -> Iterator[Callable[[], bool]]:
+def _stoppable() -> Iterator[Callable[[], bool]]:
     """Ctrl-C makes the function true. A second one, of a user who cannot wait for a long prompt, interrupts."""
     noted: list[int] = []
 
     def note(number: int, _: object) -> None:
-        if noted and can_interrupt:
+        if noted:
             raise KeyboardInterrupt
         noted.append(number)
 

@@ -2,7 +2,8 @@
 
 import re
 
-from glm46.storage.prepare.equal_results import has_words, number_of, same_answer
+from glm46.storage.prepare.equal_results import same_answer
+from glm46.storage.prepare.result_values import has_words, number_of
 
 _MARKS = re.compile(
     r"####|(?:\bans(?:wers?)?\b|答案)[*_]*\s*(?:is\b|are\b|[:：是])|^[#* ]{0,8}(?:final )?answer[*_]{0,4}$", re.I | re.M
@@ -64,7 +65,7 @@ def maths_fault(text: str, answer: str | None) -> str | None:
     """Return the reason if a solution does not end in the known result, else None.
 
     Args:
-        text: a problem with its solution; `final_answer` extracts the result.
+        text: a problem with its solution; `stated_result` extracts the result.
         answer: the known result, alone or at the end of a solution.
     """
     if answer is None or not answer.strip():
@@ -104,15 +105,10 @@ def steps_fault(text: str, answer: str | None) -> str | None:
     return "wrong answer" if is_wrong else None
 
 
-def final_answer(text: str) -> str | None:
-    r"""Return where a solution states its result: the inside of the last ``\boxed{...}``, else the rest of the line
-    after the last ``####`` (in GSM8K) or "answer is"; None without any of them, or if a box behind them is not closed,
-    because the text was cut."""
-    return last_box(text)[0] or _marked(text)[0]
-
-
 def stated_result(text: str) -> str | None:
-    """Return what `final_answer` finds, of a sentence the result alone."""
+    r"""Return where a solution states its result: the inside of the last ``\boxed{...}``, else the rest of the line
+    after the last ``####`` (in GSM8K) or "answer is", of a sentence the result alone; None without any of them, or if a
+    box behind them is not closed, because the text was cut."""
     boxed, after = last_box(text)
     marked, place = (boxed, None) if boxed else _marked(text)
     if marked is None:

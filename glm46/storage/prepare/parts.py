@@ -19,8 +19,8 @@ from glm46.storage.data.conversation import FORMAT_AS_TEXT
 from glm46.storage.data.pairs import EQUAL_HALVES
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.storage.prepare.document_hashes import BANDS, band_hashes, evaluation_ngrams, is_contaminated, is_held_out
 from glm46.storage.prepare.documents import document_fault, encode_document, normalize
+from glm46.storage.prepare.duplicates import BANDS, band_hashes, evaluation_ngrams, is_contaminated, is_held_out
 from glm46.storage.prepare.input_files import find_files
 from glm46.storage.prepare.readers import InputPart, parts_of, read_part, with_line
 from glm46.storage.prepare.rows import EMPTY, BadDocument, Document, Fields
@@ -66,13 +66,13 @@ def make_part(part: InputPart, stem: Path) -> tuple[int, Tally]:
     Returns:
         Input bytes of the part, and its tally.
     """
-    done = _finished(stem, _worker.key)
+    done = finished_pieces(stem, _worker.key)
     total = Tally()
     if not done or done[-1][1]["last"] != "1":
         for number, (documents, tally, is_last) in enumerate(_pieces(part, _worker.recipe)):
             if number >= len(done):
                 _write_piece(piece_file(stem, number), documents, tally, is_last)
-        done = _finished(stem, _worker.key)
+        done = finished_pieces(stem, _worker.key)
     for _, metadata in done:
         total.add(Tally(**json.loads(metadata["tally"])))
     return part.size_bytes, total
@@ -83,12 +83,7 @@ def piece_file(stem: Path, number: int) -> Path:
     return stem.with_name(f"{stem.name}-{number:03d}.safetensors")
 
 
-def finished_pieces(stem: Path, key: str) -> list[Path]:
-    """Return the pieces of a finished part."""
-    return [file for file, _ in _finished(stem, key)]
-
-
-def _finished(stem: Path, key: str) -> list[tuple[Path, dict[str, str]]]:
+def finished_pieces(stem: Path, key: str) -> list[tuple[Path, dict[str, str]]]:
     """Return the existing pieces of a part up to the first missing one, each with its metadata."""
     found: list[tuple[Path, dict[str, str]]] = []
     while not (found and found[-1][1]["last"] == "1"):

@@ -233,7 +233,7 @@ def _make_parts(
             bad += sum(count for count, _ in tallies[number].bad.values())
             if bad > recipe.max_bad:
                 _refuse_bad(Tally.of(tallies).bad, recipe)
-    return [file for stem in stems for file in finished_pieces(stem, key)], Tally.of(tallies)
+    return [file for stem in stems for file, _ in finished_pieces(stem, key)], Tally.of(tallies)
 
 
 def _refuse_bad(bad: dict[str, list], recipe: TextRecipe) -> None:

@@ -9,8 +9,7 @@ from glm46.config.text_recipe import Recipe
 from glm46.files.array_file import map_arrays
 from glm46.storage.data.manifest import ShardEntry, Split
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY, write_shard
-from glm46.storage.prepare.document_hashes import is_held_out
-from glm46.storage.prepare.duplicates import Duplicates
+from glm46.storage.prepare.duplicates import Duplicates, is_held_out
 from glm46.storage.prepare.tally import Tally
 
 # A shard is written when it reaches this size: 128 MiB on disk, and the memory that writing needs.

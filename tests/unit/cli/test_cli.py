@@ -196,7 +196,7 @@ def test_number_of_processes_is_a_positive_number(text, rule, capsys):
 
 
 def test_verbs_with_their_own_options_are_called(capsys, tmp_path):
-    for verb, option in (("benchmark", "model"), ("checkpoint", "verify")):
+    for verb, option in (("benchmark", "rates"), ("checkpoint", "verify")):
         with pytest.raises(SystemExit) as end:
             main([verb, "--help"])
         assert end.value.code == 0 and option in capsys.readouterr().out

@@ -49,10 +49,10 @@ def without_torch():
 
 
 @pytest.mark.parametrize(("words", "answer"), [
-    ("plna", "did you mean plan?"), ("trian", "did you mean train?"), ("serve-confg", "did you mean serve-config?"),
+    ("plna", "did you mean plan?"), ("trian", "did you mean train?"), ("setup-clstr", "did you mean setup-cluster?"),
     ("checkpoint lst", "did you mean list?"), ("rl inspct", "did you mean inspect?"),
-    ("convert to-fh", "did you mean to-hf?"), ("benchmark modl", "did you mean model?"),
-    ("benchmark model --flavor debgu", "did you mean debug?"), ("plot x --x token", "did you mean tokens?"),
+    ("convert to-fh", "did you mean to-hf?"), ("benchmark rats", "did you mean rates?"),
+    ("benchmark rates --flavor debgu", "did you mean debug?"), ("plot x --x token", "did you mean tokens?"),
     ("plan --config x --netwrok 8", "--netwrok: did you mean --network?"),
     ("inspect x --row=3", "did you mean --rows?"),
     ("generate --model x --promt=x", "did you mean --prompt?"),

@@ -85,7 +85,8 @@ def test_a_round_trip_keeps_every_bit_of_the_model(trained, tmp_path, capsys):
     assert exported["their_field"] == 5 and exported["torch_dtype"] == "bfloat16"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
-    assert "bytes of weights in bfloat16" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "bytes of weights in bfloat16" in said and f"vllm serve {tmp_path}" in said and "sglang" in said
 
 
 def step_with(folder, trained, tokenizer_path, fingerprint=None):

@@ -83,7 +83,6 @@ VERBS = {
         ["evaluate", "--checkpoint", "PATH", "--tasks", "needle", "--lengths", "64", "--output", "OUT"],
         {Kind.STEP, Kind.HUGGING_FACE},
     ),
-    "serve-config": (["serve-config", "--model", "PATH", "--gpus", "8"], {Kind.HUGGING_FACE}),
     "adapter": (["generate", "--model", "HF", "--adapter", "PATH", "--prompt", "x"], {Kind.PEFT}),
     "checkpoint show": (["checkpoint", "show", "PATH"], {Kind.STEP}),
     "checkpoint list": (["checkpoint", "list", "PATH"], {Kind.STEP, Kind.STEPS, Kind.RUN}),

@@ -18,7 +18,7 @@ COMMANDS = [
     ["convert", "to-hf", "--checkpoint", "PATH", "--output", "new"],
     ["convert", "from-hf", "--model", "PATH", "--output", "new"],
     ["convert", "merge", "--base", "PATH", "--adapter", "PATH", "--output", "new"],
-    ["serve-config", "--model", "PATH", "--gpus", "8"], ["prepare", "--input", "PATH", "--output", "new"],
+    ["prepare", "--input", "PATH", "--output", "new"],
     ["prepare", "--recipe", "PATH"], ["plan", "--config", "PATH"], ["rl", "inspect", "PATH"], ["inspect", "PATH"],
     ["plan", "--config", str(CONFIGS / "debug.toml"), "--measured", "PATH"], ["metrics", "PATH"],
     ["plot", "PATH"], ["checkpoint", "list", "PATH"], ["checkpoint", "verify", "PATH"], ["checkpoint", "show", "PATH"],

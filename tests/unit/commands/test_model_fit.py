@@ -13,8 +13,9 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.generation_degrees import Degrees
 from glm46.config.presets import PRESETS
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.operate.estimate.inference_memory import inference_bytes, memory_faults
 from glm46.operate.estimate.machine import Gpu, Machine
+from glm46.operate.estimate.other_networks import inference_bytes
+from glm46.operate.models.model_fit import memory_faults
 from glm46.run.layout import generation_layout
 from glm46.storage.huggingface.config_json import config_of
 
@@ -68,13 +69,11 @@ def test_a_machine_says_what_is_too_little():
 
 LARGE = {"hidden_size": 1_000_000}
 GENERATE, EVALUATE = ["generate", "--prompt", "a"], ["evaluate", "--tasks", "gsm8k"]
-SERVE = ["serve-config", "--gpus", "8"]
 
 
 @pytest.mark.parametrize(("verb", "changes", "words"), [
     (GENERATE, LARGE, ("this machine cannot run it in float32", "too much", "--dtype bfloat16")),
     (EVALUATE, LARGE, ("this machine cannot run it", "too much")),
-    (SERVE, LARGE, ("8 x H100 cannot hold",)),
     ([*GENERATE, "--max-new-tokens", "99999999"], {"max_position_embeddings": 10**9}, ("too much", "shorter rows")),
     ([*GENERATE, "--max-new-tokens", "99999999"], {}, ("--max-new-tokens", "2048 positions")),
     ([*GENERATE, "--nproc", "4", "--tensor-parallel-degree", "3"], {}, ("degree 3", "num_attention_heads")),
@@ -83,9 +82,6 @@ SERVE = ["serve-config", "--gpus", "8"]
     ([*EVALUATE, "--tasks", "loss", "--data", "none"], {}, ("none",)),
     ([*EVALUATE, "--lengths", "4096"], {}, ("--lengths 4096", "2048")),
     ([*EVALUATE, "--tasks", "loss", "--data", "a", "--fewshot", "3"], {}, ("--fewshot", "--tasks")),
-    ([*SERVE, "--tensor-parallel-degree", "3"], {}, ("--tensor-parallel-degree 3: does not divide --gpus 8",)),
-    (["serve-config", "--gpus", "7"], {}, ("--gpus 7", "num_hidden_layers = 4")),
-    ([*SERVE, "--context", "4096", "--speculative"], {"num_nextn_predict_layers": 0}, ("--context 4096", "--specul")),
     (["convert", "from-hf", "--output", "out"], LARGE, ("this machine cannot convert it", "too much")),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_work(verb, changes, words, folder, tmp_path, monkeypatch, capfd):
@@ -125,11 +121,10 @@ def test_a_conversion_is_compared_with_memory_and_disk(words, lacks, is_on_hub, 
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("verb", [GENERATE, EVALUATE, SERVE])
+@pytest.mark.parametrize("verb", [GENERATE, EVALUATE])
 def test_a_model_of_the_hub_is_compared_before_its_weights_are_fetched(verb, folder, monkeypatch, capsys):
     monkeypatch.setattr("glm46.storage.huggingface.hub.local_path", lambda *_: pytest.fail("weights were fetched"))
     place = Path(folder(**LARGE))
-    for module in ("models.model_fit", "serving.served_folder"):
-        monkeypatch.setattr(f"glm46.operate.{module}.config_folder", lambda _: place)
+    monkeypatch.setattr("glm46.operate.models.model_fit.config_folder", lambda _: place)
     assert main([*verb, "--model", "hf://owner/name"]) == 2
     assert "cannot" in capsys.readouterr().err

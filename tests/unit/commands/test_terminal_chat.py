@@ -290,7 +290,7 @@ def test_mistakes_are_named_before_a_model_is_read(tmp_path, capsys, monkeypatch
         monkeypatch.setenv("NGPU", "3")
         assert main([*command, *several]) == 2
         error = capsys.readouterr().err
-        assert "--chat without --prompt" in error and "1 hold a model" in error and "NGPU=1" in error
+        assert "--chat without --prompt" in error and "one process" in error and "NGPU" in error
 
 
 def test_tools_are_shown_to_the_model_with_a_prompt_too(model, tmp_path, monkeypatch, capsys):
@@ -307,23 +307,9 @@ def test_tools_are_shown_to_the_model_with_a_prompt_too(model, tmp_path, monkeyp
     assert seen == [want, want]
 
 
-@pytest.mark.slow
-def test_several_ranks_talk_as_one_process_does(model, monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_prompt_that_is_too_long_is_refused_and_the_chat_goes_on(model, monkeypatch, capsys):
     command = ["generate", "--model", model, "--chat", "--dtype", "float32", "--max-new-tokens", "12"]
-    said = {}
-    for degrees in (
-        [],
-        ["--tensor-parallel-degree", "2", "--expert-parallel-degree", "2"],
-        ["--pipeline-parallel-degree", "2"],
-    ):
-        monkeypatch.setenv("NGPU", "2" if degrees else "1")
-        # A prompt that is too long is refused on rank 0 alone, and the chat goes on.
-        monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hi\n/new\n{'word ' * 70000}\nAnd then?\n/exit\n"))
-        before = dict(os.environ)
-        assert main([*command, *degrees]) == 0
-        assert dict(os.environ) == before
-        output = capsys.readouterr()
-        assert output.err.count("error: ") == 1 and "65536" in output.err
-        said[tuple(degrees)] = output.out
-    assert len(set(said.values())) == 1 and said[()].strip()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hi\n/new\n{'word ' * 70000}\nAnd then?\n/exit\n"))
+    assert main(command) == 0
+    output = capsys.readouterr()
+    assert output.err.count("error: ") == 1 and "65536" in output.err and output.out.strip()

@@ -194,12 +194,6 @@ CASES = [
         },
     ),
     Case("NodeDown", FAULT + 60, {f"up{NODE}": step(1, 0)}),
-    Case(
-        "PreflightFailed",
-        FAULT,
-        {f'preflight_checks{NODE[:-1]}, host="n7", verdict="FAIL"}}': step(0, 2)},
-        text="n7: 2 checks of the last preflight fail (n7:9100)",
-    ),
     # Full in 30,000 s: that is six hours ahead from 8,400 s on, and half of it is used from 15,000 s on.
     Case(
         "DiskFilling",

@@ -19,8 +19,17 @@ from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.config.profiling import ProfilingConfig
 from glm46.engine.observe import profiler as profiler_module
-from glm46.engine.observe.module_ranges import KINDS, kind_of, module_ranges
-from glm46.engine.observe.module_times import IDLE, REST, flops_by_kind, format_table, table_rows, time_by_kind
+from glm46.engine.observe.module_times import (
+    IDLE,
+    KINDS,
+    REST,
+    flops_by_kind,
+    format_table,
+    kind_of,
+    module_ranges,
+    table_rows,
+    time_by_kind,
+)
 from glm46.engine.observe.profiler import REQUEST_FILE, Profiled, Profiler
 from glm46.run.flops import batch_flops, newton_schulz_flops
 from glm46.run.parameters import adapter_rows, named_rows

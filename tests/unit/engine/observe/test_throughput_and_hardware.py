@@ -8,13 +8,13 @@ import torch
 
 from glm46.engine.observe.hardware import (
     HardwareMonitor,
+    ThroughputMeter,
     device_peak_flops,
     measured_matmul_flops,
     process_bytes,
     read_sensor,
 )
 from glm46.engine.observe.metrics import find_metric
-from glm46.engine.observe.throughput import ThroughputMeter
 
 # Metrics are computed in FP64; the tolerance covers the rounding of a few operations.
 _CLOSE = 1e-12

@@ -18,8 +18,9 @@ from pathlib import Path
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, and two workers
 import torch
-from glm46.operate.benchmark.model_speed import Workload, race
 from glm46.tasks.pretrain.task import train
+from scripts.measure.model_speed import Workload, race
+from scripts.measure.speed_with_peers import CONTESTANTS
 from tests.small_run import small_config
 
 run = small_config(
@@ -28,7 +29,7 @@ run = small_config(
 )
 code = train(run)
 work = Workload("debug", 1, 16, torch.device("cpu"), torch.float32, layers=2)
-race(work, ("ours", "transformers default"), 1, lambda text: None)
+race(work, {name: CONTESTANTS[name] for name in ("ours", "transformers default")}, 1, lambda text: None)
 sys.exit(code)
 """
 

@@ -11,19 +11,28 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm46.cli import main
-from glm46.commands.benchmark import benchmark_command
 from glm46.compute.model.router import RoutingOptions
 from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.operate.benchmark import rates
-from glm46.operate.benchmark.finetune_speed import RECOMPUTED, TRAINED, FineTuningWork
-from glm46.operate.benchmark.model_speed import Contestant, Workload, build_contestant, build_ours, median_ratio, race
-from glm46.operate.benchmark.rounds import timed_rounds
-from glm46.operate.benchmark.titan import with_titan_moe
 from glm46.operate.estimate.target_cluster import Efficiencies
+from scripts.measure import speed_with_peers
+from scripts.measure.finetune_speed import RECOMPUTED, TRAINED, FineTuningWork
+from scripts.measure.model_speed import Contestant, Workload, build_ours, median_ratio, race
+from scripts.measure.rounds import timed_rounds
+from scripts.measure.speed_with_peers import CONTESTANTS
+from scripts.measure.titan import with_titan_moe
 
 TINY = Workload("debug", 2, 32, torch.device("cpu"), torch.float32, layers=2)
+
+
+def build_contestant(name, work, ours):
+    return CONTESTANTS[name](name, work, ours)
+
+
+def builders(*names):
+    return {name: CONTESTANTS[name] for name in names}
 
 
 def test_every_contestant_computes_the_same_loss_from_the_same_weights():
@@ -86,7 +95,7 @@ def test_torchtitans_layer_computes_what_ours_does(monkeypatch):
 
 def test_torchtitan_races_in_bf16_only():
     with pytest.raises(UserError, match="torchtitan computes experts in bfloat16; add --dtype bfloat16"):
-        race(TINY, ("ours", "torchtitan MoE"), 1, lambda text: None)
+        race(TINY, builders("ours", "torchtitan MoE"), 1, lambda text: None)
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
@@ -97,7 +106,7 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
 
 
 def test_a_race_times_each_contestant_once_per_round():
-    contestants = race(TINY, ("ours", "transformers grouped_mm"), 3, lambda text: None)
+    contestants = race(TINY, builders("ours", "transformers grouped_mm"), 3, lambda text: None)
     assert [len(contestant.seconds) for contestant in contestants] == [3, 3]
     assert all(parameter.grad is None for parameter in contestants[0].model.parameters())
 
@@ -110,27 +119,23 @@ def test_the_ratio_is_the_median_of_the_rounds():
 
 
 def test_different_losses_are_refused(monkeypatch):
-    from glm46.operate.benchmark import model_speed
-
-    build = model_speed.build_contestant
+    from scripts.measure import model_speed
 
     def spoiled(name, work, ours):
-        contestant = build(name, work, ours)
-        if name != "ours":
-            torch.nn.init.zeros_(contestant.model.lm_head.weight[:100])
+        contestant = build_contestant(name, work, ours)
+        torch.nn.init.zeros_(contestant.model.lm_head.weight[:100])
         return contestant
 
-    monkeypatch.setattr(model_speed, "build_contestant", spoiled)
     with pytest.raises(UserError, match="different losses"), torch.no_grad():
         monkeypatch.setattr(Contestant, "step", lambda self: self.loss().item())
         monkeypatch.setattr(model_speed, "_LOSS_TOLERANCE", {torch.float32: 1e-9})
-        race(TINY, ("ours", "transformers grouped_mm"), 1, lambda text: None)
+        race(TINY, builders("ours") | {"transformers grouped_mm": spoiled}, 1, lambda text: None)
 
 
 @pytest.mark.slow
 def test_the_command_prints_what_it_measured(capsys):
     work = ["--flavor", "debug", "--layers", "2", "--batch", "2", "--seq-len", "32"]
-    assert benchmark_command(["model", *work, "--rounds", "2", "--only", "ours", "--device", "cpu"]) == 0
+    assert speed_with_peers.main(["model", *work, "--rounds", "2", "--only", "ours", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     for part in ("2 layers, without MTP, 2 x 32 tokens, float32", "tokens/s", "GFLOP per step", "ours"):
         assert part in text
@@ -139,7 +144,7 @@ def test_the_command_prints_what_it_measured(capsys):
 @pytest.mark.slow
 def test_generation_is_raced_against_transformers(capsys):
     command = ["generate", "--flavor", "debug", "--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "1"]
-    assert benchmark_command([*command, "--threads", "1", "--speculative"]) == 0
+    assert speed_with_peers.main([*command, "--threads", "1", "--speculative"]) == 0
     out = capsys.readouterr().out
     assert "transformers grouped_mm" in out and "times the fastest peer" in out
     assert "ours, speculative" in out and "drafts accepted" in out
@@ -193,21 +198,7 @@ def test_ways_of_fine_tuning_begin_at_one_loss_and_change_what_they_train():
 
 @pytest.mark.slow
 def test_fine_tuning_is_raced(capsys):
-    main(
-        [
-            "benchmark",
-            "finetune",
-            "--flavor",
-            "debug",
-            "--layers",
-            "2",
-            "--seq-len",
-            "32",
-            "--rounds",
-            "1",
-            "--experts",
-            "4",
-        ]
-    )
+    options = ["--flavor", "debug", "--layers", "2", "--seq-len", "32", "--rounds", "1", "--experts", "4"]
+    assert speed_with_peers.main(["finetune", *options]) == 0
     text = capsys.readouterr().out
     assert text.count("LoRA, ") == 3 and text.count("DoRA, ") == 2 and text.count("all weights, ") == 3

@@ -1,20 +1,16 @@
 """Several hosts: what must be equal, the table, JSON, and the rank that others wait for."""
 
 import io
-import shutil
-import subprocess
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from glm46.config.check import check_config
-from glm46.operate.cluster import table
-from glm46.operate.cluster.compare import as_json, as_metrics, compare_hosts, from_json, worst
+from glm46.operate.cluster import compare
+from glm46.operate.cluster.compare import as_json, compare_hosts, from_json, print_table, worst
 from glm46.operate.cluster.preflight_ranks import small_plan
 from glm46.operate.cluster.ranks import least_copy_speed
 from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, HostReport, Result
-from glm46.operate.cluster.table import print_table
 
 
 def hosts(**changed: str) -> list[HostReport]:
@@ -53,7 +49,7 @@ def test_a_check_that_all_pass_is_one_row_and_a_fault_names_its_host():
 
 
 def test_a_host_is_drained_for_what_is_broken_and_not_for_what_a_config_has_wrong(monkeypatch):
-    monkeypatch.setattr(table.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(compare.shutil, "which", lambda name: "/usr/bin/" + name)
     broken = Result("kernel log", FAIL, "Xid 79", "none", "REBOOT the host: GPU has fallen off the bus")
     wrong = Result("layout", FAIL, "3 ranks", "2", "set degrees whose product is the number of ranks")
     reports = [HostReport("n1.cluster (node 0)", [broken, broken, wrong]), HostReport("n2", [wrong])]
@@ -61,17 +57,6 @@ def test_a_host_is_drained_for_what_is_broken_and_not_for_what_a_config_has_wron
     print_table(reports, [], 9.0, Console(file=output, width=120))
     lines = [line for line in output.getvalue().splitlines() if line.startswith("drain: ")]
     assert lines == ["drain: scontrol update NodeName=n1 State=DRAIN Reason='preflight: kernel log'"]
-
-
-def test_metrics_count_verdicts_by_host():
-    text = as_metrics(hosts(torch="2.11.0"), [Result("all-reduce", FAIL, "0", "1")], 1234.5)
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    counts = {(s.labels["host"], s.labels["verdict"]): s.value for s in families["preflight_checks"].samples}
-    assert (counts["n1", FAIL], counts["n1", SKIP], counts["all ranks", FAIL], len(counts)) == (1, 0, 1, 16)
-    assert families["preflight_timestamp_seconds"].samples[0].value == 1234
-    if shutil.which("promtool"):
-        done = subprocess.run(["promtool", "check", "metrics"], input=text, text=True, capture_output=True, timeout=30)
-        assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ def test_without_ssh_and_with_options_that_exclude_each_other(tmp_path, monkeypa
     "options, words",
     [
         (["--json", "/none/found.json"], ("--json /none/found.json", "folder that exists")),
-        (["--textfile", "/none/found.prom"], ("--textfile /none/found.prom", "folder that exists")),
         (["--json", "/"], ("--json /", "folder that exists")),
         (["--prometheus", "notaurl"], ("--prometheus notaurl", "http://")),
         (["--prometheus", "http:///x"], ("--prometheus http:///x", "http://")),

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from glm46.operate.estimate import effective_time as page
-from glm46.operate.estimate.effective_time import effective_ratio, effective_time
-from glm46.operate.estimate.run_cost import RunCost, StageCost
+from glm46.operate.estimate import run_cost as page
+from glm46.operate.estimate.run_cost import RunCost, StageCost, effective_ratio, effective_time
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.run.peaks import accelerator_of
 from glm46.run.plan import resolve_plan

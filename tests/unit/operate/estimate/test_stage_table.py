@@ -11,8 +11,7 @@ from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import plan_memory, stage_memory, step_text
 from glm46.operate.estimate.report import plan_run, plan_text
-from glm46.operate.estimate.requirement import describe_requirement
-from glm46.operate.estimate.stage_table import stage_table
+from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.run.flops import training_flops_per_token
 from glm46.run.peaks import accelerator_of

@@ -18,7 +18,8 @@ from glm46.compute.distributed.hostfile import Host
 from glm46.config.errors import UserError
 from glm46.engine.observe.start_times import StartTimes
 from glm46.operate.launch import hosts, node_client
-from glm46.operate.launch.hosts import HostNodes, describe_nodes, host_command, places
+from glm46.operate.launch.host_group import module_command, places
+from glm46.operate.launch.hosts import HostNodes, describe_nodes
 from tests.fake_ssh import UNREACHABLE, write_ssh
 from tests.ranks.interrupts import MARK, left_behind
 
@@ -359,7 +360,8 @@ def test_commands_of_hosts_carry_their_places_and_quote_everything(tmp_path, mon
     folder = tmp_path / "my runs; $(id)"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    place, _, words = host_command({"NCCL_DEBUG": "x y"}, ["--config", "it's.toml"]).partition(" && exec ")
+    command = module_command({"NCCL_DEBUG": "x y"}, ["launch", "--config", "it's.toml", "--from-hostfile"])
+    place, _, words = command.partition(" && exec ")
     assert shlex.split(place) == ["cd", str(folder)]
     program = [sys.executable, "-m", "glm46", "launch", "--config", "it's.toml", "--from-hostfile"]
     assert shlex.split(words) == ["env", "NCCL_DEBUG=x y", *program]

@@ -7,13 +7,13 @@ import pytest
 
 from glm46.engine.reliability.stop import EXIT_STOPPED
 from glm46.engine.reliability.verdict import hung_hosts, write_verdict
-from glm46.operate.launch.saved_steps import SavedSteps, StorageLost, known_step
+from glm46.operate.launch.restarts import SavedSteps, StorageLost, known_step
 
 
 @pytest.fixture
 def saved(make_config, monkeypatch):
     """Of a run that has saved the steps 7 and 9."""
-    monkeypatch.setattr("glm46.operate.launch.saved_steps._WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("glm46.operate.launch.restarts._WAIT_SECONDS", 0.01)
     config = make_config()
     for step in (7, 9):
         (config.checkpoint_folder / f"step-{step:06d}").mkdir(parents=True)

@@ -184,7 +184,6 @@ HF = "hf://owner/name"
         (["generate", "--prompt", "a", "--model", "b", "--tokenizer", HF], "--tokenizer"),
         (["evaluate", "--data", "a", "--model", HF], "--model"),
         (["evaluate", "--data", "a", "--model", "b", "--tokenizer", "builtin", "--against", HF], "--against"),
-        (["serve-config", "--gpus", "8", "--model", HF], "--model"),
         (["convert", "from-hf", "--output", "a", "--model", HF], "--model"),
         (["convert", "merge", "--adapter", "b", "--output", "a", "--base", HF], "--base"),
         (["convert", "merge", "--base", "b", "--output", "a", "--adapter", HF], "--adapter"),
@@ -361,9 +360,8 @@ def test_a_mistyped_address_in_a_key_is_answered_with_the_right_form(key, addres
 @pytest.mark.parametrize("address", MISTYPED)
 @pytest.mark.parametrize("command", [
     ["generate", "--prompt", "a", "--model"], ["rl", "inspect", "folder", "--tokenizer"],
-    ["evaluate", "--tasks", "position", "--data", "x", "--model"], ["serve-config", "--gpus", "1", "--model"],
+    ["evaluate", "--tasks", "position", "--data", "x", "--model"],
     ["convert", "from-hf", "--output", "out", "--model"], ["inspect", "folder", "--tokenizer"],
-    ["benchmark", "generate", "--model"],
 ])  # fmt: skip
 def test_a_mistyped_address_in_an_option_is_answered_with_the_right_form(command, address, capsys):
     assert main([*command, address]) == 2

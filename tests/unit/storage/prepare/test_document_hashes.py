@@ -7,14 +7,6 @@ import pytest
 
 from glm46.config.text_recipe import TextRecipe
 from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.storage.prepare.document_hashes import (
-    BANDS,
-    band_hashes,
-    evaluation_ngrams,
-    is_contaminated,
-    is_held_out,
-    ngram_hashes,
-)
 from glm46.storage.prepare.documents import (
     MIDDLE,
     PREFIX,
@@ -24,7 +16,16 @@ from glm46.storage.prepare.documents import (
     prose_fault,
     python_fault,
 )
-from glm46.storage.prepare.duplicates import join, links
+from glm46.storage.prepare.duplicates import (
+    BANDS,
+    band_hashes,
+    evaluation_ngrams,
+    is_contaminated,
+    is_held_out,
+    join,
+    links,
+    ngram_hashes,
+)
 
 
 def document(rng, length=600):

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from glm46.files.array_file import write_arrays
 from glm46.storage.prepare import duplicates as duplicates_module
-from glm46.storage.prepare.document_hashes import BANDS
-from glm46.storage.prepare.duplicates import Duplicates, join, links, numbers_on_disk
+from glm46.storage.prepare.duplicates import BANDS, Duplicates, join, links, numbers_on_disk
 
 
 def first_occurrences(hashes):
@@ -117,7 +116,7 @@ import sys
 import numpy as np
 from pathlib import Path
 from glm46.storage.prepare.duplicates import Duplicates
-from glm46.storage.prepare.document_hashes import BANDS
+from glm46.storage.prepare.duplicates import BANDS
 documents, memory, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 PIECE = 3_000
 def peak():

@@ -16,9 +16,9 @@ from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.adapter import AdapterConfig
 from glm46.config.optimizer import OptimizerConfig
-from glm46.operate.benchmark.model_speed import Workload
-from glm46.operate.benchmark.rounds import interleaved
 from glm46.run.flops import training_flops
+from scripts.measure.model_speed import Workload
+from scripts.measure.rounds import interleaved
 
 _SEED = 0
 TRAINED = {"all weights": "all weights", "lora": "LoRA", "dora": "DoRA"}

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glm46.operate.benchmark.rounds import timed_rounds
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.save import SaveOutcome
+from scripts.measure.rounds import timed_rounds
 
 _PIECES_PER_GIB = 64
 

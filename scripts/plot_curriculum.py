@@ -1,9 +1,14 @@
+#!/usr/bin/env python
 """The picture of a curriculum from the TOML files of its phases: lengths, batches, mixtures and schedules over tokens.
+
+    python scripts/plot_curriculum.py train_configs/glm46_phase?.toml --output curriculum.svg
 
 Every stage of text is equally wide, because the last phases of a curriculum have few of its tokens and most of its
 stages. Within a stage the axis is linear.
 """
 
+import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -11,12 +16,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from glm46.config.errors import UserError
-from glm46.config.loader import load_config
-from glm46.engine.observe.console import short_number
-from glm46.files.durable import replace_durably
-from glm46.run.plan import Plan, resolve_plan
-from glm46.run.schedule import batch_sequences, learning_rate_factor, schedule_value
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from glm46.config.errors import UserError  # noqa: E402
+from glm46.config.loader import load_config  # noqa: E402
+from glm46.config.options import require_picture  # noqa: E402
+from glm46.engine.observe.console import short_number  # noqa: E402
+from glm46.files.durable import replace_durably  # noqa: E402
+from glm46.run.plan import Plan, resolve_plan  # noqa: E402
+from glm46.run.schedule import batch_sequences, learning_rate_factor, schedule_value  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -181,3 +189,23 @@ def _draw_mixtures(axes: "Axes", stages: Sequence[_Stage]) -> None:
             below += share
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the curriculum of the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("phases", nargs="+", type=Path, metavar="PHASE", help="TOML file of a phase")
+    parser.add_argument("--output", type=Path, default=Path("curriculum.png"), help="PNG or SVG; default %(default)s")
+    arguments = parser.parse_args(argv)
+    try:
+        require_picture("plot", "--output", arguments.output, [".png", ".svg"])
+        draw_curriculum(read_phases(arguments.phases), arguments.output)
+    except UserError as error:
+        print(*(f"error: {fault}" for fault in error.faults), sep="\n", file=sys.stderr)
+        return 2
+    print(arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

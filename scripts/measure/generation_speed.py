@@ -15,9 +15,9 @@ from glm46.config.errors import UserError
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.loading import load_for_inference
 from glm46.engine.inference.sampling import Sampling
-from glm46.operate.benchmark.model_speed import Workload, build_ours
-from glm46.operate.benchmark.peer import build_peer
-from glm46.operate.benchmark.rounds import interleaved
+from scripts.measure.model_speed import Workload, build_ours
+from scripts.measure.peer import build_peer
+from scripts.measure.rounds import interleaved
 
 PEERS = {"transformers grouped_mm": "grouped_mm", "transformers eager": "eager"}
 """Name -> implementation of the experts in `transformers`, its default first."""
@@ -81,7 +81,6 @@ def generation_speed(
         GENERAL: _Contestant(lambda new: _ours(ours, prompts, new, drawn, cpu_kernels=False)[0], [], []),
     }
     if speculative:
-        drafting = partial(_ours, ours, prompts, drawn=drawn, speculative=True)
         drafting = partial(_ours, ours, prompts, drawn=drawn, speculative=True)
         contestants[SPECULATIVE] = _Contestant(lambda new: drafting(new_tokens=new)[0], [], [])
     if with_peers:

@@ -1,14 +1,14 @@
-"""A real vLLM takes the commands of `serve-config`, and the client of deploy/ talks to it: `pytest -m servers`."""
+"""A real vLLM takes the command of docs/deployment.md, and the client of deploy/ talks to it: `pytest -m servers`."""
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from glm46.cli import main
 from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.transformer import Transformer
 from glm46.config.model import ModelConfig
@@ -29,7 +29,8 @@ from tests.servers.vllm_process import PYTHON, VllmProcess, reason_to_skip
 _REASON = reason_to_skip()
 pytestmark = [pytest.mark.servers, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
 ROOT = Path(__file__).parents[2]
-# What a CPU needs beside the written command; see deploy/vllm/serve_cpu.sh.
+PAGE = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
+# What a CPU needs beside the command; see deploy/vllm/serve_cpu.sh.
 ON_A_CPU = ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", "67108864"]
 ON_A_CPU += ["--distributed-executor-backend", "uni", "--max-num-seqs", "16", "--max-num-batched-tokens", "2048"]
 QUESTION = "What is a list?"
@@ -86,12 +87,12 @@ def folder(model, tmp_path_factory):
     return root / "mine"
 
 
-def test_written_script_serves_and_the_client_gets_our_answer(model, folder, environment, tmp_path, capfd):
-    port, bin_folder = free_ports(1)[0], Path(os.environ[PYTHON]).parent
-    words = ["--model", str(folder), "--gpus", "1", "--port", str(port), "--environment", str(bin_folder.parent)]
-    assert main(["serve-config", *words, "--context", "512", "--output", str(tmp_path / "deploy")]) == 0
-    command = [tmp_path / "deploy/vllm.sh", *ON_A_CPU]
-    server = VllmProcess(command, port, tmp_path / "server.log", environment)
+def test_the_command_of_the_page_serves_and_the_client_gets_our_answer(model, folder, environment, tmp_path):
+    (command,) = re.findall(r"^vllm serve (.*?)(?<!\\\\)$", PAGE, re.M | re.S)
+    words = shlex.split(command.replace("models/mine", str(folder)).replace("-size 8", "-size 1"))
+    port = free_ports(1)[0]
+    program = [Path(os.environ[PYTHON]).with_name("vllm"), "serve", *words, "--port", str(port), *ON_A_CPU]
+    server = VllmProcess(program, port, tmp_path / "server.log", environment)
     try:
         print(f"vLLM answers after {server.wait():.1f} s")
         found = subprocess.run(
@@ -110,15 +111,13 @@ def test_written_script_serves_and_the_client_gets_our_answer(model, folder, env
     assert len(ours) > 8 and found.stdout.strip() == tokenizer.decode(ours).strip()
 
 
-def test_vllm_knows_every_option_of_the_commands(folder, environment, capsys):
-    words = ["--model", str(folder), "--gpus", "16", "--first-node", "127.0.0.1", "--speculative"]
-    words += ["--gpus-per-node", "4", "--tensor-parallel-degree", "4", "--kv-cache-dtype", "fp8"]
-    assert main(["serve-config", *words]) == 0
-    commands = capsys.readouterr().out.partition("# sglang")[0]
+def test_vllm_knows_every_option_of_the_page(environment):
     program = Path(os.environ[PYTHON]).with_name("vllm")
     told = subprocess.run(
         [program, "serve", "--help=all"], capture_output=True, text=True, env=os.environ | environment
     )
     assert told.returncode == 0, told.stderr
-    options = set(re.findall(r"(?<=\s)--[a-z-]+", commands))
-    assert len(options) > 15 and options - set(re.findall(r"--[a-z-]+", told.stdout)) == set()
+    (command,) = re.findall(r"^vllm serve .*?(?<!\\\\)$", PAGE, re.M | re.S)
+    rows = [line.split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| ") and line.count(" | ") == 2]
+    options = set(re.findall(r"--[a-z-]+", " ".join([command, *rows])))
+    assert len(options) > 13 and options - set(re.findall(r"--[a-z-]+", told.stdout)) == set()

@@ -6,8 +6,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-CONTESTANTS = ("ours", "ours compiled", "transformers grouped_mm", "transformers default", "torchtitan MoE")
-"""Of a training step."""
 SECONDS = 60.0
 """Time of all rounds if their number is not stated; at least `_FEWEST` rounds run."""
 _FEWEST, _MOST = 3, 9
