@@ -82,7 +82,8 @@ class ParallelismConfig(Section):
 
     expert_exchange_chunks: Annotated[Literal[1, 2] | None, Needs("expert_parallel_degree", above=1)] = None
     """Parts in which the tokens of a micro-batch travel to their experts. 2: the rows of one travel while the experts
-    compute the other. Absent: 2 if each expert then has 512 rows at a time on average, which products need."""
+    compute the other. Absent: 2 with two levels over several hosts, if each expert then has 512 rows at a time on
+    average, which products need."""
 
     @property
     def stated_ranks(self) -> int:

@@ -93,9 +93,10 @@ class Plan:
 
     @property
     def exchange_chunks(self) -> int:
-        """Parts in which the tokens of a micro-batch travel to their experts."""
-        stated = self.config.parallelism.expert_exchange_chunks
-        if stated is not None or self.layout.ep == 1:
+        """Parts in which the tokens of a micro-batch travel to their experts: by default two where that pays, which on
+        one host it does not, as the gradients of two chunks must be added."""
+        stated, levels = self.config.parallelism.expert_exchange_chunks, self.expert_levels
+        if stated is not None or self.layout.ep == 1 or levels is None or levels.hosts == 1:
             return stated or 1
         lengths = [stage.seq_len for stage in self.text_stages]
         return 2 if min(map(self.rows_of_expert, lengths)) / 2 >= LEAST_ROWS_OF_EXPERT else 1

@@ -10,30 +10,18 @@ Part = Literal["rows", "first hop", "back"]
 
 
 class Recomputation:
-    """One forward of a checkpointed layer, and its recomputation."""
+    """One forward of a checkpointed layer, and its recomputation, of which there may be several."""
 
-    def __init__(self, left_out: frozenset[Part]):
-        """``left_out``: exchanges whose results the recomputation does not read, or has."""
+    def __init__(self, left_out: tuple[Part, ...]):
+        """``left_out``: exchanges whose results the recomputation has, or does not read."""
         self.left_out, self.is_again = left_out, False
-        self._values: list[Any] = []
-        self._read = 0
+        self.values: list[Any] = []
+        self.read = 0
 
-    def contexts(
-        self, forward: AbstractContextManager | None = None, again: AbstractContextManager | None = None
-    ) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """What `torch.utils.checkpoint` takes as the result of ``context_fn``; around other contexts, if any."""
-        return _Run(self, False, forward or nullcontext()), _Run(self, True, again or nullcontext())
-
-    def begin(self, is_again: bool) -> None:
-        """Begin the forward, or a recomputation, of which there may be several."""
-        self.is_again, self._read = is_again, 0
-
-    def recall(self, make: Callable[[], Any]) -> Any:
-        """The next value: made in the forward, the same object in the recomputation."""
-        if not self.is_again:
-            self._values.append(make())
-        self._read += 1
-        return self._values[self._read - 1]
+    def contexts(self, *inner: AbstractContextManager) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """What `torch.utils.checkpoint` takes as the result of ``context_fn``; around two other contexts, if any."""
+        forward, again = inner or (nullcontext(), nullcontext())
+        return _Run(self, False, forward), _Run(self, True, again)
 
 
 _running: ContextVar[Recomputation | None] = ContextVar("recomputation", default=None)
@@ -47,7 +35,7 @@ class _Run:
         self._before: list[Token] = []
 
     def __enter__(self) -> None:
-        self._of.begin(self._is_again)
+        self._of.is_again, self._of.read = self._is_again, 0
         self._before.append(_running.set(self._of))
         self._inner.__enter__()
 
@@ -59,7 +47,12 @@ class _Run:
 def recalled(make: Callable[[], Any]) -> Any:
     """What ``make`` returned in the forward that is computed again here, or returns now."""
     running = _running.get()
-    return make() if running is None else running.recall(make)
+    if running is None:
+        return make()
+    if not running.is_again:
+        running.values.append(make())
+    running.read += 1
+    return running.values[running.read - 1]
 
 
 def leaves_out(part: Part) -> bool:

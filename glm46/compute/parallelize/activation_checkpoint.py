@@ -57,8 +57,8 @@ def recomputation_contexts(mode: str, reads_result: bool) -> tuple[AbstractConte
     """The contexts of a forward and of its recomputation. ``reads_result``: backward needs what the experts of other
     ranks return. Without, a chunk's rows are not sent back while those of the next one are computed again."""
     if mode == "selective":  # it keeps what the last hop brings
-        return Recomputation(frozenset(("first hop", "back"))).contexts(*create_selective_checkpoint_contexts(_policy))
-    return Recomputation(frozenset(() if reads_result else ("back",))).contexts()
+        return Recomputation(("first hop", "back")).contexts(*create_selective_checkpoint_contexts(_policy))
+    return Recomputation(() if reads_result else ("back",)).contexts()
 
 
 def _policy(_context, operator, *_arguments, **_keywords) -> CheckpointPolicy:

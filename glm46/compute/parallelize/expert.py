@@ -47,20 +47,17 @@ def apply(
 class AllToAllDispatcher(ExchangeDispatcher):
     """Sends a row for each expert of a token."""
 
-    def plan(self, routing: Routing, num_experts: int) -> Planned:
-        """See `ExchangeDispatcher.plan`: the rows of each expert."""
+    def _plan(self, routing: Routing, num_experts: int) -> Planned:
         # Weight 0: dropped by padding or the capacity. Such assignments are sorted after all experts.
         expert_N = torch.where(routing.weights > 0, routing.experts, num_experts).flatten()
         order_N, place_N, sizes_E = sort_assignments(expert_N, num_experts + 1)
         return Planned(sizes_E[:num_experts].view(self._ranks, -1), (order_N, place_N.view_as(routing.experts)))
 
-    def sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
-        """See `ExchangeDispatcher.sizes`: rows to each rank, and from each."""
+    def _sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
         of_both = torch.stack([own_RCX.sum(2), numbers_RCX.sum(2)]).cpu()
         return [part.tolist() for part in of_both.unbind(2)]
 
-    def send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
-        """See `ExchangeDispatcher.send`."""
+    def _send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
         (order_N, place_TA), (send, receive) = way, sizes
         order_N = order_N[: sum(send)]
         token_N = order_N // place_TA.shape[1]
@@ -69,8 +66,7 @@ class AllToAllDispatcher(ExchangeDispatcher):
         in_flight = tuple(exchange.start(each) for exchange, each in zip(exchanges, of_rows, strict=True))
         return in_flight, exchanges, numbers_RX, (token_N, place_TA)
 
-    def arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """See `ExchangeDispatcher.arrive`."""
+    def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         (x, weights), (rows, of_weights), received_RE, tokens = pending
         # Rows arrive in the order (rank, expert); a stable sort by expert gives (expert, rank).
         num_experts = received_RE.shape[1]
@@ -85,14 +81,12 @@ class AllToAllDispatcher(ExchangeDispatcher):
         context = by_expert_M, place_M, rows.send, rows.receive, tokens
         return _Reorder.apply(rows.finish(x), by_expert_M, place_M), weights_M, offsets, context
 
-    def send_back(self, y_ND: Tensor, context: Any) -> Any:
-        """See `ExchangeDispatcher.send_back`."""
+    def _send_back(self, y_ND: Tensor, context: Any) -> Any:
         by_expert_M, place_M, send, receive, tokens = context
         back = Exchange(receive, send, self._group, "back")
         return back.start(_Reorder.apply(y_ND, place_M, by_expert_M)), back, tokens
 
-    def finish(self, returning: Any) -> Tensor:
-        """See `ExchangeDispatcher.finish`."""
+    def _finish(self, returning: Any) -> Tensor:
         in_flight, back, tokens = returning
         return combine_assignments(back.finish(in_flight), *tokens)
 

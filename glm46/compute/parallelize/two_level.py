@@ -131,8 +131,7 @@ class TwoLevelDispatcher(ExchangeDispatcher):
         self._hosts = self._ranks // self._of_host
         self._host, self._local = divmod(dist.get_rank(group), self._of_host)
 
-    def plan(self, routing: Routing, num_experts: int) -> Planned:
-        """See `ExchangeDispatcher.plan`: for all ranks alike, rows by host, rows by rank and assignments by rank."""
+    def _plan(self, routing: Routing, num_experts: int) -> Planned:
         # Weight 0: dropped by padding or the capacity. The rank of such an assignment is none of the group.
         experts_TA = torch.where(routing.weights > 0, routing.experts, num_experts)
         ranks_TA = experts_TA // (num_experts // self._ranks)
@@ -144,11 +143,10 @@ class TwoLevelDispatcher(ExchangeDispatcher):
         way = experts_TA, goes_TR if self._between is None else goes_TH, num_experts // self._ranks
         return Planned(own.expand(self._ranks, -1), way)
 
-    def sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
-        """See `ExchangeDispatcher.sizes`."""
-        return [self._sizes(numbers_RX) for numbers_RX in numbers_RCX.cpu().unbind(1)]
+    def _sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
+        return [self._sizes_of(numbers_RX) for numbers_RX in numbers_RCX.cpu().unbind(1)]
 
-    def _sizes(self, counts_RX: Tensor) -> "_Sizes":
+    def _sizes_of(self, counts_RX: Tensor) -> "_Sizes":
         """``counts_RX``: as of `plan`, of each rank; on the CPU."""
         parts = counts_RX.view(self._hosts, self._of_host, -1).split([self._hosts, self._ranks, self._ranks], 2)
         by_host, by_rank, assigned = parts[0], *(part.unflatten(2, (self._hosts, -1)) for part in parts[1:])
@@ -160,8 +158,7 @@ class TwoLevelDispatcher(ExchangeDispatcher):
             int(assigned[:, :, self._host, self._local].sum()),
         )
 
-    def send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
-        """See `ExchangeDispatcher.send`."""
+    def _send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
         experts_TA, goes_TP, experts_here = way
         is_last = self._between is None or self._of_host == 1
         group, (send, receive) = self._in_host, sizes.in_host
@@ -173,8 +170,7 @@ class TwoLevelDispatcher(ExchangeDispatcher):
         from_rank_R = numbers_RX[:, self._hosts + self._host * self._of_host + self._local]
         return in_flight, (hop,), sizes, from_rank_R, experts_here
 
-    def pass_on(self, pending: Any) -> Any:
-        """See `ExchangeDispatcher.pass_on`."""
+    def _pass_on(self, pending: Any) -> Any:
         in_flight, hops, sizes, from_rank_R, experts_here = pending
         if self._between is None or self._of_host == 1:
             return pending
@@ -186,8 +182,7 @@ class TwoLevelDispatcher(ExchangeDispatcher):
         in_flight = hop.start(in_flight.finish(2), in_flight.finish(1), experts_MA, "rows")
         return in_flight, (*hops, hop), sizes, from_rank_R, experts_here
 
-    def arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """See `ExchangeDispatcher.arrive`."""
+    def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         in_flight, hops, sizes, from_rank_R, experts_here = pending
         experts_MA = in_flight.finish(0).long()
         copies, order_N, offsets = self._of_experts(experts_MA, from_rank_R, sizes.assigned, experts_here)
@@ -198,20 +193,17 @@ class TwoLevelDispatcher(ExchangeDispatcher):
             copies = copies._replace(row_N=copies.row_N[row_P], place_M=padded_N[copies.place_M])
         return _Copy.apply(in_flight.finish(2), *copies), weights_N, offsets, (copies, hops)
 
-    def send_back(self, y_ND: Tensor, context: Any) -> Any:
-        """See `ExchangeDispatcher.send_back`."""
+    def _send_back(self, y_ND: Tensor, context: Any) -> Any:
         copies, hops = context
         return hops[-1].start_back(_Sum.apply(y_ND, *copies)), hops
 
-    def pass_back(self, returning: Any) -> Any:
-        """See `ExchangeDispatcher.pass_back`."""
+    def _pass_back(self, returning: Any) -> Any:
         in_flight, hops = returning
         if len(hops) == 1:
             return returning
         return hops[0].start_back(hops[1].finish_back(in_flight)), hops[:1]
 
-    def finish(self, returning: Any) -> Tensor:
-        """See `ExchangeDispatcher.finish`."""
+    def _finish(self, returning: Any) -> Tensor:
         in_flight, (hop,) = returning
         return hop.finish_back(in_flight)
 

@@ -70,11 +70,12 @@ def test_the_way_of_tokens_to_experts_is_named(parallelism, host_ranks, said):
     assert describe_exchange(plan) == said
 
 
-@pytest.mark.parametrize(("seq_len", "ranks", "chunks"), [(4096, 8, 2), (2048, 8, 2), (1024, 8, 1), (4096, 1, 1)])
-def test_chunks_are_two_where_products_stay_large(seq_len, ranks, chunks):
-    """Air has 128 experts and a token 8: 2,048 tokens of 8 ranks are 1,024 rows of each expert."""
-    tables = {"parallelism": {"expert_parallel_degree": ranks}, "training": {"seq_len": seq_len, "local_batch_size": 1}}
-    assert (
-        resolve_plan(RunConfig.model_validate({"model": {"flavor": "GLM-4.5-Air"}} | tables), 32).exchange_chunks
-        == chunks
-    )
+@pytest.mark.parametrize(
+    ("seq_len", "ranks", "chunks"), [(4096, 16, 2), (1024, 16, 2), (512, 16, 1), (4096, 8, 1), (4096, 1, 1)]
+)
+def test_chunks_are_two_between_hosts_where_products_stay_large(seq_len, ranks, chunks):
+    """Air has 128 experts and a token 8: 1,024 tokens of 16 ranks are 1,024 rows of each expert."""
+    training = {"seq_len": seq_len, "local_batch_size": 1}
+    tables = {"parallelism": {"expert_parallel_degree": ranks}, "training": training}
+    config = RunConfig.model_validate({"model": {"flavor": "GLM-4.5-Air"}} | tables)
+    assert resolve_plan(config, 32, host_ranks=8).exchange_chunks == chunks
