@@ -36,7 +36,7 @@ from glm46.compute.model.attention_layout import attention_layout  # noqa: E402
 from glm46.compute.model.block import TransformerBlock  # noqa: E402
 from glm46.compute.model.rope import rotary_tables  # noqa: E402
 from glm46.compute.model.router import RoutingOptions  # noqa: E402
-from glm46.compute.parallelize.expert import AllToAllDispatcher  # noqa: E402
+from glm46.compute.parallelize.exchange import AllToAllDispatcher  # noqa: E402
 from glm46.config.model import ModelShape  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
 from glm46.operate.benchmark.titan import TitanMoE  # noqa: E402

@@ -37,7 +37,7 @@ from glm46.compute.model.transformer import OutputHead
 from glm46.compute.optim.muon_exchange import BucketExchange, make_groups
 from glm46.compute.optim.muon_plan import Bucket, Unit
 from glm46.compute.optim.muon_update import Orthogonalizer, Piece, update_whole
-from glm46.compute.parallelize.expert import AllToAllDispatcher
+from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from glm46.compute.parallelize.ring import _Passing
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 from glm46.compute.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup

@@ -25,7 +25,7 @@ from glm46.compute.model.dispatch import TokenDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.parallelize import activation_checkpoint
-from glm46.compute.parallelize.expert import AllToAllDispatcher
+from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 from glm46.config.presets import PRESETS
 from tests.ranks.forked_ranks import print_figures

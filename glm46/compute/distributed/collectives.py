@@ -55,7 +55,7 @@ class Exchange:
         send: rows for each rank of the group.
         receive: rows from each rank of the group.
         part: "rows", which selective checkpointing keeps, or "first hop" or "back", which it need not: a recomputation
-            may leave them out (`Recomputation`).
+            may leave them out (`recomputation`).
     """
 
     def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup, part: Part = "rows"):

@@ -2,55 +2,48 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, Literal
 
 Part = Literal["rows", "first hop", "back"]
 """An exchange of tokens with experts: to their ranks, to a rank that passes them on, or back."""
 
 
-class Recomputation:
-    """One forward of a checkpointed layer, and its recomputation, of which there may be several."""
-
-    def __init__(self, left_out: tuple[Part, ...]):
-        """``left_out``: exchanges whose results the recomputation has, or does not read."""
-        self.left_out, self.is_again = left_out, False
-        self.values: list[Any] = []
-        self.read = 0
-
-    def contexts(self, *inner: AbstractContextManager) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """What `torch.utils.checkpoint` takes as the result of ``context_fn``; around two other contexts, if any."""
-        forward, again = inner or (nullcontext(), nullcontext())
-        return _Run(self, False, forward), _Run(self, True, again)
-
-
-_running: ContextVar[Recomputation | None] = ContextVar("recomputation", default=None)
+def recomputation(
+    left_out: tuple[Part, ...], inner: tuple[AbstractContextManager, ...] = (nullcontext(), nullcontext())
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of the forward of a layer and of its recomputation, as `torch.utils.checkpoint` takes them, around
+    two other ones. ``left_out``: exchanges whose results the recomputation has, or does not read."""
+    values: list[Any] = []
+    return _Run(values, None, inner[0]), _Run(values, left_out, inner[1])
 
 
 class _Run:
-    """A context of one of both. `contextlib.contextmanager` makes contexts for one use only."""
+    """A context that can be entered again, as those of `contextlib.contextmanager` cannot."""
 
-    def __init__(self, of: Recomputation, is_again: bool, inner: AbstractContextManager):
-        self._of, self._is_again, self._inner = of, is_again, inner
-        self._before: list[Token] = []
+    def __init__(self, values: list[Any], left_out: tuple[Part, ...] | None, inner: AbstractContextManager):
+        self.values, self.left_out, self.read, self._inner = values, left_out, 0, inner
 
     def __enter__(self) -> None:
-        self._of.is_again, self._of.read = self._is_again, 0
-        self._before.append(_running.set(self._of))
+        self.read, self._before = 0, _running.set(self)
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
-        _running.reset(self._before.pop())
+        _running.reset(self._before)
+
+
+_running: ContextVar[_Run | None] = ContextVar("recomputation", default=None)
 
 
 def recalled(make: Callable[[], Any]) -> Any:
     """What ``make`` returned in the forward that is computed again here, or returns now."""
     running = _running.get()
-    if running is None:
-        return make()
-    if not running.is_again:
-        running.values.append(make())
+    if running is None or running.left_out is None:
+        value = make()
+        if running is not None:
+            running.values.append(value)
+        return value
     running.read += 1
     return running.values[running.read - 1]
 
@@ -58,4 +51,4 @@ def recalled(make: Callable[[], Any]) -> Any:
 def leaves_out(part: Part) -> bool:
     """True in a recomputation that does not repeat an exchange."""
     running = _running.get()
-    return running is not None and running.is_again and part in running.left_out
+    return running is not None and part in (running.left_out or ())

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from glm46 import compat
-from glm46.compute.distributed.recomputation import Recomputation
+from glm46.compute.distributed.recomputation import recomputation
 from glm46.compute.model.adapters import adapted_grouped_mm
 from glm46.compute.model.attention_runs import block_attention
 from glm46.compute.model.experts import grouped_mm
@@ -57,8 +57,8 @@ def recomputation_contexts(mode: str, reads_result: bool) -> tuple[AbstractConte
     """The contexts of a forward and of its recomputation. ``reads_result``: backward needs what the experts of other
     ranks return. Without, a chunk's rows are not sent back while those of the next one are computed again."""
     if mode == "selective":  # it keeps what the last hop brings
-        return Recomputation(("first hop", "back")).contexts(*create_selective_checkpoint_contexts(_policy))
-    return Recomputation(() if reads_result else ("back",)).contexts()
+        return recomputation(("first hop", "back"), create_selective_checkpoint_contexts(_policy))
+    return recomputation(() if reads_result else ("back",))
 
 
 def _policy(_context, operator, *_arguments, **_keywords) -> CheckpointPolicy:

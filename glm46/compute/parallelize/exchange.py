@@ -4,7 +4,6 @@ of one travel while the experts compute the other.
 Backward runs the same in reverse, because an `Exchange` sends its gradient where it was finished.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm46.compute.distributed.collectives import exchange_rows
+from glm46.compute.distributed.collectives import Exchange, exchange_rows
 from glm46.compute.distributed.recomputation import recalled
+from glm46.compute.model.dispatch import (
+    combine_assignments,
+    gather_assignments,
+    pad_groups,
+    pad_weights,
+    sort_assignments,
+)
 from glm46.compute.model.router import Routing
 
 
@@ -25,48 +31,19 @@ class Planned(NamedTuple):
     way: Any
 
 
-class ExchangeDispatcher(ABC):
+class AllToAllDispatcher:
     """A `TokenDispatcher` over the ranks of a group: expert e is on rank e // (experts per rank).
 
-    Rows dropped by padding or the capacity are not sent. Experts see the rows of a chunk in the order (expert, rank,
-    token), so that results do not depend on timing. Subclasses have the steps of one chunk, here in their order.
-    Tensors of what they return are in tuples, where FSDP2 finds them.
+    It sends a row for each expert of a token, all tokens at once or in two chunks. Rows dropped by padding or the
+    capacity are not sent. Experts see the rows of a chunk in the order (expert, rank, token), so that results do not
+    depend on timing.
+
+    The steps of one chunk are below, in their order. Tensors of what they return are in tuples, where FSDP2 finds them.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunks: int = 1):
         self._group, self._ranks, self._chunks = group, dist.get_world_size(group), chunks
         self.multiple = 1
-
-    @abstractmethod
-    def _plan(self, routing: Routing, num_experts: int) -> Planned:
-        """Sort what this rank sends."""
-
-    @abstractmethod
-    def _sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
-        """The sizes of the buffers of each chunk, from `Planned.numbers_RX` of this rank and those that others have for
-        it. Waits for the device."""
-
-    @abstractmethod
-    def _send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
-        """Start sending rows."""
-
-    def _pass_on(self, pending: Any) -> Any:
-        return pending  # rows that came from another host go on to the ranks of this one
-
-    @abstractmethod
-    def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """As `TokenDispatcher.arrived`."""
-
-    @abstractmethod
-    def _send_back(self, y_ND: Tensor, context: Any) -> Any:
-        """Start returning the results of experts."""
-
-    def _pass_back(self, returning: Any) -> Any:
-        return returning  # the results of this host go back to another one
-
-    @abstractmethod
-    def _finish(self, returning: Any) -> Tensor:
-        """The sum of each token's experts, [T, D]."""
 
     @torch.compiler.disable
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
@@ -121,3 +98,70 @@ class ExchangeDispatcher(ABC):
         if not others:
             return self._finish(self._pass_back(self._send_back(y, context)))
         return torch.cat([self._finish(each) for each in y])
+
+    def _plan(self, routing: Routing, num_experts: int) -> Planned:
+        # Weight 0: dropped by padding or the capacity. Such assignments are sorted after all experts.
+        expert_N = torch.where(routing.weights > 0, routing.experts, num_experts).flatten()
+        order_N, place_N, sizes_E = sort_assignments(expert_N, num_experts + 1)
+        return Planned(sizes_E[:num_experts].view(self._ranks, -1), (order_N, place_N.view_as(routing.experts)))
+
+    def _sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
+        """Sizes of the buffers of each chunk, here of rows to each rank and from each; from the numbers of this rank and
+        those that others have for it. Waits for the device."""
+        of_both = torch.stack([own_RCX.sum(2), numbers_RCX.sum(2)]).cpu()
+        return [part.tolist() for part in of_both.unbind(2)]
+
+    def _send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
+        (order_N, place_TA), (send, receive) = way, sizes
+        order_N = order_N[: sum(send)]
+        token_N = order_N // place_TA.shape[1]
+        exchanges = tuple(Exchange(send, receive, self._group) for _ in range(2))
+        of_rows = gather_assignments(x_TD, token_N, place_TA), routing.weights.flatten()[order_N]
+        in_flight = tuple(exchange.start(each) for exchange, each in zip(exchanges, of_rows, strict=True))
+        return in_flight, exchanges, numbers_RX, (token_N, place_TA)
+
+    def _pass_on(self, pending: Any) -> Any:
+        return pending  # rows that came from another host go on to the ranks of this one
+
+    def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        (x, weights), (rows, of_weights), received_RE, tokens = pending
+        # Rows arrive in the order (rank, expert); a stable sort by expert gives (expert, rank).
+        num_experts = received_RE.shape[1]
+        expert_M = torch.arange(num_experts, device=received_RE.device).repeat(self._ranks)
+        expert_M = expert_M.repeat_interleave(received_RE.flatten(), output_size=sum(rows.receive))
+        by_expert_M, place_M, sizes_E = sort_assignments(expert_M, num_experts)
+        offsets, weights_M = sizes_E.cumsum(0).to(torch.int32), of_weights.finish(weights)[by_expert_M]
+        if self.multiple > 1:
+            row_P, padded_M, offsets = pad_groups(len(by_expert_M), offsets, self.multiple)
+            weights_M = pad_weights(weights_M, padded_M, len(row_P))
+            by_expert_M, place_M = by_expert_M[row_P], padded_M[place_M]
+        context = by_expert_M, place_M, rows.send, rows.receive, tokens
+        return _Reorder.apply(rows.finish(x), by_expert_M, place_M), weights_M, offsets, context
+
+    def _send_back(self, y_ND: Tensor, context: Any) -> Any:
+        by_expert_M, place_M, send, receive, tokens = context
+        back = Exchange(receive, send, self._group, "back")
+        return back.start(_Reorder.apply(y_ND, place_M, by_expert_M)), back, tokens
+
+    def _pass_back(self, returning: Any) -> Any:
+        return returning  # the results of this host go back to another one
+
+    def _finish(self, returning: Any) -> Tensor:
+        in_flight, back, tokens = returning
+        return combine_assignments(back.finish(in_flight), *tokens)
+
+
+class _Reorder(torch.autograd.Function):
+    """Row n of the result is row order[n]; `inverse` has a place of each row, the only one whose gradient counts. The
+    built-in backward of indexing adds rows in varying order.
+
+    Neither is a saved tensor, for the reason given in `_Combine` of `compute/model/dispatch.py`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.index_select(0, ctx.inverse), None, None

@@ -15,7 +15,7 @@ from glm46.compute.distributed.collectives import Exchange
 from glm46.compute.distributed.recomputation import Part
 from glm46.compute.model.dispatch import pad_groups, pad_weights, sort_assignments
 from glm46.compute.model.router import Routing
-from glm46.compute.parallelize.exchange import ExchangeDispatcher, Planned
+from glm46.compute.parallelize.exchange import AllToAllDispatcher, Planned
 
 
 class _Copies(NamedTuple):
@@ -109,7 +109,7 @@ def _sum_copies(y: Tensor, place_M: Tensor, first_R: Tensor) -> Tensor:
     return F.embedding_bag(place_M, y, first_R, mode="sum")  # FP32 inside
 
 
-class TwoLevelDispatcher(ExchangeDispatcher):
+class TwoLevelDispatcher(AllToAllDispatcher):
     """Sends a row to each host of a token's experts, and there to each rank: rank r is on host r // (ranks per host).
 
     Experts see the rows that `AllToAllDispatcher` gives them, in the same order, so that their gradients are equal bit
