@@ -48,12 +48,18 @@ class AllToAllDispatcher:
     @torch.compiler.disable
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
         """See `TokenDispatcher.start`. Collective."""
-        parts = zip(routing.weights.tensor_split(self._chunks), routing.experts.tensor_split(self._chunks), strict=True)
+        parts = zip(self._split(routing.weights), self._split(routing.experts), strict=True)
         routings = [Routing(*part, None) for part in parts]
         planned = [self._plan(part, num_experts) for part in routings]
-        numbers_RCX, sizes = recalled(lambda: self._exchange(torch.stack([each.numbers_RX for each in planned], 1)))
-        chunks = zip(x_TD.tensor_split(self._chunks), routings, planned, numbers_RCX.unbind(1), sizes, strict=True)
+        own = [each.numbers_RX for each in planned]
+        own_RCX = torch.stack(own, 1) if len(own) > 1 else own[0].unsqueeze(1)
+        numbers_RCX, sizes = recalled(lambda: self._exchange(own_RCX))
+        chunks = zip(self._split(x_TD), routings, planned, numbers_RCX.unbind(1), sizes, strict=True)
         return tuple(self._send(x, part, each.way, *of_chunk) for x, part, each, *of_chunk in chunks)
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        half = len(rows) // 2
+        return rows.split((len(rows) - half, half)) if self._chunks > 1 else (rows,)
 
     def _exchange(self, own_RCX: Tensor) -> tuple[Tensor, list]:
         one_each = [1] * self._ranks
@@ -106,7 +112,7 @@ class AllToAllDispatcher:
         return Planned(sizes_E[:num_experts].view(self._ranks, -1), (order_N, place_N.view_as(routing.experts)))
 
     def _sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
-        """Sizes of the buffers of each chunk, here of rows to each rank and from each; from the numbers of this rank and
+        """Sizes of the buffers of each chunk, here of rows to each rank and from each, by the numbers of this rank and
         those that others have for it. Waits for the device."""
         of_both = torch.stack([own_RCX.sum(2), numbers_RCX.sum(2)]).cpu()
         return [part.tolist() for part in of_both.unbind(2)]
