@@ -167,7 +167,7 @@ _LAYOUTS = {
         Layout(offload=True),
     ],
     2: [
-        Layout(), Layout(replicate=2), Layout(experts_over=2), Layout(experts_over=2, reshard="never"),
+        Layout(), Layout(replicate=2), Layout(experts_over=2),
         Layout(context=2), Layout(tensor=2), Layout(tensor=2, experts_over=2),
         Layout(tensor=2, key_heads=1, checkpointing="selective"), Layout(tensor=2, key_heads=1, compiled=True),
         Layout(pipeline=2), Layout(pipeline=2, reshard="always"), Layout(pipeline=2, schedule="GPipe", micro_batches=4),
@@ -233,7 +233,6 @@ _LAYOUTS = {
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="dora"),
     ],
     8: [
-        Layout(pipeline=2, tensor=2, experts_over=4, num_experts=12, schedule="ZBVZeroBubble", micro_batches=4),
         Layout(pipeline=2, tensor=2, context=2, experts_over=2),
         Layout(pipeline=2, replicate=2, tensor=2, experts_over=2, schedule="Interleaved1F1B", micro_batches=4),
         Layout(pipeline=2, replicate=2, context=2, micro_batches=4, schedule="InterleavedZeroBubble"),
