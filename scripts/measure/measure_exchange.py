@@ -67,6 +67,7 @@ def run_rank(rank: int, arguments: argparse.Namespace) -> None:
     ways = {
         "all_to_all": AllToAllDispatcher(dist.group.WORLD),
         "two_level": TwoLevelDispatcher(dist.group.WORLD, between, in_host),
+        "two_chunks": TwoLevelDispatcher(dist.group.WORLD, between, in_host, 2),
     }
     x = torch.randn(1, arguments.tokens, arguments.width, requires_grad=True)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
