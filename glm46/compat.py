@@ -284,6 +284,7 @@ def start_exchange(
         return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name)
     arrived = rows.new_empty(sum(receive), *rows.shape[1:])
     work = dist.all_to_all_single(arrived, rows, receive, send, group=group, async_op=True)
+    assert work is not None, "this rank is in the group"
     torch._C._distributed_c10d._register_work(arrived, work)
     return arrived
 

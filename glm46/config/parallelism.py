@@ -80,7 +80,7 @@ class ParallelismConfig(Section):
     and there one to each rank, with sums on the way back; ranks that share experts must be on whole hosts of equal
     size, or on one. auto: two_level where it is possible, else all_to_all."""
 
-    expert_exchange_chunks: Annotated[Literal[1, 2] | None, Needs("expert_parallel_degree", above=1)] = None
+    expert_exchange_chunks: Annotated[int | None, Needs("expert_parallel_degree", above=1)] = Field(None, ge=1, le=2)
     """Parts in which the tokens of a micro-batch travel to their experts. 2: the rows of one travel while the experts
     compute the other. Absent: 2 with two levels over several hosts, if each expert then has 512 rows at a time on
     average, which products need."""

@@ -1,4 +1,4 @@
-"""What the recomputation of a checkpointed layer knows of the layer's forward, and what it does not send again."""
+"""Recomputation of a checkpointed layer: it recalls values of the forward, and need not send all rows again."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +37,7 @@ _running: ContextVar[_Run | None] = ContextVar("recomputation", default=None)
 
 
 def recalled(make: Callable[[], Any]) -> Any:
-    """What ``make`` returned in the forward that is computed again here, or returns now."""
+    """The result of ``make`` in the forward that is computed again here; or the present one."""
     running = _running.get()
     if running is None or running.left_out is None:
         value = make()

@@ -44,9 +44,8 @@ def apply(model: Transformer, mode: str) -> None:
     for layer in (*model.layers.values(), *model.mtp.values()):
         # Recomputation stops at the last tensor that backward needs: in a decoder layer before the exchange back. In a
         # prediction layer a norm follows the exchange, so "selective" recomputes only the decoder layer inside it.
-        is_prediction = isinstance(layer, MTPLayer)
-        module = layer.block if mode == "selective" and is_prediction else layer
-        contexts = functools.partial(recomputation_contexts, mode, reads_result=is_prediction and mode == "full")
+        module = layer.block if mode == "selective" and isinstance(layer, MTPLayer) else layer
+        contexts = functools.partial(recomputation_contexts, mode, reads_result=isinstance(module, MTPLayer))
         # preserve_rng_state: the model draws no random numbers.
         module.forward = functools.partial(
             checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts

@@ -1,6 +1,7 @@
 """torch.compile of each layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def apply(model: Transformer, *, whole_graphs: bool, sizes_vary: bool = False, s
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
         for module in layer.modules():
             if isinstance(module, MoE) and not isinstance(module.dispatcher, LocalDispatcher):
-                module.experts.forward = _for_any_number_of_rows(torch.compile(module.experts.forward))
+                experts: Any = module.experts
+                experts.forward = _for_any_number_of_rows(torch.compile(experts.forward))
 
 
 def _for_any_number_of_rows(forward: Callable) -> Callable:

@@ -72,8 +72,8 @@ class AllToAllDispatcher:
     def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         """See `TokenDispatcher.arrived`; of the first chunk, for the experts of this rank. Collective."""
         first, *others = pending
-        *rows, context = self._arrive(self._pass_on(first))
-        return *rows, (context, others, [])
+        x_ND, weights_N, offsets, context = self._arrive(self._pass_on(first))
+        return x_ND, weights_N, offsets, (context, others, [])
 
     def rest(self, context: Any) -> tuple:
         """See `TokenDispatcher.rest`."""

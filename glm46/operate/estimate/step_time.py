@@ -290,27 +290,23 @@ def _waits_for_tokens(plan: Plan, roofline: Roofline, batch: MicroBatch, again: 
     seconds."""
     found = exchanges(plan, batch.shape, batch.tokens / batch.chunks)
 
-    def sends(first: int, last: int) -> dict[tuple[int, bool], float]:
-        """Seconds of sends by hop; those there are of `TOKENS` from ``first`` to ``last``, those back of rows."""
-        calls = [
-            [Traffic(axis, "all_to_all", ranks, 1, nbytes, "") for nbytes in sizes] for axis, ranks, *sizes in found
-        ]
-        seconds = [list(map(roofline.traffic, of_hop)) for of_hop in calls]
-        there = {(hop, False): sum(each[first:last]) for hop, each in enumerate(seconds)}
-        return there | {(hop, True): each[-1] for hop, each in enumerate(seconds)}
+    def sends(first: int) -> dict[tuple[int, bool], float]:
+        """Seconds of sends by hop; those there are of `TOKENS` from ``first`` on, those back of rows."""
+        seconds: dict[tuple[int, bool], float] = {}
+        for hop, (axis, ranks, *sizes) in enumerate(found):
+            calls = [roofline.traffic(Traffic(axis, "all_to_all", ranks, 1, size, "")) for size in sizes]
+            seconds |= {(hop, False): sum(calls[first:-1]), (hop, True): calls[-1]}
+        return seconds
 
     def computed(backward: bool) -> dict[str, float]:
-        seconds = {
-            name: sum(map(roofline.kernel, each)) for name, each in work_beside_exchange(batch, backward).items()
-        }
-        return {name: each / (1 if name == "shared" else batch.chunks) for name, each in seconds.items()} | {
-            "recomputation": again
-        }
+        work = work_beside_exchange(batch, backward).items()
+        seconds = {name: sum(map(roofline.kernel, each)) / batch.chunks for name, each in work}
+        return seconds | {"shared": seconds["shared"] * batch.chunks, "recomputation": again}
 
-    slowed, forward = 1 - min(roofline.overlap, 1 - CONTENTION), sends(0 if plan.expert_levels else 1, 3)
+    slowed, forward = 1 - min(roofline.overlap, 1 - CONTENTION), sends(0 if plan.expert_levels else 1)
     order, of_forward = (batch.chunks, len(found)), computed(False)
     waits = exposed_seconds(forward_steps(*order), of_forward, forward, slowed)
-    backward = exposed_seconds(backward_steps(*order), computed(True), sends(1, 3), slowed)
+    backward = exposed_seconds(backward_steps(*order), computed(True), sends(1), slowed)
     if plan.config.activation_checkpoint.mode == "full":
         backward += exposed_seconds(forward_steps(*order, returns=False), of_forward, forward, slowed)
     return waits, backward

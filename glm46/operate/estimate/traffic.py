@@ -84,11 +84,11 @@ def exchanges(plan: Plan, shape: ModelShape, tokens: float) -> list[tuple[str, i
     if (levels := plan.expert_levels) is not None:
         axes = [axis for axis in (("ep_hosts", levels.hosts), ("ep_host", levels.of_host)) if axis[1] > 1]
         hops = [(*axis, tokens * rows, chosen) for axis, rows in zip(axes, plan.hops(shape), strict=True)]
-    row = shape.hidden_size * width
-    return [
-        (*axis, *(round(rows * size) for size in (of_row * EXPERT_NUMBER, of_row * FP32, row, row)))
-        for *axis, rows, of_row in hops
-    ]
+    found = []
+    for axis, ranks, rows, of_row in hops:
+        row = round(rows * shape.hidden_size * width)
+        found.append((axis, ranks, round(rows * of_row * EXPERT_NUMBER), round(rows * of_row * FP32), row, row))
+    return found
 
 
 def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
