@@ -81,7 +81,7 @@ class AllToAllDispatcher:
 
     @torch.compiler.disable
     def halfway(self, in_flight: Any) -> Any:
-        """What changes from one link to the other does so between two products of another chunk. Collective."""
+        """Move rows from one link to the other, between two products of another chunk. Collective."""
         context, others, returning = in_flight
         passed = [self._pass_on(each) for each in others[:1]]
         returned = [self._pass_back(each) for each in returning[-1:]]
