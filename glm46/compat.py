@@ -326,13 +326,21 @@ def scatter_row_sums(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> No
     scatter(out, whole, group=group)
 
 
-def start_exchange(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
+def start_exchange(
+    rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup, is_kept: bool = True
+) -> Tensor:
     """Start an all-to-all of rows; the result must not be read before `wait_for_exchange`. Collective.
 
     Uses a private operator of torch's compiler back end: `torch.distributed.all_to_all_single` writes into a buffer,
-    which activation checkpointing cannot save.
+    which activation checkpointing cannot save. So it does if the result shall not be saved.
     """
-    return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name)
+    if is_kept:
+        return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name)
+    arrived = rows.new_empty(sum(receive), *rows.shape[1:])
+    work = dist.all_to_all_single(arrived, rows, receive, send, group=group, async_op=True)
+    assert work is not None, "this rank is in the group"
+    torch._C._distributed_c10d._register_work(arrived, work)
+    return arrived
 
 
 def wait_for_exchange(rows: Tensor) -> Tensor:

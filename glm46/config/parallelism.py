@@ -43,9 +43,7 @@ class ParallelismConfig(Section):
     """Free gathered weights after forward (always), keep them for backward (never), or always except under pipeline
     parallelism (default)."""
 
-    defer_gradient_sync: Annotated[
-        bool, Needs("pipeline_parallel_degree", 1), Needs("training.mixed_precision_reduce", "float32")
-    ] = False
+    defer_gradient_sync: bool = False
     """Sum gradients over ranks after the last micro-batch of a step only, in place of after each one: gradient
     accumulation then communicates less, and each rank holds the whole gradients of its layers in FP32: BF16 sums would
     lose small ones. A pipeline does so in any case."""
@@ -86,7 +84,12 @@ class ParallelismConfig(Section):
     )
     """The way of tokens to their experts. all_to_all: a row for each expert of a token. two_level: a row to each host,
     and there one to each rank, with sums on the way back; ranks that share experts must be on whole hosts of equal
-    size, or on one. auto: two_level if they are on several such hosts, else all_to_all."""
+    size, or on one. auto: two_level where it is possible, else all_to_all."""
+
+    expert_exchange_chunks: Annotated[int | None, Needs("expert_parallel_degree", above=1)] = Field(None, ge=1, le=2)
+    """Parts in which the tokens of a micro-batch travel to their experts. 2: the rows of one travel while the experts
+    compute the other. Absent: 2 with two levels over several hosts, if each expert then has 512 rows at a time on
+    average, which products need."""
 
     @property
     def stated_ranks(self) -> int:

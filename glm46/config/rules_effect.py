@@ -23,6 +23,10 @@ class IdleKey(NamedTuple):
     """The switch with a value that enables the key."""
 
 
+_OFF = (None, False, 0, "", (), "auto")
+"""Defaults that can be stated where they have no effect."""
+
+
 def stated_keys_have_an_effect(config: Section) -> Faults:
     """Every key that is set has an effect."""
     for idle in idle_keys(config):
@@ -46,7 +50,7 @@ def _idle_keys(root: Section, section: Section, prefix: tuple[str | int, ...]) -
             for index, entry in enumerate(value):
                 if isinstance(entry, Section):
                     yield from _idle_keys(root, entry, (*place, index))
-        is_stated = name in section.model_fields_set and not (value == field.default and not value)
+        is_stated = name in section.model_fields_set and not (value == field.default and value in _OFF)
         for need in field.metadata:
             if not isinstance(need, Needs):
                 continue

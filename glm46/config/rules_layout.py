@@ -108,6 +108,37 @@ def batch_divides(config: RunConfig, shape: ModelShape, world_size: int | None) 
         )
 
 
+def deferred_sums_are_of_several(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """Gradients that are summed over ranks once per step are those of several micro-batches, and sums of FP32."""
+    key, training = "parallelism.defer_gradient_sync", config.training
+    if not config.parallelism.defer_gradient_sync:
+        return
+    if config.parallelism.pipeline_parallel_degree > 1:
+        other = "parallelism.pipeline_parallel_degree"
+        yield Fault((key, other), f"{key} = true: a pipeline sums gradients once per step in any case; remove {key}")
+    if training.mixed_precision_reduce != "float32":
+        other = "training.mixed_precision_reduce"
+        why = f'{other} = "{training.mixed_precision_reduce}" would lose small gradients in sums over micro-batches'
+        yield Fault((key, other), f'{key} = true: {why}; set {other} = "float32", or remove {key}')
+    degree, batch = data_parallel_degree(config, world_size), training.global_batch_size
+    micro_batch = training.local_batch_size * (degree or 0)
+    if micro_batch and config.rl is None and max(values_of(batch), default=0) < 2 * micro_batch:
+        other, rows = "training.global_batch_size", counted(micro_batch, "sequence")
+        why = f"a step has one micro-batch, {rows} of all ranks, so that it only holds whole gradients in memory"
+        yield Fault((key, other), f"{key} = true: {why}; set {other} = {2 * micro_batch} or more, or remove {key}")
+
+
+def chunks_have_tokens(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+    """Tokens of a rank that travel in two chunks are at least two."""
+    layout, key = config.parallelism, "parallelism.expert_exchange_chunks"
+    rows, ranks = config.training.local_batch_size, layout.context_parallel_degree * layout.tensor_parallel_degree
+    shortest = min(
+        [config.training.seq_len, *(stage.seq_len or config.training.seq_len for stage in config.data.stages)]
+    )
+    if (layout.expert_exchange_chunks or 1) > max(tokens := rows * shortest // ranks, 1):
+        yield Fault((key,), f"{key} = 2: a rank has {counted(tokens, 'token')} per micro-batch; take 1")
+
+
 def degrees_multiply_to_the_processes(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """The degrees multiply to the number of processes."""
     if world_size is None:
@@ -228,5 +259,7 @@ LAYOUT_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] 
     expert_shards_are_even,
     a_replica_can_be_lost,
     batch_divides,
+    deferred_sums_are_of_several,
+    chunks_have_tokens,
     state_blocks_are_not_cut,
 )

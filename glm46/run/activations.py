@@ -273,9 +273,10 @@ def selective_attention_bytes(shape: ModelShape, width: int) -> float:
 def selective_experts_bytes(shape: ModelShape, width: int, *, ep: int, hops: tuple[float, ...] = ()) -> float:
     """Bytes of one layer's experts that selective checkpointing keeps, per token: gate and up, results, chosen experts
     with scores, an index per assignment; under expert parallelism also the received rows and weights, and a second
-    index."""
+    index. Of rows that are passed on to other ranks of a host it keeps the numbers of the experts."""
     per_assignment = (2 * shape.moe_intermediate_size + shape.hidden_size) * width + FP32 + 2 * INDEX
     if ep > 1 and not hops:
         per_assignment += shape.hidden_size * width + FP32 + INDEX
-    of_row = shape.hidden_size * width + shape.num_experts_per_tok * (FP32 + EXPERT_NUMBER) + INDEX
-    return shape.num_experts_per_tok * per_assignment + sum(hops) * of_row
+    of_all = sum(hops) * (shape.num_experts_per_tok * EXPERT_NUMBER + INDEX)
+    received = sum(hops[-1:]) * (shape.hidden_size * width + shape.num_experts_per_tok * FP32)
+    return shape.num_experts_per_tok * per_assignment + of_all + received

@@ -130,25 +130,29 @@ def expert_levels(parallelism: ParallelismConfig, host_ranks: int | None) -> Exp
     """The levels in which tokens travel to their experts, or None for one exchange among all ranks that share them.
 
     Args:
-        host_ranks: ranks of this run on each host; 0 if hosts have unequal numbers, None if they are not known, and
-            then taken for one host.
+        host_ranks: ranks of this run on each host; 0 if hosts have unequal numbers. None if they are not known: taken
+            for one host if two levels are stated.
 
     Raises:
-        UserError: two levels are wanted, and the ranks that share experts are not whole hosts or inside one.
+        UserError: two levels are stated, and the ranks that share experts are not whole hosts or inside one.
     """
     ranks, exchange = parallelism.expert_parallel_degree, parallelism.expert_exchange
-    if ranks == 1 or exchange == "all_to_all":
+    if ranks == 1 or exchange == "all_to_all" or (host_ranks is None and exchange == "auto"):
         return None
-    if host_ranks is None:
-        return ExpertLevels(1, ranks) if exchange == "two_level" else None
-    of_host = min(host_ranks, ranks)
-    if not host_ranks or ranks % of_host or host_ranks % of_host:
-        if exchange == "auto":
-            return None
-        found = f"{host_ranks} ranks on each host" if host_ranks else "hosts with unequal numbers of ranks"
-        raise UserError(
-            f'parallelism.expert_exchange = "two_level": the {ranks} ranks that share experts '
-            f'(parallelism.expert_parallel_degree) must be on whole hosts, or on one, here {found}; use "all_to_all"'
-        )
-    hosts = ranks // of_host
-    return ExpertLevels(hosts, of_host) if hosts > 1 or exchange == "two_level" else None
+    if (reason := why_not_in_levels(ranks, host_ranks)) is None:
+        of_host = min(host_ranks or ranks, ranks)
+        return ExpertLevels(ranks // of_host, of_host)
+    if exchange == "auto":
+        return None
+    raise UserError(f'parallelism.expert_exchange = "two_level": {reason}; use "all_to_all"')
+
+
+def why_not_in_levels(ranks: int, host_ranks: int | None) -> str | None:
+    """The reason why the ranks that share experts cannot exchange tokens in two levels, if there is one; arguments as
+    of `expert_levels`."""
+    of_host = min(host_ranks if host_ranks is not None else ranks, ranks)
+    if of_host and not ranks % of_host and not (host_ranks or ranks) % of_host:
+        return None
+    found = f"each host has {host_ranks} ranks" if host_ranks else "hosts have unequal numbers of ranks"
+    wanted = f"the {ranks} ranks that share experts (parallelism.expert_parallel_degree) are not whole hosts, or on one"
+    return f"{wanted}: {found}"

@@ -10,8 +10,18 @@ from glm46.run.activations import keys_travel, places_of_token
 from glm46.run.budget import budget_tokens
 from glm46.run.curriculum import TextStage, plan_stages, stage_at
 from glm46.run.flops import training_flops_per_token
-from glm46.run.layout import ExpertLevels, Layout, expert_levels, resolve_layout, smallest_world
+from glm46.run.layout import (
+    ExpertLevels,
+    Layout,
+    expert_levels,
+    resolve_layout,
+    smallest_world,
+    why_not_in_levels,
+)
 from glm46.run.schedule import batch_sequences
+
+LEAST_ROWS_OF_EXPERT = 512
+"""Of a chunk: grouped products of fewer rows take longer per row."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,8 @@ class Plan:
     """Tokens of this run, from its first step on."""
     expert_levels: ExpertLevels | None = None
     """Levels in which tokens travel to their experts; None: in one exchange among all ranks that share them."""
+    host_ranks: int | None = None
+    """As of `expert_levels`."""
     document_tokens: float | None = None
     """Mean tokens of a document, for FLOPs only; None: each row is counted as one document."""
 
@@ -79,6 +91,21 @@ class Plan:
         parts = ([hosts] if hosts > 1 else []) + ([hosts * of_host] if of_host > 1 else [])
         return tuple(places_of_token(shape, count) for count in parts)
 
+    @property
+    def exchange_chunks(self) -> int:
+        """Parts in which the tokens of a micro-batch travel to their experts: by default two where that pays, which on
+        one host it does not, as the gradients of two chunks must be added."""
+        stated, levels = self.config.parallelism.expert_exchange_chunks, self.expert_levels
+        if stated is not None or self.layout.ep == 1 or levels is None or levels.hosts == 1:
+            return stated or 1
+        lengths = [stage.seq_len for stage in self.text_stages]
+        return 2 if min(map(self.rows_of_expert, lengths)) / 2 >= LEAST_ROWS_OF_EXPERT else 1
+
+    def rows_of_expert(self, seq_len: int) -> float:
+        """Rows of a micro-batch for each expert, on average."""
+        tokens = self.config.training.local_batch_size * seq_len / (self.layout.cp * self.layout.tp)
+        return tokens * self.layout.ep * self.shape.num_experts_per_tok / self.shape.n_routed_experts
+
     def keys_travel(self, shape: ModelShape, size: Sequence[int]) -> bool:
         """`keys_travel` of micro-batches of this many rows and tokens per row."""
         width = 4 if self.config.training.mixed_precision_param == "float32" else 2
@@ -108,9 +135,35 @@ def resolve_plan(
         shape=resolve_shape(config.model),
         layout=layout,
         expert_levels=expert_levels(config.parallelism, host_ranks),
+        host_ranks=host_ranks,
         text_stages=stages,
         budget_tokens=budget_tokens(config, stages, config.training.local_batch_size * layout.dp_degree),
         document_tokens=document_tokens,
+    )
+
+
+def describe_exchange(plan: Plan) -> str:
+    """A text about the rows that a token sends to its experts in one direction, without those to its own rank."""
+    shape, ep, levels = plan.shape, plan.layout.ep, plan.expert_levels
+    chosen, waits = shape.num_experts_per_tok, "1 host wait per layer"
+    chunks = f", {plan.exchange_chunks} chunks" if plan.exchange_chunks > 1 else ""
+    least = min(plan.rows_of_expert(stage.seq_len) for stage in plan.text_stages) / plan.exchange_chunks
+    if chunks and least < LEAST_ROWS_OF_EXPERT:
+        waits += f"; {least:,.0f} rows of an expert at a time: products of fewer than {LEAST_ROWS_OF_EXPERT} are slow"
+    if levels is None:
+        is_auto = plan.config.parallelism.expert_exchange == "auto"
+        reason = why_not_in_levels(ep, plan.host_ranks) if is_auto else None
+        of_token = f"all to all{chunks}: {chosen * (1 - 1 / ep):.1f} rows of a token to {ep} ranks"
+        return f"{of_token}; {waits}" + (f"; not two levels: {reason}" if reason else "")
+    to_hosts, to_ranks = (places_of_token(shape, parts) for parts in (levels.hosts, ep))
+    of_all = f"(all to all {chosen * (levels.of_host - 1) / ep:.1f})"
+    inside = f"{to_ranks * (1 - 1 / levels.of_host):.1f} inside them {of_all}"
+    if levels.hosts == 1:
+        return f"two levels, one host of {ep} ranks{chunks}: rows of a token {inside}; {waits}"
+    between = 1 - 1 / levels.hosts
+    return (
+        f"two levels, {levels.hosts} hosts x {levels.of_host} ranks{chunks}: {to_hosts * between:.1f} rows of a token "
+        f"between hosts (all to all {chosen * between:.1f}), {inside}; {waits}"
     )
 
 

@@ -36,9 +36,11 @@ from glm46.compute.model.attention_layout import attention_layout  # noqa: E402
 from glm46.compute.model.block import TransformerBlock  # noqa: E402
 from glm46.compute.model.rope import rotary_tables  # noqa: E402
 from glm46.compute.model.router import RoutingOptions  # noqa: E402
-from glm46.compute.parallelize.expert import AllToAllDispatcher  # noqa: E402
+from glm46.compute.parallelize.exchange import AllToAllDispatcher  # noqa: E402
+from glm46.compute.parallelize.two_level import TwoLevelDispatcher  # noqa: E402
 from glm46.config.model import ModelShape  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
+from glm46.run.activations import places_of_token  # noqa: E402
 from scripts.measure.titan import TitanMoE  # noqa: E402
 
 KINDS = {
@@ -246,21 +248,37 @@ def layer(
     return block, lambda: block.mlp(x, None, options)[0]
 
 
-def count_eager(shape: ModelShape, tokens: int, *, whole: bool = False, ranks: int = 1, **form) -> Count:
-    """Operators of one layer as they are called; with several ranks, of one of those that share the experts.
+def count_eager(
+    shape: ModelShape,
+    tokens: int,
+    *,
+    whole: bool = False,
+    ranks: int = 1,
+    two_level: bool = False,
+    chunks: int = 1,
+    **form,
+) -> Count:
+    """Operators of one layer as they are called; with several ranks, of one of those that share the experts, on one
+    host.
 
     Args:
+        two_level: a token travels once to each rank, not once to each of its experts.
         form: `is_dense` and `dtype` of the layer; default: with experts, BF16.
     """
     block, run = layer(shape, tokens, whole, **form)
     mode = EagerCount()
     with _process_group(ranks) as group, mode:
         if group is not None:
-            block.mlp.dispatcher = AllToAllDispatcher(group)
+            block.mlp.dispatcher = (
+                TwoLevelDispatcher(group, None, group, chunks) if two_level else AllToAllDispatcher(group, chunks)
+            )
             for name, weight in block.mlp.experts.named_parameters():
                 setattr(block.mlp.experts, name, nn.Parameter(weight.detach()[: len(weight) // ranks]))
-            rows = tokens * shape.num_experts_per_tok // ranks
-            mode.on_host = lambda sizes: torch.full(sizes.shape, rows)  # an even load
+            # An even load.
+            rows = tokens * shape.num_experts_per_tok // ranks // chunks
+            sent = [tokens // chunks, *[round(tokens * places_of_token(shape, ranks) / ranks / chunks)] * ranks]
+            numbers = torch.tensor([*sent, *[rows] * ranks] if two_level else [rows])
+            mode.on_host = lambda sizes: numbers.expand(sizes.shape)
         y = run()
         y.backward(torch.empty_like(y))
     return mode.count

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from glm46.compute.distributed.groups import group_of_partition  # noqa: E402
 from glm46.compute.model.moe import MoE  # noqa: E402
 from glm46.compute.model.router import RoutingOptions  # noqa: E402
-from glm46.compute.parallelize.expert import AllToAllDispatcher  # noqa: E402
+from glm46.compute.parallelize.exchange import AllToAllDispatcher  # noqa: E402
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
 
@@ -67,6 +67,7 @@ def run_rank(rank: int, arguments: argparse.Namespace) -> None:
     ways = {
         "all_to_all": AllToAllDispatcher(dist.group.WORLD),
         "two_level": TwoLevelDispatcher(dist.group.WORLD, between, in_host),
+        "two_chunks": TwoLevelDispatcher(dist.group.WORLD, between, in_host, 2),
     }
     x = torch.randn(1, arguments.tokens, arguments.width, requires_grad=True)
     seconds: dict[str, list[float]] = {name: [] for name in ways}

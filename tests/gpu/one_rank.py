@@ -37,7 +37,7 @@ from glm46.compute.model.transformer import OutputHead
 from glm46.compute.optim.muon_exchange import BucketExchange, make_groups
 from glm46.compute.optim.muon_plan import Bucket, Unit
 from glm46.compute.optim.muon_update import Orthogonalizer, Piece, update_whole
-from glm46.compute.parallelize.expert import AllToAllDispatcher
+from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from glm46.compute.parallelize.ring import _Passing
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 from glm46.compute.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup
@@ -78,11 +78,12 @@ def still_work(process: Process) -> bool:
 
 def rows_come_back(process: Process) -> None:
     """`Exchange`, with work between its start and its end, and `exchange_rows`; also without rows."""
-    for rows in (1000, 0):
+    for rows, part in ((1000, "rows"), (1000, "back"), (0, "rows"), (0, "back")):
         x = random(rows, 64, device=process.device)
-        there = Exchange(x, [rows], [rows], dist.group.WORLD)
+        there = Exchange([rows], [rows], dist.group.WORLD, part)
+        in_flight = there.start(x)
         beside = x.sin()
-        back = exchange_rows(there.finish() * 2, [rows], [rows], dist.group.WORLD)
+        back = exchange_rows(there.finish(in_flight) * 2, [rows], [rows], dist.group.WORLD)
         (back * 3 + beside).sum().backward()
         assert torch.equal(back, x * 2)
         assert_close(x.grad, 6 + x.cos())
@@ -107,7 +108,8 @@ def tokens_reach_experts(process: Process) -> None:
     world = dist.group.WORLD
     ways = (
         LocalDispatcher(), AllToAllDispatcher(world), TwoLevelDispatcher(world, world, world),
-        TwoLevelDispatcher(world, None, world),
+        TwoLevelDispatcher(world, None, world), TwoLevelDispatcher(world, world, world, 2),
+        AllToAllDispatcher(world, 2),
     )  # fmt: skip
     for multiple, options in ((1, RoutingOptions()), (16, RoutingOptions(capacity_factor=1.25))):
         results = []

@@ -82,6 +82,9 @@ class Case(NamedTuple):
     pairs: bool = False
     """DPO: a step is the passes of the reference and the training of the policy."""
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
+    of_host: int | None = None
+    """Ranks of a host, between which and inside which tokens travel in two levels; None: all to all."""
+    chunks: int = 1
     most_gathered: int = activations.MOST_GATHERED_BYTES
 
     def config(self) -> RunConfig:
@@ -91,6 +94,8 @@ class Case(NamedTuple):
             "pipeline_parallel_degree": self.pipeline, "fsdp_reshard_after_forward": self.reshard,
         } | ({"pipeline_parallel_schedule": self.schedule} if self.pipeline > 1 else {})  # fmt: skip
         parallelism |= {"defer_gradient_sync": True} if self.deferred else {}
+        parallelism |= {"expert_exchange": "two_level"} if self.of_host else {}
+        parallelism |= {"expert_exchange_chunks": self.chunks} if self.chunks > 1 else {}
         readers = self.ranks // self.pipeline // self.context // self.tensor
         moe = {"sequence_aux_loss_weight": 0.01, "z_loss_weight": 0.001}
         model, optimizer, adapted = SHAPE | self.model, self.optimizer, {}
@@ -126,6 +131,8 @@ BLOCKS = {
 DORA = LORA | {"name": "dora"}
 ROWWISE = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise", "emulate": True}
 TENSORWISE = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True, "emulate": True}
+EVERYWHERE = {"n_routed_experts": 8, "num_experts_per_tok": 7}
+"""All ranks have an expert of each token, so that the plan's mean over random choices is exact."""
 CASES = {
     "fsdp": Case(4),
     "fsdp-uneven": Case(5, micro_batches=2, dtype=BF16),
@@ -148,6 +155,15 @@ CASES = {
     "ep": Case(4, experts_over=2),
     "ep-selective": Case(4, experts_over=2, checkpointing="selective", dtype=BF16),
     "ep-uneven": Case(10, experts_over=2, micro_batches=2, rows=2),
+    "ep-chunks": Case(4, experts_over=2, chunks=2),
+    "ep-chunks-full": Case(8, experts_over=2, chunks=2, checkpointing="full", dtype=BF16, micro_batches=2),
+    "ep-chunks-selective": Case(8, experts_over=2, chunks=2, checkpointing="selective", dtype=BF16),
+    "levels": Case(8, experts_over=4, of_host=2, model=EVERYWHERE, dtype=BF16),
+    "levels-full": Case(8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="full"),
+    "levels-selective": Case(
+        8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="selective", dtype=BF16
+    ),
+    "one-host-selective": Case(4, experts_over=2, of_host=2, model=EVERYWHERE, checkpointing="selective"),
     "tp": Case(4, tensor=2),
     "tp-full": Case(10, tensor=2, checkpointing="full", micro_batches=2, dtype=BF16),
     "tp4-ep-selective": Case(4, tensor=4, experts_over=2, checkpointing="selective"),
@@ -279,8 +295,10 @@ class CountedTraffic(TorchDispatchMode):
                 arguments[0].view(-1, arguments[1].numel()).copy_(arguments[1].reshape(1, -1).clone())
             case "_c10d_functional::all_gather_into_tensor":
                 out.view(-1, arguments[0].numel()).copy_(arguments[0].reshape(1, -1))
-            case "_c10d_functional::all_to_all_single" if out.dtype == torch.int64:
+            case "_c10d_functional::all_to_all_single" if not out.is_floating_point():
                 out.copy_(arguments[0])
+            case "c10d::alltoall_base_" if not arguments[0].is_floating_point():
+                arguments[0].copy_(arguments[1])
             case "_c10d_functional::all_to_all_single":
                 out.zero_()
             case "c10d::_reduce_scatter_base_" | "c10d::alltoall_base_":
@@ -381,8 +399,9 @@ NAMES = {
 }  # fmt: skip
 
 
-def ranks_of_axes(layout: Layout, key_heads: int, rank: int) -> dict[str, tuple[int, ...]]:
-    """The ranks that share each axis with a rank, from the order of ranks that docs/parallelism.md states."""
+def ranks_of_axes(layout: Layout, key_heads: int, rank: int, of_host: int) -> dict[str, tuple[int, ...]]:
+    """The ranks that share each axis with a rank, from the order of ranks that docs/parallelism.md states; with
+    ``of_host`` ranks on a host."""
     grids = {
         ("pp", "dp_replicate", "dp_shard", "cp", "tp"): (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp,
                                                          layout.tp),
@@ -401,6 +420,9 @@ def ranks_of_axes(layout: Layout, key_heads: int, rank: int) -> dict[str, tuple[
             found[NAMES.get(axis, axis[0])] = tuple(line.flatten().tolist())
     sharing = max(layout.tp // key_heads, 1)  # consecutive ranks share a key head
     first = found["tp"].index(rank) // sharing * sharing
+    by_host = np.array(found["ep"]).reshape(-1, min(of_host, layout.ep))
+    host, local = np.argwhere(by_host == rank)[0]
+    found |= {"ep_hosts": tuple(by_host[:, local].tolist()), "ep_host": tuple(by_host[host].tolist())}
     return found | {"tp_head": found["tp"][first : first + sharing], "world": tuple(range(layout.world_size))}
 
 
@@ -437,7 +459,7 @@ def measure(name: str) -> dict:
     case = CASES[case_name]
     rank = int(pipeline_rank) * (case.ranks // case.pipeline)
     dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
-    job = build_job(case.config(), Process(rank, case.ranks, torch.device("cpu")))
+    job = build_job(case.config(), Process(rank, case.ranks, torch.device("cpu")), case.of_host)
     batches, complete = [make_batch(job.plan) for _ in range(case.micro_batches)], lambda batches: batches
     if case.pairs:
         job, learner = with_pairs(job)
@@ -454,7 +476,7 @@ def measure(name: str) -> dict:
     )
     with evenly, most, nonzero_norms, CountedTraffic() as traffic, memory:
         train_step(job, complete(batches), totals, 0, 1.0)
-    axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank), {}
+    axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank, case.of_host or 1), {}
     for axis, ranks in axes.items():
         first.setdefault(ranks, axis)
     unknown = [key for key in traffic.calls if len(key[1]) > 1 and key[1] not in first]

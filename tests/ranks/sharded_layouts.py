@@ -109,6 +109,8 @@ class Layout(NamedTuple):
     of_host: int = 0
     """Ranks of a host, between which and inside which tokens travel in two levels; 0: one host, all to all."""
 
+    chunks: int | None = None
+    """Parts in which tokens travel."""
     deferred: bool = False
     """Gradients are summed over ranks after the last micro-batch only."""
 
@@ -153,6 +155,7 @@ class Layout(NamedTuple):
             *(["layers{}to{}".format(*self.adapted)] if self.adapted else []),
             *(["routes"] if self.routes else []),
             *([f"hosts_of_{self.of_host}"] if self.of_host else []),
+            *([f"chunks{self.chunks}"] if self.chunks else []),
             *(["deferred"] if self.deferred else []),
         ])  # fmt: skip
 
@@ -164,7 +167,7 @@ _LAYOUTS = {
         Layout(offload=True),
     ],
     2: [
-        Layout(), Layout(replicate=2), Layout(experts_over=2), Layout(experts_over=2, reshard="never"),
+        Layout(), Layout(replicate=2), Layout(experts_over=2),
         Layout(context=2), Layout(tensor=2), Layout(tensor=2, experts_over=2),
         Layout(tensor=2, key_heads=1, checkpointing="selective"), Layout(tensor=2, key_heads=1, compiled=True),
         Layout(pipeline=2), Layout(pipeline=2, reshard="always"), Layout(pipeline=2, schedule="GPipe", micro_batches=4),
@@ -195,6 +198,9 @@ _LAYOUTS = {
         Layout(experts_over=2, compiled=True, routes=True),
         Layout(tensor=2, deferred=True, micro_batches=4), Layout(context=2, deferred=True, offload=True),
         Layout(experts_over=2, of_host=1, checkpointing="full"), Layout(experts_over=2, of_host=2, compiled=True),
+        Layout(experts_over=2, chunks=2, reshard="never"), Layout(experts_over=2, chunks=2, compiled=True),
+        Layout(experts_over=2, of_host=2, chunks=2, checkpointing="full", offload=True),
+        Layout(experts_over=2, of_host=1, chunks=2, checkpointing="selective", adapter="lora"),
     ],
     4: [
         Layout(context=2, replicate=2, experts_over=2),
@@ -216,6 +222,9 @@ _LAYOUTS = {
         ),
         Layout(context=2, experts_over=4, num_experts=12, of_host=2, checkpointing="full", routes=True),
         Layout(replicate=2, experts_over=2, of_host=1, offload=True),
+        Layout(tensor=2, experts_over=4, num_experts=12, of_host=2, chunks=2, checkpointing="full", compiled=True),
+        Layout(replicate=2, experts_over=2, of_host=2, chunks=2, adapter="dora"),
+        Layout(pipeline=2, context=2, experts_over=2, schedule="DualPipeV", micro_batches=4, chunks=2),
         Layout(replicate=2, tensor=2, experts_over=2, deferred=True),
         Layout(replicate=2, experts_over=2, deferred=True, adapter="dora"),
         Layout(replicate=2, offload=True, adapter="lora", in_fp8=True),
@@ -224,7 +233,6 @@ _LAYOUTS = {
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="dora"),
     ],
     8: [
-        Layout(pipeline=2, tensor=2, experts_over=4, num_experts=12, schedule="ZBVZeroBubble", micro_batches=4),
         Layout(pipeline=2, tensor=2, context=2, experts_over=2),
         Layout(pipeline=2, replicate=2, tensor=2, experts_over=2, schedule="Interleaved1F1B", micro_batches=4),
         Layout(pipeline=2, replicate=2, context=2, micro_batches=4, schedule="InterleavedZeroBubble"),
@@ -240,6 +248,10 @@ _LAYOUTS = {
             pipeline=2, context=2, experts_over=4, num_experts=12, of_host=2, schedule="ZBVZeroBubble", micro_batches=4,
         ),
         Layout(pipeline=2, tensor=2, experts_over=4, num_experts=12, of_host=2, schedule="DualPipeV", micro_batches=4),
+        Layout(
+            pipeline=2, tensor=2, experts_over=4, num_experts=12, of_host=2, chunks=2, schedule="ZBVZeroBubble",
+            micro_batches=4,
+        ),
         Layout(pipeline=2, tensor=2, experts_over=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="lora"),
         Layout(pipeline=2, tensor=2, experts_over=2, adapter="dora", in_fp8=True),
     ],
@@ -538,6 +550,7 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                     "fsdp_reshard_after_forward": layout.reshard,
                 }
                 | ({"expert_exchange": "two_level"} if layout.of_host else {})
+                | ({"expert_exchange_chunks": layout.chunks} if layout.chunks else {})
                 | ({"defer_gradient_sync": True} if layout.deferred else {}),
             }
         )

@@ -29,7 +29,7 @@ def measured(case_row, case):
     """The plan of a case, its pipeline rank and what it measured."""
     name, _, rank = case.rpartition(".")
     with mock.patch.object(activations, "MOST_GATHERED_BYTES", CASES[name].most_gathered):
-        plan = resolve_plan(CASES[name].config(), CASES[name].ranks)
+        plan = resolve_plan(CASES[name].config(), CASES[name].ranks, host_ranks=CASES[name].of_host)
         yield plan, int(rank), case_row("planned_steps.main", case=case, seconds=900)
 
 

@@ -1,9 +1,12 @@
-"""On each rank: one MoE layer whose tokens travel in two levels, beside the all-to-all and beside one process.
+"""On each rank: one MoE layer whose tokens travel in two levels or in two chunks, beside the all-to-all at once and
+beside one process.
 
-Prints one JSON object per case: the largest errors, whether gradients are equal bit for bit, and the bytes by link.
+Prints one JSON object per case: the largest errors, whether gradients are equal bit for bit, the bytes by link, and the
+order of sends and products.
 """
 
 import collections
+import contextlib
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -11,17 +14,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from glm46 import compat
-from glm46.compute.distributed import collectives
 from glm46.compute.distributed.groups import group_of_partition
 from glm46.compute.distributed.process import Process
 from glm46.compute.model.dispatch import TokenDispatcher
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.parallelize import activation_checkpoint
-from glm46.compute.parallelize.expert import AllToAllDispatcher
+from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 from glm46.config.presets import PRESETS
 from tests.ranks.forked_ranks import print_figures
@@ -45,6 +49,8 @@ class Case(NamedTuple):
     multiple: int = 1
     checkpointing: str = "none"
     router: str = "choice"
+    chunks: int = 1
+    way: str = "two_level"
 
 
 CASES = {
@@ -54,42 +60,77 @@ CASES = {
         Case(2, 2, checkpointing="full"), Case(2, 2, checkpointing="selective"), Case(1, 4, checkpointing="selective"),
         Case(4, 1, checkpointing="full", capacity=0.5), Case(1, 4, multiple=32, favourites=8, silent=True),
         Case(2, 2, router="routes"),
+        *(Case(2, 2, checkpointing=mode, chunks=2) for mode in ("none", "selective", "full")),
+        *(Case(1, 4, checkpointing=mode, chunks=2) for mode in ("none", "selective", "full")),
+        *(Case(1, 4, checkpointing=mode, chunks=2, way="all_to_all") for mode in ("none", "selective", "full")),
+        Case(4, 1, chunks=2, checkpointing="selective", capacity=1.5), Case(2, 2, chunks=2, multiple=16),
+        Case(2, 2, chunks=2, favourites=8, silent=True, checkpointing="full"), Case(2, 2, chunks=2, router="routes"),
+        Case(2, 2, dtype="bfloat16", chunks=2), Case(1, 4, dtype="bfloat16", chunks=2, way="all_to_all"),
     ],
-    8: [Case(2, 4), Case(4, 2), Case(1, 8), Case(2, 4, favourites=8, silent=True), Case(4, 2, dtype="bfloat16")],
+    8: [
+        Case(2, 4, chunks=2), Case(4, 2, chunks=2, checkpointing="selective"), Case(1, 8, chunks=2),
+        Case(2, 4, chunks=2, checkpointing="full", favourites=8, silent=True),
+        Case(2, 4), Case(4, 2), Case(1, 8), Case(2, 4, favourites=8, silent=True), Case(4, 2, dtype="bfloat16")],
 }  # fmt: skip
 
 
-class Links:
-    """Bytes of rows, weights and numbers that this rank sends, by link, and how often the host waits for sizes."""
+class Links(TorchDispatchMode):
+    """Bytes of rows, weights and numbers that this rank sends, by link; how often the host waits for sizes; and the
+    order in which rows are sent and awaited and experts compute. A result that selective checkpointing has kept is not
+    sent again: the kept operator is counted where it runs."""
 
     def __init__(self, of_host: int):
-        self.sent, self.waits, self._of_host = collections.Counter(), 0, of_host
-        start, send_all, cpu = compat.start_exchange, collectives._all_to_all, Tensor.cpu
+        super().__init__()
+        self.sent, self.waits, self.order, self._of_host = collections.Counter(), 0, [], of_host
+        self._names: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        start, wait, cpu, multiply = compat.start_exchange, compat.wait_for_exchange, Tensor.cpu, compat.grouped_mm
 
-        def started(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
-            self._count(rows, send, group)
-            return start(rows, receive, send, group)
+        def started(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup, is_kept: bool = True):
+            result = start(rows, receive, send, group, is_kept)
+            if not is_kept:
+                self._count(rows, send, group, result)
+            return result
 
-        def blocking(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-            self._count(rows, send, group)
-            return send_all(rows, send, receive, group)
+        def awaited(rows: Tensor) -> Tensor:
+            if (key := rows.untyped_storage()._cdata) in self._names:
+                self.order.append(f"wait{self._names.pop(key)}")
+            return wait(rows)
 
         def copied(tensor: Tensor) -> Tensor:
             self.waits += 1
             return cpu(tensor)
 
-        self.patches = (
-            mock.patch.object(compat, "start_exchange", started),
-            mock.patch.object(collectives, "_all_to_all", blocking),
-            mock.patch.object(Tensor, "cpu", copied),
-        )
+        def multiplied(*operands: Tensor) -> Tensor:
+            self.order += ["experts"] if self.order[-1] != "experts" else []
+            return multiply(*operands)
 
-    def _count(self, rows: Tensor, send: list[int], group: dist.ProcessGroup) -> None:
+        self.patches = contextlib.ExitStack()
+        for owner, name, new in (
+            (compat, "start_exchange", started),
+            (compat, "wait_for_exchange", awaited),
+            (compat, "grouped_mm", multiplied),
+            (Tensor, "cpu", copied),
+        ):
+            self.patches.enter_context(mock.patch.object(owner, name, new))
+
+    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        result = operator(*arguments, **(keywords or {}))
+        if operator == compat.EXCHANGE_OPERATOR:
+            rows, _, send, group = arguments
+            self._count(rows, send, _resolve_process_group(group), result)
+        return result
+
+    def _count(self, rows: Tensor, send: list[int], group: dist.ProcessGroup, result: Tensor) -> None:
         me, width = dist.get_rank(), rows[:1].numel() * rows.element_size() if len(rows) else 0
         for rank, count in zip(dist.get_process_group_ranks(group), send, strict=True):
-            if rows.dtype != torch.int64:  # those are counts
-                link = "self" if rank == me else "host" if rank // self._of_host == me // self._of_host else "network"
-                self.sent[link] += count * width
+            link = "self" if rank == me else "host" if rank // self._of_host == me // self._of_host else "network"
+            self.sent[link] += count * width
+        if rows.shape[1:].numel() == WIDTH:
+            number = sum(step.startswith("send") for step in self.order)
+            self._names[result.untyped_storage()._cdata] = number
+            self._alive.append(result)
+            self.order.append(f"send{number}")
 
 
 def expected_bytes(weights: Tensor, experts: Tensor, case: Case, width: int, is_two_level: bool) -> dict[str, int]:
@@ -112,8 +153,10 @@ def expected_bytes(weights: Tensor, experts: Tensor, case: Case, width: int, is_
                     hops += [(t // of_host * of_host + source % of_host, t) for t in set(targets)]
             for a, b in hops:
                 rows["self" if a == b else "host" if a // of_host == b // of_host else "network"] += 1
-    # Rows there and back and their gradients; weights with their gradients, and the numbers of experts once.
-    of_row = 4 * SHAPE.hidden_size * width + ((8 * CHOSEN + 4 * CHOSEN) if is_two_level else 8)
+    # Rows there and back and their gradients; weights with their gradients, and the numbers of experts once. Full
+    # recomputation sends there again.
+    times, of_each = 1 + (case.checkpointing == "full"), CHOSEN if is_two_level else 1
+    of_row = (3 + times) * SHAPE.hidden_size * width + (1 + times) * 4 * of_each + times * 4 * CHOSEN * is_two_level
     return {link: count * of_row for link, count in rows.items()}
 
 
@@ -122,10 +165,9 @@ def run(moe: MoE, case: Case, x: Tensor, up: Tensor, is_real: Tensor, routes: Te
     x = x.clone().requires_grad_()
     options, forward = RoutingOptions(capacity_factor=case.capacity), moe.forward
     if case.checkpointing != "none":
-        keywords = {}
-        if case.checkpointing == "selective":
-            keywords["context_fn"] = partial(create_selective_checkpoint_contexts, activation_checkpoint._policy)
-        forward = partial(checkpoint, moe.forward, use_reentrant=False, preserve_rng_state=False, **keywords)
+        contexts = partial(activation_checkpoint.recomputation_contexts, case.checkpointing, reads_result=False)
+        keywords = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+        forward = partial(checkpoint, moe.forward, **keywords)
     y, _ = forward(x, is_real, options, routes)
     y.backward(up)
     return y.detach(), x.grad, {name: p.grad for name, p in moe.named_parameters()}
@@ -163,12 +205,16 @@ def measure(process: Process, case: Case) -> dict:
     if case.router == "routes":
         routes = torch.rand(ranks, 1, TOKENS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.uint8)
     links, found = {}, {}
-    for name in ("all_to_all", "two_level"):
-        group = dist.group.WORLD
-        of_kind = AllToAllDispatcher(group) if name == "all_to_all" else TwoLevelDispatcher(group, between, in_host)
-        of_kind.multiple, links[name] = case.multiple, Links(case.of_host)
-        moe = split(whole, of_kind, rank, ranks, dtype)
-        with links[name].patches[0], links[name].patches[1], links[name].patches[2]:
+    group = dist.group.WORLD
+    ways = {
+        "reference": AllToAllDispatcher(group),
+        "all_to_all": AllToAllDispatcher(group, case.chunks),
+        "two_level": TwoLevelDispatcher(group, between, in_host, case.chunks),
+    }
+    for name in ("reference", case.way):
+        ways[name].multiple = case.multiple
+        moe, links[name] = split(whole, ways[name], rank, ranks, dtype), Links(case.of_host)
+        with links[name].patches, links[name]:
             found[name] = run(moe, case, xs[rank], ups[rank], real[rank], routes[rank])
     ys, grads = [], []
     options = RoutingOptions(capacity_factor=case.capacity)
@@ -178,7 +224,7 @@ def measure(process: Process, case: Case) -> dict:
         y, grad, of_parameters = run(whole, case._replace(checkpointing="none"), xs[r], ups[r], real[r], routes[r])
         ys.append(y)
         grads.append(grad)
-    y, grad, of_parameters = found["two_level"]
+    y, grad, of_parameters = found[case.way]
     errors = {"y": error(y, ys[rank]), "x": error(grad, grads[rank])}
     for name, p in whole.named_parameters():
         if name.startswith("experts."):
@@ -187,7 +233,7 @@ def measure(process: Process, case: Case) -> dict:
             total = of_parameters[name].double()
             dist.all_reduce(total)
             errors[name] = error(total, p.grad)
-    of_all_to_all = found["all_to_all"][2]
+    of_all_to_all = found["reference"][2]
     same = {n: torch.equal(of_all_to_all[n], g) for n, g in of_parameters.items() if "shared" not in n}
     everything: list = [None] * ranks
     dist.all_gather_object(everything, (errors, same, {n: dict(x.sent) for n, x in links.items()}))
@@ -198,6 +244,7 @@ def measure(process: Process, case: Case) -> dict:
         "differ": sorted({name for each in everything for name, is_same in each[1].items() if not is_same}),
         "real_tokens": int(real.sum()),
         "waits": [x.waits for x in links.values()],
+        "order": " ".join(links[case.way].order),
         "sent": {
             name: dict(sum((collections.Counter(each[2][name]) for each in everything), collections.Counter()))
             for name in links

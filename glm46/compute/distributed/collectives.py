@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glm46 import compat
 from glm46.compute.distributed.device_time import waiting_for_ranks
+from glm46.compute.distributed.recomputation import Part, leaves_out
 
 _Collective = Callable[[Tensor], Tensor]
 
@@ -17,7 +18,10 @@ class _StartExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: "Exchange") -> Tensor:
         ctx.exchange = exchange
-        return compat.start_exchange(rows.contiguous(), exchange.receive, exchange.send, exchange.group)
+        if exchange.is_left_out:
+            return rows.new_empty(sum(exchange.receive), *rows.shape[1:])
+        sizes = exchange.receive, exchange.send, exchange.group
+        return compat.start_exchange(rows.contiguous(), *sizes, is_kept=exchange.part == "rows")
 
     @staticmethod
     def backward(ctx, _: Tensor):
@@ -29,6 +33,8 @@ class _FinishExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, in_flight: Tensor, exchange: "Exchange") -> Tensor:
         ctx.exchange = exchange
+        if exchange.is_left_out:
+            return in_flight.view_as(in_flight)
         with waiting_for_ranks():
             return compat.wait_for_exchange(in_flight)
 
@@ -40,26 +46,32 @@ class _FinishExchange(torch.autograd.Function):
 
 
 class Exchange:
-    """An asynchronous all-to-all of rows: consecutive rows go to each rank, and arrive in rank order. Collective.
+    """An asynchronous all-to-all of rows: consecutive rows go to each rank, and arrive in rank order. It is used once.
 
-    Other work can run between `__init__` and `finish`. In backward, the gradient is sent at the position of `finish`
-    and awaited at the position of `__init__`.
+    Other work can run between `start` and `finish`. In backward, the gradient is sent at the position of `finish` and
+    awaited at the position of `start`.
 
     Args:
-        rows: [sum(send), ...]; the first send[0] rows go to the first rank, and so on.
         send: rows for each rank of the group.
         receive: rows from each rank of the group.
+        part: "rows", which selective checkpointing keeps, or "first hop" or "back", which it need not: a recomputation
+            may leave them out (`recomputation`).
     """
 
-    def __init__(self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup):
-        self.send, self.receive, self.group = send, receive, group
+    def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup, part: Part = "rows"):
+        self.send, self.receive, self.group, self.part = send, receive, group, part
+        self.is_left_out = leaves_out(part)
+        """The rows that `finish` returns have any value."""
         self.returning: Tensor | None = None
         """In backward, the gradient of `rows` in transit."""
-        self._in_flight = _StartExchange.apply(rows, self)
 
-    def finish(self) -> Tensor:
+    def start(self, rows: Tensor) -> Tensor:
+        """Send [sum(send), ...], the first send[0] rows to the first rank, and so on. The result, which `finish` takes,
+        must not be read. Collective."""
+        return _StartExchange.apply(rows, self)
+
+    def finish(self, in_flight: Tensor) -> Tensor:
         """Wait for the rows of all ranks: [sum(receive), ...]."""
-        in_flight, self._in_flight = self._in_flight, None
         return _FinishExchange.apply(in_flight, self)
 
 
@@ -84,10 +96,7 @@ def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.P
 
 
 def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """A blocking all-to-all of rows, as `Exchange` sends them. Collective.
-
-    It returns rows to their ranks after an `Exchange`: recomputation stops before it, so activation checkpointing need
-    not keep its result.
+    """A blocking all-to-all of rows, as `Exchange` sends them, that activation checkpointing does not keep. Collective.
 
     Args:
         rows: [sum(send), ...].

@@ -24,8 +24,12 @@ class TokenDispatcher(Protocol):
         results of rows past the last offset are not read."""
         ...
 
-    def combine(self, y_ND: Tensor, context: Any) -> Tensor:
-        """Sum of each token's expert results, [T, D]."""
+    def rest(self, context: Any) -> tuple:
+        """Further arguments of the experts, if some tokens are still on their way; see `Experts.forward`."""
+        ...
+
+    def combine(self, y: Any, context: Any) -> Tensor:
+        """Sum of each token's expert results, [T, D]; ``y`` is what the experts returned."""
         ...
 
 
@@ -95,9 +99,13 @@ class LocalDispatcher:
         """See `TokenDispatcher.arrived`; here N = T * A, without padding, and offsets covers all experts."""
         return pending
 
-    def combine(self, y_ND: Tensor, context: Any) -> Tensor:
+    def rest(self, context: Any) -> tuple:
+        """See `TokenDispatcher.rest`: none."""
+        return ()
+
+    def combine(self, y: Any, context: Any) -> Tensor:
         """See `TokenDispatcher.combine`."""
-        return combine_assignments(y_ND, *context)
+        return combine_assignments(y, *context)
 
 
 def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

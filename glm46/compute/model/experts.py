@@ -1,5 +1,7 @@
 """All experts of a layer as two stacked matrices, applied to tokens sorted by expert."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -116,7 +118,14 @@ class Experts(nn.Module):
         self.forms: dict[str, tuple[Tensor, ...]] = {}
         """What `product` keeps of a weight between two changes of it, by the name of the weight."""
 
-    def forward(self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor) -> Tensor:
+    def forward(
+        self,
+        x_ND: Tensor,
+        weights_N: Tensor,
+        offsets: Tensor,
+        chunks: Any = None,
+        in_flight: Any = None,
+    ) -> Any:
         """Apply expert e to rows [offsets[e-1], offsets[e]) and scale each row by its routing weight.
 
         Args:
@@ -124,12 +133,18 @@ class Experts(nn.Module):
             weights_N: FP32 [N]. They multiply the hidden of width F, not the result of width D: F is smaller, and the
                 exchange back to the token's rank does not carry them.
             offsets: int32 [E].
+            chunks: moves the rows that are still on their way, and calls this function for them: in this call, so that
+                FSDP2 gathers weights once, and with their tensors in ``in_flight``, so that FSDP2 reduces gradients
+                when those of all of them are there.
 
         Returns:
-            [N, D], dtype of `x_ND`.
+            [N, D], dtype of `x_ND`; or what ``chunks`` returns.
         """
         gate_up = self.project("gate_up", x_ND, offsets)
-        return self.project("down", weighted_swiglu(gate_up, weights_N), offsets)
+        if chunks is not None:
+            in_flight = chunks.halfway(in_flight)
+        y_ND = self.project("down", weighted_swiglu(gate_up, weights_N), offsets)
+        return y_ND if chunks is None else chunks.proceed(y_ND, in_flight, self.forward)
 
     def project(self, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
         """`product` with the weight of this name. Adapters, which differ by weight, replace this attribute."""

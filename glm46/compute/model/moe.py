@@ -33,6 +33,6 @@ class MoE(nn.Module):
         # stops at the last tensor that backward needs, and must not reach the exchange after the experts.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         x_ND, weights_N, offsets, context = self.dispatcher.arrived(pending)
-        y_ND = self.experts(x_ND, weights_N, offsets)
-        y = self.dispatcher.combine(y_ND, context).view_as(x)
+        results = self.experts(x_ND, weights_N, offsets, *self.dispatcher.rest(context))
+        y = self.dispatcher.combine(results, context).view_as(x)
         return (y if shared is None else y + shared), routing.statistics

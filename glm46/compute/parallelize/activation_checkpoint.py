@@ -1,11 +1,13 @@
 """Activation checkpointing of each layer: save some results of forward, recompute the rest in backward."""
 
 import functools
+from contextlib import AbstractContextManager
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from glm46 import compat
+from glm46.compute.distributed.recomputation import recomputation
 from glm46.compute.model.adapters import adapted_grouped_mm
 from glm46.compute.model.attention_runs import block_attention
 from glm46.compute.model.experts import grouped_mm
@@ -39,25 +41,24 @@ def apply(model: Transformer, mode: str) -> None:
     Args:
         mode: "full" saves the input of a layer; "selective" also saves the results that cost most to recompute.
     """
-    keywords = {}
-    if mode == "selective":
-        keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for layer in (*model.layers.values(), *model.mtp.values()):
         # Recomputation stops at the last tensor that backward needs: in a decoder layer before the exchange back. In a
         # prediction layer a norm follows the exchange, so "selective" recomputes only the decoder layer inside it.
         module = layer.block if mode == "selective" and isinstance(layer, MTPLayer) else layer
+        contexts = functools.partial(recomputation_contexts, mode, reads_result=isinstance(module, MTPLayer))
         # preserve_rng_state: the model draws no random numbers.
         module.forward = functools.partial(
-            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **keywords
+            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
 
 
-def _policy(_context, operator, *arguments, **keywords) -> CheckpointPolicy:
-    is_saved = operator in _SAVED_OPERATORS or _is_copy_to_host(operator, arguments, keywords)
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+def recomputation_contexts(mode: str, reads_result: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of a forward and of its recomputation. ``reads_result``: backward needs what the experts of other
+    ranks return. Without, a chunk's rows are not sent back while those of the next one are computed again."""
+    if mode == "selective":  # it keeps what the last hop brings
+        return recomputation(("first hop", "back"), create_selective_checkpoint_contexts(_policy))
+    return recomputation(() if reads_result else ("back",))
 
 
-def _is_copy_to_host(operator, arguments: tuple, keywords: dict) -> bool:
-    """True for a copy from a GPU to the host: the sizes of an exchange, which would synchronise again."""
-    target = keywords.get("device")
-    return operator == _aten._to_copy.default and target == torch.device("cpu") != arguments[0].device
+def _policy(_context, operator, *_arguments, **_keywords) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

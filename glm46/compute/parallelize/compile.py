@@ -1,9 +1,10 @@
 """torch.compile of each layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from glm46 import compat
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
@@ -34,15 +35,23 @@ def apply(model: Transformer, *, whole_graphs: bool, sizes_vary: bool = False, s
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
         for module in layer.modules():
             if isinstance(module, MoE) and not isinstance(module.dispatcher, LocalDispatcher):
-                # It runs after the hook of FSDP2, which makes new tensors.
-                module.experts.register_forward_pre_hook(torch.compiler.disable(_for_any_number_of_rows))
+                experts: Any = module.experts
+                experts.forward = _for_any_number_of_rows(torch.compile(experts.forward))
 
 
-def _for_any_number_of_rows(_experts: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Compile experts once. By itself `torch.compile` makes code for the first number of rows too: a layer runs by it,
-    and its recomputation by that for any number, which may keep tensors in another order."""
-    for varying in inputs[:2]:
-        compat.let_size_vary(varying, 0)
+def _for_any_number_of_rows(forward: Callable) -> Callable:
+    """The forward of experts, compiled once. By itself `torch.compile` makes code for the first number of rows too: a
+    layer runs by it, and its recomputation by that for any number, which may keep tensors in another order.
+
+    It runs after the hook of FSDP2, which makes new tensors, and for each chunk of rows."""
+
+    @torch.compiler.disable
+    def call(x_ND: Tensor, weights_N: Tensor, *others: object):
+        for varying in (x_ND, weights_N):
+            compat.let_size_vary(varying, 0)
+        return forward(x_ND, weights_N, *others)
+
+    return call
 
 
 def _for_any_layout(forward: Callable, *, sizes_vary: bool) -> Callable:

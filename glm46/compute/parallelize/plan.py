@@ -34,7 +34,8 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
     if is_trained and adapter is not None:
         add_adapters(model, adapter, trained_type)  # before sharding, and before FSDP2 asks what is frozen
     if meshes.expert is not None:
-        expert.apply(model, meshes.expert, meshes.expert_hosts)  # before compile, which must see the token dispatch
+        # Before compile, which must see the token dispatch.
+        expert.apply(model, meshes.expert, meshes.expert_hosts, plan.exchange_chunks)
     if meshes.sequence is not None:
         context.apply(model, meshes.sequence)  # before compile, which must see the gather of keys and values
     if meshes.tensor is not None:

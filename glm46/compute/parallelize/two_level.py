@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from glm46.compute.distributed.collectives import Exchange, exchange_rows
+from glm46.compute.distributed.collectives import Exchange
+from glm46.compute.distributed.recomputation import Part
 from glm46.compute.model.dispatch import pad_groups, pad_weights, sort_assignments
 from glm46.compute.model.router import Routing
+from glm46.compute.parallelize.exchange import AllToAllDispatcher, Planned
 
 
 class _Copies(NamedTuple):
@@ -35,16 +37,32 @@ class _Hop(NamedTuple):
     receive: list[int]
     group: dist.ProcessGroup
 
-    def start(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Exchange, ...]:
+    def start(self, x: Tensor, weights: Tensor, experts: Tensor, part: Part) -> "_InFlight":
         """Send rows with all their weights and experts. The small ones go first: the next hop is planned by them."""
-        return tuple(
-            Exchange(_Copy.apply(each, *self.copies), self.send, self.receive, self.group)
-            for each in (experts, weights, x)
-        )
+        exchanges = tuple(Exchange(self.send, self.receive, self.group, each) for each in ("rows", part, part))
+        copied = (_Copy.apply(each, *self.copies) for each in (experts, weights, x))
+        sent = tuple(exchange.start(each) for exchange, each in zip(exchanges, copied, strict=True))
+        return _InFlight(sent, exchanges)
 
-    def back(self, y: Tensor) -> Tensor:
-        """Return rows to where they came from, and sum those of one row."""
-        return _Sum.apply(exchange_rows(y, self.receive, self.send, self.group), *self.copies)
+    def start_back(self, y: Tensor) -> "_InFlight":
+        """Return rows to where they came from."""
+        back = Exchange(self.receive, self.send, self.group, "back")
+        return _InFlight((back.start(y),), (back,))
+
+    def finish_back(self, returning: "_InFlight") -> Tensor:
+        """Sum what came back of each row."""
+        return _Sum.apply(returning.finish(0), *self.copies)
+
+
+class _InFlight(NamedTuple):
+    """Exchanges that have begun."""
+
+    sent: tuple[Tensor, ...]
+    exchanges: tuple[Exchange, ...]
+
+    def finish(self, number: int) -> Tensor:
+        """Wait for one of them."""
+        return self.exchanges[number].finish(self.sent[number])
 
 
 class _Sizes(NamedTuple):
@@ -91,51 +109,45 @@ def _sum_copies(y: Tensor, place_M: Tensor, first_R: Tensor) -> Tensor:
     return F.embedding_bag(place_M, y, first_R, mode="sum")  # FP32 inside
 
 
-class TwoLevelDispatcher:
-    """A `TokenDispatcher` over the ranks of a group: expert e is on rank e // (experts per rank), rank r on host
-    r // (ranks per host).
+class TwoLevelDispatcher(AllToAllDispatcher):
+    """Sends a row to each host of a token's experts, and there to each rank: rank r is on host r // (ranks per host).
 
-    Rows dropped by padding or the capacity are not sent. Experts see the rows that `AllToAllDispatcher` gives them, in
-    the same order (expert, rank, token), so that their gradients are equal bit for bit. Sums of a token's experts are
-    rounded to the compute type on each rank, on each host, and once more.
+    Experts see the rows that `AllToAllDispatcher` gives them, in the same order, so that their gradients are equal bit
+    for bit. Sums of a token's experts are rounded to the compute type on each rank, on each host, and once more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, between_hosts: dist.ProcessGroup | None, in_host: dist.ProcessGroup):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        between_hosts: dist.ProcessGroup | None,
+        in_host: dist.ProcessGroup,
+        chunks: int = 1,
+    ):
         """``between_hosts``: the ranks with one number on their hosts; None for one host. ``in_host``: the ranks of a
         host, which follow each other in `group`."""
-        self._group, self._in_host, self._between = group, in_host, between_hosts
-        self._ranks, self._of_host = dist.get_world_size(group), dist.get_world_size(in_host)
+        super().__init__(group, chunks)
+        self._in_host, self._between = in_host, between_hosts
+        self._of_host = dist.get_world_size(in_host)
         self._hosts = self._ranks // self._of_host
         self._host, self._local = divmod(dist.get_rank(group), self._of_host)
-        self.multiple = 1
 
-    @torch.compiler.disable
-    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
-        """See `TokenDispatcher.start`. Collective."""
+    def _plan(self, routing: Routing, num_experts: int) -> Planned:
         # Weight 0: dropped by padding or the capacity. The rank of such an assignment is none of the group.
         experts_TA = torch.where(routing.weights > 0, routing.experts, num_experts)
         ranks_TA = experts_TA // (num_experts // self._ranks)
         goes_TR = _marked(ranks_TA, self._ranks)
         goes_TH = goes_TR.view(-1, self._hosts, self._of_host).any(2)
-        assigned_R = torch.zeros(self._ranks + 1, dtype=torch.int64, device=x_TD.device)
+        assigned_R = torch.zeros(self._ranks + 1, dtype=torch.int64, device=experts_TA.device)
         assigned_R.scatter_add_(0, ranks_TA.flatten(), torch.ones_like(ranks_TA.flatten()))
         own = torch.cat([goes_TH.sum(0), goes_TR.sum(0), assigned_R[:-1]])
-        one_each = [1] * self._ranks
-        counts_RX = Exchange(own.repeat(self._ranks, 1), one_each, one_each, self._group).finish()
-        # sync: the sizes of all buffers must be known on the host; once per layer, for both levels and directions.
-        sizes = self._sizes(counts_RX.cpu())
-        from_rank_R = counts_RX[:, self._hosts + self._host * self._of_host + self._local]
-        if self._between is not None:
-            send, receive = sizes.between_hosts
-            hop = _Hop(_copies(goes_TH, sum(send)), send, receive, self._between)
-        else:
-            send, receive = sizes.in_host
-            hop = _Hop(_copies(goes_TR, sum(send)), send, receive, self._in_host)
-        in_flight = hop.start(x_TD, routing.weights, experts_TA.to(torch.int32))
-        return in_flight, hop, sizes, from_rank_R, num_experts // self._ranks
+        way = experts_TA, goes_TR if self._between is None else goes_TH, num_experts // self._ranks
+        return Planned(own.expand(self._ranks, -1), way)
 
-    def _sizes(self, counts_RX: Tensor) -> "_Sizes":
-        """``counts_RX``: of each rank, its rows by host, its rows by rank and its assignments by rank; on the CPU."""
+    def _sizes(self, own_RCX: Tensor, numbers_RCX: Tensor) -> list:
+        return [self._sizes_of(numbers_RX) for numbers_RX in numbers_RCX.cpu().unbind(1)]
+
+    def _sizes_of(self, counts_RX: Tensor) -> "_Sizes":
+        """``counts_RX``: as of `plan`, of each rank; on the CPU."""
         parts = counts_RX.view(self._hosts, self._of_host, -1).split([self._hosts, self._ranks, self._ranks], 2)
         by_host, by_rank, assigned = parts[0], *(part.unflatten(2, (self._hosts, -1)) for part in parts[1:])
         # What ranks with the same number on their hosts send to this host goes through the one that is here.
@@ -146,27 +158,54 @@ class TwoLevelDispatcher:
             int(assigned[:, :, self._host, self._local].sum()),
         )
 
-    @torch.compiler.disable
-    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """See `TokenDispatcher.arrived`; offsets cover the experts of this rank. Collective."""
-        in_flight, hop, sizes, from_rank_R, experts_here = pending
-        hops = [hop]
-        if self._between is not None and self._of_host > 1:
-            experts, weights, x = in_flight
-            experts_MA = experts.finish()
-            of_host_MA = experts_MA.long() // experts_here - self._host * self._of_host
-            goes_MR = _marked(of_host_MA.masked_fill(of_host_MA < 0, self._of_host), self._of_host)
-            send, receive = sizes.in_host
-            hops.append(_Hop(_copies(goes_MR, sum(send)), send, receive, self._in_host))
-            in_flight = hops[-1].start(x.finish(), weights.finish(), experts_MA)
-        experts, weights, x = in_flight
-        copies, order_N, offsets = self._of_experts(experts.finish().long(), from_rank_R, sizes.assigned, experts_here)
-        weights_N = weights.finish().flatten()[order_N]
+    def _send(self, x_TD: Tensor, routing: Routing, way: Any, numbers_RX: Tensor, sizes: Any) -> Any:
+        experts_TA, goes_TP, experts_here = way
+        is_last = self._between is None or self._of_host == 1
+        group, (send, receive) = self._in_host, sizes.in_host
+        if self._between is not None:
+            group, (send, receive) = self._between, sizes.between_hosts
+        hop = _Hop(_copies(goes_TP, sum(send)), send, receive, group)
+        part: Part = "rows" if is_last else "first hop"
+        in_flight = hop.start(x_TD, routing.weights, experts_TA.to(torch.int32), part)
+        from_rank_R = numbers_RX[:, self._hosts + self._host * self._of_host + self._local]
+        return in_flight, (hop,), sizes, from_rank_R, experts_here
+
+    def _pass_on(self, pending: Any) -> Any:
+        in_flight, hops, sizes, from_rank_R, experts_here = pending
+        if self._between is None or self._of_host == 1:
+            return pending
+        experts_MA = in_flight.finish(0)
+        of_host_MA = experts_MA.long() // experts_here - self._host * self._of_host
+        goes_MR = _marked(of_host_MA.masked_fill(of_host_MA < 0, self._of_host), self._of_host)
+        send, receive = sizes.in_host
+        hop = _Hop(_copies(goes_MR, sum(send)), send, receive, self._in_host)
+        in_flight = hop.start(in_flight.finish(2), in_flight.finish(1), experts_MA, "rows")
+        return in_flight, (*hops, hop), sizes, from_rank_R, experts_here
+
+    def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        in_flight, hops, sizes, from_rank_R, experts_here = pending
+        experts_MA = in_flight.finish(0).long()
+        copies, order_N, offsets = self._of_experts(experts_MA, from_rank_R, sizes.assigned, experts_here)
+        weights_N = in_flight.finish(1).flatten()[order_N]
         if self.multiple > 1:
             row_P, padded_N, offsets = pad_groups(len(order_N), offsets, self.multiple)
             weights_N = pad_weights(weights_N, padded_N, len(row_P))
             copies = copies._replace(row_N=copies.row_N[row_P], place_M=padded_N[copies.place_M])
-        return _Copy.apply(x.finish(), *copies), weights_N, offsets, (copies, hops)
+        return _Copy.apply(in_flight.finish(2), *copies), weights_N, offsets, (copies, hops)
+
+    def _send_back(self, y_ND: Tensor, context: Any) -> Any:
+        copies, hops = context
+        return hops[-1].start_back(_Sum.apply(y_ND, *copies)), hops
+
+    def _pass_back(self, returning: Any) -> Any:
+        in_flight, hops = returning
+        if len(hops) == 1:
+            return returning
+        return hops[0].start_back(hops[1].finish_back(in_flight)), hops[:1]
+
+    def _finish(self, returning: Any) -> Tensor:
+        in_flight, (hop,) = returning
+        return hop.finish_back(in_flight)
 
     def _of_experts(
         self, experts_MA: Tensor, from_rank_R: Tensor, total: int, experts_here: int
@@ -183,15 +222,6 @@ class TwoLevelDispatcher:
         order_N, place_N, sizes = sort_assignments(key_MA.flatten(), keys + 1)
         order_N, offsets = order_N[:total], sizes[:-1].view(experts_here, -1).sum(1).cumsum(0).to(torch.int32)
         return _Copies(order_N // A, _kept(place_N, is_here_MA.flatten(), total), _begins(is_here_MA)), order_N, offsets
-
-    @torch.compiler.disable
-    def combine(self, y_ND: Tensor, context: Any) -> Tensor:
-        """See `TokenDispatcher.combine`. Collective."""
-        copies, hops = context
-        y = _Sum.apply(y_ND, *copies)
-        for hop in reversed(hops):
-            y = hop.back(y)
-        return y
 
 
 def _marked(numbers_MA: Tensor, count: int) -> Tensor:

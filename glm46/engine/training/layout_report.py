@@ -12,9 +12,8 @@ from glm46.config.float8_layers import describe_float8
 from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.training.network import Network, TrainedNetwork
 from glm46.engine.training.task import Task
-from glm46.run.activations import places_of_token
 from glm46.run.parameters import count_parameters, float8_numel
-from glm46.run.plan import Plan
+from glm46.run.plan import describe_exchange
 
 _RANKS_SHOWN = 4
 
@@ -45,7 +44,7 @@ def describe_layout(task: Task) -> list[str]:
         lines.append(f"  {name:<12} rank 0 is with {', '.join(ranks[1:])}: {meaning}")
     lines.append(f"attention    {_attention(task)}")
     if layout.ep > 1:
-        lines.append(f"exchange     {_exchange(task.plan)}")
+        lines.append(f"exchange     {describe_exchange(task.plan)}")
     if task.plan.config.float8.recipe_name is not None:
         lines.append(f"float8       {describe_float8(task.plan.shape, task.plan.config.float8, layout.tp)}")
     if task.plan.config.adapter is not None and task.plan.config.adapter.base_dtype == "float8":
@@ -84,24 +83,6 @@ def _attention(task: Task) -> str:
         how = "passed around" if travel else "exchanged over" if has_window else "gathered over"
         said.append(f"keys {how} {cp} ranks")
     return ", ".join(said)
-
-
-def _exchange(plan: Plan) -> str:
-    """A text about the rows that a token sends to its experts in one direction, without those to its own rank."""
-    shape, ep, levels = plan.shape, plan.layout.ep, plan.expert_levels
-    chosen = shape.num_experts_per_tok
-    if levels is None:
-        return f"all to all: {chosen * (1 - 1 / ep):.1f} rows of a token to {ep} ranks"
-    to_hosts, to_ranks = (places_of_token(shape, parts) for parts in (levels.hosts, ep))
-    of_all = f"(all to all {chosen * (levels.of_host - 1) / ep:.1f})"
-    inside = f"{to_ranks * (1 - 1 / levels.of_host):.1f} inside them {of_all}"
-    if levels.hosts == 1:
-        return f"two levels, one host of {ep} ranks: rows of a token {inside}"
-    between = 1 - 1 / levels.hosts
-    return (
-        f"two levels, {levels.hosts} hosts x {levels.of_host} ranks: {to_hosts * between:.1f} rows of a token between "
-        f"hosts (all to all {chosen * between:.1f}), {inside}"
-    )
 
 
 def _schedule(parallelism: ParallelismConfig) -> str:

@@ -121,6 +121,7 @@ class MicroBatch:
     experts_fp8: bool = False
     hops: tuple[float, ...] = ()
     """See `Plan.hops`."""
+    chunks: int = 1
 
     @property
     def width(self) -> float:
@@ -238,8 +239,26 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
         # Rows are copied and summed on the way to all experts of a token at once, or at each place of the hops.
         share = (chosen + sum(batch.hops)) / (2 * chosen) if batch.hops else 1.0
         nbytes += _EXCHANGED[batch.param_dtype][backward] * elements["rows"] * share
-        kernels += factors.kernels["exchange"][backward]
+        kernels += factors.kernels["exchange"][backward] * batch.chunks
+        if batch.chunks > 1:  # results are joined; weight gradients of two chunks are added
+            nbytes += 2 * shape.hidden_size * batch.width * (not backward)
+            weights = sum(row.numel(shape) for row in moe_layer(shape) if row.is_expert) / batch.layout.ep
+            nbytes += 3 * weights * batch.width / batch.tokens * backward
     return Work("memory", 0.0, batch.tokens * nbytes, kernels)
+
+
+def work_beside_exchange(batch: MicroBatch, backward: bool) -> dict[str, list[Work]]:
+    """The kernels of the shared expert, and of both products of routed experts: they compute while tokens travel."""
+    shape, moved = batch.shape, MOVED[batch.param_dtype, batch.is_compiled]
+    sizes = dimensions(shape)
+    inner = {"shared": moved.inner[backward] * sizes["S"],
+             "down": moved.expert_inner[backward] * shape.num_experts_per_tok * sizes["F"]}  # fmt: skip
+    found = {name: [Work("memory", 0.0, batch.tokens * nbytes)] for name, nbytes in inner.items()} | {"gate_up": []}
+    for row in moe_layer(shape):
+        if row.is_matrix and (row.is_expert or "shared_experts" in row.name):
+            step = "shared" if not row.is_expert else "down" if "down" in row.name else "gate_up"
+            found[step] += [_product(row, batch)] * (1 + backward)
+    return found
 
 
 def _embedding(batch: MicroBatch, frozen: Frozen | None) -> PartWork:

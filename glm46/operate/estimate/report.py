@@ -22,7 +22,7 @@ from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.curriculum import TextStage
 from glm46.run.flops import training_flops
 from glm46.run.parameters import adapter_rows, count_parameters, float8_numel
-from glm46.run.plan import Plan
+from glm46.run.plan import Plan, describe_exchange
 
 _PLENTY = 2**60
 """Cores and bytes of host memory of a cluster that is not here: not compared."""
@@ -90,6 +90,7 @@ def plan_numbers(run: RunPlan) -> dict:
     numbers = {
         "flavor": plan.config.model.flavor,
         "layout": asdict(plan.layout),
+        "expert_exchange": describe_exchange(plan) if plan.layout.ep > 1 else None,
         "parameters": asdict(count_parameters(plan.shape)),
         "tokens": plan.budget_tokens,
         "flops": plan.flops,
@@ -154,6 +155,7 @@ def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
     writing = cluster.writing_seconds(size.total)
     steps = [] if plan.step_tokens is None else [_line("tokens per step", f"{plan.step_tokens:,.0f}")]
     return [
+        *([f"expert exchange: {describe_exchange(plan)}"] if plan.layout.ep > 1 else []),
         *steps,
         _line("tokens", f"{plan.budget_tokens:,.0f}"),
         _line("FLOPs", f"{plan.flops:.3e}"),

@@ -118,10 +118,11 @@ def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
     # Weights and gradients are alike; fewer GPUs than this do not hold what lies between steps.
     least = 1 if config.training.parameter_offload else (2 * kept.weights + states) / usable
     for gpus in (count for count in _powers(_MOST_GPUS) if count >= least):
-        for parallelism in _layouts(smaller, replace(cluster, gpus=gpus)):
+        host_ranks = (others := replace(cluster, gpus=gpus)).host_ranks
+        for parallelism in _layouts(smaller, others):
             candidate = smaller.model_copy(update={"parallelism": parallelism})
             if not find_faults(candidate, gpus) and plan_memory(candidate, gpus).total <= usable:
-                return resolve_plan(candidate, gpus, host_ranks=min(cluster.gpus_per_node, gpus))
+                return resolve_plan(candidate, gpus, host_ranks=host_ranks)
     return None
 
 

@@ -2,8 +2,8 @@
 its schedule.
 
 What is assumed: sequences are full, experts get equal loads but for `Efficiencies.imbalance`, and nothing else uses the
-machines. FSDP2's gathers and reductions run beside the products of their stage and cost what is longer; the shared
-expert runs beside the first exchange of tokens; all other collectives cost their whole time.
+machines. FSDP2's gathers and reductions run beside the products of their stage and cost what is longer; exchanges of
+tokens run beside shared and routed experts as `exchange_time` says; all other collectives cost their whole time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from math import prod
 
 from glm46.config.parallelism import ParallelismConfig
-from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work
+from glm46.operate.estimate.exchange_time import CONTENTION, backward_steps, exposed_seconds, forward_steps
+from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work, work_beside_exchange
 from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.other_networks import other_networks, other_passes
 from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
 from glm46.operate.estimate.target_cluster import TargetCluster, groups
-from glm46.operate.estimate.traffic import MUON, Traffic, reference_traffic, step_traffic
+from glm46.operate.estimate.traffic import MUON, TOKENS, Traffic, exchanges, reference_traffic, step_traffic
 from glm46.run.activations import Frozen
 from glm46.run.flops import training_flops_per_token
 from glm46.run.plan import Plan
@@ -248,10 +249,14 @@ def _rank(
                 costs[name, frozen] = tuple(map(roofline.kernels, (work.forward, work.backward, work.recomputed)))
             of_forward, of_backward, recomputed = costs[name, frozen]
             forward[stage.index].add(of_forward)
+            again, waits = recomputed.seconds, (0.0, 0.0)
+            if name in ("moe", "mtp") and plan.layout.ep > 1:
+                waits = _waits_for_tokens(plan, roofline, batch, again)
+                forward[stage.index].add({"waiting for ep": waits[0]})
             if has_backward:
                 backward[stage.index].add(of_backward)
-                again = recomputed.seconds
                 backward[stage.index].add({"recomputation": again} if again else {})
+                backward[stage.index].add({"waiting for ep": waits[1]} if waits[1] else {})
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
     of_muon = [each for each in traffic if each.what == MUON]
     once = roofline.update(_updated(plan, stages), muon.flops, of_muon, offloaded)
@@ -261,7 +266,7 @@ def _rank(
     beside = _Cost()
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
     shares = (1, 1) if mode == "none" else (1, 2)
-    for each in (each for each in traffic if each.what != MUON):
+    for each in (each for each in traffic if each.what not in (MUON, *TOKENS)):
         seconds = roofline.traffic(each)
         if each.axis in _OVERLAPPED:
             beside[each.kind] += seconds
@@ -272,13 +277,39 @@ def _rank(
         elif each.axis != "pp":
             for of_pass, share in zip((forward, backward), shares, strict=True):
                 for cost in of_pass.values():
-                    axis = "ep" if each.axis in ("ep_hosts", "ep_host") else each.axis
-                    cost[f"waiting for {axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
+                    cost[f"waiting for {each.axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
     rank = _Rank(forward, backward, once)
     once["waiting for weights and gradients"] = _exposed(
         beside, rank, micro_batches, plan.layout.pp > 1, roofline.overlap
     )
     return rank
+
+
+def _waits_for_tokens(plan: Plan, roofline: Roofline, batch: MicroBatch, again: float) -> tuple[float, float]:
+    """Seconds in which one layer waits for tokens in forward, and in backward with its recomputation of ``again``
+    seconds."""
+    found = exchanges(plan, batch.shape, batch.tokens / batch.chunks)
+
+    def sends(first: int) -> dict[tuple[int, bool], float]:
+        """Seconds of sends by hop; those there are of `TOKENS` from ``first`` on, those back of rows."""
+        seconds: dict[tuple[int, bool], float] = {}
+        for hop, (axis, ranks, *sizes) in enumerate(found):
+            calls = [roofline.traffic(Traffic(axis, "all_to_all", ranks, 1, size, "")) for size in sizes]
+            seconds |= {(hop, False): sum(calls[first:-1]), (hop, True): calls[-1]}
+        return seconds
+
+    def computed(backward: bool) -> dict[str, float]:
+        work = work_beside_exchange(batch, backward).items()
+        seconds = {name: sum(map(roofline.kernel, each)) / batch.chunks for name, each in work}
+        return seconds | {"shared": seconds["shared"] * batch.chunks, "recomputation": again}
+
+    slowed, forward = 1 - min(roofline.overlap, 1 - CONTENTION), sends(0 if plan.expert_levels else 1)
+    order, of_forward = (batch.chunks, len(found)), computed(False)
+    waits = exposed_seconds(forward_steps(*order), of_forward, forward, slowed)
+    backward = exposed_seconds(backward_steps(*order), computed(True), sends(1), slowed)
+    if plan.config.activation_checkpoint.mode == "full":
+        backward += exposed_seconds(forward_steps(*order, returns=False), of_forward, forward, slowed)
+    return waits, backward
 
 
 def _kernel_parts(stage: StagePart, heads: int) -> Iterator[tuple[PartOfModel, Frozen | None, bool]]:
@@ -318,6 +349,7 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
         linear_fp8=config.float8.recipe_name is not None and not config.float8.emulate,
         experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
         hops=plan.hops(stage.shape),
+        chunks=plan.exchange_chunks,
     )
 
 

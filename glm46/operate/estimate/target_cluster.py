@@ -97,8 +97,9 @@ class TargetCluster:
 
     @property
     def host_ranks(self) -> int:
-        """GPUs of each node that has some."""
-        return min(self.gpus_per_node, self.gpus)
+        """GPUs of each node that has some; 0 if the last one has fewer than the others."""
+        of_node = min(self.gpus_per_node, self.gpus)
+        return 0 if self.gpus % of_node else of_node
 
     def writing_seconds(self, nbytes: float) -> float:
         """Time in which all nodes write so many bytes together, each its part."""

@@ -11,6 +11,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from glm46.config.float8_layers import linear_layers
+from glm46.config.model import ModelShape
 from glm46.config.rules_layout import values_of
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.rank_parts import (
@@ -36,6 +37,9 @@ _FP64 = 8
 
 MUON = "matrices of Muon"
 """`Traffic.what` of the exchange of sharded matrices, of which no rank sends itself a part."""
+
+TOKENS = "experts of tokens", "weights of tokens", "tokens to experts", "tokens from experts"
+"""`Traffic.what` of the exchanges of a layer with its experts, beside their numbers."""
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -71,6 +75,20 @@ class _Call(NamedTuple):
     calls: int
     size: int
     """Bytes of one call."""
+
+
+def exchanges(plan: Plan, shape: ModelShape, tokens: float) -> list[tuple[str, int, int, int, int, int]]:
+    """Axis, ranks and bytes of each of `TOKENS`, of the hops of so many tokens of a rank to their experts."""
+    chosen, width = shape.num_experts_per_tok, WIDTHS[plan.config.training.mixed_precision_param]
+    hops: list[tuple[str, int, float, int]] = [("ep", plan.layout.ep, tokens * chosen, 1)]
+    if (levels := plan.expert_levels) is not None:
+        axes = [axis for axis in (("ep_hosts", levels.hosts), ("ep_host", levels.of_host)) if axis[1] > 1]
+        hops = [(*axis, tokens * rows, chosen) for axis, rows in zip(axes, plan.hops(shape), strict=True)]
+    found = []
+    for axis, ranks, rows, of_row in hops:
+        row = round(rows * shape.hidden_size * width)
+        found.append((axis, ranks, round(rows * of_row * EXPERT_NUMBER), round(rows * of_row * FP32), row, row))
+    return found
 
 
 def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
@@ -329,26 +347,19 @@ class _Step:
 
     def _tokens_to_experts(self, block: Block, runs: _Runs) -> Iterator[_Call]:
         """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes."""
-        ep, chosen = self._layout.ep, self._shape.num_experts_per_tok
-        # Selective checkpointing keeps what was received.
+        ep, chunks = self._layout.ep, self._plan.exchange_chunks
+        # Selective checkpointing keeps what was received, and both the numbers.
         again = runs.forward - 1 if self._mode == "full" else 0
         # Recomputation needs the rows that come back only where a norm follows.
         back = 1 + runs.backward + (again if block == "mtp" else 0)
         sizes, numbers = self._shape.n_routed_experts, 0
-        hops: list[tuple[str, int, float, int]] = [("ep", ep, self._tokens * chosen, 1)]
         if (levels := self._plan.expert_levels) is not None:
-            axes = [axis for axis in (("ep_hosts", levels.hosts), ("ep_host", levels.of_host)) if axis[1] > 1]
             sizes, numbers = ep * (levels.hosts + 2 * ep), 1 + again
-            of_token = self._plan.hops(self._shape)
-            hops = [(*axis, self._tokens * rows, chosen) for axis, rows in zip(axes, of_token, strict=True)]
-        yield _Call("ep", "all_to_all", ep, "numbers of tokens", 1 + again, sizes * INDEX)
-        for axis, ranks, rows, of_row in hops:
-            size = round(rows * self._shape.hidden_size * self._width)
-            yield _Call(axis, "all_to_all", ranks, "experts of tokens", numbers, round(rows * of_row * EXPERT_NUMBER))
-            yield _Call(axis, "all_to_all", ranks, "weights of tokens", 1 + runs.backward + again,
-                        round(rows * of_row * FP32))  # fmt: skip
-            yield _Call(axis, "all_to_all", ranks, "tokens to experts", 1 + runs.backward + again, size)
-            yield _Call(axis, "all_to_all", ranks, "tokens from experts", back, size)
+        yield _Call("ep", "all_to_all", ep, "numbers of tokens", 1, sizes * chunks * INDEX)
+        there = 1 + runs.backward + again
+        for axis, ranks, *sizes_of_chunk in exchanges(self._plan, self._shape, self._tokens / chunks):
+            for what, calls, size in zip(TOKENS, (numbers, there, there, back), sizes_of_chunk, strict=True):
+                yield _Call(axis, "all_to_all", ranks, what, calls * chunks, size)
 
     def _keys(self, runs: _Runs) -> Iterator[_Call]:
         """Keys and values of one layer, and their gradients."""

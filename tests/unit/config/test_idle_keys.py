@@ -20,6 +20,8 @@ IDLE = {
     "data.prefetch_factor = 2": ("data.num_workers above 0", ""),
     'data.plan_folder = "plans"': ('packing = "best_fit"', ""),
     'parallelism.pipeline_parallel_schedule = "1F1B"': ("parallelism.pipeline_parallel_degree above 1", ""),
+    'parallelism.expert_exchange = "all_to_all"': ("parallelism.expert_parallel_degree above 1", ""),
+    "parallelism.expert_exchange_chunks = 1": ("parallelism.expert_parallel_degree above 1", ""),
     "parallelism.pipeline_parallel_stages_per_rank = 1": ("parallelism.pipeline_parallel_degree above 1", ""),
     "checkpoint.interval = 5": ("checkpoint.enable = true", "checkpoint.enable = false"),
     'checkpoint.load_path = "x"': ("checkpoint.enable = true", "checkpoint.enable = false"),
@@ -73,6 +75,47 @@ def test_key_stated_in_vain_is_refused_with_what_it_needs(line, tmp_path):
 def test_a_stated_off_is_not_in_vain(tmp_path):
     lines = ["checkpoint.enable = false", "training.max_rollbacks = 0", "checkpoint.keep_best_k = 0"]
     assert load_config(write(tmp_path, *lines, "checkpoint.initial_load_model_only = false"))
+    assert load_config(write(tmp_path, 'parallelism.expert_exchange = "auto"'))
+
+
+# Lines beside the key, number of processes, and the reason with the remedy; None: it pays.
+DEFERRED = [
+    ((), 4, "a step has one micro-batch, 4 sequences of all ranks, so that it only holds whole gradients in memory; "
+     "set training.global_batch_size = 8 or more"),
+    (("training.global_batch_size = 4",), 4, "a step has one micro-batch, 4 sequences"),
+    (("training.global_batch_size = [[0, 4], [9, 7]]",), 4, "a step has one micro-batch, 4 sequences"),
+    (("training.global_batch_size = [[0, 4], [9, 8]]",), 4, None),
+    (("training.global_batch_size = 8",), 4, None),
+    ((), None, None),
+    (("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size = 8"), 4, "a pipeline sums gradients "
+     "once per step in any case"),
+    (('training.mixed_precision_reduce = "bfloat16"', "training.global_batch_size = 8"), 4, 'mixed_precision_reduce = '
+     '"bfloat16" would lose small gradients in sums over micro-batches; set training.mixed_precision_reduce = '
+     '"float32"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "ranks", "reason"), DEFERRED)
+def test_gradients_that_are_deferred_in_vain_are_refused_with_the_reason(lines, ranks, reason, tmp_path):
+    key = "parallelism.defer_gradient_sync"
+    path = write(tmp_path, *lines, f"{key} = true", "training.local_batch_size = 1")
+    if reason is None:
+        assert load_config(path, world_size=ranks)
+        return
+    with pytest.raises(UserError) as caught:
+        load_config(path, world_size=ranks)
+    (fault,) = caught.value.faults
+    assert (
+        f"{key} = true: " in fault and reason in fault and fault.endswith(f"or remove {key}") or "in any case" in fault
+    )
+
+
+def test_a_chunk_has_tokens(tmp_path):
+    lines = "parallelism.expert_parallel_degree = 2", "training.local_batch_size = 1"
+    lines += "parallelism.expert_exchange_chunks = 2", "parallelism.context_parallel_degree = 8"
+    lines += ("parallelism.tensor_parallel_degree = 2",)
+    with pytest.raises(UserError, match=r"expert_exchange_chunks = 2: a rank has 1 token per micro-batch; take 1"):
+        load_config(write(tmp_path, *lines))
 
 
 def test_command_line_switches_off_what_the_file_sets_up(tmp_path):

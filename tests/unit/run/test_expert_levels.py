@@ -17,7 +17,7 @@ def levels(exchange: str, ranks: int, host_ranks: int | None):
 @pytest.mark.parametrize(
     ("exchange", "ranks", "host_ranks", "expected"),
     [
-        ("auto", 8, 8, None), ("auto", 4, 8, None), ("auto", 16, 8, (2, 8)), ("auto", 16, 1, (16, 1)),
+        ("auto", 8, 8, (1, 8)), ("auto", 4, 8, (1, 4)), ("auto", 16, 8, (2, 8)), ("auto", 16, 1, (16, 1)),
         ("auto", 32, None, None), ("auto", 32, 0, None), ("auto", 12, 8, None), ("auto", 6, 8, None),
         ("two_level", 8, 8, (1, 8)), ("two_level", 4, 8, (1, 4)), ("two_level", 16, 8, (2, 8)),
         ("two_level", 16, None, (1, 16)), ("all_to_all", 16, 8, None), ("auto", 1, 8, None),
@@ -27,7 +27,10 @@ def test_levels_are_whole_hosts_or_one(exchange, ranks, host_ranks, expected):
     assert levels(exchange, ranks, host_ranks) == expected
 
 
-@pytest.mark.parametrize(("ranks", "host_ranks", "named"), [(12, 8, "8 ranks"), (6, 8, "8 ranks"), (8, 0, "unequal")])
+@pytest.mark.parametrize(
+    ("ranks", "host_ranks", "named"),
+    [(12, 8, "each host has 8 ranks"), (6, 8, "each host has 8 ranks"), (8, 0, "unequal")],
+)
 def test_two_levels_on_other_hosts_are_refused(ranks, host_ranks, named):
     with pytest.raises(UserError) as refused:
         levels("two_level", ranks, host_ranks)

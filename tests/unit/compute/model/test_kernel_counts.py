@@ -77,6 +77,20 @@ def test_bytes_and_kernels_only_fall(case):
     assert count.host_copies == (1 if "ranks" in form else 0)  # the sizes of the exchange
 
 
+WAYS = {(False, 1): (3191, 513, 125), (True, 1): (2864, 343, 165), (True, 2): (3688, 343, 275)}
+"""By two levels and chunks: KB per token, those of the exchange, and kernels, of one of 8 ranks on a host."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_experts_move_what_is_documented(way):
+    two_level, chunks = way
+    count = count_eager(PRESETS["GLM-4.5-Air"], TOKENS, ranks=8, two_level=two_level, chunks=chunks)
+    kilobytes, exchanged, kernels = WAYS[way]
+    assert kilobytes - 1 <= count.bytes.total() / KIB <= kilobytes
+    assert exchanged - 1 <= count.bytes["exchange"] / KIB <= exchanged
+    assert count.kernels == kernels and count.host_copies == 1
+
+
 def test_torchtitans_layer_is_counted_by_the_same_rule():
     pytest.importorskip("torchtitan", reason="not installed; pip install torchtitan")
     eager, chained = count_titan(PRESETS["GLM-4.5-Air"], TOKENS)

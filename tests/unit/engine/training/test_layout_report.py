@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from glm46.config.run_config import RunConfig
-from glm46.engine.training.layout_report import _attention, _exchange
+from glm46.engine.training.layout_report import _attention
 from glm46.run import activations
-from glm46.run.plan import resolve_plan
+from glm46.run.plan import describe_exchange, resolve_plan
 from tests.small_run import small_config
 
 
@@ -47,11 +47,35 @@ def test_the_core_of_attention_is_named(source_folder, tmp_path, monkeypatch, de
 
 
 @pytest.mark.parametrize(
-    ("exchange", "ranks", "numbers"),
-    [("auto", 8, ["7.0"]), ("two_level", 8, ["one host", "4.7", "7.0"]), ("auto", 32, ["4 hosts x 8", "2.7", "6.0"])],
+    ("parallelism", "host_ranks", "said"),
+    [
+        ({}, 8, "two levels, one host of 8 ranks: rows of a token 4.7 inside them (all to all 7.0); 1 host wait per "
+         "layer"),
+        ({"expert_exchange": "all_to_all"}, 8, "all to all: 7.0 rows of a token to 8 ranks; 1 host wait per layer"),
+        ({"expert_parallel_degree": 32}, 8, "two levels, 4 hosts x 8 ranks, 2 chunks: 2.7 rows of a token between "
+         "hosts (all to all 6.0), 6.4 inside them (all to all 1.8); 1 host wait per layer"),
+        ({"expert_exchange_chunks": 2}, 8, "two levels, one host of 8 ranks, 2 chunks: rows of a token 4.7 inside them "
+         "(all to all 7.0); 1 host wait per layer; 128 rows of an expert at a time: products of fewer than 512 are "
+         "slow"),
+        ({}, 0, "all to all: 7.0 rows of a token to 8 ranks; 1 host wait per layer; not two levels: the 8 ranks that "
+         "share experts (parallelism.expert_parallel_degree) are not whole hosts, or on one: hosts have unequal "
+         "numbers of ranks"),
+    ],
+)  # fmt: skip
+def test_the_way_of_tokens_to_experts_is_named(parallelism, host_ranks, said):
+    parallelism = {"expert_parallel_degree": 8} | parallelism
+    training = {"seq_len": 512, "local_batch_size": 1}
+    tables = {"model": {"flavor": "GLM-4.5-Air"}, "parallelism": parallelism, "training": training}
+    plan = resolve_plan(RunConfig.model_validate(tables), 32, host_ranks=host_ranks)
+    assert describe_exchange(plan) == said
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "ranks", "chunks"), [(4096, 16, 2), (1024, 16, 2), (512, 16, 1), (4096, 8, 1), (4096, 1, 1)]
 )
-def test_the_way_of_tokens_to_experts_is_named(exchange, ranks, numbers):
-    parallelism = {"expert_parallel_degree": ranks, "expert_exchange": exchange}
-    config = RunConfig.model_validate({"model": {"flavor": "GLM-4.5-Air"}, "parallelism": parallelism})
-    said = _exchange(resolve_plan(config, 32, host_ranks=8))
-    assert all(number in said for number in numbers), said
+def test_chunks_are_two_between_hosts_where_products_stay_large(seq_len, ranks, chunks):
+    """Air has 128 experts and a token 8: 1,024 tokens of 16 ranks are 1,024 rows of each expert."""
+    training = {"seq_len": seq_len, "local_batch_size": 1}
+    tables = {"parallelism": {"expert_parallel_degree": ranks}, "training": training}
+    config = RunConfig.model_validate({"model": {"flavor": "GLM-4.5-Air"}} | tables)
+    assert resolve_plan(config, 32, host_ranks=8).exchange_chunks == chunks

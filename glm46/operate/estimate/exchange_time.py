@@ -1,0 +1,78 @@
+"""The time in which a layer waits for tokens on their way to experts and back, from the order of sends and products.
+
+The order is that of `compute/parallelize/exchange.py`; a test holds it equal to what real ranks log.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+CONTENTION = 0.1
+"""Of the time in which rows travel beside kernels: copies take part of a GPU's processors and memory."""
+
+
+class Step(NamedTuple):
+    """One step of a layer, which sends rows, waits for them or computes."""
+
+    kind: Literal["send", "wait", "shared", "gate_up", "down", "recomputation"]
+    hop: tuple[int, bool] = (0, False)
+    """Of a send: link, 0 of the first hop to the experts and 1 of the second; True on the way back."""
+    number: int = 0
+    """Of a send, and of the wait for it."""
+
+
+def forward_steps(chunks: int, hops: int, returns: bool = True) -> list[Step]:
+    """The forward of a layer. ``returns``: a recomputation sends nothing back."""
+    steps: list[Step] = []
+
+    def send(link: int, is_back: bool = False) -> Step:
+        steps.append(Step("send", (link, is_back), sum(step.kind == "send" for step in steps)))
+        return steps[-1]._replace(kind="wait")
+
+    def change_link(waiting: list[Step], is_back: bool) -> None:
+        if waiting and hops == 2:
+            steps.append(waiting[-1])
+            waiting[-1] = send(0 if is_back else 1, is_back)
+
+    there, back = [send(0) for _ in range(chunks)], list[Step]()
+    steps.append(Step("shared"))
+    arriving = there[:1]
+    change_link(arriving, False)
+    for number in range(chunks):
+        steps += [*arriving, Step("gate_up")]
+        arriving = there[number + 1 : number + 2]
+        change_link(arriving, False)
+        change_link(back, True)
+        steps.append(Step("down"))
+        back += [send(hops - 1, True)] if returns else []
+    change_link(back, True)
+    return steps + back
+
+
+def backward_steps(chunks: int, hops: int) -> list[Step]:
+    """The same in reverse: gradients are sent where forward waited. The layer may be computed again before the
+    gradients of its experts."""
+    swapped: dict = {"send": "wait", "wait": "send"}
+    steps = [step._replace(kind=swapped.get(step.kind, step.kind)) for step in reversed(forward_steps(chunks, hops))]
+    steps.insert(steps.index(Step("down")), Step("recomputation"))
+    return steps
+
+
+def exposed_seconds(
+    steps: Sequence[Step], computed: Mapping[str, float], hops: Mapping[tuple[int, bool], float], slowed: float
+) -> float:
+    """Seconds of the exchanges of these steps that no kernel hides, with what kernels beside the others lose.
+
+    Args:
+        computed: seconds of each step that computes, by kind.
+        hops: seconds of one send, by hop.
+        slowed: share of the hidden seconds that the kernels lose.
+    """
+    clock, free, arrived = 0.0, [0.0, 0.0], dict[int, float]()
+    for kind, hop, number in steps:
+        if kind == "send":
+            arrived[number] = free[hop[0]] = max(clock, free[hop[0]]) + hops[hop]
+        else:
+            clock = max(clock, arrived[number]) if kind == "wait" else clock + computed.get(kind, 0.0)
+    sent = sum(hops[step.hop] for step in steps if step.kind == "send")
+    exposed = clock - sum(computed.get(step.kind, 0.0) for step in steps)
+    return exposed + slowed * max(sent - exposed, 0.0)
