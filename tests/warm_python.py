@@ -94,7 +94,8 @@ def main(address: str, parent: str) -> None:
     """Serve until terminated."""
     import torch
 
-    import glm46.operate.cluster.consolidation
+    import glm46.operate.launch.host_group
+    import glm46.storage.checkpoint.gathering
     import glm46.storage.checkpoint.manager  # noqa: F401
 
     torch.set_num_threads(1)
