@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
-from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Schedule, Section
+from glm46.config.section import ModelFolder, Needs, OnHub, Schedule, Section
 
 Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
@@ -137,14 +137,6 @@ class RLConfig(Section):
     of a token is the log-probability of the teacher, which is [rl.reference], less that of the policy (arXiv
     2306.13649)."""
 
-    mode: Literal["whole", "eval_only", "rollout_only", "train_only"] = "whole"
-    """eval_only: answer the prompts of [[rl.validation]] by the newest checkpoint of job.dump_folder, or by the weights
-    of checkpoint.initial_load_path, and end. rollout_only: write the rollouts of all steps, by these weights, into the
-    journal, and train nothing. train_only: train on the rollouts in ``rollouts_folder`` and generate none."""
-
-    rollouts_folder: Annotated[LocalPath | None, Needs("mode", ("train_only",))] = None
-    """The folder rollouts/ of the run that has generated them."""
-
     prompts_per_rollout: int = Field(ge=1)
     """Prompts taken at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
     training.global_batch_size samples."""
@@ -191,8 +183,8 @@ class RLConfig(Section):
     """Factor of the entropy that the loss rewards."""
 
     dynamic_sampling: bool | None = None
-    """Use only groups whose rewards differ, and take more prompts in place of the others. Absent: that of the
-    preset."""
+    """Use only groups whose rewards differ, and take more prompts in place of the others, in at most eight rounds:
+    a rollout that is not full then has fewer samples. Absent: that of the preset."""
 
     overlong_share: float | None = Field(None, ge=0.0, le=1.0)
     """Completions that end in the last part of the longest length, this share of it, lose reward, linearly from 0 to 1.
@@ -202,10 +194,6 @@ class RLConfig(Section):
     """``package.module:function`` of your own, which gets a group, a list of `Scored` (an `Answer` and its reward), and
     returns whether it is worth a step. Others are replaced as those of dynamic_sampling, which may be on too. A group
     is also left out if the call fails, or takes more than 10 seconds."""
-
-    max_rounds: int = Field(8, ge=1)
-    """With dynamic_sampling or a filter: rounds of taking prompts in place of groups that are left out. A rollout that
-    is not full then goes on with fewer samples."""
 
     warm_up_rollouts: int = Field(0, ge=0)
     """Rollouts at the start whose completions are the labels of the prompts, with the advantage 1, and not generated,

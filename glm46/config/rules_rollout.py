@@ -106,29 +106,6 @@ def the_model_can_draw(config: RunConfig, shape: ModelShape, world_size: int | N
         yield Fault((f"rollout.{key}_degree",), fault)
 
 
-def mode_has_what_it_does(config: RunConfig) -> Faults:
-    """A run that only validates has prompts for it, and one that only trains has rollouts."""
-    if config.rl is None:
-        return
-    mode = f"rl.mode = {show(config.rl.mode)}"
-    if config.rl.mode == "eval_only" and not config.rl.validation:
-        yield Fault(
-            ("rl.mode", "rl.validation"),
-            f"{mode}: needs prompts to answer, and rl.validation is empty; add [[rl.validation]] tables",
-        )
-    if config.rl.mode == "train_only" and config.rl.rollouts_folder is None:
-        yield Fault(
-            ("rl.mode", "rl.rollouts_folder"),
-            f'{mode}: rl.rollouts_folder is absent; name the folder rollouts/ of a run with rl.mode = "rollout_only"',
-        )
-    if config.rl.mode in ("rollout_only", "train_only") and config.rl.warm_up_rollouts:
-        yield Fault(
-            ("rl.mode", "rl.warm_up_rollouts"),
-            f"{mode}: rl.warm_up_rollouts = {config.rl.warm_up_rollouts} are labels, not samples; set it to 0, "
-            "and start from a model that has learned them",
-        )
-
-
 def rewards_have_names(config: RunConfig) -> Faults:
     """Each reward is known and there once: its metrics are named after it."""
     rewards = () if config.rl is None else config.rl.rewards
@@ -268,7 +245,6 @@ ROLLOUT_RULES = (
     samples_fit_into_rows,
     adapters_can_be_sent,
     servers_are_named,
-    mode_has_what_it_does,
     rewards_have_names,
     parts_fit_into_the_time,
     labels_are_read,

@@ -145,7 +145,7 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *,
     if progress.step and meta is not None:
         other = "" if is_own else f", from checkpoint.load_path = {config.checkpoint.load_path!r}"
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens{other}")
-        if progress.tokens >= plan.budget_tokens and (config.rl is None or config.rl.mode != "eval_only"):
+        if progress.tokens >= plan.budget_tokens:
             lines.append(
                 f"finished     the budget of {plan.budget_tokens:,} tokens is spent, so no step is trained; "
                 "raise training.tokens, or training.steps, to go on"

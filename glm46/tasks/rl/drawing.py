@@ -19,6 +19,8 @@ from glm46.tasks.rl.rewards.scorer import Score
 from glm46.tasks.rl.rollout.records import Completion, Request
 from glm46.tasks.rl.rollouts import DrawnSample, Rollout, to_arrays
 
+MOST_ROUNDS = 8
+"""Of taking prompts in place of groups that are left out."""
 _MOST_DROPPED = 0.5
 """A larger share of samples whose rewards failed is a fault of the rewards."""
 
@@ -79,7 +81,7 @@ def draw_rollout(
     """Draw a rollout; None if a stop was requested. Collective.
 
     Groups that dynamic sampling or a filter leaves out are replaced by groups of the next prompts, in at most
-    ``max_rounds`` rounds. A sample whose rewards failed is left out of its group.
+    `MOST_ROUNDS` rounds. A sample whose rewards failed is left out of its group.
 
     Raises:
         UserError: too many rewards failed.
@@ -89,7 +91,7 @@ def draw_rollout(
     tally: Counter[str] = Counter()
     figures: list[tuple[float, int, bool]] = []
     parts: list[dict[str, float]] = []
-    for _ in range(config.max_rounds if config.replaces_groups else 1):
+    for _ in range(MOST_ROUNDS if config.replaces_groups else 1):
         kept = len({sample.group for sample in samples})
         if kept == config.prompts_per_rollout:
             break
@@ -119,9 +121,9 @@ def draw_rollout(
     if (kept := len({sample.group for sample in samples})) < config.prompts_per_rollout and config.replaces_groups:
         asking.tell(
             "dynamic_sampling",
-            f"rl.max_rounds = {config.max_rounds}: only {kept} of {config.prompts_per_rollout} groups are worth a step "
-            f"(rl.dynamic_sampling, rl.filter); the rollout of step {step} "
-            f"goes on with {counted(len(samples), 'sample')}",
+            f"rl.dynamic_sampling, rl.filter: after {counted(MOST_ROUNDS, 'round')} only {kept} of "
+            f"{config.prompts_per_rollout} groups are worth a step; the rollout of step {step} goes on with "
+            f"{counted(len(samples), 'sample')}",
         )
     names = tuple(reward.name for reward in config.rewards)
     arrays, columns = to_arrays(samples, names), _columns(figures, parts, names, tally)

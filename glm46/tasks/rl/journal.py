@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
-from glm46.config.errors import UserError
 from glm46.engine.reliability.run_lock import writing
 from glm46.run.plan import Plan
 from glm46.tasks.rl.modes import steps_per_rollout
@@ -92,29 +90,16 @@ class Journal:
     def __init__(self, plan: Plan, data: str, tokenizer: str):
         config = plan.config
         self.folder = Path(config.job.dump_folder) / FOLDER
-        """Of what this run writes."""
         self.writer = Writer(self.folder)
-        self._is_drawn_before = config.rl.mode == "train_only"
-        self._source = Path(config.rl.rollouts_folder) if self._is_drawn_before else self.folder
         self._plan = plan
-        # Rollouts alone have the weights of the start.
-        self._oldest = config.rollout.max_staleness * steps_per_rollout(plan) if config.rl.mode == "whole" else math.inf
+        self._oldest = config.rollout.max_staleness * steps_per_rollout(plan)
         self._about = {"tokenizer": tokenizer, "temperature": config.rollout.temperature}
         table = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
         # The number of steps decides the rates, and so the weights that draw, if the schedule ends with the run.
-        end = config.lr_scheduler.total_tokens or plan.end_tokens if config.rl.mode == "whole" else None
+        end = config.lr_scheduler.total_tokens or plan.end_tokens
         start = config.ids.get("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
         facts = [table, end, start, data]
         self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-    def require(self, steps: Sequence[int]) -> None:
-        """Raise UserError if the rollouts of these steps were to be drawn before, and one is missing."""
-        missing = sorted(set(steps) - set(rollout_steps(self._source))) if self._is_drawn_before else []
-        if missing:
-            raise UserError(
-                f"rl.rollouts_folder = {str(self._source)!r}: {len(missing)} of {len(steps)} rollouts are missing, "
-                f'the first one of step {missing[0]}; draw them with rl.mode = "rollout_only", or lower training.steps'
-            )
 
     def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Rollout | None:
         """The rollout that begins at a step; None if it has to be drawn.
@@ -124,36 +109,15 @@ class Journal:
             first_prompt: number of the next prompt.
 
         Raises:
-            UserError: its files are damaged, or missing inside of it, or it does not fit this run.
+            UserError: its files are damaged, or missing inside of it.
         """
-        if self._is_drawn_before:
-            return self._of_another_run(step)
-        found = read_rollout(self._source, step, None if is_inside else self._identity)
+        found = read_rollout(self.folder, step, None if is_inside else self._identity)
         if is_inside and found is None:
-            raise missing_inside(self._source / f"step_{step:06d}.json")
+            raise missing_inside(self.folder / f"step_{step:06d}.json")
         if found is None or is_inside:
             return found
         is_new = found.is_demonstration or found.arrays["versions"].min(initial=step) >= step - self._oldest
         return found if is_new and found.first_prompt == first_prompt else None
-
-    def _of_another_run(self, step: int) -> Rollout | None:
-        found = read_rollout(self._source, step)
-        if found is None:
-            return None
-        path, plan = self._source / f"step_{step:06d}.json", self._plan
-        for name, ours in self._about.items():
-            if found.about.get(name, ours) != ours:
-                raise UserError(
-                    f"{path}: drawn with another {name}, {found.about[name]!r}, this run has {ours!r}; train with the "
-                    "file that the rollouts were drawn with"
-                )
-        longest = int((found.arrays["prompt_lengths"] + found.arrays["lengths"]).max(initial=0))
-        if longest > plan.config.training.seq_len:
-            raise UserError(
-                f"{path}: a sample has {longest} tokens, training.seq_len = {plan.config.training.seq_len}; raise that "
-                f"to {longest}"
-            )
-        return found
 
     def waiting_before(self, step: int) -> list[list[int]]:
         """`Rollout.waiting` of the rollout before that of a step; empty if there is none."""
@@ -177,7 +141,7 @@ class Journal:
         for other in set(self.drawn_ahead.parent.glob("*")) - {self.drawn_ahead}:
             shutil.rmtree(other)
         keep = self._plan.config.rollout.keep_latest_k
-        if keep and self._plan.config.rl.mode == "whole":
+        if keep:
             for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
                 remove_rollout(self.folder, step)
 

@@ -38,23 +38,14 @@ class RolloutSupply:
         self._drawn_from = -1
         self._last: Rollout | None = None
         self._ahead: AheadSource | None = None
-        section, mode = plan.config.rollout, self._config.mode
-        self._staleness = section.max_staleness if mode == "whole" else 0
-        if section.kind != "local" and asking.environment is None and mode in ("whole", "rollout_only"):
+        section = plan.config.rollout
+        self._staleness = section.max_staleness
+        if section.kind != "local" and asking.environment is None:
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
                 asking, prompts, oldest=oldest, version=lambda: self._drawn_from, is_stopped=is_stopped
             )
             asking.engine.draw_ahead(journal.drawn_ahead, goes_on=oldest > 0)
-
-    def begin(self, progress: Progress) -> None:
-        """Find missing rollouts before the first step of a run, not behind its last hour.
-
-        Raises:
-            UserError: one is missing.
-        """
-        steps = self._left(progress)
-        read_on_first_rank(lambda: self._journal.require(steps))
 
     def update_engine(self) -> None:
         """Give the engine the policy's weights, if it has others."""
@@ -104,7 +95,7 @@ class RolloutSupply:
                 self._ahead.forget_taken()
 
         self._journal.writer.start(write)
-        if self._config.mode == "rollout_only" or self._staleness:  # `_go_on_ahead` forgets the groups of this rollout
+        if self._staleness:  # `_go_on_ahead` forgets the groups of this rollout
             self._journal.writer.finish()
 
     def _draw_from_ahead(self, progress: Progress, first: int) -> Rollout | None:
@@ -117,7 +108,7 @@ class RolloutSupply:
         self._ahead.begin(self.steps_made, progress.prompts, before)
         rollout = draw_rollout(self._asking, self._prompts, self._ahead, first, progress.prompts)
         if rollout is not None:
-            later = min(self._staleness, len(self._left(progress)) - 1)
+            later = min(self._staleness, self._later_rollouts(progress))
             self.update_engine()
             self._ahead.hand_out(later * self._config.prompts_per_rollout)
             rollout.next_prompt = self._ahead.next_prompt
@@ -135,9 +126,8 @@ class RolloutSupply:
             self._ahead.begin(rollout.step, rollout.next_prompt, rollout.waiting)
         self._ahead.go_on()
 
-    def _left(self, progress: Progress) -> range:
-        """First steps of this rollout and of all later ones."""
+    def _later_rollouts(self, progress: Progress) -> int:
+        """Rollouts of the run after the one of this step."""
         training, per_rollout = self._plan.config.training, steps_per_rollout(self._plan)
         left = (self._plan.budget_tokens - progress.tokens) / (int(training.global_batch_size) * training.seq_len)
-        first = progress.step - progress.step % per_rollout
-        return range(first, progress.step + math.ceil(left), per_rollout)
+        return math.ceil((progress.step % per_rollout + math.ceil(left)) / per_rollout) - 1

@@ -15,7 +15,6 @@ from glm46.config.rl_data import WITHOUT_LABELS
 from glm46.config.run_config import RunConfig
 from glm46.engine.inference.decoder import describe_kernels
 from glm46.engine.reliability.stop import StopRequest
-from glm46.engine.training import loop
 from glm46.engine.training.build import run
 from glm46.engine.training.hf_weights import load_weights, save_weights
 from glm46.engine.training.network import Network, build_frozen_network, build_network
@@ -31,7 +30,7 @@ from glm46.storage.prepare.equal_results import math_verify_version
 from glm46.tasks.rl.asking import Asking
 from glm46.tasks.rl.engines import build_engine
 from glm46.tasks.rl.journal import Journal
-from glm46.tasks.rl.modes import broken_bound, evaluate_only, roll_out_only, steps_per_rollout
+from glm46.tasks.rl.modes import broken_bound, steps_per_rollout
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
 from glm46.tasks.rl.rewards.answer import RewardRule
@@ -141,10 +140,7 @@ class Reinforcement:
         self._stop, self._progress = stop, progress
         if progress.step == 0 and "critic" in self.networks:
             self._start_critic()
-        if self._rollout is None:
-            self._supply.begin(progress)
-        if self._config.mode != "rollout_only":  # whose weights are those of its start
-            self._supply.steps_made = progress.step
+        self._supply.steps_made = progress.step
         within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
         first = progress.step - within
         if self._rollout is None or self._rollout.step != first:
@@ -158,9 +154,6 @@ class Reinforcement:
                 return {}
             is_equal = self._rollout.figures.get("equal_groups_ratio") == 1.0
             self._equal_rollouts = self._equal_rollouts + 1 if is_equal else 0
-            if self._config.mode == "rollout_only":
-                progress.prompts = self._rollout.next_prompt
-                return self._rollout.figures
             self._steps = self._builder.build(self._rollout, is_inside=within > 0)
             self._columns = self._rollout.figures | self._builder.columns
             self._model_seconds = self._columns.get("rollout_seconds", 0.0) + self._builder.seconds
@@ -268,5 +261,4 @@ class Reinforcement:
 
 def train(config: RunConfig, stop: StopRequest | None = None) -> int:
     """Train a policy as configured, on this rank; see `run`. Collective."""
-    work = {"eval_only": evaluate_only, "rollout_only": roll_out_only}
-    return run(config, Reinforcement, stop, work.get(config.rl.mode, loop.train))
+    return run(config, Reinforcement, stop)

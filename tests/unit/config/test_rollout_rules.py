@@ -71,10 +71,6 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
             ["--rollout.send_adapters", "true", "--rollout.weights_dtype", "fp8-block", "--rollout.kind", "vllm"],
             ["rollout.send_adapters = true", 'rollout.weights_dtype = "fp8-block"', "remove"],
         ),
-        (["--rl.mode", "eval_only", "--rl.validation="], ['rl.mode = "eval_only"', "[[rl.validation]]"]),
-        (["--rl.mode", "train_only"], ['rl.mode = "train_only"', "rl.rollouts_folder", "rollout_only"]),
-        (["--rl.mode", "rollout_only"], ['rl.mode = "rollout_only"', "rl.warm_up_rollouts = 40", "0"]),
-        (["--rl.rollouts_folder", "D"], ["rl.rollouts_folder", 'rl.mode = "train_only"']),
     ],
 )
 def test_a_fault_names_key_value_and_remedy(overrides, said):

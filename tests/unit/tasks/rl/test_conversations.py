@@ -170,7 +170,7 @@ def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
 
 
 def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_their_place(tokenizer):
-    """Groups of two: equal answers, an empty one, differing ones, and so on; three are wanted, in two rounds."""
+    """Groups of two: equal answers, an empty one, differing ones, and so on; three are wanted."""
     texts = ["a", "a", "", "b", "a", "b", "c", "d", "e", "f"]
 
     class Engine:
@@ -180,7 +180,7 @@ def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_thei
 
     of, said, name = asking(Engine(), tokenizer, None), [], "tests.unit.tasks.rl.rewards.bad_rewards:differing"
     of.config = of.config.model_copy(update={
-        "filter": name, "group_size": 2, "prompts_per_rollout": 3, "max_rounds": 2, "dynamic_sampling": False,
+        "filter": name, "group_size": 2, "prompts_per_rollout": 3, "dynamic_sampling": False,
     })  # fmt: skip
     of.environment, of.say, of.filter = None, said.append, Scorer([RewardRule(name)], key="rl.filter")
     prompts = [Prompt([1, number], "?", "a") for number in range(9)]

@@ -45,8 +45,6 @@ def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journ
     fixed = {"lr_scheduler": {"total_tokens": 10_000}}
     assert journal_of(steps=6).drawn_ahead != journal_of(steps=7).drawn_ahead
     assert journal_of(steps=6, **fixed).drawn_ahead == journal_of(steps=7, **fixed).drawn_ahead
-    alone, longer = (journal_of({"mode": "rollout_only"}, steps=steps) for steps in (6, 7))
-    assert alone.drawn_ahead == longer.drawn_ahead, "all rollouts have the weights of the start"
 
 
 def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
