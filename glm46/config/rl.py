@@ -11,6 +11,7 @@ Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
     "distillation",
 ]  # fmt: skip
+_WEIGHED, _TO_REFERENCE = Needs("kl.weight"), Needs("kl.to", "reference")
 _LEVELS = ("token", "sequence", "geometric")
 
 
@@ -38,14 +39,14 @@ class KLConfig(Section):
     weight: float | None = Field(None, ge=0.0)
     """Factor of the penalty; 0: no penalty, and no reference network."""
 
-    to: Literal["reference", "old"] | None = None
+    to: Annotated[Literal["reference", "old"] | None, Needs("weight")] = None
     """reference: the policy that the run began with, or the weights of [rl.reference]. old: the policy that the
     ratio divides by."""
 
-    where: Literal["loss", "reward"] | None = None
+    where: Annotated[Literal["loss", "reward"] | None, Needs("weight")] = None
     """loss: a term of the loss, with gradient. reward: subtracted from the reward of each token."""
 
-    estimator: Literal["k1", "k2", "k3"] | None = None
+    estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("weight")] = None
     """With d = log policy - log other: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d."""
 
 
@@ -56,16 +57,16 @@ class CorrectionConfig(Section):
     level: Literal["none", "token", "sequence", "geometric"] | None = None
     """none: no weights. token: w of each token. sequence: its product over a sample. geometric: the mean of that."""
 
-    mode: Literal["truncate", "clip", "mask"] | None = None
+    mode: Annotated[Literal["truncate", "clip", "mask"] | None, Needs("level", _LEVELS)] = None
     """truncate: min(w, high) (TIS). clip: into [low, high]. mask: 0 outside of [low, high] (IcePop)."""
 
-    low: float | None = Field(None, ge=0.0)
+    low: Annotated[float | None, Needs("level", _LEVELS), Needs("mode", ("clip", "mask"))] = Field(None, ge=0.0)
     """Absent: 1 / high."""
 
-    high: float | None = Field(None, ge=1.0)
+    high: Annotated[float | None, Needs("level", _LEVELS)] = Field(None, ge=1.0)
     """Upper bound of w."""
 
-    normalize: bool = False
+    normalize: Annotated[bool, Needs("level", _LEVELS)] = False
     """Divide the weights by their mean over the optimizer step, all ranks and micro-batches: over tokens, or at the
     levels of samples over samples."""
 
@@ -153,7 +154,7 @@ class RLConfig(Section):
     forward pass of that step if it is the only one and neither correction.normalize nor a penalty in the reward reads
     them. rollout: those of the engine. Absent: that of the preset."""
 
-    reference_offload: bool = False
+    reference_offload: Annotated[bool, _WEIGHED, _TO_REFERENCE] = False
     """The weights of the reference stay in host memory (pinned beside a GPU), sharded; FSDP2 copies those of a layer to
     the device to compute it."""
 
@@ -169,10 +170,10 @@ class RLConfig(Section):
     whiten: bool | None = None
     """Give the advantages of all tokens of a rollout the mean 0 and the deviation 1. Absent: that of the preset."""
 
-    gamma: float | None = Field(None, ge=0.0, le=1.0)
+    gamma: Annotated[float | None, Needs("advantage", ("returns", "gae"))] = Field(None, ge=0.0, le=1.0)
     """Discount per token, for advantage = "returns" or "gae". Absent: that of the preset."""
 
-    gae_lambda: float | None = Field(None, ge=0.0, le=1.0)
+    gae_lambda: Annotated[float | None, Needs("advantage", "gae")] = Field(None, ge=0.0, le=1.0)
     """Weight of later value differences, for advantage = "gae". Absent: 1."""
 
     reduction: Literal["token_mean", "sample_mean", "constant"] | None = None
@@ -205,8 +206,8 @@ class RLConfig(Section):
     clip: ClipConfig = Field(default_factory=ClipConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
-    critic: CriticConfig | None = None
-    reference: ReferenceConfig | None = None
+    critic: Annotated[CriticConfig | None, Needs("advantage", "gae")] = None
+    reference: Annotated[ReferenceConfig | None, _WEIGHED, _TO_REFERENCE] = None
     environment: EnvironmentConfig | None = None
     stop: StopConfig = Field(default_factory=StopConfig)
 

@@ -27,7 +27,7 @@ from glm46.config.parallelism import (
 from glm46.config.profiling import ProfilingConfig
 from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import OF_TEXT, LocalPath, Needs, Section
 from glm46.config.training import DebugConfig, TrainingConfig, ValidationConfig
 
 
@@ -45,10 +45,13 @@ class JobConfig(Section):
     """Print the resolved configuration, defaults included, at the start."""
 
 
+_ANSWERS = ", which shows answers to messages: move the text to finetune.samples"
+
+
 class InferenceConfig(Section):
     """[inference]: the sample text that is printed when training ends."""
 
-    prompt: str = ""
+    prompt: Annotated[str, OF_TEXT, Needs("finetune", absent=_ANSWERS)] = ""
     """Text to continue when training ends. Empty: no sample."""
 
     max_new_tokens: Annotated[int, Needs("prompt")] = Field(64, ge=1)

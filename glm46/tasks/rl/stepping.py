@@ -12,7 +12,7 @@ from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.cross_entropy import HeadForm, summed_loss
 from glm46.config.float8_layers import FP8_MULTIPLE
 from glm46.config.rl import ResolvedRL
-from glm46.config.rules_layout import values_of
+from glm46.config.section import values_of
 from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch

@@ -7,6 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -29,9 +30,8 @@ from glm46.engine.inference.loading import load_for_inference
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.scoring import ContinuationRequest as Scored
 from glm46.engine.inference.scoring import score
-from glm46.engine.training import loop
+from glm46.engine.training import build, loop
 from glm46.engine.training.balance import routing_options
-from glm46.engine.training.build import run
 from glm46.engine.training.hf_weights import write_weights
 from glm46.run.function import function_of_meta, gate_factor, is_gate, next_temperature
 from glm46.run.schedule import schedule_value
@@ -251,7 +251,8 @@ def consumers(make_config, tmp_path):
                     write_weights(network, task.tokenizer, found.folder, torch.float32)
             return 0
 
-        assert run(config, Pretraining, None, work) == 0
+        with mock.patch.object(build, "train", work):
+            assert build.run(config, Pretraining) == 0
         return found
 
     return consume
