@@ -32,15 +32,15 @@ def rows(config) -> list[dict]:
 
 def test_experts_that_the_server_chose_are_replayed_in_training(make_run, tmp_path, monkeypatch):
     """A trainer with other selection biases than the server agrees with it by the server's routes alone."""
-    build = StepBuilder.build
+    evaluate = StepBuilder.evaluate
 
     def biased(self, *arguments, **options):
         for name, tensor in self._networks["policy"].weights().items():
             if name.endswith("correction_bias"):
                 tensor.add_(torch.linspace(-1, 1, len(tensor)))
-        return build(self, *arguments, **options)
+        return evaluate(self, *arguments, **options)
 
-    monkeypatch.setattr(StepBuilder, "build", biased)
+    monkeypatch.setattr(StepBuilder, "evaluate", biased)
     mismatch = {}
     for is_replayed in (True, False):
         rl, name = {"routing_replay": is_replayed}, f"replayed {is_replayed}"

@@ -3,25 +3,28 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.engine.reliability.run_lock import writing
 from glm46.run.plan import Plan
-from glm46.tasks.rl.modes import steps_per_rollout
 from glm46.tasks.rl.rollouts import (
     FOLDER,
     Rollout,
     missing_inside,
+    read_fields,
     read_rollout,
     remove_rollout,
     rollout_steps,
+    write_fields,
     write_rollout,
 )
+from glm46.tasks.rl.stepping import steps_per_rollout
 
 _NOT_OF_ROLLOUTS = {
     **dict.fromkeys(
@@ -43,44 +46,9 @@ _NOT_OF_ROLLOUTS = {
 versions of the weights."""
 
 
-class Writer:
-    """Writes into a folder on rank 0, in a second thread, while steps are made: a disk may take as long for a sync as a
-    step. Writes are made in their order."""
-
-    def __init__(self, folder: Path):
-        self.folder, self._thread = folder, ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._waiting: list[Future[None]] = []
-
-    def start(self, write: Callable[[], None]) -> None:
-        """Begin to write on rank 0; what is written must not change before `finish`."""
-
-        def work() -> None:
-            with writing(self.folder):
-                write()
-
-        if dist.get_rank() == 0:
-            self._waiting.append(self._thread.submit(work))
-
-    def finish(self) -> None:
-        """Wait for all writes. Collective.
-
-        Raises:
-            UserError: on all ranks; the disk is full or not writable.
-        """
-
-        def wait() -> None:
-            while self._waiting:
-                self._waiting.pop(0).result()
-
-        run_on_all_ranks(wait)
-
-    def close(self) -> None:
-        """Wait for the thread, whose errors `finish` alone reports."""
-        self._thread.shutdown()
-
-
 class Journal:
-    """The rollouts of a run, on its first rank.
+    """The rollouts of a run, on its first rank. Writes are made in their order in a second thread, while steps are
+    made: a disk may take as long for a sync as a step.
 
     Args:
         data: fingerprint of prompts, tokenizer and sizes.
@@ -90,7 +58,8 @@ class Journal:
     def __init__(self, plan: Plan, data: str, tokenizer: str):
         config = plan.config
         self.folder = Path(config.job.dump_folder) / FOLDER
-        self.writer = Writer(self.folder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._writes: list[Future[None]] = []
         self._plan = plan
         self._oldest = config.rollout.max_staleness * steps_per_rollout(plan)
         self._about = {"tokenizer": tokenizer, "temperature": config.rollout.temperature}
@@ -130,20 +99,59 @@ class Journal:
         """Folder of the groups that are drawn for later rollouts, of this identity."""
         return self.folder / "ahead" / self._identity[:16]
 
-    def write(self, rollout: Rollout, kept_checkpoints: Sequence[int]) -> None:
-        """Write a rollout, and remove those that no longer matter, and groups of another configuration.
+    def write(self, rollout: Rollout, kept_checkpoints: Sequence[int], then: Callable[[], None] = lambda: None) -> None:
+        """Begin to write a rollout, and to remove those that no longer matter, and groups of another configuration. It
+        must not change before `finish`.
 
         Args:
             kept_checkpoints: steps from which the run may be resumed.
+            then: is called when it is written, on the first rank.
         """
         rollout.about = self._about
-        write_rollout(self.folder, rollout, self._identity)
-        for other in set(self.drawn_ahead.parent.glob("*")) - {self.drawn_ahead}:
-            shutil.rmtree(other)
-        keep = self._plan.config.rollout.keep_latest_k
-        if keep:
-            for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
-                remove_rollout(self.folder, step)
+
+        def work() -> None:
+            write_rollout(self.folder, rollout, self._identity)
+            for other in set(self.drawn_ahead.parent.glob("*")) - {self.drawn_ahead}:
+                shutil.rmtree(other)
+            if keep := self._plan.config.rollout.keep_latest_k:
+                for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
+                    remove_rollout(self.folder, step)
+            then()
+
+        self._start(work)
+
+    def write_fields(self, step: int, fields: Mapping[str, Tensor]) -> None:
+        """Begin to write the fields of the tokens of a rollout."""
+        self._start(lambda: write_fields(self.folder, step, fields))
+
+    def read_fields(self, step: int) -> dict[str, Tensor]:
+        """See `rollouts.read_fields`."""
+        return read_fields(self.folder, step)
+
+    def _start(self, write: Callable[[], None]) -> None:
+        def work() -> None:
+            with writing(self.folder):
+                write()
+
+        if dist.get_rank() == 0:
+            self._writes.append(self._thread.submit(work))
+
+    def finish(self) -> None:
+        """Wait for all writes. Collective.
+
+        Raises:
+            UserError: on all ranks; the disk is full or not writable.
+        """
+
+        def wait() -> None:
+            while self._writes:
+                self._writes.pop(0).result()
+
+        run_on_all_ranks(wait)
+
+    def close(self) -> None:
+        """Wait for the thread, whose errors `finish` alone reports."""
+        self._thread.shutdown()
 
 
 def removable(rollouts: Sequence[int], checkpoints: Sequence[int], keep: int) -> list[int]:

@@ -10,10 +10,10 @@ import pytest
 from glm46.compute.distributed.process import join, leave
 from glm46.config.rl import RLConfig
 from glm46.tasks.rl.ahead import AheadSource
-from glm46.tasks.rl.asking import Asking
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.background import BackgroundDrawing
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.sampling import Sampler
 
 PROMPTS = [Prompt([5, number], "", None) for number in range(40)]
 PER_ROLLOUT, GROUP, STEPS = 4, 2, 2
@@ -62,25 +62,24 @@ class Engine:
 
 
 def source_of(engine: Engine, staleness: int) -> AheadSource:
-    asking = Asking(
+    sampler = Sampler(
         RLConfig(prompts_per_rollout=PER_ROLLOUT, group_size=GROUP), SimpleNamespace(max_new_tokens=4), None, engine,
-        None, None, 0,
+        PROMPTS, None, 0, None,
     )  # fmt: skip
-    return AheadSource(
-        asking, PROMPTS, oldest=staleness * STEPS, version=lambda: engine.version, is_stopped=lambda: False
-    )
+    oldest = staleness * STEPS
+    return AheadSource(sampler, oldest=oldest, version=lambda: engine.version, is_stopped=lambda: False)
 
 
 def roll_out(engine: Engine, source: AheadSource, step: int, waiting: list, staleness: int) -> tuple[list, list]:
     """One rollout as the task draws it; its groups, and those that wait."""
     source.begin(step, source.next_prompt, waiting)
-    drawn = source.take(PER_ROLLOUT)
-    for completion in drawn.completions:
+    drawn = source.take(0, PER_ROLLOUT)
+    for completion in (one.completion for one in drawn):
         assert step - staleness * STEPS <= min(span.version for span in completion.spans) <= step
     engine.update(step)
     source.hand_out(staleness * PER_ROLLOUT)
     source.go_on()
-    return drawn.numbers[::GROUP], list(source.waiting.items())
+    return [one.group for one in drawn][::GROUP], list(source.waiting.items())
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -113,9 +112,9 @@ def test_another_process_goes_on_with_the_groups_that_wait(tmp_path):
         after.next_prompt = source.next_prompt
         after.begin(step, source.next_prompt, waiting)
         assert dict(after.waiting) == {number: 0 if is_kept else step - 1 * STEPS for number, _ in waiting}
-        drawn = after.take(PER_ROLLOUT)
-        versions = {span.version for completion in drawn.completions for span in completion.spans}
+        drawn = after.take(0, PER_ROLLOUT)
+        versions = {span.version for one in drawn for span in one.completion.spans}
         assert (0 in versions) == is_kept
         again.background.halt()
         if is_kept:
-            assert waiting[0][0] in drawn.numbers
+            assert waiting[0][0] in {one.group for one in drawn}

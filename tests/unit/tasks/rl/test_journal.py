@@ -1,12 +1,22 @@
 """Which rollouts and groups of an earlier start a run takes up."""
 
 import pytest
+import torch.distributed as dist
 
 from glm46.config.errors import UserError
 from glm46.run.plan import resolve_plan
 from glm46.tasks.rl.journal import Journal
+from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan
-from glm46.tasks.rl.rollouts import DrawnSample, Rollout, to_arrays
+from glm46.tasks.rl.rollouts import Rollout, Sample, to_arrays
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
 
 SERVED = {"kind": "vllm", "urls": ["http://127.0.0.1:8000"], "max_staleness": 2}
 CORRECTED = {"correction": {"level": "token"}}
@@ -19,6 +29,11 @@ def journal_of(make_run):
         return Journal(resolve_plan(config, 1), "data", "tokenizer")
 
     return make
+
+
+def written(journal: Journal, rollout: Rollout) -> None:
+    journal.write(rollout, [])
+    journal.finish()
 
 
 def test_keys_that_do_not_decide_what_is_drawn_change_nothing(journal_of, tmp_path):
@@ -50,9 +65,9 @@ def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journ
 def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
     versions = [VersionSpan(0, 2), VersionSpan(1, 4)]
     completion = Completion([7, 9], [-1.0, -1.0], "length", versions, None)
-    sample = DrawnSample([5, 6], 8, completion, 1.0, {"format": 1.0})
+    sample = Sample(Prompt([5, 6], "", None), 8, completion, reward=1.0, parts={"format": 1.0})
     drawn = Rollout(4, 8, 9, ("format",), False, to_arrays([sample], ["format"]))
-    journal_of().write(drawn, [])
+    written(journal_of(), drawn)
     other = journal_of().drawn_ahead.parent / "0123456789abcdef"
     other.mkdir(parents=True)
     for staleness, is_read in ((2, True), (1, False)):
@@ -61,5 +76,5 @@ def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
         assert journal.read(4, is_inside=True, first_prompt=8) is not None, "weights have been trained on it"
     with pytest.raises(UserError, match="step_000008.json: missing, and the run goes on inside of this rollout"):
         journal_of().read(8, is_inside=True, first_prompt=9)
-    journal_of().write(drawn, [])
+    written(journal_of(), drawn)
     assert not other.exists(), "groups of another configuration are taken up by none"

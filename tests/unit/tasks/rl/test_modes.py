@@ -22,7 +22,7 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
-from glm46.tasks.rl import drawing, rollouts, supply
+from glm46.tasks.rl import loop, rollouts, sampling
 from glm46.tasks.rl.journal import removable
 from glm46.tasks.rl.rollout import local
 from glm46.tasks.rl.rollouts import read_rollout, rollout_steps
@@ -42,7 +42,7 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
     whole, stopped = (make_run(name, 3, checkpoint=seldom) for name in ("whole", "stopped"))
     torch.seed()  # as each process begins
     assert train(whole) == 0
-    stop, drawn, draw = StopRequest(), [], supply.draw_rollout
+    stop, drawn, draw = StopRequest(), [], loop.generate_rollout
 
     def draw_then_stop(*arguments):
         drawn.append(draw(*arguments))
@@ -50,7 +50,7 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
             stop.signal_name = "SIGTERM"
         return drawn[-1]
 
-    monkeypatch.setattr(supply, "draw_rollout", draw_then_stop)
+    monkeypatch.setattr(loop, "generate_rollout", draw_then_stop)
     torch.seed()
     assert train(stopped, stop) == EXIT_STOPPED and published_steps(stopped.checkpoint_folder) == [1]
     torch.seed()
@@ -114,13 +114,13 @@ def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_en
     rl = {"stop": {"min_entropy": 50.0}} if ends == "fault" else {}
     config, stop = make_run("run", 4, rl), StopRequest()
 
-    def draw_then_stop(supply, progress, *arguments, **options):
+    def generate_then_stop(self, progress, first):
         if ends == "stopped" and progress.step == 2:
             stop.signal_name = "SIGINT"
-        return draw_rollout(supply, progress, *arguments, **options)
+        return begin(self, progress, first)
 
-    draw_rollout = supply.RolloutSupply.rollout
-    monkeypatch.setattr(supply.RolloutSupply, "rollout", draw_then_stop)
+    begin = loop.RolloutLoop.begin
+    monkeypatch.setattr(loop.RolloutLoop, "begin", generate_then_stop)
     with terminal() as shown:
         try:
             train(config, stop)
@@ -214,7 +214,7 @@ def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(
         "dynamic_sampling": True,
         "prompts": {"file": str(file)},
     }
-    monkeypatch.setattr(drawing, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(sampling, "MOST_ROUNDS", 2)
     config = make_run("run", 3, rl)
     assert train(config) == 0
     said = capsys.readouterr().out
