@@ -131,13 +131,11 @@ def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
 @rule
 def weights_of_the_hub_are_in_its_format(config: RunConfig) -> Faults:
     """An id of the hub is not the step folder of a checkpoint."""
-    starts = [("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf", config.checkpoint.initial_load_in_hf)]
-    if config.rl is not None and config.rl.reference is not None:
-        starts.append(("rl.reference.load_path", "rl.reference.load_in_hf", config.rl.reference.load_in_hf))
     ids = {found.key for found in hub_keys(config)}
-    for key, switch, is_hf in starts:
-        if key in ids and not is_hf:
-            yield fault(f"`{key}`: is in Hugging Face's format; set {switch} = true", switch)
+    for begin, (_, is_hf) in config.read_weights.items():
+        if f"{begin}_path" in ids and not is_hf:
+            switch = f"{begin}_in_hf"
+            yield fault(f"`{begin}_path`: is in Hugging Face's format; set {switch} = true", switch)
 
 
 @rule

@@ -131,6 +131,18 @@ class RunConfig(Section):
         return self.adapter is not None or self.preference is not None or has_reference
 
     @property
+    def read_weights(self) -> dict[str, tuple[Path, bool]]:
+        """Weights that a run begins with or reads at every start: path, and whether it is a Hugging Face folder, by the
+        beginning of their keys, which end in ``_path`` and ``_in_hf``."""
+        checkpoint, teacher = self.checkpoint, None if self.rl is None else self.rl.reference
+        found: dict[str, tuple[Path, bool]] = {}
+        if checkpoint.initial_load_path is not None:
+            found["checkpoint.initial_load"] = Path(checkpoint.initial_load_path), checkpoint.initial_load_in_hf
+        if teacher is not None:
+            found["rl.reference.load"] = Path(teacher.load_path), teacher.load_in_hf
+        return found
+
+    @property
     def checkpoint_folder(self) -> Path:
         return Path(self.job.dump_folder, self.checkpoint.folder)
 

@@ -17,10 +17,10 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.inference.decoder import describe_kernels
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
-from glm46.engine.training.hf_weights import load_weights, save_weights
+from glm46.engine.training.hf_weights import save_weights
 from glm46.engine.training.network import Network, build_frozen_network, build_network
 from glm46.engine.training.state import Progress
-from glm46.engine.training.task import Objective, StepBatches
+from glm46.engine.training.task import Objective, StepBatches, Task
 from glm46.files.durable import hash_file
 from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
@@ -40,9 +40,11 @@ from glm46.tasks.rl.stepping import StepBuilder, steps_per_rollout
 from glm46.tasks.rl.validation import PromptSet, answered_lines, validate_sets
 
 
-class Reinforcement:
+class Reinforcement(Task):
     """A policy, with a critic and a frozen reference where the algorithm needs them. See `Task`."""
 
+    name = "rl"
+    has_loss_level = False
     identity_keys = (
         "rl.prompts", "rl.prompts_per_rollout", "rl.group_size", "rl.warm_up_rollouts", "training.global_batch_size",
         "debug.seed", "model.tokenizer_path",
@@ -64,7 +66,7 @@ class Reinforcement:
             read_on_first_rank(partial(require_reachable_labels, some, rewards, thinking=self._config.prompts.thinking))
         environment = run_on_all_ranks(lambda: None if table is None else environment_pool(table))
         filter_ = run_on_all_ranks(lambda: None if name is None else filter_pool(name))
-        self.networks: dict[str, Network] = {"policy": build_network(plan, cluster)}
+        self.networks: dict[str, Network] = {"policy": build_network(plan, cluster, on_samples=True)}
         policy = PolicyGradient(
             self.networks["policy"],
             self._config,
@@ -73,9 +75,9 @@ class Reinforcement:
         )
         self.objectives: dict[str, Objective] = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:
-            self.networks["reference"] = build_frozen_network(reference_plan(plan), cluster)
+            self.networks["reference"] = build_frozen_network(reference_plan(plan), cluster, on_samples=True)
         if self._config.has_critic:
-            self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value")
+            self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value", on_samples=True)
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
         rules = SamplingRules(
             plan.config.rollout.temperature,
@@ -209,10 +211,6 @@ class Reinforcement:
     def export(self, progress: Progress) -> str:
         """See `Task.export`: the policy."""
         return save_weights(self.networks["policy"], self.tokenizer, progress)
-
-    def load_exported(self, folder: Path) -> None:
-        """See `Task.load_exported`."""
-        load_weights(self.networks["policy"], folder)
 
     def close(self) -> None:
         """See `Task.close`: the processes of rewards and environment, the engine, and the thread of the journal."""
