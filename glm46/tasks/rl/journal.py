@@ -42,7 +42,7 @@ _NOT_OF_ROLLOUTS = {
         "deadline_seconds", "restart_seconds",
     },
 }  # fmt: skip
-"""Sections and keys that do not decide what is drawn, up to rounding. Samples that are too old are known by their
+"""Sections and keys that do not decide what is generated, up to rounding. Samples that are too old are known by their
 versions of the weights."""
 
 
@@ -64,14 +64,14 @@ class Journal:
         self._oldest = config.rollout.max_staleness * steps_per_rollout(plan)
         self._about = {"tokenizer": tokenizer, "temperature": config.rollout.temperature}
         table = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
-        # The number of steps decides the rates, and so the weights that draw, if the schedule ends with the run.
+        # The number of steps decides the rates, and so the weights that generate, if the schedule ends with the run.
         end = config.lr_scheduler.total_tokens or plan.end_tokens
         start = config.ids.get("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
         facts = [table, end, start, data]
         self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Rollout | None:
-        """The rollout that begins at a step; None if it has to be drawn.
+        """The rollout that begins at a step; None if it has to be generated.
 
         Args:
             is_inside: weights have been trained on it, so that no other one can take its place.
@@ -95,8 +95,8 @@ class Journal:
         return found.waiting if found is not None else []
 
     @property
-    def drawn_ahead(self) -> Path:
-        """Folder of the groups that are drawn for later rollouts, of this identity."""
+    def ahead_folder(self) -> Path:
+        """Folder of the groups that are generated for later rollouts, of this identity."""
         return self.folder / "ahead" / self._identity[:16]
 
     def write(self, rollout: Rollout, kept_checkpoints: Sequence[int], then: Callable[[], None] = lambda: None) -> None:
@@ -111,7 +111,7 @@ class Journal:
 
         def work() -> None:
             write_rollout(self.folder, rollout, self._identity)
-            for other in set(self.drawn_ahead.parent.glob("*")) - {self.drawn_ahead}:
+            for other in set(self.ahead_folder.parent.glob("*")) - {self.ahead_folder}:
                 shutil.rmtree(other)
             if keep := self._plan.config.rollout.keep_latest_k:
                 for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
@@ -156,7 +156,7 @@ class Journal:
 
 def removable(rollouts: Sequence[int], checkpoints: Sequence[int], keep: int) -> list[int]:
     """Steps of rollouts that neither a resume nor ``keep_latest_k`` needs. A resume from a checkpoint needs the rollout
-    that it lies in or behind; one from the newest checkpoint also all later rollouts, so that none is drawn twice.
+    that it lies in or behind; one from the newest checkpoint also all later rollouts, so that none is generated twice.
 
     Args:
         rollouts: ascending.

@@ -54,7 +54,7 @@ class RolloutLoop:
         if section.kind != "local" and sampler.environment is None:
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped)
-            sampler.engine.draw_ahead(journal.drawn_ahead, goes_on=oldest > 0)
+            sampler.engine.generate_ahead(journal.ahead_folder, goes_on=oldest > 0)
 
     def begin(self, progress: Progress, first: int) -> bool:
         """Make the rollout that begins at a step the present one, and its steps; false if a stop was requested.

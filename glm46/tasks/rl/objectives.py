@@ -62,7 +62,7 @@ def _changed(plan: Plan, **sections: Section | None) -> Plan:
 
 class PolicyGradient:
     """The objective of the policy: loss of the ratio, penalty for the distance to the reference, entropy, and the loss
-    of multi-token prediction on drawn tokens, whose gradient is that of its layers alone. Its totals: ``targets``,
+    of multi-token prediction on generated tokens, whose gradient is that of its layers alone. Its totals: ``targets``,
     ``samples``, and those of `count_targets` for multi-token prediction. ``form`` is also the one that old
     log-probabilities are computed with.
     """
@@ -72,7 +72,7 @@ class PolicyGradient:
         Args:
             network: the policy.
             config: resolved.
-            temperature: at which the samples were drawn.
+            temperature: at which the samples were generated.
             is_on_policy: see `ResolvedRL.is_on_policy`; batches need no ``old_logprobs`` and no ``correction``.
         """
         self._is_on_policy = is_on_policy

@@ -31,7 +31,7 @@ class Rollout:
     """Samples in order, the arrays one entry for each sample or, of tokens, one sample behind the other."""
 
     step: int
-    """Optimizer steps before it: the version of the weights that it was drawn from."""
+    """Optimizer steps before it: the version of the weights that it was generated from."""
     first_prompt: int
     next_prompt: int
     """Numbers of the prompts that were handed out for it: [first, next)."""
@@ -41,7 +41,7 @@ class Rollout:
     """True if the completions are labels."""
     arrays: dict[str, np.ndarray]
     """prompt_tokens int32, prompt_lengths int64 [N], tokens int32 [T], lengths int64 [N], logprobs float32 [T] of the
-    engine, versions int32 [T] of the weights that drew a token, is_reply bool [T]: of an environment, groups int64 [N]:
+    engine, versions int32 [T] of the weights of a token, is_reply bool [T]: of an environment, groups int64 [N]:
     number of the prompt, rewards float64 [N], parts float64 [N, rewards], finish uint8 [N]: index in `FINISHES`; under
     routing replay routes of the tokens of prompts and completions but each sample's last [tokens, MoE layers, experts
     of a token], see `compute/model/routes.py`."""
@@ -51,7 +51,7 @@ class Rollout:
     """Numbers of prompts that were handed out and are not in this rollout or an earlier one, and the versions of the
     weights when they were."""
     about: dict[str, Any] = field(default_factory=dict)
-    """How it was drawn: what another run that trains on it must share."""
+    """How it was generated: what another run that trains on it must share."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.arrays["lengths"])

@@ -288,7 +288,7 @@ def _columns(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float
         "truncated_ratio": float(np.mean([one.completion.finish == "length" for one in kept])),
         "equal_groups_ratio": 1.0 - len(differing) / len({one.group for one in kept}),
         "dropped_samples": len(samples) - len(kept),
-        "drawn_samples": len(samples),
+        "generated_samples": len(samples),
         **({"draft_acceptance_ratio": accepted / drafted} if drafted else {}),
     }
 

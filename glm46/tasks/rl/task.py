@@ -197,13 +197,13 @@ class Reinforcement(Task):
             "pip install 'glm46[rl]'"
         ]
         rollout, dtype = self.plan.config.rollout, getattr(torch, self.plan.config.training.mixed_precision_param)
-        drawn = f"generation   {describe_kernels(self.cluster.device, dtype)}"
+        generated = f"generation   {describe_kernels(self.cluster.device, dtype)}"
         has_judge = math_verify_version() is not None or all(reward.name != "math" for reward in config.rewards)
         return [
             f"prompts      {len(self._sampler.prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
-            *([drawn] if rollout.kind == "local" else []),
+            *([generated] if rollout.kind == "local" else []),
             *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
             *([] if has_judge else unjudged),
         ]
@@ -237,7 +237,7 @@ def broken_bound(stop: StopConfig, row: Mapping[str, float], equal_rollouts: int
     if stop.max_mismatch_kl and row["mismatch_kl"] > stop.max_mismatch_kl:
         return (
             f"mismatch_kl = {row['mismatch_kl']:.3g} is above rl.stop.max_mismatch_kl = {stop.max_mismatch_kl:g}: the "
-            "engine draws from another policy than the trainer's; compare its type, version and options, or raise it"
+            "engine samples from another policy than the trainer's; compare its type, version and options, or raise it"
         )
     if row["entropy"] < stop.min_entropy:
         return (

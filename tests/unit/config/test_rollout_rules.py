@@ -91,7 +91,7 @@ def test_the_resolved_recipe_runs_again(tmp_path):
 
 
 def test_the_debug_run_takes_servers_by_the_line_of_the_docs():
-    """Its file has the number of samples that are drawn at once, which holds for servers too."""
+    """Its file has the number of samples that are generated at once, which holds for servers too."""
     guide = Path("docs/rl.md").read_text().replace("\\\n", "")
     (line,) = [line for line in guide.splitlines() if "--rollout.kind vllm" in line and line.startswith("CONFIG_FILE=")]
     words = shlex.split(line)

@@ -1,4 +1,4 @@
-"""Conversations with an environment: the tokens are those of the chat format, and only drawn ones are targets."""
+"""Conversations with an environment: the tokens are those of the chat format, and only generated ones are targets."""
 
 from types import SimpleNamespace
 
@@ -37,7 +37,7 @@ def one_rank():
 
 
 class Scripted:
-    """An engine that draws the turns of a document, one in each call."""
+    """An engine that generates the turns of a document, one in each call."""
 
     def __init__(self, turns: list[list[int]]):
         self._turns, self.asked = list(turns), []
@@ -52,7 +52,7 @@ class Scripted:
 
 
 def document_of(messages: tuple[Message, ...], tokenizer) -> tuple[list[int], list[list[int]], np.ndarray]:
-    """Prompt and drawn turns of a conversation as fine-tuning renders it, and which of all tokens are targets."""
+    """Prompt and generated turns of a conversation as fine-tuning renders it, and which of all tokens are targets."""
     rendered = render(Conversation(messages, TOOLS), tokenizer, ChatOptions())
     (document,) = rendered.documents
     prompt = chat_prompt(tokenizer, messages[:1], tools=TOOLS, thinking=False)
@@ -100,8 +100,8 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     labels = batch["labels"][0, : len(ids) - 1].numpy()
     assert np.array_equal(labels != IGNORE, is_target[1:])
     assert np.array_equal(labels[is_target[1:]], np.array(ids)[is_target])
-    drawn = batch["place"][0][batch["place"][0] >= 0].numpy()
-    assert (rollout.arrays["logprobs"][drawn] == -0.5).all() and len(drawn) == is_target.sum()
+    generated = batch["place"][0][batch["place"][0] >= 0].numpy()
+    assert (rollout.arrays["logprobs"][generated] == -0.5).all() and len(generated) == is_target.sum()
     assert (batch["sample"][0] >= 0).sum() == is_target.sum()
 
 
@@ -129,9 +129,9 @@ def test_what_a_tool_replied_is_shown_outside_of_the_mask_and_without_values(tok
     head = next(n for n, line in enumerate(lines) if line.split()[:2] == ["token", "mask"])
     table = lines[head + 1 :]
     assert lines[head].split()[2:] == ["logprob", "old", "ratio", "advantage", "weight"] and len(table) == len(ids)
-    drawn = ["1", "-0.5000", "-0.5000", "1.0000", "0.2500", "1.0000"]
-    for line, is_drawn in zip(table, is_target.tolist(), strict=True):
-        assert line.split()[-6:] == drawn if is_drawn else line.endswith("    0"), line
+    generated = ["1", "-0.5000", "-0.5000", "1.0000", "0.2500", "1.0000"]
+    for line, is_generated in zip(table, is_target.tolist(), strict=True):
+        assert line.split()[-6:] == generated if is_generated else line.endswith("    0"), line
 
 
 def test_a_user_may_reply_too(tokenizer):
@@ -194,6 +194,6 @@ def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_thei
         of.filter.close()
     assert rollout.arrays["groups"].tolist() == [2, 2, 3, 3, 4, 4] and rollout.next_prompt == 5 and not texts
     assert said == [f"rl.filter = {name!r}: a group is left out, because of ValueError: empty"]
-    assert rollout.figures["drawn_samples"] == 10
+    assert rollout.figures["generated_samples"] == 10
     with pytest.raises(UserError, match=r"rl\.filter: a function cannot be loaded.*no_such"):
         FunctionPool([RewardRule("no_such_module:f")], key="rl.filter")

@@ -36,8 +36,8 @@ def written(journal: Journal, rollout: Rollout) -> None:
     journal.finish()
 
 
-def test_keys_that_do_not_decide_what_is_drawn_change_nothing(journal_of, tmp_path):
-    folder = journal_of().drawn_ahead
+def test_keys_that_do_not_decide_what_is_generated_change_nothing(journal_of, tmp_path):
+    folder = journal_of().ahead_folder
     held_out = {"validation": [{"name": "all", "file": str(tmp_path / "prompts.jsonl"), "samples": 2}]}
     for rl, rollout in (
         (held_out, {}),
@@ -45,7 +45,7 @@ def test_keys_that_do_not_decide_what_is_drawn_change_nothing(journal_of, tmp_pa
         ({}, {"deadline_seconds": 5.0, "restart_seconds": 0.0, "weights": "broadcast", "weights_folder": "elsewhere"}),
         ({}, {"max_staleness": 1, "keep_latest_k": 3}),
     ):
-        assert journal_of(rl, rollout).drawn_ahead == folder, (rl, rollout)
+        assert journal_of(rl, rollout).ahead_folder == folder, (rl, rollout)
     for rl, rollout, tables in (
         ({}, {"temperature": 0.7}, {}),
         ({}, {"max_new_tokens": 5}, {}),
@@ -53,22 +53,22 @@ def test_keys_that_do_not_decide_what_is_drawn_change_nothing(journal_of, tmp_pa
         ({"rewards": [{"name": "format", "weight": 2.0}]}, {}, {}),
         ({}, {}, {"optimizer": {"lr": 1e-4}}),
     ):
-        assert journal_of(rl, rollout, **tables).drawn_ahead != folder, (rl, rollout, tables)
+        assert journal_of(rl, rollout, **tables).ahead_folder != folder, (rl, rollout, tables)
 
 
 def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journal_of):
     fixed = {"lr_scheduler": {"total_tokens": 10_000}}
-    assert journal_of(steps=6).drawn_ahead != journal_of(steps=7).drawn_ahead
-    assert journal_of(steps=6, **fixed).drawn_ahead == journal_of(steps=7, **fixed).drawn_ahead
+    assert journal_of(steps=6).ahead_folder != journal_of(steps=7).ahead_folder
+    assert journal_of(steps=6, **fixed).ahead_folder == journal_of(steps=7, **fixed).ahead_folder
 
 
-def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
+def test_a_rollout_with_older_samples_than_allowed_is_generated_anew(journal_of):
     versions = [VersionSpan(0, 2), VersionSpan(1, 4)]
     completion = Completion([7, 9], [-1.0, -1.0], "length", versions, None)
     sample = Sample(Prompt([5, 6], "", None), 8, completion, reward=1.0, parts={"format": 1.0})
-    drawn = Rollout(4, 8, 9, ("format",), False, to_arrays([sample], ["format"]))
-    written(journal_of(), drawn)
-    other = journal_of().drawn_ahead.parent / "0123456789abcdef"
+    generated = Rollout(4, 8, 9, ("format",), False, to_arrays([sample], ["format"]))
+    written(journal_of(), generated)
+    other = journal_of().ahead_folder.parent / "0123456789abcdef"
     other.mkdir(parents=True)
     for staleness, is_read in ((2, True), (1, False)):
         journal = journal_of({}, {"max_staleness": staleness})
@@ -76,5 +76,5 @@ def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
         assert journal.read(4, is_inside=True, first_prompt=8) is not None, "weights have been trained on it"
     with pytest.raises(UserError, match="step_000008.json: missing, and the run goes on inside of this rollout"):
         journal_of().read(8, is_inside=True, first_prompt=9)
-    written(journal_of(), drawn)
+    written(journal_of(), generated)
     assert not other.exists(), "groups of another configuration are taken up by none"

@@ -42,19 +42,19 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
     whole, stopped = (make_run(name, 3, checkpoint=seldom) for name in ("whole", "stopped"))
     torch.seed()  # as each process begins
     assert train(whole) == 0
-    stop, drawn, draw = StopRequest(), [], loop.generate_rollout
+    stop, generated, generate = StopRequest(), [], loop.generate_rollout
 
     def draw_then_stop(*arguments):
-        drawn.append(draw(*arguments))
-        if len(drawn) == 2:
+        generated.append(generate(*arguments))
+        if len(generated) == 2:
             stop.signal_name = "SIGTERM"
-        return drawn[-1]
+        return generated[-1]
 
     monkeypatch.setattr(loop, "generate_rollout", draw_then_stop)
     torch.seed()
     assert train(stopped, stop) == EXIT_STOPPED and published_steps(stopped.checkpoint_folder) == [1]
     torch.seed()
-    assert train(stopped) == 0 and len(drawn) == 3
+    assert train(stopped) == 0 and len(generated) == 3
     assert contents(stopped, 3) == contents(whole, 3)
 
 
@@ -74,8 +74,8 @@ def test_drafts_change_no_sample_and_those_that_were_kept_are_a_column(make_run,
         config = make_run(name, 2, rollout=rollout, model=model)
         assert train(config) == 0
         kept = [row["draft_acceptance_ratio"] for row in rows(config) if "draft_acceptance_ratio" in row]
-        drawn = [made[start : start + 8] for start in (3, 11)] if name == "drafts" else []
-        assert kept == [sum(one.accepted for one in of) / sum(one.drafted for one in of) for of in drawn]
+        generated = [made[start : start + 8] for start in (3, 11)] if name == "drafts" else []
+        assert kept == [sum(one.accepted for one in of) / sum(one.drafted for one in of) for of in generated]
         assert ("drafts kept" in capsys.readouterr().out) == (name == "drafts")
     one, other = (read_rollout(tmp_path / name / "rollouts", 1).arrays for name in ("plain", "drafts"))
     assert one["tokens"].tolist() == other["tokens"].tolist() and len(one["tokens"]) > 8
@@ -162,7 +162,7 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
     assert train(config) == 0
     capsys.readouterr()
     shown = ["--samples", "3", "--tokens"]
-    with pytest.raises(UserError, match=r"drawn with the tokenizer .*this one is .*--tokenizer"):
+    with pytest.raises(UserError, match=r"generated with the tokenizer .*this one is .*--tokenizer"):
         rl_command(["inspect", config.job.dump_folder, *shown, "--tokenizer", "builtin"])
     assert rl_command(["inspect", config.job.dump_folder, *shown]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -195,9 +195,10 @@ def test_columns_of_tokens_stand_below_their_names_however_wide_text_and_numbers
     head, *lines = _token_lines(tokenizer, np.arange(6), mask, columns)
     assert len({cell_len(line) for line in (head, *lines[2:])}) == 1
     ends = [cell_len(head[: head.index(name) + len(name)]) for name in ("mask", "logprob", "weight")]
-    for line, is_drawn in zip(lines, mask, strict=True):
+    for line, is_generated in zip(lines, mask, strict=True):
         cells = [
-            next(at for at in range(len(line) + 1) if cell_len(line[:at]) >= end) for end in ends[: 1 + 2 * is_drawn]
+            next(at for at in range(len(line) + 1) if cell_len(line[:at]) >= end)
+            for end in ends[: 1 + 2 * is_generated]
         ]
         assert all(line[at - 1] != " " and line[at : at + 1] in ("", " ") for at in cells), line
 
@@ -223,7 +224,7 @@ def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(
     assert [line.partition("; ")[2] for line in shown] == [
         f"the rollout of step {step} goes on with 0 samples" for step in (0, 1)
     ], "the first, second, fourth and so on"
-    assert [row["drawn_samples"] for row in rows(config) if "drawn_samples" in row] == [16] * 3
+    assert [row["generated_samples"] for row in rows(config) if "generated_samples" in row] == [16] * 3
     skipped = [line for line in said.splitlines() if "skipped: no rank has a token to learn from" in line]
     assert len(skipped) == 3 and {row["skipped_steps"] for row in rows(config) if "loss" in row} == {0}
     assert train(make_run("other", 1)) == 0

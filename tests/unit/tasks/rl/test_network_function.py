@@ -184,15 +184,15 @@ def by_rollouts(network, *, speculative: bool) -> float:
     engine.update(1)
     prompts = [row[:5] for row in IDS.tolist()]
     rules = SamplingRules(1.0, frozenset(), network.shape.vocab_size, False)
-    drawn = engine.generate([Request(prompt, 7, 11) for prompt in prompts], rules)
-    whole = torch.tensor([[*prompt, *one.tokens] for prompt, one in zip(prompts, drawn, strict=True)])
+    generated = engine.generate([Request(prompt, 7, 11) for prompt in prompts], rules)
+    whole = torch.tensor([[*prompt, *one.tokens] for prompt, one in zip(prompts, generated, strict=True)])
     labels = torch.cat([whole[:, 1:], torch.full_like(whole[:, :1], -100)], 1)
     batch = {"input_ids": whole, "labels": labels, "positions": torch.arange(whole.shape[1]).expand_as(whole),
              "document_ids": torch.zeros_like(whole)}  # fmt: skip
     ours = network.evaluate(batch, token_logprobs).logprobs[:, 4:-1]
     network.release()
     engine.close()
-    return (ours - torch.tensor([one.logprobs for one in drawn])).abs().max().item()
+    return (ours - torch.tensor([one.logprobs for one in generated])).abs().max().item()
 
 
 @torch.no_grad()
