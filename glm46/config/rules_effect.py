@@ -62,7 +62,7 @@ def _idle_keys(full: Section, section: Section, prefix: str) -> Iterator[IdleKey
         for index, entry in enumerate(value if isinstance(value, tuple) else ()):
             if isinstance(entry, Section):
                 yield from _idle_keys(full, entry, f"{place}[{index}].")
-        is_off = not value and (value is None or value == field.default)
+        is_off = value is None or (value == field.default and (not value or value == "auto"))
         for need in (mark for mark in field.metadata if isinstance(mark, Needs)):
             switch, unless = (_whole(section, prefix, key) for key in (need.key, need.unless or ""))
             found = _find(full, switch)
