@@ -10,7 +10,8 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_config, read_table
 from glm46.config.options import VerbParser, verb_parser
 from glm46.config.overrides import key_parts
-from glm46.config.rules_effect import stated_keys_have_an_effect
+from glm46.config.rules import described
+from glm46.config.rules_effect import idle_faults
 from glm46.config.text_recipe import TextRecipe
 from glm46.config.validation import translate
 from glm46.operate.launch.config_options import config_parser, fetched_overrides, parse_with_overrides
@@ -62,7 +63,7 @@ def read_recipe(file: Path | None, stated: dict) -> TextRecipe:
     table = {} if file is None else read_table(file)
     try:
         recipe = TextRecipe.model_validate(table | stated)
-        faults = list(stated_keys_have_an_effect(recipe))
+        faults = [described(recipe, broken) for broken in idle_faults(recipe)]
     except ValidationError as error:
         faults = translate(error, TextRecipe)
     if faults:

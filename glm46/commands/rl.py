@@ -64,7 +64,7 @@ def describe_rollout(
     rollout = read_rollout(journal, step)
     if rollout.about.get("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
         raise UserError(
-            f"{journal}: drawn with the tokenizer {rollout.about['tokenizer'][:12]}…, and this one is "
+            f"{journal}: generated with the tokenizer {rollout.about['tokenizer'][:12]}…, and this one is "
             f"{tokenizer.fingerprint[:12]}…; give the tokenizer of the run as --tokenizer"
         )
     has_fields = (journal / f"step_{step:06d}.fields").is_file()
@@ -78,7 +78,7 @@ def describe_rollout(
     yield "  ".join(f"{name} {value:.4g}" for name, value in rollout.figures.items())
     for sample in range(min(samples, len(rollout))):
         place = slice(*rollout.bounds(sample))
-        is_drawn = ~rollout.arrays["is_reply"][place]
+        is_generated = ~rollout.arrays["is_reply"][place]
         prompt, completion = rollout.prompt(sample), rollout.completion(sample)
         parts = zip(rollout.part_names, rollout.arrays["parts"][sample].tolist(), strict=True)
         versions, reward = rollout.arrays["versions"][place], rollout.arrays["rewards"][sample]
@@ -88,13 +88,13 @@ def describe_rollout(
             f"({', '.join(f'{name} {value:g}' for name, value in parts)}), {len(prompt)} + {len(completion)} tokens, "
             f"finish {FINISHES[rollout.arrays['finish'][sample]]}, weights {versions.min()} to {versions.max()}"
         )
-        yield tokenizer.decode(prompt) + _marked(tokenizer, completion, is_drawn)
+        yield tokenizer.decode(prompt) + _marked(tokenizer, completion, is_generated)
         if has_fields:
-            advantages = fields["advantages"][place][is_drawn]
+            advantages = fields["advantages"][place][is_generated]
             yield f"advantage {advantages.mean():.4g} (tokens {advantages.min():.4g} to {advantages.max():.4g})"
         if by_token:
             columns = _columns(rollout.arrays["logprobs"], fields, place)
-            mask = np.concatenate([np.zeros(len(prompt), np.bool_), is_drawn])
+            mask = np.concatenate([np.zeros(len(prompt), np.bool_), is_generated])
             yield from _token_lines(tokenizer, np.concatenate([prompt, completion]), mask, columns)
 
 
@@ -112,10 +112,10 @@ def _tokenizer_of(folder: Path, stated: str | None) -> Tokenizer:
         ) from error
 
 
-def _marked(tokenizer: Tokenizer, completion: np.ndarray, is_drawn: np.ndarray) -> str:
+def _marked(tokenizer: Tokenizer, completion: np.ndarray, is_generated: np.ndarray) -> str:
     """The text of a completion, with [[ ]] around each turn of the policy."""
-    turns = np.split(np.arange(len(completion)), np.flatnonzero(np.diff(is_drawn)) + 1)
-    texts = [(tokenizer.decode(completion[turn]), is_drawn[turn[0]]) for turn in turns]
+    turns = np.split(np.arange(len(completion)), np.flatnonzero(np.diff(is_generated)) + 1)
+    texts = [(tokenizer.decode(completion[turn]), is_generated[turn[0]]) for turn in turns]
     return "".join(f"[[{text}]]" if is_turn else text for text, is_turn in texts)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.model import ModelShape, RopeScalingConfig
-from glm46.config.section import CountOrAll, LocalPath, Needs, Section
+from glm46.config.section import OF_TEXT, CountOrAll, LocalPath, Needs, Section
 from glm46.config.text_recipe import Recipe
 
 
@@ -70,10 +70,10 @@ class DataStageConfig(Section):
 class DataConfig(Section):
     """[data]: the stream of tokens, as a pure function of the global sample number."""
 
-    sources: tuple[SourceConfig, ...] = ()
+    sources: Annotated[tuple[SourceConfig, ...], OF_TEXT] = ()
     """The mixture. Training needs at least one source."""
 
-    stages: tuple[DataStageConfig, ...] = ()
+    stages: Annotated[tuple[DataStageConfig, ...], OF_TEXT] = ()
     """Mixtures, sequence lengths and attention by token count. Absent: one stage with training.seq_len and the weights
     of the sources."""
 

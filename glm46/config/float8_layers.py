@@ -1,12 +1,13 @@
 """The linear layers that [float8] converts, the reasons for the others, and the rules of the section."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from glm46.config.faults import Fault, Faults, counted, show
+from glm46.config.faults import counted, show
 from glm46.config.float8 import Float8Config
 from glm46.config.model import ModelShape
+from glm46.config.rules import Faults, fault, rule
 from glm46.config.rules_layout import data_parallel_degree
 from glm46.config.run_config import RunConfig
 
@@ -91,7 +92,8 @@ def describe_float8(shape: ModelShape, float8: Float8Config, tp: int) -> str:
     return f"{', '.join(said)}; not converted: {'; '.join(kept)}"
 
 
-def filters_leave_something(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def filters_leave_something(config: RunConfig, shape: ModelShape) -> Faults:
     """Each filter excludes a layer, and not all layers are excluded."""
     float8 = config.float8
     if float8.recipe_name is None:
@@ -101,60 +103,54 @@ def filters_leave_something(config: RunConfig, shape: ModelShape, world_size: in
     for part in float8.filter_fqns:
         if not any(part in layer.name for layer in layers):
             kinds = ", ".join(dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers))
-            yield Fault(
-                keys[:1],
+            yield fault(
                 f"float8.filter_fqns = {show(part)}: no linear layer has this in its name, such as {layers[-1].name}; "
-                f"take a part of such a name ({kinds}), or remove it",
-            )
+                f"take a part of such a name ({kinds}), or remove it", keys[0],
+            )  # fmt: skip
     if all(layer.excluded_by for layer in layers):
-        key, value = (keys[0], float8.filter_fqns) if float8.filter_fqns else (keys[1], float8.filter_min_features)
-        yield Fault(
-            keys,
-            f"{key} = {show(value)}: excludes all {counted(len(layers), 'linear layer')}; exclude fewer, or remove "
-            "float8.recipe_name",
-        )
+        key = keys[0] if float8.filter_fqns else keys[1]
+        count = counted(len(layers), "linear layer")
+        yield fault(f"`{key}`: excludes all {count}; exclude fewer, or remove float8.recipe_name", *keys)
 
 
-def kernels_give_bf16(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def kernels_give_bf16(config: RunConfig) -> Faults:
     """Products by the kernels of a GPU have results in BF16: torch rejects others for all recipes but tensorwise."""
     float8, dtype = config.float8, config.training.mixed_precision_param
     if float8.recipe_name is not None and not float8.emulate and dtype != "bfloat16":
-        yield Fault(
-            ("training.mixed_precision_param", "float8.emulate"),
-            f"training.mixed_precision_param = {show(dtype)}: the results of FP8 products are bfloat16 on a GPU; set "
-            'it to "bfloat16", or float8.emulate = true',
-        )
+        yield fault(
+            "`training.mixed_precision_param`: the results of FP8 products are bfloat16 on a GPU; set it to "
+            '"bfloat16", or float8.emulate = true', "float8.emulate",
+        )  # fmt: skip
 
 
-def fp8_divides_the_layers(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def fp8_divides_the_layers(config: RunConfig, shape: ModelShape) -> Faults:
     """Inputs and outputs of what is converted are multiples of `FP8_MULTIPLE`, or of those of the experts' recipe, on
     each rank."""
     float8, tp = config.float8, config.parallelism.tensor_parallel_degree
     if float8.recipe_name is None:
         return
-    rule = f"FP8 products need multiples of {FP8_MULTIPLE}"
     uneven: dict[str, LinearLayer] = {}
     for layer in linear_layers(shape, float8, tp):
         if layer.excluded_by is None and (layer.outputs % FP8_MULTIPLE or layer.inputs % FP8_MULTIPLE):
             uneven.setdefault(layer.name.rpartition(".")[2], layer)
-    if uneven:
-        first = next(iter(uneven.values()))
-        yield Fault(
-            ("float8.recipe_name", "float8.filter_fqns", "model", "parallelism.tensor_parallel_degree"),
-            f"float8.recipe_name = {show(float8.recipe_name)}: {first.name} has {first.inputs} inputs and "
-            f"{first.outputs} outputs on a rank, and {rule}; set float8.filter_fqns = {show(list(uneven))}",
-        )
-    width, multiple = shape.moe_intermediate_size, EXPERTS_MULTIPLES[float8.experts_recipe_name]
-    if shape.hidden_size % multiple or width % multiple:
-        yield Fault(
-            ("float8.experts_recipe_name", "model.hidden_size", "model.moe_intermediate_size"),
-            f"float8.experts_recipe_name = {show(float8.experts_recipe_name)}: experts map model.hidden_size = "
-            f"{shape.hidden_size} to model.moe_intermediate_size = {width}, and its products need multiples of "
-            f"{multiple}; remove experts_recipe_name",
+    for first in list(uneven.values())[:1]:
+        yield fault(
+            f"`float8.recipe_name`: {first.name} has {first.inputs} inputs and {first.outputs} outputs on a rank, and "
+            f"FP8 products need multiples of {FP8_MULTIPLE}; set float8.filter_fqns = {show(list(uneven))}",
+            "float8.filter_fqns", "model", "parallelism.tensor_parallel_degree",
+        )  # fmt: skip
+    multiple = EXPERTS_MULTIPLES[float8.experts_recipe_name]
+    if shape.hidden_size % multiple or shape.moe_intermediate_size % multiple:
+        yield fault(
+            "`float8.experts_recipe_name`: experts map `model.hidden_size` to `model.moe_intermediate_size`, and its "
+            f"products need multiples of {multiple}; remove experts_recipe_name"
         )
 
 
-def fp8_divides_the_tokens(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def fp8_divides_the_tokens(config: RunConfig, shape: ModelShape) -> Faults:
     """The tokens of a micro-batch on a rank are a multiple of `FP8_MULTIPLE`, if weight gradients are in FP8."""
     if config.float8.recipe_name not in ("tensorwise", "rowwise"):
         return
@@ -162,46 +158,31 @@ def fp8_divides_the_tokens(config: RunConfig, shape: ModelShape, world_size: int
     ranks = layout.context_parallel_degree
     if any(layer.name.endswith("eh_proj") for layer in linear_layers(shape, config.float8) if not layer.excluded_by):
         ranks *= layout.tensor_parallel_degree  # the only linear layer on a rank's own part of the sequence
-    lengths = {"training.seq_len": config.training.seq_len}
-    if config.data.stages:
-        lengths = {
-            f"data.stages[{index}].seq_len": stage.seq_len or config.training.seq_len
-            for index, stage in enumerate(config.data.stages)
-        }
-    for key, length in lengths.items():
-        if rows * length // ranks % FP8_MULTIPLE:
-            step = FP8_MULTIPLE * ranks // math.gcd(FP8_MULTIPLE * ranks, rows)
-            yield Fault(
-                (key, "training.local_batch_size", "float8.recipe_name", "parallelism"),
-                f"{key} = {length}: {rows * length // ranks} tokens of a micro-batch on a rank, and weight gradients "
-                f"of float8.recipe_name = {show(config.float8.recipe_name)} need a multiple of {FP8_MULTIPLE}; take "
-                f"{-(-length // step) * step} or change training.local_batch_size, or set "
-                'float8.recipe_name = "rowwise_with_gw_hp"',
-            )
-            return
+    lengths = {
+        f"data.stages[{index}].seq_len": stage.seq_len or config.training.seq_len
+        for index, stage in enumerate(config.data.stages)
+    } or {"training.seq_len": config.training.seq_len}
+    for key in [key for key, length in lengths.items() if rows * length // ranks % FP8_MULTIPLE][:1]:
+        step = FP8_MULTIPLE * ranks // math.gcd(FP8_MULTIPLE * ranks, rows)
+        yield fault(
+            f"{key} = {lengths[key]}: {rows * lengths[key] // ranks} tokens of a micro-batch on a rank, and weight "
+            f"gradients of `float8.recipe_name` need a multiple of {FP8_MULTIPLE}; take "
+            f"{-(-lengths[key] // step) * step} or change training.local_batch_size, or set "
+            'float8.recipe_name = "rowwise_with_gw_hp"', key, "training.local_batch_size", "parallelism",
+        )  # fmt: skip
 
 
+@rule
 def shards_of_gathered_rows_are_even(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """FSDP2 gathers in FP8 only what its ranks share evenly: torchao does not pad the shards."""
     degree, layout = data_parallel_degree(config, world_size), config.parallelism
     if not config.float8.enable_fsdp_float8_all_gather or degree is None:
         return
     shards = degree // layout.data_parallel_replicate_degree * layout.context_parallel_degree
-    for layer in linear_layers(shape, config.float8, layout.tensor_parallel_degree):
-        if layer.excluded_by is None and layer.outputs % shards:
-            yield Fault(
-                ("float8.enable_fsdp_float8_all_gather", "parallelism", "model"),
-                f"float8.enable_fsdp_float8_all_gather = true: {layer.name} has {layer.outputs} rows, which {shards} "
-                f"ranks (data_parallel_shard_degree * context_parallel_degree) do not share evenly; take a degree that "
-                "divides them, or set it to false",
-            )
-            return
-
-
-FLOAT8_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
-    filters_leave_something,
-    kernels_give_bf16,
-    fp8_divides_the_layers,
-    fp8_divides_the_tokens,
-    shards_of_gathered_rows_are_even,
-)
+    layers = linear_layers(shape, config.float8, layout.tensor_parallel_degree)
+    for layer in [layer for layer in layers if layer.excluded_by is None and layer.outputs % shards][:1]:
+        yield fault(
+            f"`float8.enable_fsdp_float8_all_gather`: {layer.name} has {layer.outputs} rows, which {shards} ranks "
+            "(data_parallel_shard_degree * context_parallel_degree) do not share evenly; take a degree that divides "
+            "them, or set it to false", "parallelism", "model",
+        )  # fmt: skip

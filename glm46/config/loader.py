@@ -48,7 +48,8 @@ def load_config(
     config, invalid = validate_table(table)
     for idle in idle_keys(config):
         # The command line may switch off a feature whose keys the file sets.
-        if _any_touches([idle.switch], overridden) and not _any_touches([dotted(idle.place)], overridden):
+        is_off = idle.remedy and _any_touches([idle.switch], overridden)
+        if is_off and not _any_touches([dotted(idle.place)], overridden):
             take_out(table, idle.place)
     config, invalid = validate_table(table)
     faults += invalid

@@ -4,6 +4,8 @@ from functools import lru_cache
 from typing import Any
 
 from glm46.config.model import ModelConfig, ModelShape
+from glm46.config.run_config import RunConfig
+from glm46.config.section import Section
 
 _GLM_45: dict[str, Any] = dict(
     vocab_size=151552, hidden_size=5120, num_hidden_layers=92, first_k_dense_replace=3, intermediate_size=12288,
@@ -61,3 +63,13 @@ def resolve_shape(model: ModelConfig) -> ModelShape:
         KeyError: the flavor is not a preset; `config.loader` turns this into a message before any other use.
     """
     return ModelShape.model_validate(PRESETS[model.flavor].model_dump() | model.stated_shape)
+
+
+def with_presets(config: RunConfig) -> RunConfig:
+    """The config with the keys that the presets of [model] and [rl] fill in. [model] is then a `ModelShape`."""
+    sections: dict[str, Section] = {}
+    if config.model.flavor in PRESETS:
+        sections["model"] = resolve_shape(config.model)
+    if config.rl is not None:
+        sections["rl"] = config.rl.resolved()
+    return config.model_copy(update=sections)

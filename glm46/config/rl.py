@@ -5,12 +5,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
-from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Schedule, Section
+from glm46.config.section import ModelFolder, Needs, OnHub, Schedule, Section
 
 Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
     "distillation",
 ]  # fmt: skip
+_WEIGHED, _TO_REFERENCE = Needs("kl.weight"), Needs("kl.to", "reference")
 _LEVELS = ("token", "sequence", "geometric")
 
 
@@ -38,14 +39,14 @@ class KLConfig(Section):
     weight: float | None = Field(None, ge=0.0)
     """Factor of the penalty; 0: no penalty, and no reference network."""
 
-    to: Literal["reference", "old"] | None = None
+    to: Annotated[Literal["reference", "old"] | None, Needs("weight")] = None
     """reference: the policy that the run began with, or the weights of [rl.reference]. old: the policy that the
     ratio divides by."""
 
-    where: Literal["loss", "reward"] | None = None
+    where: Annotated[Literal["loss", "reward"] | None, Needs("weight")] = None
     """loss: a term of the loss, with gradient. reward: subtracted from the reward of each token."""
 
-    estimator: Literal["k1", "k2", "k3"] | None = None
+    estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("weight")] = None
     """With d = log policy - log other: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d."""
 
 
@@ -56,16 +57,16 @@ class CorrectionConfig(Section):
     level: Literal["none", "token", "sequence", "geometric"] | None = None
     """none: no weights. token: w of each token. sequence: its product over a sample. geometric: the mean of that."""
 
-    mode: Literal["truncate", "clip", "mask"] | None = None
+    mode: Annotated[Literal["truncate", "clip", "mask"] | None, Needs("level", _LEVELS)] = None
     """truncate: min(w, high) (TIS). clip: into [low, high]. mask: 0 outside of [low, high] (IcePop)."""
 
-    low: float | None = Field(None, ge=0.0)
+    low: Annotated[float | None, Needs("level", _LEVELS), Needs("mode", ("clip", "mask"))] = Field(None, ge=0.0)
     """Absent: 1 / high."""
 
-    high: float | None = Field(None, ge=1.0)
+    high: Annotated[float | None, Needs("level", _LEVELS)] = Field(None, ge=1.0)
     """Upper bound of w."""
 
-    normalize: bool = False
+    normalize: Annotated[bool, Needs("level", _LEVELS)] = False
     """Divide the weights by their mean over the optimizer step, all ranks and micro-batches: over tokens, or at the
     levels of samples over samples."""
 
@@ -137,14 +138,6 @@ class RLConfig(Section):
     of a token is the log-probability of the teacher, which is [rl.reference], less that of the policy (arXiv
     2306.13649)."""
 
-    mode: Literal["whole", "eval_only", "rollout_only", "train_only"] = "whole"
-    """eval_only: answer the prompts of [[rl.validation]] by the newest checkpoint of job.dump_folder, or by the weights
-    of checkpoint.initial_load_path, and end. rollout_only: write the rollouts of all steps, by these weights, into the
-    journal, and train nothing. train_only: train on the rollouts in ``rollouts_folder`` and generate none."""
-
-    rollouts_folder: Annotated[LocalPath | None, Needs("mode", ("train_only",))] = None
-    """The folder rollouts/ of the run that has generated them."""
-
     prompts_per_rollout: int = Field(ge=1)
     """Prompts taken at once, each group_size times, from one policy. One rollout is one or several optimizer steps of
     training.global_batch_size samples."""
@@ -161,7 +154,7 @@ class RLConfig(Section):
     forward pass of that step if it is the only one and neither correction.normalize nor a penalty in the reward reads
     them. rollout: those of the engine. Absent: that of the preset."""
 
-    reference_offload: bool = False
+    reference_offload: Annotated[bool, _WEIGHED, _TO_REFERENCE] = False
     """The weights of the reference stay in host memory (pinned beside a GPU), sharded; FSDP2 copies those of a layer to
     the device to compute it."""
 
@@ -177,10 +170,10 @@ class RLConfig(Section):
     whiten: bool | None = None
     """Give the advantages of all tokens of a rollout the mean 0 and the deviation 1. Absent: that of the preset."""
 
-    gamma: float | None = Field(None, ge=0.0, le=1.0)
+    gamma: Annotated[float | None, Needs("advantage", ("returns", "gae"))] = Field(None, ge=0.0, le=1.0)
     """Discount per token, for advantage = "returns" or "gae". Absent: that of the preset."""
 
-    gae_lambda: float | None = Field(None, ge=0.0, le=1.0)
+    gae_lambda: Annotated[float | None, Needs("advantage", "gae")] = Field(None, ge=0.0, le=1.0)
     """Weight of later value differences, for advantage = "gae". Absent: 1."""
 
     reduction: Literal["token_mean", "sample_mean", "constant"] | None = None
@@ -191,8 +184,8 @@ class RLConfig(Section):
     """Factor of the entropy that the loss rewards."""
 
     dynamic_sampling: bool | None = None
-    """Use only groups whose rewards differ, and take more prompts in place of the others. Absent: that of the
-    preset."""
+    """Use only groups whose rewards differ, and take more prompts in place of the others, in at most eight rounds:
+    a rollout that is not full then has fewer samples. Absent: that of the preset."""
 
     overlong_share: float | None = Field(None, ge=0.0, le=1.0)
     """Completions that end in the last part of the longest length, this share of it, lose reward, linearly from 0 to 1.
@@ -202,10 +195,6 @@ class RLConfig(Section):
     """``package.module:function`` of your own, which gets a group, a list of `Scored` (an `Answer` and its reward), and
     returns whether it is worth a step. Others are replaced as those of dynamic_sampling, which may be on too. A group
     is also left out if the call fails, or takes more than 10 seconds."""
-
-    max_rounds: int = Field(8, ge=1)
-    """With dynamic_sampling or a filter: rounds of taking prompts in place of groups that are left out. A rollout that
-    is not full then goes on with fewer samples."""
 
     warm_up_rollouts: int = Field(0, ge=0)
     """Rollouts at the start whose completions are the labels of the prompts, with the advantage 1, and not generated,
@@ -217,8 +206,8 @@ class RLConfig(Section):
     clip: ClipConfig = Field(default_factory=ClipConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
-    critic: CriticConfig | None = None
-    reference: ReferenceConfig | None = None
+    critic: Annotated[CriticConfig | None, Needs("advantage", "gae")] = None
+    reference: Annotated[ReferenceConfig | None, _WEIGHED, _TO_REFERENCE] = None
     environment: EnvironmentConfig | None = None
     stop: StopConfig = Field(default_factory=StopConfig)
 

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from glm46.config.faults import Fault, Faults, show
-from glm46.config.overrides import dotted
-from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.faults import show
+from glm46.config.overrides import dotted, key_parts
+from glm46.config.presets import with_presets
+from glm46.config.rules import Broken, Faults, fault, rule, with_value
+from glm46.config.run_config import RunConfig
 from glm46.config.section import Needs, Section
 
 
@@ -14,70 +16,85 @@ class IdleKey(NamedTuple):
 
     place: tuple[str | int, ...]
     """The parts of the key, see `overrides.key_parts`."""
-    value: Any
     is_stated: bool
     """True if the config sets the key, to something else than a default that is "off"."""
     switch: str
     """Dotted key whose value disables the key."""
     remedy: str
-    """The switch with a value that enables the key."""
+    """The switch with a value that enables the key; empty if it must be absent."""
+    reason: str
+    """See `Needs.absent`."""
 
 
-_OFF = (None, False, 0, "", (), "auto")
-"""Defaults that can be stated where they have no effect."""
-
-
-def stated_keys_have_an_effect(config: Section) -> Faults:
+@rule
+def stated_keys_have_an_effect(config: RunConfig) -> Faults:
     """Every key that is set has an effect."""
-    for idle in idle_keys(config):
+    yield from idle_faults(config)
+
+
+def idle_faults(root: Section) -> Iterator[Broken]:
+    """The faults of the keys of a run or a recipe that are set without effect."""
+    for idle in idle_keys(root):
         key = dotted(idle.place)
-        if idle.is_stated:
-            message = f"{key} = {show(idle.value)}: has no effect without {idle.remedy}; set that, or remove {key}"
-            yield Fault((key, idle.switch), message)
+        name = f"[{key}]" if with_value(root, key).startswith("[") else key
+        now = with_value(root, idle.switch)
+        if not idle.is_stated:
+            continue
+        if not idle.remedy:
+            yield fault(f"`{key}`: has no effect with `{idle.switch}`{idle.reason}; remove {name}")
+        elif now.endswith(")"):  # of a preset
+            yield fault(f"`{key}`: has no effect with `{idle.switch}`; set {idle.remedy}, or remove {name}")
+        else:
+            yield fault(f"`{key}`: has no effect without {idle.remedy}; set that, or remove {name}", idle.switch)
 
 
 def idle_keys(root: Section) -> Iterator[IdleKey]:
     """Every key of a run or a recipe that has no effect, set or not; each once."""
-    yield from _idle_keys(root, root, ())
+    yield from _idle_keys(with_presets(root) if isinstance(root, RunConfig) else root, root, "")
 
 
-def _idle_keys(root: Section, section: Section, prefix: tuple[str | int, ...]) -> Iterator[IdleKey]:
+def _idle_keys(full: Section, section: Section, prefix: str) -> Iterator[IdleKey]:
+    """Those of a section under a prefix, with the values of ``full``."""
     for name, field in type(section).model_fields.items():
-        value, place = getattr(section, name), (*prefix, name)
+        value, place = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, Section):
-            yield from _idle_keys(root, value, place)
-        elif isinstance(value, tuple):
-            for index, entry in enumerate(value):
-                if isinstance(entry, Section):
-                    yield from _idle_keys(root, entry, (*place, index))
-        is_stated = name in section.model_fields_set and not (value == field.default and value in _OFF)
-        for need in field.metadata:
-            if not isinstance(need, Needs):
+            yield from _idle_keys(full, value, f"{place}.")
+        for index, entry in enumerate(value if isinstance(value, tuple) else ()):
+            if isinstance(entry, Section):
+                yield from _idle_keys(full, entry, f"{place}[{index}].")
+        is_off = value is None or (value == field.default and (not value or value == "auto"))
+        for need in (mark for mark in field.metadata if isinstance(mark, Needs)):
+            switch, unless = (_whole(section, prefix, key) for key in (need.key, need.unless or ""))
+            found = _find(full, switch)
+            if (unless and any(_find(full, unless))) or any(_suffices(need, one) for one in found):
                 continue
-            found = _find(root, section, need.key)
-            if need.unless is not None and any(_find(root, section, need.unless)):
-                continue
-            if not any(_suffices(need, one) for one in found):
-                is_sibling = need.key.partition("[")[0].partition(".")[0] in type(section).model_fields
-                switch = f"{dotted(prefix)}.{need.key}".removeprefix(".") if is_sibling else need.key
-                yield IdleKey(place, value, is_stated, switch.partition("[]")[0], _remedy(need, switch, found))
-                break
+            is_stated = name in section.model_fields_set and not (is_off or (need.absent and not value))
+            remedy, switch = _remedy(need, switch, found), switch.partition("[]")[0]
+            yield IdleKey(tuple(key_parts(place)), is_stated, switch, remedy, need.absent)
+            break
 
 
-def _find(root: Section, section: Section, key: str) -> list[Any]:
-    """The values of a key: of this section if it has the field, else of the root; none if its table is absent."""
-    first, *parts = key.replace("[]", "").split(".")
-    places: list[Any] = [getattr(section if first in type(section).model_fields else root, first)]
-    if first == "model":  # keys that the table does not set come from the preset
-        places = [resolve_shape(place) for place in places if place.flavor in PRESETS]
-    for part in parts:
+def _whole(section: Section, prefix: str, key: str) -> str:
+    """The dotted key of a run that a key of `Needs` in a section stands for."""
+    first = key.partition("[")[0].partition(".")[0]
+    return prefix + key if first in type(section).model_fields else key
+
+
+def _find(root: Section, key: str) -> list[Any]:
+    """The values of a key; none if its table is absent."""
+    places: list[Any] = [root]
+    for part in key_parts(key):
+        if isinstance(part, int):
+            places = [place[part] for place in places]
+            continue
         entries = [entry for place in places for entry in (place if isinstance(place, tuple) else (place,))]
-        entries = [entry for entry in entries if entry is not None]
-        places = [getattr(entry, part) for entry in entries]
+        places = [getattr(entry, part) for entry in entries if entry is not None]
     return places
 
 
 def _suffices(need: Needs, found: Any) -> bool:
+    if need.absent:
+        return found is None
     if need.above is not None:
         return found > need.above
     return bool(found) if need.value is None else found in _choices(need)
@@ -88,6 +105,8 @@ def _choices(need: Needs) -> tuple[Any, ...]:
 
 
 def _remedy(need: Needs, switch: str, found: list[Any]) -> str:
+    if need.absent:
+        return ""
     if need.value is not None:
         other = f" or {need.unless}" if need.unless else ""
         return f"{switch} = {' or '.join(map(show, _choices(need)))}{other}"

@@ -1,31 +1,58 @@
-"""Rules about fine-tuning: where it starts, and the keys of other tasks."""
+"""Rules about [finetune] and [finetune.preference]."""
 
-from glm46.config.faults import Fault, Faults, show
+from glm46.config.finetune import FineTuneConfig, PreferenceConfig
+from glm46.config.model import ModelShape
+from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
 
 
-def fine_tuning_has_a_base(config: RunConfig) -> Faults:
+@rule
+def fine_tuning_has_a_base(config: RunConfig, finetune: FineTuneConfig) -> Faults:
     """Fine-tuning starts from trained weights."""
-    key = "checkpoint.initial_load_path"
-    is_new = config.checkpoint.load_path is None and config.adapter is None  # a rule of [adapter] asks for the base
-    if config.finetune is not None and is_new and config.checkpoint.initial_load_path is None:
-        yield Fault(
-            ("finetune", key),
-            f"[finetune]: {key} is absent; name the trained weights to start from: a step folder with "
+    checkpoint, key = config.checkpoint, "checkpoint.initial_load_path"
+    starts = (checkpoint.load_path, checkpoint.initial_load_path, config.adapter)  # rules of [adapter] ask for the base
+    if not any(start is not None for start in starts):
+        yield fault(
+            f"`finetune`: {key} is absent; name the trained weights to start from: a step folder with "
             "checkpoint.initial_load_model_only = true, or a Hugging Face folder with "
-            "checkpoint.initial_load_in_hf = true",
+            "checkpoint.initial_load_in_hf = true", key,
+        )  # fmt: skip
+
+
+@rule
+def preference_is_the_only_loss(config: RunConfig, preference: PreferenceConfig, shape: ModelShape) -> Faults:
+    """Nothing else is asked of pairs than their loss."""
+    if shape.num_nextn_predict_layers:
+        yield fault(
+            "`model.num_nextn_predict_layers`: must be 0 under `finetune.preference`, which does not train them: those "
+            "of the start are left as they are; set it to 0"
         )
+    if config.validation.tasks:
+        yield fault(
+            "validation.tasks: not possible under `finetune.preference`, whose held-out documents are pairs; remove "
+            "them", "validation.tasks",
+        )  # fmt: skip
 
 
-def fine_tuning_answers_messages(config: RunConfig) -> Faults:
-    """A fine-tuning run shows answers, no continuation of a text."""
-    prompt = config.inference.prompt
-    if config.finetune is not None and prompt:
-        yield Fault(
-            ("inference.prompt", "finetune"),
-            f"inference.prompt = {show(prompt)}: has no effect with [finetune], which shows answers to messages; move "
-            "the text to finetune.samples, or remove inference.prompt",
-        )
-
-
-FINETUNE_RULES = (fine_tuning_has_a_base, fine_tuning_answers_messages)
+@rule
+def reference_is_the_start(config: RunConfig, preference: PreferenceConfig) -> Faults:
+    """The reference is what the policy begins as."""
+    checkpoint, adapter, key = config.checkpoint, config.adapter, "checkpoint.initial_load_path"
+    if adapter is not None:  # rules of [adapter] ask for the base
+        if adapter.initial_load_path is not None:
+            yield fault(
+                "`adapter.initial_load_path`: not possible under `finetune.preference`, whose reference is the base "
+                "without adapters; merge them with 'convert merge' and start from the merged folder"
+            )
+        return
+    if checkpoint.initial_load_path is None and checkpoint.load_path is not None:  # else a rule of [finetune] says it
+        yield fault(
+            f"{key}: absent, but the reference of `finetune.preference` is read from it at every start, "
+            "checkpoint.load_path or not; name the weights that the first start had", key,
+        )  # fmt: skip
+    for name in ("checkpoint.initial_load_include", "checkpoint.initial_load_exclude"):
+        if getattr(checkpoint, name.partition(".")[2]):
+            yield fault(
+                f"`{name}`: not possible under `finetune.preference`, whose policy begins as its reference; remove "
+                f"{name}"
+            )

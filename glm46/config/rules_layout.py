@@ -4,12 +4,12 @@ A world size of None means that the number of processes is not known yet; rules 
 """
 
 import math
-from collections.abc import Callable
 
-from glm46.config.faults import Fault, Faults, counted, near_values, show
+from glm46.config.faults import counted, near_values
 from glm46.config.model import ModelShape
+from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
-from glm46.config.section import Schedule
+from glm46.config.section import values_of
 
 STATE_BLOCK, STATE_LEAST_ENTRIES = 64, 4096
 """Columns that share a scale in 8-bit states, and entries of the smallest tensor with such states; a test holds both
@@ -27,14 +27,8 @@ def data_parallel_degree(config: RunConfig, world_size: int | None) -> int | Non
     return layout.data_parallel_replicate_degree * shard
 
 
-def values_of(schedule: Schedule | None) -> tuple[float, ...]:
-    """All values of a schedule."""
-    if schedule is None:
-        return ()
-    return tuple(value for _, value in schedule) if isinstance(schedule, tuple) else (schedule,)
-
-
-def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def layout_divides_the_model(config: RunConfig, shape: ModelShape) -> Faults:
     """Each axis splits its dimension evenly."""
     layout = config.parallelism
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
@@ -52,83 +46,81 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape, world_size: i
             wanted = "must divide" if factor == 1 else f"{factor} times it must divide"
             alike = [(of[3], of[4]) for of in rules if of[0] == degree_key]
             remedy = near_values(degree, size, lambda n: n == 1 or not any(s % (n * f) for s, f in alike))  # noqa: B023
-            yield Fault(
-                (f"parallelism.{degree_key}", key),
-                f"parallelism.{degree_key} = {degree}: {wanted} {key} = {size}; {remedy}",
-            )
+            yield fault(f"`parallelism.{degree_key}`: {wanted} `{key}`; {remedy}")
 
 
-def tensor_parallel_ranks_share_key_heads(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def tensor_parallel_ranks_share_key_heads(config: RunConfig, shape: ModelShape) -> Faults:
     """A tensor-parallel rank has whole key heads, or an equal part of one."""
     degree, heads = config.parallelism.tensor_parallel_degree, shape.num_key_value_heads
     if heads % degree == 0 or (degree % heads == 0 and shape.head_dim % (degree // heads) == 0):
         return
-    key, size = ("num_key_value_heads", heads) if degree % heads else ("head_dim", shape.head_dim)
-    rule = "divide it or be a multiple of it" if degree % heads else f"leave equal parts of {heads} key heads"
+    key = "num_key_value_heads" if degree % heads else "head_dim"
+    wanted = "divide it or be a multiple of it" if degree % heads else f"leave equal parts of {heads} key heads"
     fitting = math.gcd(degree, heads) if degree % heads else heads * math.gcd(degree // heads, shape.head_dim)
-    yield Fault(
-        ("parallelism.tensor_parallel_degree", f"model.{key}"),
-        f"parallelism.tensor_parallel_degree = {degree} with model.{key} = {size}: must {rule}; take {fitting}",
-    )
+    yield fault(f"`parallelism.tensor_parallel_degree` with `model.{key}`: must {wanted}; take {fitting}")
 
 
-def a_replica_can_be_lost(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def a_replica_can_be_lost(config: RunConfig) -> Faults:
     """The least number of replicas is below their number."""
     least, replicas = config.fault_tolerance.min_replicas, config.parallelism.data_parallel_replicate_degree
     if least and least >= replicas > 1:
-        yield Fault(
-            ("fault_tolerance.min_replicas", "parallelism.data_parallel_replicate_degree"),
-            f"fault_tolerance.min_replicas = {least}: must be below parallelism.data_parallel_replicate_degree = "
-            f"{replicas}; take at most {replicas - 1}, or 0 to never go on with fewer",
+        yield fault(
+            "`fault_tolerance.min_replicas`: must be below `parallelism.data_parallel_replicate_degree`; take at most "
+            f"{replicas - 1}, or 0 to never go on with fewer"
         )
 
 
-def batch_divides(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def batch_divides(config: RunConfig, world_size: int | None) -> Faults:
     """The global batch is a multiple of one micro-batch over all data-parallel ranks, as far as these are known."""
     local, batch = config.training.local_batch_size, config.training.global_batch_size
     degree = data_parallel_degree(config, world_size)
     # Without the number of processes, the known divisor of the true degree must divide the batch already.
     divisor = local * (degree or config.parallelism.data_parallel_replicate_degree)
-    keys = ("training.global_batch_size", "training.local_batch_size", "parallelism")
-    explained = f"training.local_batch_size = {local} times {counted(divisor // local, 'data-parallel rank')}"
+    key, explained = "training.global_batch_size", f"times {counted(divisor // local, 'data-parallel rank')}"
     if isinstance(batch, tuple):
         # A ramp is rounded down to a multiple, so only values below the smallest multiple are faults.
         if 1 <= min(values_of(batch)) < divisor:
-            yield Fault(
-                keys,
-                f"training.global_batch_size = {show(batch)}: {min(values_of(batch)):g} sequences are less than one "
-                f"micro-batch, {divisor} ({explained}); start the ramp higher or lower local_batch_size",
+            yield fault(
+                f"`{key}`: {min(values_of(batch)):g} sequences are less than one micro-batch, {divisor} "
+                f"(`training.local_batch_size` {explained}); start the ramp higher or lower local_batch_size",
+                "parallelism",
             )
     elif batch is not None and batch >= 1 and batch % divisor:
         below = int(batch // divisor) * divisor
-        yield Fault(
-            keys,
-            f"training.global_batch_size = {batch:g}: must be a multiple of {divisor} ({explained}); "
-            f"take {f'{below} or ' if below else ''}{below + divisor}",
-        )
+        yield fault(
+            f"{key} = {batch:g}: must be a multiple of {divisor} (`training.local_batch_size` {explained}); take "
+            f"{f'{below} or ' if below else ''}{below + divisor}", key, "parallelism",
+        )  # fmt: skip
 
 
-def deferred_sums_are_of_several(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def deferred_sums_are_of_several(config: RunConfig, world_size: int | None) -> Faults:
     """Gradients that are summed over ranks once per step are those of several micro-batches, and sums of FP32."""
     key, training = "parallelism.defer_gradient_sync", config.training
     if not config.parallelism.defer_gradient_sync:
         return
     if config.parallelism.pipeline_parallel_degree > 1:
         other = "parallelism.pipeline_parallel_degree"
-        yield Fault((key, other), f"{key} = true: a pipeline sums gradients once per step in any case; remove {key}")
+        yield fault(f"`{key}`: a pipeline sums gradients once per step in any case; remove {key}", other)
     if training.mixed_precision_reduce != "float32":
         other = "training.mixed_precision_reduce"
-        why = f'{other} = "{training.mixed_precision_reduce}" would lose small gradients in sums over micro-batches'
-        yield Fault((key, other), f'{key} = true: {why}; set {other} = "float32", or remove {key}')
+        yield fault(
+            f'`{key}`: `{other}` would lose small gradients in sums over micro-batches; set {other} = "float32", or '
+            f"remove {key}"
+        )
     degree, batch = data_parallel_degree(config, world_size), training.global_batch_size
     micro_batch = training.local_batch_size * (degree or 0)
     if micro_batch and config.rl is None and max(values_of(batch), default=0) < 2 * micro_batch:
         other, rows = "training.global_batch_size", counted(micro_batch, "sequence")
         why = f"a step has one micro-batch, {rows} of all ranks, so that it only holds whole gradients in memory"
-        yield Fault((key, other), f"{key} = true: {why}; set {other} = {2 * micro_batch} or more, or remove {key}")
+        yield fault(f"`{key}`: {why}; set {other} = {2 * micro_batch} or more, or remove {key}", other)
 
 
-def chunks_have_tokens(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def chunks_have_tokens(config: RunConfig) -> Faults:
     """Tokens of a rank that travel in two chunks are at least two."""
     layout, key = config.parallelism, "parallelism.expert_exchange_chunks"
     rows, ranks = config.training.local_batch_size, layout.context_parallel_degree * layout.tensor_parallel_degree
@@ -136,31 +128,30 @@ def chunks_have_tokens(config: RunConfig, shape: ModelShape, world_size: int | N
         [config.training.seq_len, *(stage.seq_len or config.training.seq_len for stage in config.data.stages)]
     )
     if (layout.expert_exchange_chunks or 1) > max(tokens := rows * shortest // ranks, 1):
-        yield Fault((key,), f"{key} = 2: a rank has {counted(tokens, 'token')} per micro-batch; take 1")
+        yield fault(f"`{key}`: a rank has {counted(tokens, 'token')} per micro-batch; take 1")
 
 
-def degrees_multiply_to_the_processes(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def degrees_multiply_to_the_processes(config: RunConfig, world_size: int | None) -> Faults:
     """The degrees multiply to the number of processes."""
     if world_size is None:
         return
     layout = config.parallelism
-    keys = ("parallelism",)
     fixed, shard = layout.stated_ranks, layout.data_parallel_shard_degree
     spelled = "replicate * tensor * pipeline * context"
     if shard == -1 and world_size % fixed:
-        yield Fault(
-            keys,
+        yield fault(
             f"parallelism: {spelled} degrees multiply to {fixed}, which does not divide "
             f"{counted(world_size, 'process')}; start a multiple of {fixed} processes, or lower a degree",
+            "parallelism",
         )
     elif shard > 0 and fixed * shard != world_size:
         more = "more" if world_size > fixed * shard else "fewer"
         other = "lower another degree" if world_size % fixed else "set data_parallel_shard_degree = -1"
-        yield Fault(
-            keys,
+        yield fault(
             f"parallelism: shard * {spelled} degrees multiply to {fixed * shard} processes, and {world_size} is "
-            f"{more}; start {fixed * shard} processes (NGPU={fixed * shard}), or {other}",
-        )
+            f"{more}; start {fixed * shard} processes (NGPU={fixed * shard}), or {other}", "parallelism",
+        )  # fmt: skip
 
 
 def _ranks_to_borrow(config: RunConfig, world_size: int | None) -> int | None:
@@ -172,18 +163,19 @@ def _ranks_to_borrow(config: RunConfig, world_size: int | None) -> int | None:
     return shard * layout.context_parallel_degree * layout.tensor_parallel_degree
 
 
+@rule
 def experts_borrow_whole_ranks(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """The expert degree divides the ranks that it is borrowed from."""
-    layout, ranks = config.parallelism, _ranks_to_borrow(config, world_size)
-    if ranks is not None and ranks % layout.expert_parallel_degree:
-        yield Fault(
-            ("parallelism",),
-            f"parallelism.expert_parallel_degree = {layout.expert_parallel_degree}: must divide shard * context * "
-            f"tensor degrees = {ranks}, from which it is borrowed; "
-            + near_values(layout.expert_parallel_degree, ranks, lambda n: ranks % n == shape.n_routed_experts % n == 0),
-        )
+    degree, ranks = config.parallelism.expert_parallel_degree, _ranks_to_borrow(config, world_size)
+    if ranks is not None and ranks % degree:
+        near = near_values(degree, ranks, lambda n: ranks % n == shape.n_routed_experts % n == 0)
+        yield fault(
+            f"`parallelism.expert_parallel_degree`: must divide shard * context * tensor degrees = {ranks}, from which "
+            f"it is borrowed; {near}", "parallelism",
+        )  # fmt: skip
 
 
+@rule
 def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
     """FSDP2 shards experts evenly: whole experts, or equal parts of each expert."""
     ranks, ep = _ranks_to_borrow(config, world_size), config.parallelism.expert_parallel_degree
@@ -220,17 +212,17 @@ def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int
                 for numbers in (range(min(here - 1, last), 0, -1), range(here + 1, last + 1))
             ]
             remedies.insert(0, f"start {' or '.join(str(count) for count in counts if count)} processes")
-    yield Fault(
-        ("parallelism",),
+    yield fault(
         f"{subject}: {counted(shape.n_routed_experts // ep, 'expert')} of a layer sharded over {ranks // ep} ranks, "
         f"which divide neither their number nor an expert's {' and '.join(map(str, rows))} rows; "
-        f"{', or '.join(remedies)}",
-    )
+        f"{', or '.join(remedies)}", "parallelism",
+    )  # fmt: skip
 
 
-def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape) -> Faults:
     """Tensor parallelism shards columns between the blocks of 8-bit states."""
-    tensor = config.parallelism.tensor_parallel_degree
+    tensor, key = config.parallelism.tensor_parallel_degree, "parallelism.tensor_parallel_degree"
     if config.optimizer.state_dtype != "8bit" or tensor == 1:
         return
     cut = [("model.num_attention_heads * head_dim", shape.num_attention_heads * shape.head_dim)]
@@ -242,24 +234,8 @@ def state_blocks_are_not_cut(config: RunConfig, shape: ModelShape, world_size: i
     cut = [(name, columns) for name, columns in cut if columns * shape.hidden_size >= STATE_LEAST_ENTRIES]
     for name, columns in cut:
         if columns % (STATE_BLOCK * tensor):
-            fitting = near_values(tensor, tensor, lambda n: all(of % (STATE_BLOCK * n) == 0 or n == 1 for _, of in cut))
-            yield Fault(
-                ("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
-                f'optimizer.state_dtype = "8bit": parallelism.tensor_parallel_degree = {tensor} shards {columns} '
-                f"columns ({name}), which must leave multiples of {STATE_BLOCK} on each rank; {fitting} for "
-                "the degree, or another state_dtype",
+            near = near_values(tensor, tensor, lambda n: all(of % (STATE_BLOCK * n) == 0 or n == 1 for _, of in cut))
+            yield fault(
+                f"`optimizer.state_dtype`: `{key}` shards {columns} columns ({name}), which must leave multiples of "
+                f"{STATE_BLOCK} on each rank; {near} for the degree, or another state_dtype"
             )
-
-
-LAYOUT_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
-    layout_divides_the_model,
-    tensor_parallel_ranks_share_key_heads,
-    degrees_multiply_to_the_processes,
-    experts_borrow_whole_ranks,
-    expert_shards_are_even,
-    a_replica_can_be_lost,
-    batch_divides,
-    deferred_sums_are_of_several,
-    chunks_have_tokens,
-    state_blocks_are_not_cut,
-)

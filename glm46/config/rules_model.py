@@ -1,82 +1,73 @@
 """Rules about the shape of a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from glm46.config.faults import Fault, Faults, near_values, show
+from glm46.config.faults import near_values
 from glm46.config.model import ModelShape
+from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
 
 
-def heads_group_evenly(config: RunConfig, shape: ModelShape) -> Faults:
+@rule
+def heads_group_evenly(shape: ModelShape) -> Faults:
     """Each key and value head serves the same number of query heads."""
     queries, heads = shape.num_attention_heads, shape.num_key_value_heads
     if queries % heads:
-        yield Fault(
-            ("model.num_attention_heads", "model.num_key_value_heads"),
-            f"model.num_attention_heads = {queries}: must be a multiple of "
-            f"model.num_key_value_heads = {heads}; {near_values(queries, queries + heads, lambda n: n % heads == 0)}",
-        )
+        near = near_values(queries, queries + heads, lambda n: n % heads == 0)
+        yield fault(f"`model.num_attention_heads`: must be a multiple of `model.num_key_value_heads`; {near}")
 
 
-def rotated_part_is_even(config: RunConfig, shape: ModelShape) -> Faults:
+@rule
+def rotated_part_is_even(shape: ModelShape) -> Faults:
     """Rotary positions rotate pairs of dimensions."""
     rotated = shape.head_dim * shape.partial_rotary_factor
     if rotated != int(rotated) or int(rotated) % 2 or rotated < 2:
-        yield Fault(
-            ("model.partial_rotary_factor", "model.head_dim"),
-            f"model.partial_rotary_factor = {shape.partial_rotary_factor}: rotates {rotated:g} of model.head_dim = "
-            f"{shape.head_dim} dimensions in pairs, so this must be an even number of at least 2; "
-            f"take {max(2, 2 * round(rotated / 2)) / shape.head_dim}",
+        yield fault(
+            f"`model.partial_rotary_factor`: rotates {rotated:g} of `model.head_dim` dimensions in pairs, so this must "
+            f"be an even number of at least 2; take {max(2, 2 * round(rotated / 2)) / shape.head_dim}"
         )
 
 
-def dense_layers_exist(config: RunConfig, shape: ModelShape) -> Faults:
+@rule
+def dense_layers_exist(shape: ModelShape) -> Faults:
     """There are no more dense layers than layers."""
     if shape.first_k_dense_replace > shape.num_hidden_layers:
-        yield Fault(
-            ("model.first_k_dense_replace", "model.num_hidden_layers"),
-            f"model.first_k_dense_replace = {shape.first_k_dense_replace}: there are only model.num_hidden_layers = "
-            f"{shape.num_hidden_layers}; lower it",
-        )
+        yield fault("`model.first_k_dense_replace`: there are only `model.num_hidden_layers`; lower it")
 
 
-def expert_groups_are_even(config: RunConfig, shape: ModelShape) -> Faults:
+@rule
+def expert_groups_are_even(shape: ModelShape) -> Faults:
     """Groups hold the same number of experts, and a group is scored by its best two."""
     experts, groups = shape.n_routed_experts, shape.n_group
     if experts % groups:
-        yield Fault(
-            ("model.n_group", "model.n_routed_experts"),
-            f"model.n_group = {groups}: must divide model.n_routed_experts = {experts}; "
-            + near_values(groups, max(experts // 2, 1), lambda n: experts % n == 0),
-        )
+        near = near_values(groups, max(experts // 2, 1), lambda n: experts % n == 0)
+        yield fault(f"`model.n_group`: must divide `model.n_routed_experts`; {near}")
     elif groups > 1 and experts // groups < 2:
-        yield Fault(
-            ("model.n_group", "model.n_routed_experts"),
-            f"model.n_group = {groups}: leaves one expert per group, and a group is scored by its best two; lower it",
+        yield fault(
+            "`model.n_group`: leaves one expert per group, and a group is scored by its best two; lower it",
+            "model.n_routed_experts",
         )
     if shape.topk_group > groups:
-        yield Fault(
-            ("model.topk_group", "model.n_group"),
-            f"model.topk_group = {shape.topk_group}: there are only model.n_group = {groups} groups; lower it",
-        )
+        yield fault("`model.topk_group`: there are only `model.n_group` groups; lower it")
 
 
-def token_finds_enough_experts(config: RunConfig, shape: ModelShape) -> Faults:
+@rule
+def token_finds_enough_experts(shape: ModelShape) -> Faults:
     """Top-k needs k experts inside the groups that a token may use."""
     reachable = shape.n_routed_experts * min(shape.topk_group, shape.n_group) // shape.n_group
     if shape.num_experts_per_tok > reachable:
-        yield Fault(
-            ("model.num_experts_per_tok", "model.n_routed_experts", "model.n_group", "model.topk_group"),
-            f"model.num_experts_per_tok = {shape.num_experts_per_tok}: a token can reach only {reachable} of "
-            f"model.n_routed_experts = {shape.n_routed_experts}; lower it",
-        )
+        yield fault(
+            f"`model.num_experts_per_tok`: a token can reach only {reachable} of `model.n_routed_experts`; lower it",
+            "model.n_group", "model.topk_group",
+        )  # fmt: skip
 
 
+@rule
 def expert_rows_are_aligned(config: RunConfig, shape: ModelShape) -> Faults:
     """Expert rows begin at multiples of 16 bytes."""
-    for key, entries, fault in unaligned_experts(shape, config.training.mixed_precision_param):
+    for key, entries, broken in unaligned_experts(shape, config.training.mixed_precision_param):
         width = -(-getattr(shape, key) // entries) * entries
-        yield Fault((f"model.{key}", "training.mixed_precision_param"), f"model.{fault}; take {width}")
+        yield fault(f"model.{broken}; take {width}", f"model.{key}", "training.mixed_precision_param")
 
 
 def unaligned_experts(shape: ModelShape, dtype: str) -> Iterator[tuple[str, int, str]]:
@@ -90,54 +81,37 @@ def unaligned_experts(shape: ModelShape, dtype: str) -> Iterator[tuple[str, int,
     if shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
         for key in ("hidden_size", "moe_intermediate_size"):
             if (width := getattr(shape, key)) % entries:
-                rule = (
-                    f"must be a multiple of {entries} for experts in {dtype}, whose rows begin at multiples of 16 bytes"
-                )
-                yield key, entries, f"{key} = {width}: {rule}"
+                part = f"{entries} for experts in {dtype}, whose rows begin at multiples of 16 bytes"
+                yield key, entries, f"{key} = {width}: must be a multiple of {part}"
 
 
+@rule
 def sequence_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
     """A sequence is not longer than the positions of the model."""
     if config.training.seq_len > shape.max_position_embeddings:
-        yield Fault(
-            ("training.seq_len", "model.max_position_embeddings"),
-            f"training.seq_len = {config.training.seq_len}: longer than model.max_position_embeddings = "
-            f"{shape.max_position_embeddings}; shorten it, or raise max_position_embeddings (and rope_theta with it)",
+        yield fault(
+            "`training.seq_len`: longer than `model.max_position_embeddings`; shorten it, or raise "
+            "max_position_embeddings (and rope_theta with it)"
         )
 
 
+@rule
 def validation_fits_the_positions(config: RunConfig, shape: ModelShape) -> Faults:
     """No row of a validation task is longer than the positions of the model."""
     for index, task in enumerate(config.validation.tasks):
         if max(task.lengths, default=0) > shape.max_position_embeddings:
-            key = f"validation.tasks[{index}].lengths"
-            yield Fault(
-                (key, "model.max_position_embeddings"),
-                f"{key} = {show(task.lengths)}: longer than model.max_position_embeddings = "
-                f"{shape.max_position_embeddings}; take lengths up to that, or raise it",
+            yield fault(
+                f"`validation.tasks[{index}].lengths`: longer than `model.max_position_embeddings`; take lengths up to "
+                "that, or raise it"
             )
 
 
+@rule
 def yarn_knows_the_original_length(config: RunConfig, shape: ModelShape) -> Faults:
     """YaRN needs the original length, which separates fast from slow frequencies."""
     tables = {"model": shape.rope_scaling}
     tables |= {f"data.stages[{index}]": stage.rope_scaling for index, stage in enumerate(config.data.stages)}
     for place, scaling in tables.items():
         if scaling is not None and scaling.rope_type == "yarn" and scaling.original_max_position_embeddings is None:
-            key = f"{place}.rope_scaling.original_max_position_embeddings"
-            yield Fault(
-                (key,), f'{key}: required for rope_type = "yarn", but absent; set the length of the previous training'
-            )
-
-
-MODEL_RULES: tuple[Callable[[RunConfig, ModelShape], Faults], ...] = (
-    heads_group_evenly,
-    rotated_part_is_even,
-    dense_layers_exist,
-    expert_groups_are_even,
-    token_finds_enough_experts,
-    expert_rows_are_aligned,
-    sequence_fits_the_positions,
-    validation_fits_the_positions,
-    yarn_knows_the_original_length,
-)
+            key = f"`{place}.rope_scaling.original_max_position_embeddings`"
+            yield fault(f'{key}: required for rope_type = "yarn", but absent; set the length of the previous training')

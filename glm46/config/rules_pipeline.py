@@ -1,79 +1,73 @@
 """Rules about pipelines: stages and micro-batches that a schedule needs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
-from glm46.config.faults import Fault, Faults, counted, show
+from glm46.config.faults import counted, show
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.config.rules import Faults, fault, rule
 from glm46.config.rules_layout import data_parallel_degree
 from glm46.config.run_config import RunConfig
 from glm46.config.section import Schedule
 
 
-def every_stage_has_a_layer(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def every_stage_has_a_layer(config: RunConfig, shape: ModelShape) -> Faults:
     """Every pipeline stage has at least one layer."""
     layout = config.parallelism
     if layout.pipeline_parallel_degree > 1 and layout.stages > shape.num_hidden_layers:
         each = f" with {layout.stages_per_rank} stages each" if layout.stages_per_rank > 1 else ""
-        yield Fault(
-            ("parallelism.pipeline_parallel_degree", "model.num_hidden_layers"),
-            f"parallelism.pipeline_parallel_degree = {layout.pipeline_parallel_degree}{each}: there are only "
-            f"model.num_hidden_layers = {counted(shape.num_hidden_layers, 'layer')}; lower it",
+        noun = counted(shape.num_hidden_layers, "layer").partition(" ")[2]
+        yield fault(
+            f"`parallelism.pipeline_parallel_degree`{each}: there are only `model.num_hidden_layers` {noun}; lower it"
         )
 
 
-def stages_fit_the_schedule(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def stages_fit_the_schedule(config: RunConfig) -> Faults:
     """The stages per rank fit the schedule: V-shaped schedules have two, some others one."""
-    key = "parallelism.pipeline_parallel_stages_per_rank"
-    name = config.parallelism.pipeline_parallel_schedule
-    schedule, stated = PIPELINE_SCHEDULES[name], config.parallelism.pipeline_parallel_stages_per_rank
+    name, stated = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_stages_per_rank
+    schedule = PIPELINE_SCHEDULES[name]
     if stated not in (None, schedule.stages_per_rank) and (schedule.has_one_stage or schedule.is_v_shaped):
-        several = "Interleaved1F1B or InterleavedZeroBubble"
-        yield Fault(
-            (key,),
-            f"{key} = {stated}: schedule {name} needs {schedule.stages_per_rank}; remove the key, or use {several}",
+        yield fault(
+            f"`parallelism.pipeline_parallel_stages_per_rank`: schedule {name} needs {schedule.stages_per_rank}; "
+            "remove the key, or use Interleaved1F1B or InterleavedZeroBubble"
         )
 
 
-def split_backward_keeps_weights(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def split_backward_keeps_weights(config: RunConfig) -> Faults:
     """Schedules that split backward keep gathered weights: its second half finds no gradient for weights that were
     freed after forward, without an error."""
     layout = config.parallelism
     name = layout.pipeline_parallel_schedule
-    if layout.pipeline_parallel_degree == 1 or not PIPELINE_SCHEDULES[name].splits_backward:
-        return
-    if layout.fsdp_reshard_after_forward == "always":
-        key = "parallelism.fsdp_reshard_after_forward"
-        yield Fault(
-            (key,),
-            f'{key} = "always": schedule {name} splits backward, which loses gradients of weights that are freed '
-            'after forward; use "default" or "never"',
+    splits_backward = layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
+    if splits_backward and layout.fsdp_reshard_after_forward == "always":
+        yield fault(
+            f"`parallelism.fsdp_reshard_after_forward`: schedule {name} splits backward, which loses gradients of "
+            'weights that are freed after forward; use "default" or "never"'
         )
 
 
-def micro_batches_fit_the_schedule(config: RunConfig, shape: ModelShape, world_size: int | None) -> Faults:
+@rule
+def micro_batches_fit_the_schedule(config: RunConfig, world_size: int | None) -> Faults:
     """The number of micro-batches of every step fits the schedule."""
     ranks, degree = config.parallelism.pipeline_parallel_degree, data_parallel_degree(config, world_size)
     if ranks == 1 or degree is None:
         return
     rows, name = config.training.local_batch_size * degree, config.parallelism.pipeline_parallel_schedule
-    for count in _micro_batch_counts(config.training.global_batch_size, rows, 2 * ranks):
-        wanted = _wanted(name, ranks, count)
-        if wanted:
-            key, batch = "training.global_batch_size", config.training.global_batch_size
-            stated = "absent" if batch is None else show(batch) if isinstance(batch, tuple) else f"{batch:g}"
-            yield Fault(
-                (key, "training.local_batch_size", "parallelism"),
-                f"{key} = {stated}: a step of {counted(count, 'micro-batch')} of {counted(rows, 'sequence')}; "
-                f"schedule {name} over {ranks} ranks needs {wanted}; "
-                + (
-                    "change the ramp"
-                    if isinstance(batch, tuple)
-                    else f"take {rows * -(-max(count, _least(name, ranks)) // ranks) * ranks}"
-                ),
-            )
-            return
+    key, batch = "training.global_batch_size", config.training.global_batch_size
+    counts = _micro_batch_counts(batch, rows, 2 * ranks)
+    for count in [count for count in counts if _wanted(name, ranks, count)][:1]:
+        stated = "absent" if batch is None else show(batch) if isinstance(batch, tuple) else f"{batch:g}"
+        fitting = rows * -(-max(count, _least(name, ranks)) // ranks) * ranks
+        yield fault(
+            f"{key} = {stated}: a step of {counted(count, 'micro-batch')} of {counted(rows, 'sequence')}; schedule "
+            f"{name} over {ranks} ranks needs {_wanted(name, ranks, count)}; "
+            + ("change the ramp" if isinstance(batch, tuple) else f"take {fitting}"),
+            key, "training.local_batch_size", "parallelism",
+        )  # fmt: skip
 
 
 def _micro_batch_counts(batch: Schedule | None, rows: int, most: int) -> Iterator[int]:
@@ -98,11 +92,3 @@ def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:
     if schedule.startswith("Interleaved") and micro_batches % max(micro_batches // ranks, 1):
         return f"a multiple of {ranks}"
     return None
-
-
-PIPELINE_RULES: tuple[Callable[[RunConfig, ModelShape, int | None], Faults], ...] = (
-    every_stage_has_a_layer,
-    stages_fit_the_schedule,
-    split_backward_keeps_weights,
-    micro_batches_fit_the_schedule,
-)

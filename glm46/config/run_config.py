@@ -27,7 +27,7 @@ from glm46.config.parallelism import (
 from glm46.config.profiling import ProfilingConfig
 from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig
-from glm46.config.section import LocalPath, Needs, Section
+from glm46.config.section import OF_TEXT, LocalPath, Needs, Section
 from glm46.config.training import DebugConfig, TrainingConfig, ValidationConfig
 
 
@@ -45,10 +45,13 @@ class JobConfig(Section):
     """Print the resolved configuration, defaults included, at the start."""
 
 
+_ANSWERS = ", which shows answers to messages: move the text to finetune.samples"
+
+
 class InferenceConfig(Section):
     """[inference]: the sample text that is printed when training ends."""
 
-    prompt: str = ""
+    prompt: Annotated[str, OF_TEXT, Needs("finetune", absent=_ANSWERS)] = ""
     """Text to continue when training ends. Empty: no sample."""
 
     max_new_tokens: Annotated[int, Needs("prompt")] = Field(64, ge=1)
@@ -126,6 +129,18 @@ class RunConfig(Section):
         reference of a preference or of [rl]."""
         has_reference = self.rl is not None and self.rl.reference is None and self.rl.resolved().has_reference
         return self.adapter is not None or self.preference is not None or has_reference
+
+    @property
+    def read_weights(self) -> dict[str, tuple[Path, bool]]:
+        """Weights that a run begins with or reads at every start: path, and whether it is a Hugging Face folder, by the
+        beginning of their keys, which end in ``_path`` and ``_in_hf``."""
+        checkpoint, teacher = self.checkpoint, None if self.rl is None else self.rl.reference
+        found: dict[str, tuple[Path, bool]] = {}
+        if checkpoint.initial_load_path is not None:
+            found["checkpoint.initial_load"] = Path(checkpoint.initial_load_path), checkpoint.initial_load_in_hf
+        if teacher is not None:
+            found["rl.reference.load"] = Path(teacher.load_path), teacher.load_in_hf
+        return found
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -69,6 +69,13 @@ class Needs:
     unless: str | None = None
     """Dotted key with which, if it is not empty, the field has an effect in any case."""
 
+    absent: str = ""
+    """Instead of a value: the key must be absent, and this says why, after its name."""
+
+
+OF_TEXT = Needs("rl", absent=", which reads prompts")
+"""Of keys about text."""
+
 
 def _not_zero(value: int) -> int:
     if value == 0:
@@ -168,3 +175,10 @@ def _check_schedule(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 Schedule = Annotated[float | tuple[tuple[int, float], ...], WrapValidator(_check_schedule)]
 """A number, or points ``[[tokens, value], ...]`` joined by straight lines over the tokens seen since the start of the
 curriculum. Two points with the same token count make a jump; outside the points the nearest value holds."""
+
+
+def values_of(schedule: Schedule | None) -> tuple[float, ...]:
+    """All values of a schedule."""
+    if schedule is None:
+        return ()
+    return tuple(value for _, value in schedule) if isinstance(schedule, tuple) else (schedule,)

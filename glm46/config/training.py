@@ -4,7 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import CountOrAll, LocalPath, Needs, Schedule, Section
+from glm46.config.section import OF_TEXT, CountOrAll, LocalPath, Needs, Schedule, Section
+
+_SAME_SAMPLES = Needs("rl", absent=", whose weights would generate the same samples again")
 
 
 class TrainingConfig(Section):
@@ -34,14 +36,14 @@ class TrainingConfig(Section):
     """Consecutive steps that may be skipped, for a spike or a loss or gradient norm that is not finite, before the run
     rolls back (max_rollbacks) or stops with an error."""
 
-    spike_sigmas: float = Field(10.0, ge=0.0)
+    spike_sigmas: Annotated[float, Needs("rl", absent=", whose loss has no level")] = Field(10.0, ge=0.0)
     """A step is skipped if its loss, or the logarithm of its gradient norm, is more than this many robust deviations
     above the median of the last good steps; 0 switches it off."""
 
     spike_window: Annotated[int, Needs("spike_sigmas")] = Field(128, ge=16)
     """Good steps in the median; no step is a spike before half as many good steps."""
 
-    max_rollbacks: Annotated[int, Needs("checkpoint.enable")] = Field(0, ge=0)
+    max_rollbacks: Annotated[int, Needs("checkpoint.enable"), _SAME_SAMPLES] = Field(0, ge=0)
     """Number of times that the run may go back to the last checkpoint before such a series of skipped steps and skip
     their samples; 0 stops instead."""
 
@@ -106,13 +108,13 @@ class ValidationConfig(Section):
     freq: Annotated[int, Needs("enable")] = Field(100, ge=1)
     """Steps between two validations."""
 
-    steps: Annotated[CountOrAll, Needs("enable")] = -1
+    steps: Annotated[CountOrAll, Needs("enable"), OF_TEXT] = -1
     """Batches per source and validation; -1: all held-out text."""
 
-    local_batch_size: Annotated[int | None, Needs("enable")] = Field(None, ge=1)
+    local_batch_size: Annotated[int | None, Needs("enable"), OF_TEXT] = Field(None, ge=1)
     """Sequences per rank and batch. Absent: as in training."""
 
-    tasks: Annotated[tuple[ValidationTaskConfig, ...], Needs("enable")] = ()
+    tasks: Annotated[tuple[ValidationTaskConfig, ...], Needs("enable"), OF_TEXT] = ()
     """Further tasks of validations; position and needle at most once."""
 
 

@@ -124,7 +124,7 @@ TORCH_INTERNALS = "glm46.compat"
 # The one file that reads a pickle: DCP's metadata, through an unpickler that knows a short list of classes.
 PICKLE_READER = "glm46.storage.checkpoint.metadata"
 # Calls rewards of the user's: whatever they raise, their sample is dropped and the reason is shown.
-CODE_OF_USERS = "glm46.tasks.rl.rewards.scorer"
+CODE_OF_USERS = "glm46.tasks.rl.rewards.function_pool"
 
 _GRAB_BAGS = {"utils", "util", "helpers", "helper", "misc", "common", "stuff", "lib", "manager", "tools", "base"}
 _GRAB_BAG_EXCEPTION = "glm46.storage.checkpoint.manager"

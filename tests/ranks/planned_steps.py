@@ -43,7 +43,7 @@ from glm46.run.layout import Layout
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.data.pairs import BEGIN
 from glm46.tasks.finetune.preference_loss import split_pairs
-from glm46.tasks.finetune.preferences import Preferences
+from glm46.tasks.finetune.task import PreferenceTuning
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.server import ROOT
 from tests.ranks.sharded_layouts import Job, build_job, schedule_here
@@ -437,13 +437,14 @@ def make_batch(plan: Plan) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def with_pairs(job: Job) -> tuple[Job, Preferences]:
+def with_pairs(job: Job) -> tuple[Job, PreferenceTuning]:
     """The same network as the policy of DPO, beside its reference."""
-    text = SimpleNamespace(
-        plan=job.plan, cluster=job.cluster, network=job.network, networks=job.networks,
+    learner = PreferenceTuning.__new__(PreferenceTuning)
+    vars(learner).update(
+        plan=job.plan, cluster=job.cluster, network=job.network, networks=dict(job.networks),
         tokenizer=SimpleNamespace(special={BEGIN: 0}),
     )  # fmt: skip
-    learner = Preferences(text, job.plan.config.preference)
+    learner._prefer(job.plan.config.preference)
     return job._replace(networks=learner.networks, objectives=learner.objectives), learner
 
 

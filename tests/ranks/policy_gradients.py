@@ -29,7 +29,6 @@ from glm46.engine.training.network import build_network
 from glm46.engine.training.step import _local_sums, compute_gradients
 from glm46.engine.training.totals import count_step, from_tensors, to_tensors
 from glm46.run.plan import resolve_plan
-from glm46.tasks.rl.fields import Rewards, prepare_fields, sum_over_replicas
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
@@ -45,7 +44,7 @@ from tests.ranks.sharded_layouts import (
     make_routes,
     squares,
 )
-from tests.unit.tasks.rl.samples import LAYOUT
+from tests.unit.tasks.rl.samples import LAYOUT, prepared
 
 ALGORITHMS = {
     # Samples that lie on several ranks of context parallelism have one ratio; weights have a mean over the step.
@@ -77,7 +76,7 @@ LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts
 TEMPERATURE, LONGEST = 0.7, 20
 
 
-def make_samples(layout: Layout) -> tuple[dict[str, Tensor], Rewards]:
+def make_samples(layout: Layout) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     """All rows of a step: each document with labels is a sample, whose missing labels are tokens of a tool. The old
     policy is near that of new weights, where all tokens are about equally likely. The first document of a row comes
     before the second and the third too, where samples share prompts: without context parallelism."""
@@ -105,7 +104,7 @@ def make_samples(layout: Layout) -> tuple[dict[str, Tensor], Rewards]:
         "old_values": near(0.0, 0.1),
     }
     rewards = torch.randn(len(used), generator=generator, dtype=torch.float64)
-    return batch | fields, Rewards(rewards, torch.arange(len(used)) % 7)
+    return batch | fields, (rewards, torch.arange(len(used)) % 7)
 
 
 def resolved(name: str) -> RLConfig:
@@ -141,7 +140,7 @@ def run_reference(layout: Layout) -> dict[str, tuple[dict, dict[str, Tensor]]]:
     for name in ALGORITHMS:
         rl = resolved(name)
         batch, rewards = make_samples(layout)
-        prepare_fields([[batch]], [rewards], rl, LONGEST, lambda x: x)
+        (batch,) = prepared([batch], *rewards, rl, LONGEST)
         is_real = batch["document_ids"] >= 0
         weights = torch.tensor(AUX_WEIGHTS[0]) / int(is_real.sum())
         for of, objective in objectives_of(dict.fromkeys(models, network), rl).items():
@@ -176,10 +175,10 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
     for name in ALGORITHMS:
         rl = resolved(name)
         rows, rewards = make_samples(layout)
+        (rows,) = prepared([rows], *rewards, rl, LONGEST)
         rows["routes"] = make_routes(0, plan.shape)
         first = [(m * plan.layout.dp_degree + cluster.dp_rank) * share for m in range(layout.micro_batches)]
         batches = [{key: tensor[start : start + share] for key, tensor in rows.items()} for start in first]
-        prepare_fields([batches], [rewards], rl, LONGEST, sum_over_replicas(cluster))
         objectives = objectives_of(networks, rl)
         task = SimpleNamespace(plan=plan, cluster=cluster, networks=networks, objectives=objectives)
         own = count_step(task, batches)

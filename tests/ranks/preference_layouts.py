@@ -35,7 +35,7 @@ from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.finetune.preference_loss import HALF, split_pairs
-from glm46.tasks.finetune.preferences import Preferences
+from glm46.tasks.finetune.task import PreferenceTuning
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     ROWS,
@@ -169,8 +169,9 @@ def run_layout(process: Process, layout: Layout) -> tuple[dict[str, float], dict
     move(policy.parameters, bool(layout.adapter))
     policy.loaded(new_adapters=False)
     tokenizer = SimpleNamespace(special={"[gMASK]": BEGIN})
-    text = SimpleNamespace(plan=plan, cluster=cluster, network=policy, networks={"model": policy}, tokenizer=tokenizer)
-    learner = Preferences(text, PREFERENCE)
+    learner = PreferenceTuning.__new__(PreferenceTuning)
+    vars(learner).update(plan=plan, cluster=cluster, network=policy, networks={"model": policy}, tokenizer=tokenizer)
+    learner._prefer(PREFERENCE)
     task = SimpleNamespace(plan=plan, cluster=cluster, networks=learner.networks, objectives=learner.objectives)
     whole, count = make_pairs(), layout.micro_batches
     share = ROWS // count // plan.layout.dp_degree

@@ -5,7 +5,7 @@
 A small GLM with experts is trained for six steps, two for each rollout, by GSPO, whose engine has other selection
 biases than the policy, so that only replayed routes make them agree; by PPO with a critic, also on a device without
 hardware; and by adapters on the weights of the first run, with a penalty for the distance to these. A killed run dies
-while it draws its second rollout, in its fourth step, which is inside of a rollout, before it writes its third rollout,
+while it generates its second rollout, in its fourth step, which is inside of a rollout, before it writes its third one,
 between the data and the manifest of it, and in a save, between the tensors of a checkpoint and its manifest; each time
 the same command goes on.
 """
@@ -85,7 +85,7 @@ def work(rank: int, config, moment: str) -> int:
 
         return call
 
-    if moment == "rollout":  # two calls of it show samples before the first step and draw the first rollout
+    if moment == "rollout":  # two calls of it show samples before the first step and generate the first rollout
         LocalEngine.generate = counted("generate", LocalEngine.generate, 3)
     elif moment == "update":
         loop.train_step = counted("train_step", loop.train_step, 4)

@@ -1,4 +1,4 @@
-"""Samples drawn on every layout, by whole models and by groups of ranks with the parts of one, with the trainer's
+"""Samples generated on every layout, by whole models and by groups of ranks with the parts of one, with the trainer's
 log-probabilities of the same tokens; one JSON object per layout.
 
 PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/rollouts.py
@@ -168,8 +168,8 @@ def merged_error(network: Network) -> float:
 
 @torch.no_grad()
 def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
-    """Draw the same requests before and after the policy changed: by a whole model on each rank; and in groups, in few
-    rows and with drafts."""
+    """Generate the same requests before and after the policy changed: by a whole model on each rank; and in groups, in
+    few rows and with drafts."""
     plan = resolve_plan(make_config(layout, SHAPE["num_hidden_layers"]), process.world_size)
     network = build_network(plan, build_cluster(plan, process))
     network.loaded(new_adapters=True)
@@ -184,7 +184,7 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
         LocalEngine(network, max_length=LENGTH, mesh=whole, rows=16, routes=True),
         LocalEngine(network, max_length=LENGTH, mesh=split, rows=5, routes=True, speculative=has_drafts),
     ]
-    found = {"name": f"{process.world_size} {layout.name}", "drawn": []}
+    found = {"name": f"{process.world_size} {layout.name}", "generated": []}
     errors, rules = [], SamplingRules(TEMPERATURE, STOP, VOCABULARY, routes=True)
     for version, factor in enumerate((5.0, 1.2)):
         spread(network, factor)
@@ -198,7 +198,7 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
                 errors.append((torch.tensor(completion.logprobs) - wanted).abs().max().item())
                 assert [span.version for span in completion.spans] == [version]
         experts, of_groups = ([np.sort(c.routes, -1).tolist() for c in completions] for completions in of_engines)
-        found["drawn"].append({"tokens": tokens, "finishes": finishes, "experts": experts})
+        found["generated"].append({"tokens": tokens, "finishes": finishes, "experts": experts})
         found.setdefault("engines_agree", []).append([c.tokens for c in of_engines[1]] == tokens)
         found.setdefault("routes_agree", []).append(of_groups == experts)
     found["error"] = max(errors)

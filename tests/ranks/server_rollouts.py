@@ -1,4 +1,4 @@
-"""Two ranks draw from one stub of a server, for longer than their process group waits; print one JSON object per rank.
+"""Two ranks generate from one stub of a server, for longer than their process group waits; print JSON per rank.
 
 PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/server_rollouts.py
 """
@@ -28,7 +28,7 @@ RULES = SamplingRules(0.7, frozenset({STOP}), 50)
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
 
 
-def draw(rank: int, folder: Path) -> dict:
+def generate(rank: int, folder: Path) -> dict:
     """What a rank gets and sees."""
     first_rank._SIGN_OF_LIFE_SECONDS = server_pool._RESTART_TICK_SECONDS = 0.2
     stub = StubServer() if rank == 0 else None
@@ -96,7 +96,7 @@ def draw(rank: int, folder: Path) -> dict:
         found["mismatch"] = str(error)
     if stub:
         stub.raw = 0.0
-    entropy = 5.0  # the trainer expects other draws, of the same log-probabilities
+    entropy = 5.0  # the trainer expects other samples, of the same log-probabilities
     try:
         engine.update(version)
     except EngineError as error:
@@ -142,7 +142,7 @@ def draw(rank: int, folder: Path) -> dict:
     if stub:
         stub.stop()
         stub = StubServer(port=port.item())  # it was started again, with other weights
-    sent.draw_ahead(folder.with_name("ahead"), goes_on=False)
+    sent.generate_ahead(folder.with_name("ahead"), goes_on=False)
     if stub:
         sent.background.add(0, REQUESTS, version)
     found["broadcast"] = sent.take(1, {0}, lambda: False)[1]
@@ -152,7 +152,7 @@ def draw(rank: int, folder: Path) -> dict:
         stub.fault = "hang"
         sent.background.add(1, REQUESTS[:1], version)
     found["stopped"] = sent.take(1, {1}, lambda: True)
-    found["draws on"] = stub is not None and sent.background.halt()
+    found["generates on"] = stub is not None and sent.background.halt()
     if stub:
         found["received"] = [(name, tensor.tolist()) for name, tensor in stub.received[0]]
         stub.stop()
@@ -167,7 +167,7 @@ def main() -> None:
 
         def work(rank: int) -> int:
             join(TIMEOUT)
-            Path(name, f"{rank}.json").write_text(json.dumps(draw(rank, folder)))
+            Path(name, f"{rank}.json").write_text(json.dumps(generate(rank, folder)))
             dist.barrier()
             leave()
             return 0

@@ -1,10 +1,10 @@
-"""Reinforcement learning on samples that a server draws ahead of training, killed by kill -9 and started again.
+"""Reinforcement learning on samples that a server generates ahead of training, killed by kill -9 and started again.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/stale_rollouts.py
 
-Two ranks train a small GLM for ten steps, two for each rollout, on a server that draws from their weights, with samples
+Two ranks train a small GLM for ten steps, two for each rollout, on a server that has their weights, with samples
 that are up to two rollouts old. The run dies in its sixth step, two rollouts behind its checkpoint, and while it waits
-for its fourth rollout; each time all groups of two rollouts are drawn and wait on the disk. Prints one JSON object.
+for its fourth rollout; each time all groups of two rollouts are generated and wait on the disk. Prints one JSON object.
 
 `in_turn`: with samples of the present weights the run dies in its second rollout, of which two groups are finished, and
 goes on with another server, beside a run that was not killed.
@@ -25,7 +25,7 @@ import torch
 
 from glm46.engine.training import loop
 from glm46.tasks.rl import task
-from glm46.tasks.rl.rollout.background import BackgroundDrawing
+from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.first_rank import unpack
 from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
 from tests.ranks import training_kills
@@ -45,8 +45,8 @@ def serve(port: int, *, together: bool = True) -> None:
 
 
 def finished_groups(folder: Path) -> dict[int, list]:
-    """When each group on the disk that is drawn to its end was written, in ns, and tokens and log-probabilities of its
-    samples."""
+    """When each group on the disk that is generated to its end was written, in ns, and tokens and log-probabilities of
+    its samples."""
     found = {}
     for path in folder.glob("ahead/*/*.npz"):
         completions = unpack(path.read_bytes())
@@ -109,7 +109,7 @@ def work(rank: int, config, moment: str, seen: Path) -> int:
     if moment == "update":
         loop.train_step = fatal(6, loop.train_step)
     elif moment == "rollout":  # it reads the third rollout from the journal, and waits for the fourth
-        BackgroundDrawing.take = fatal(1, BackgroundDrawing.take)
+        BackgroundGeneration.take = fatal(1, BackgroundGeneration.take)
     return task.train(config)
 
 
@@ -146,19 +146,19 @@ def main() -> None:
 
 
 def work_in_turn(rank: int, config, fatal: int | None, seen: Path) -> int:
-    """Train; die when a group is drawn to its end, before its file is written. `seen` gets the number of each group
+    """Train; die when a group is generated to its end, before its file is written. `seen` gets the number of each group
     that is written."""
     torch.set_num_threads(1)
-    write, numbers = BackgroundDrawing._write, []
+    write, numbers = BackgroundGeneration._write, []
 
-    def write_or_die(drawing, group) -> None:
+    def write_or_die(generating, group) -> None:
         numbers.append(group.number)
         if len(numbers) == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
-        write(drawing, group)
+        write(generating, group)
         seen.write_text(json.dumps(numbers))
 
-    BackgroundDrawing._write = write_or_die
+    BackgroundGeneration._write = write_or_die
     return task.train(config)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.ranks.reinforcement import KILLED, RUNS
 
-# FP32 sums in another order, over three rollouts that are drawn from the weights of the steps before. Losses are
+# FP32 sums in another order, over three rollouts that are generated from the weights of the steps before. Losses are
 # differences of terms near the advantages, which are of order 1.
 BOUND = 1e-5
 # The critic's values agree to 2e-6 after four steps of AdamW, which divides small gradients by their own size, and

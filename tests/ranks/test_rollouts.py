@@ -15,16 +15,16 @@ def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(serve
         kind = next((key for key in ("dora", "lora") if key in row["name"]), "")
         kind = kind or ("experts12-keys1" if "keys1" in row["name"] else "")
         wanted = alone[f"fsdp-{kind}" if kind else "fsdp"]
-        assert row["drawn"] == wanted["drawn"], row["name"]
-        assert all(len(experts[0]) == 4 and len(experts[0][0]) == 2 for experts in row["drawn"][0]["experts"])
-        assert row["drawn"][0] != row["drawn"][1]
+        assert row["generated"] == wanted["generated"], row["name"]
+        assert all(len(experts[0]) == 4 and len(experts[0][0]) == 2 for experts in row["generated"][0]["experts"])
+        assert row["generated"][0] != row["generated"][1]
         # Sums of an adapter and its base in FP32, of weights of order 1.
         assert ("merged_error" in row) == bool(kind in ("lora", "dora")) and row.get("merged_error", 0.0) < 1e-6
         # The same experts as the engine's; other selection biases change the choice, and nothing with given experts.
         (same, other), (moved, unrouted) = row["replayed"]["shares"], row["replayed"]["moved"]
         assert same == 0.0 and other > 0.2 and moved < BOUND < unrouted, (row["name"], row["replayed"])
         assert row["fp8_fault"] == "", row["name"]
-        finishes = row["drawn"][0]["finishes"]
+        finishes = row["generated"][0]["finishes"]
         assert {"stop", "length"} == set(finishes), finishes
     described = {row["name"]: row["descriptions"] for row in rows}
     (alone, _), (of_two, _) = described["1 fsdp"], described["2 fsdp"]

@@ -1,4 +1,4 @@
-"""A run whose samples are drawn ahead of training loses no finished group when it is killed, and draws none twice."""
+"""A run whose samples are generated ahead of training loses no finished group by a kill, and generates none twice."""
 
 import numpy as np
 
@@ -16,9 +16,9 @@ def test_kills_lose_no_finished_group(server):
             # The journal has FP32.
             for (_, ours), (_, theirs) in zip(of_run, samples, strict=True):
                 np.testing.assert_array_equal(np.float32(ours), np.float32(theirs), err_msg=f"{moment} {number}")
-    # At the temperature of the draws, of the server at each start.
+    # At the temperature of the samples, of the server at each start.
     assert len(found["said"]) == 3 and max(found["said"]) < 1e-4
-    # What was drawn before the first kill still waits at the second one, and was not drawn again.
+    # What was generated before the first kill still waits at the second one, and was not generated again.
     times = [{number: at for number, (at, _) in found["kept"][moment].items()} for moment in ("update", "rollout")]
     assert times[0] == times[1]
     assert all(len(samples) == GROUP for samples in found["used"].values())
@@ -36,7 +36,7 @@ def test_a_kill_in_a_rollout_loses_no_finished_group_and_changes_nothing(server)
     assert whole["rollouts"] == [0, 2, 4] and not whole["finished"]
     assert -9 in killed["codes"] and len(killed["finished"]) == 2 and killed["rollouts"] == [0]
     assert set(killed["finished"]) < set(range(PROMPTS, 2 * PROMPTS))
-    # Another server, deadline and end of the run draw the other two groups and those of later rollouts.
+    # Another server, deadline and end of the run generate the other two groups and those of later rollouts.
     assert sorted([*killed["finished"], *resumed["written"]]) == list(range(PROMPTS, 4 * PROMPTS))
     assert resumed["rollouts"] == [0, 2, 4, 6] and not resumed["finished"]
     assert len(whole["weights"]) > 20 and resumed["weights"] == whole["weights"]

@@ -21,6 +21,7 @@ from glm46.compute.model.cross_entropy import IGNORE, summed_loss, token_logprob
 from glm46.engine.training import loop
 from glm46.engine.training.build import run
 from glm46.engine.training.network import build_frozen_network, build_network
+from glm46.engine.training.task import Task
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.storage.data.corpus import load_text
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -92,7 +93,7 @@ class ValueLoss(PerToken):
         return self.share((values - batch["returns"]).square() * batch["is_target"])
 
 
-class TinyReinforcement:
+class TinyReinforcement(Task):
     """A task of three networks on text; rewards are a function of the tokens."""
 
     identity_keys = ("data.sources",)
@@ -110,9 +111,6 @@ class TinyReinforcement:
             "critic": ValueLoss(self.networks["critic"]),
         }
         self.stream = DataStream(plan, cluster, self.manifests)
-
-    def prepare(self, progress, stop):
-        return {}
 
     def next(self, progress, sequences):
         step = self.stream.next(progress, sequences)
@@ -144,20 +142,8 @@ class TinyReinforcement:
     def state(self, progress):
         return {"read": rows_read(self.plan, self.manifests, progress)}
 
-    def close(self):
-        pass
-
     def validate(self, progress):
         return {}
-
-    def describe(self):
-        return []
-
-    def fault(self, row):
-        return None
-
-    def sample(self, stop, progress):
-        return []
 
 
 def work(rank: int, config, kill_at: int | None) -> int:

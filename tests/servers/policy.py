@@ -1,4 +1,4 @@
-"""A small policy with an engine, and the server that draws for it."""
+"""A small policy with an engine, and the server that generates for it."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""A real vLLM on a CPU draws rollouts: `pytest -m servers`, with the Python that GLM46_VLLM_PYTHON names."""
+"""A real vLLM on a CPU generates rollouts: `pytest -m servers`, with the Python that GLM46_VLLM_PYTHON names."""
 
 import time
 
@@ -38,7 +38,7 @@ def test_logprobs_are_those_of_the_trainer(policy, temperature):
         variances += ((logp.exp() * logp**2).sum(-1) - entropy**2).tolist()
     assert abs(sum(surprises)) < 4 * sum(variances) ** 0.5
     tokens = [one.tokens for one in completions]
-    assert len({tuple(row) for row in tokens}) > 12  # other seeds draw other tokens
+    assert len({tuple(row) for row in tokens}) > 12  # other seeds generate other tokens
     again = policy.engine.generate(policy.requests[5:8], rules)
     assert [one.tokens for one in again] == tokens[5:8]  # whatever is in the batch
 
@@ -89,10 +89,10 @@ def test_killed_server_comes_back_with_the_latest_weights_and_routes(policy, mon
     began = time.monotonic()
     policy.serve("--no-enable-prefix-caching")
     completions = policy.engine.generate(policy.requests, policy.rules)
-    print(f"draws again {time.monotonic() - began:.1f} s after it was killed")
+    print(f"generates again {time.monotonic() - began:.1f} s after it was killed")
     model = policy.on_disk()
     assert gap(model, policy.requests, completions) < CLOSE
-    assert f"draws with version {policy.version}" in policy.lines[-1]
+    assert f"generates with version {policy.version}" in policy.lines[-1]
 
     chosen: dict[int, torch.Tensor] = {}
     routers = [module for module in model.modules() if isinstance(module, Router)]

@@ -82,4 +82,4 @@ def test_server_that_comes_back_gets_the_latest_adapters(policy, monkeypatch):
     policy.serve(*OPTIONS).wait()  # with the base alone, and nobody has told the pool
     completions = policy.engine.generate(policy.requests, policy.rules)
     assert gap(policy.on_disk(), policy.requests, completions) < CLOSE
-    assert "glm46-version-" in policy.lines[-2] and f"draws with version {policy.version}" in policy.lines[-1]
+    assert "glm46-version-" in policy.lines[-2] and f"generates with version {policy.version}" in policy.lines[-1]

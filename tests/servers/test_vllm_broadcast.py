@@ -66,7 +66,7 @@ def test_update_that_broke_in_its_middle_is_made_good_by_the_next(policy, monkey
     policy.step()
     print(f"two updates: {time.monotonic() - began:.2f} s, {next(numbers)} buckets, {policy.lines[-3:]}")
     assert next(numbers) > broken + 30 and any("checksum" in line for line in policy.lines[-3:])
-    assert any(line.endswith(f"draws with version {policy.version}") for line in policy.lines[-2:])
+    assert any(line.endswith(f"generates with version {policy.version}") for line in policy.lines[-2:])
     assert gap(policy.model, policy.requests, policy.engine.generate(policy.requests, policy.rules)) < CLOSE
 
 
@@ -76,4 +76,4 @@ def test_server_that_comes_back_gets_the_weights_in_the_rollout(policy, monkeypa
     policy.serve()
     completions = policy.engine.generate(policy.requests, policy.rules)
     assert gap(policy.model, policy.requests, completions) < CLOSE
-    assert f"draws with version {policy.version}" in policy.lines[-1]
+    assert f"generates with version {policy.version}" in policy.lines[-1]

@@ -32,28 +32,24 @@ def rows(config) -> list[dict]:
 
 def test_experts_that_the_server_chose_are_replayed_in_training(make_run, tmp_path, monkeypatch):
     """A trainer with other selection biases than the server agrees with it by the server's routes alone."""
-    rl = {"mode": "rollout_only", "routing_replay": True}
-    assert task.train(make_run("drawn", 1, rl, served("--no-enable-prefix-caching"), model=MODEL)) == 0
-    folder = tmp_path / "drawn" / "rollouts"
-    arrays = read_rollout(folder, 0).arrays
-    fed = arrays["prompt_lengths"].sum() + arrays["lengths"].sum() - len(arrays["lengths"])
-    assert arrays["routes"].shape == (fed, 1, 2)
-
-    build = StepBuilder.build
+    evaluate = StepBuilder.evaluate
 
     def biased(self, *arguments, **options):
         for name, tensor in self._networks["policy"].weights().items():
             if name.endswith("correction_bias"):
                 tensor.add_(torch.linspace(-1, 1, len(tensor)))
-        return build(self, *arguments, **options)
+        return evaluate(self, *arguments, **options)
 
-    monkeypatch.setattr(StepBuilder, "build", biased)
+    monkeypatch.setattr(StepBuilder, "evaluate", biased)
     mismatch = {}
     for is_replayed in (True, False):
-        rl = {"mode": "train_only", "routing_replay": is_replayed, "rollouts_folder": str(folder)}
-        config = make_run(f"trained {is_replayed}", 1, rl, model=MODEL)
+        rl, name = {"routing_replay": is_replayed}, f"replayed {is_replayed}"
+        config = make_run(name, 1, rl, served("--no-enable-prefix-caching"), model=MODEL)
         assert task.train(config) == 0
         mismatch[is_replayed] = rows(config)[0]["mismatch_kl"]
+        arrays = read_rollout(tmp_path / name / "rollouts", 0).arrays
+        fed = arrays["prompt_lengths"].sum() + arrays["lengths"].sum() - len(arrays["lengths"])
+        assert not is_replayed or arrays["routes"].shape == (fed, 1, 2)
     print(mismatch)
     assert abs(mismatch[True]) < 1e-10 and mismatch[False] > 1e-8
 

@@ -14,11 +14,12 @@ from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.run.plan import Plan
 
 
-def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer:
+def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary: bool = False) -> Transformer:
     """Prepare `model`, or this rank's part of it, for training on this rank.
 
     Args:
         model: on the meta device.
+        sizes_vary: micro-batches have different numbers of tokens.
 
     Returns:
         The same model with its parameters sharded over the cluster, on the device of this rank or, under
@@ -48,7 +49,7 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster) -> Transformer
         compile.apply(
             model,
             whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor),
-            sizes_vary=config.rl is not None,
+            sizes_vary=sizes_vary,
             splits_backward=meshes.pipeline is not None and schedule.splits_backward,
         )
     if config.parallelism.enable_async_tensor_parallel and meshes.tensor is not None:

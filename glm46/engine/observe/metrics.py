@@ -81,7 +81,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("completion_tokens_max", "tokens", "reward", "Length of the longest one."),
     Metric("truncated_ratio", "ratio", "reward", "Completions that were cut at the longest length."),
     Metric("equal_groups_ratio", "ratio", "reward", "Groups whose rewards are all equal."),
-    Metric("drawn_samples", "samples", "reward", "Samples drawn for the rollout."),
+    Metric("generated_samples", "samples", "reward", "Samples generated for the rollout."),
     Metric("dropped_samples", "samples", "reward", "Samples left out because a reward failed."),
     Metric(
         "draft_acceptance_ratio", "ratio", "reward",

@@ -56,7 +56,7 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
         processes: ranks of this node, whose shards checkpoint.node_local_folder takes.
     """
     config, size = plan.config.checkpoint, checkpoint_size(plan)
-    if not config.enable or (plan.config.rl is not None and plan.config.rl.mode in ("eval_only", "rollout_only")):
+    if not config.enable:
         return
     places = {"checkpoint.folder": (plan.config.checkpoint_folder, 1.0, "one checkpoint")}
     if config.node_local_folder:

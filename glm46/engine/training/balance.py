@@ -9,7 +9,7 @@ from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer, router_names
 from glm46.config.model import ModelShape
 from glm46.config.moe import MoEConfig
-from glm46.config.rules_layout import values_of
+from glm46.config.section import values_of
 from glm46.run.schedule import schedule_value
 
 

@@ -27,8 +27,7 @@ from glm46.engine.reliability.watchdog import Watchdog
 from glm46.engine.training import resume
 from glm46.engine.training.loop import RollbackNeeded, train
 from glm46.engine.training.origin import refuse_origin
-from glm46.engine.training.services import Services, build_checkpoints, services_of
-from glm46.engine.training.state import Progress
+from glm46.engine.training.services import build_checkpoints, services_of
 from glm46.engine.training.task import Task
 from glm46.run.plan import Plan, resolve_plan
 
@@ -37,14 +36,12 @@ def run(
     config: RunConfig,
     build_task: Callable[[Plan, Cluster], Task],
     stop: StopRequest | None = None,
-    work: Callable[[Task, Services, Progress], int] = train,
 ) -> int:
     """Train a task as configured, on this rank. Collective.
 
     Args:
         build_task: takes the plan and the cluster. Collective.
         stop: created earlier to receive signals from then on; None to create it here.
-        work: what is done with the task; returns the exit code. Collective.
 
     Returns:
         See `loop.train`.
@@ -105,7 +102,7 @@ def run(
                     ) as services,
                     warnings.written(services.report.log),
                 ):
-                    return work(task, services, progress)
+                    return train(task, services, progress)
             except RollbackNeeded:
                 progress, meta = resume.roll_back(task, checkpoints, progress)
     except RuntimeError:  # of torch.distributed, perhaps

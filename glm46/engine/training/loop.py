@@ -50,7 +50,7 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         tokens=progress.tokens,
         budget=plan.budget_tokens,
         save_interval=config.checkpoint.interval if config.checkpoint.enable else None,
-        info=identity(plan) if task.cluster.process.is_main else {},
+        info=identity(task) if task.cluster.process.is_main else {},
     )
     validation: dict[str, float] = {}
     with metrics.throughput.excluded():
@@ -161,8 +161,7 @@ def end_step(
     is_profiled = services.profiler.covers(progress.step)
     services.stragglers.gradients_ready(outcome.ready_at, is_typical=not is_profiled)
     loss_sum, targets = outcome.main.sums["loss"].item(), step.totals.main["targets"]
-    # The loss of a policy has further terms, which only rows have.
-    loss = None if config.rl else loss_sum / max(targets, 1)
+    loss = loss_sum / max(targets, 1) if task.has_loss_level else None
     is_bad, is_finite = outcome.is_bad, outcome.fault != NOT_FINITE
     services.heartbeat.step(progress.step, progress.tokens, was_skipped=is_bad, is_finite=is_finite, loss=loss)
     if not is_bad:

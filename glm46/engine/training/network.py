@@ -246,15 +246,17 @@ class TrainedNetwork(Network):
         return super().state_tensors(prefix) | {prefix + name: tensor for name, tensor in named.items()}
 
 
-def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm") -> TrainedNetwork:
+def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples: bool = False) -> TrainedNetwork:
     """Build a network with its initial weights. Collective.
 
     Args:
         head: "lm" predicts tokens; "value" gives one number per token and has no multi-token prediction.
+        on_samples: batches are samples of a policy: their sizes vary, and the loss of multi-token prediction has a
+            gradient for its layers alone, because that of the policy is that of its rewards.
     """
     if head == "value":
         plan = replace(plan, shape=plan.shape.model_copy(update={"num_nextn_predict_layers": 0}))
-    network, adapter = _build(plan, cluster, head, is_trained=True), plan.config.adapter
+    network, adapter = _build(plan, cluster, head, is_trained=True, on_samples=on_samples), plan.config.adapter
     optimizer = build_optimizers(
         list(network.parameters.items()), plan.config.optimizer, cluster.device, adapter.b_lr_ratio if adapter else 1.0
     )
@@ -262,12 +264,12 @@ def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm") -> Trained
     return TrainedNetwork(**vars(network), optimizer=optimizer, balance=balance)
 
 
-def build_frozen_network(plan: Plan, cluster: Cluster) -> Network:
+def build_frozen_network(plan: Plan, cluster: Cluster, *, on_samples: bool = False) -> Network:
     """Build a network without gradients, optimizer and balance of experts. Collective."""
-    return _build(plan, cluster, "lm", is_trained=False)
+    return _build(plan, cluster, "lm", is_trained=False, on_samples=on_samples)
 
 
-def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool) -> Network:
+def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_samples: bool) -> Network:
     group = cluster.meshes.pipeline
     pipeline = None if group is None else Pipeline(plan, group, head)
     if pipeline is not None:
@@ -276,8 +278,8 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool) -> Net
         with torch.device("meta"):
             models = [Transformer(plan.shape, head=head)]
     for model in models:
-        model.mtp_alone = plan.config.rl is not None  # the gradient of a policy is that of its rewards
-        parallelize(model.requires_grad_(is_trained), plan, cluster)
+        model.mtp_alone = on_samples
+        parallelize(model.requires_grad_(is_trained), plan, cluster, sizes_vary=on_samples)
     adapter = plan.config.adapter
     named = {name: parameter for model in models for name, parameter in model.named_parameters()}
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}

@@ -50,11 +50,10 @@ def refuse_origin(config: RunConfig) -> None:
             f"checkpoint.folder = {checkpoint.folder!r}: {folder} is a file; move it away, or name another folder"
         )
     saved = published_steps(folder) if checkpoint.enable else []
-    initial = "checkpoint.initial_load", Path(checkpoint.initial_load_path or ""), checkpoint.initial_load_in_hf
-    if config.keeps_its_start:
-        _refuse_weights(config, *initial)
-    if config.rl is not None and (teacher := config.rl.reference) is not None:
-        _refuse_weights(config, "rl.reference.load", Path(teacher.load_path), teacher.load_in_hf)
+    initial, weights = "checkpoint.initial_load", config.read_weights
+    for begin in weights:
+        if begin != initial or config.keeps_its_start:
+            _refuse_weights(config, begin, *weights[begin])
     _refuse_folders_of_others(config, saved)
     if checkpoint.enable and checkpoint.load_step != -1:
         if checkpoint.load_step not in saved:
@@ -70,8 +69,8 @@ def refuse_origin(config: RunConfig) -> None:
         return
     if checkpoint.load_path is not None:
         _refuse_continued(config, Path(checkpoint.load_path))
-    if checkpoint.initial_load_path is not None and not config.keeps_its_start:
-        _refuse_weights(config, *initial)
+    if initial in weights and not config.keeps_its_start:
+        _refuse_weights(config, initial, *weights[initial])
     if config.adapter is not None and config.adapter.initial_load_path is not None:
         _refuse_adapter(config.model, config.adapter, Path(config.adapter.initial_load_path))
 

@@ -210,7 +210,7 @@ def _names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
     theirs = {name for name in metadata.state_dict_metadata if not name.startswith("rng.")}
     _, *others = task.networks
     left = {name for name in ours | theirs if name.startswith(tuple(f"{other}." for other in others))}
-    if task.plan.config.preference is not None:  # the prediction layers of its start are left as they are
+    if task.keeps_prediction_layers:
         left |= {name for name in theirs if name.startswith("model.mtp.")}
     return names_not_loaded(ours - left, theirs - left, task.plan.config.checkpoint) | left
 

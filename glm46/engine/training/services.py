@@ -114,8 +114,7 @@ def services_of(
             report.message(dump_config(config))
         report.config(dump_config(config))
         report.message(start_report(task, progress, meta, is_own=checkpoints.loaded_step is not None))
-        # The loss of a policy has no level that a spike could leave.
-        sigmas = config.training.spike_sigmas if config.rl is None else 0.0
+        sigmas = config.training.spike_sigmas if task.has_loss_level else 0.0
         spikes = SpikeDetector(sigmas, config.training.spike_window)
         if meta is not None and progress.step:
             spikes.restore(meta["spikes"])

@@ -26,7 +26,6 @@ from glm46.engine.training.task import Task, trained_networks
 from glm46.engine.training.totals import StepTotals
 from glm46.run.function import function_of_meta, gate_factor
 from glm46.run.parameters import count_parameters
-from glm46.run.plan import Plan
 from glm46.run.schedule import learning_rate_factor, schedule_value
 from glm46.storage.huggingface.import_weights import stored_shape
 
@@ -91,11 +90,11 @@ class StepMetrics:
         }
 
 
-def identity(plan: Plan) -> dict[str, str]:
+def identity(task: Task) -> dict[str, str]:
     """Facts that tell one run from another, by name, for the heartbeat."""
-    config, layout = plan.config, plan.layout
+    config, layout = task.plan.config, task.plan.layout
     return {
-        "task": "rl" if config.rl else "finetune" if config.finetune else "pretrain",
+        "task": task.name,
         "model": config.model.flavor,
         "commit": _commit(),
         "world_size": str(layout.world_size),
@@ -144,7 +143,7 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *,
     if progress.step and meta is not None:
         other = "" if is_own else f", from checkpoint.load_path = {config.checkpoint.load_path!r}"
         lines.append(f"start        resumed after step {progress.step}, {progress.tokens:,} tokens{other}")
-        if progress.tokens >= plan.budget_tokens and (config.rl is None or config.rl.mode != "eval_only"):
+        if progress.tokens >= plan.budget_tokens:
             lines.append(
                 f"finished     the budget of {plan.budget_tokens:,} tokens is spent, so no step is trained; "
                 "raise training.tokens, or training.steps, to go on"

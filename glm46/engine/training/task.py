@@ -4,8 +4,10 @@ A task is a folder beside `training`: it says which networks exist, what they re
 counts, computes gradients, updates, saves and resumes.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from glm46.compute.model.cross_entropy import HeadForm
 from glm46.compute.model.transformer import LossSums
 from glm46.compute.parallelize.pipeline import Fields
 from glm46.engine.reliability.stop import StopRequest
+from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import Network, TrainedNetwork
 from glm46.engine.training.state import Progress
 from glm46.run.plan import Plan
@@ -90,82 +93,86 @@ class Objective(Protocol):
         ...
 
 
-class Task(Protocol):
-    """The networks of a job, their objectives, and the batches of each step."""
+class Task(ABC):
+    """The networks of a job, their objectives, and the batches of each step. The engine asks nothing else about what a
+    job trains. A task sets `plan`, `cluster`, `networks` and `objectives`, and has `next`, `fingerprint` and
+    `validate`; the other methods do nothing unless a task has its own."""
 
     plan: Plan
     cluster: Cluster
-    identity_keys: tuple[str, ...]
+    networks: Mapping[str, Network]
+    """All networks by name; the first one is the main one."""
+    objectives: Mapping[str, Objective]
+    """Of the networks that train, by the same names; the main one first."""
+    name: ClassVar[str] = "task"
+    """In metrics and heartbeat."""
+    identity_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the config that map sample numbers to what is read; they explain another `fingerprint`."""
-
-    @property
-    def networks(self) -> Mapping[str, Network]:
-        """All networks by name; the first one is the main one."""
-        ...
-
-    @property
-    def objectives(self) -> Mapping[str, Objective]:
-        """Of the networks that train, by the same names; the main one first."""
-        ...
+    has_loss_level: ClassVar[bool] = True
+    """True if losses of good steps are near each other, so that one far above is a spike. The loss of a policy is
+    not."""
+    keeps_prediction_layers: ClassVar[bool] = False
+    """True if the prediction layers of the weights that the run began with are left out, and a checkpoint may hold
+    them."""
 
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
-        """Do what the next step needs of all ranks before its batches are read, such as drawing completions. It may be
-        left out if a stop is requested on some rank: no step follows then. Collective.
+        """Do what the next step needs of all ranks before its batches are read, such as generating samples. It may be
+        skipped if a stop is requested on some rank: no step follows then. Collective.
 
         Returns:
-            Columns of the step's row of metrics; most tasks have nothing to do.
+            Columns of the step's row of metrics.
         """
-        ...
+        return {}
 
+    @abstractmethod
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """Read the micro-batches of a step of ``sequences`` samples over all ranks. Not collective: a rank that fails
         raises UserError alone."""
-        ...
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
-        """Add fields that networks compute. Collective."""
-        ...
+        """Add fields that networks compute, when all ranks have agreed to make the step. Collective."""
+        return micro_batches
 
     def fault(self, row: Mapping[str, float]) -> str | None:
         """The reason to end a run after a step, with the remedy, from the step's row of metrics, which is equal on all
-        ranks; None if it goes on."""
-        ...
+        ranks; None if it continues."""
+        return None
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """Hash of everything that maps sample numbers to what is read. A resume requires an equal one."""
-        ...
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """JSON that a checkpoint holds for this task. Collective."""
-        ...
+        return {}
 
+    @abstractmethod
     def validate(self, progress: Progress) -> dict[str, float]:
         """Validation metrics after these steps. Collective."""
-        ...
 
     def describe(self) -> list[str]:
         """Lines of the first message of a run."""
-        ...
+        return []
 
     def export(self, progress: Progress) -> str:
         """Save the result in the format of Hugging Face; returns its place. Collective."""
-        ...
+        raise NotImplementedError(f"{self.name} exports nothing")
 
-    def load_exported(self, folder: Any) -> None:
+    def load_exported(self, folder: Path) -> None:
         """Load the main network from a Hugging Face folder. Collective.
 
         Raises:
             UserError: the folder is corrupt or belongs to another model.
         """
-        ...
+        load_weights(next(iter(self.networks.values())), folder)
 
     def close(self) -> None:
         """End what the task has started, such as processes. Not collective."""
-        ...
+        return None
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """Lines that show what the model does: before the first step, and in the final report. Collective."""
-        ...
+        return []
 
 
 def trained_networks(task: Task) -> dict[str, TrainedNetwork]:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from glm46.config.float8_layers import linear_layers
 from glm46.config.model import ModelShape
-from glm46.config.rules_layout import values_of
+from glm46.config.section import values_of
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.rank_parts import (
     Block,

@@ -312,7 +312,6 @@ def describe_next(plan: Plan, start: Start) -> str:
         "training.tokens": str(_LONGER * plan.budget_tokens),
         "job.dump_folder": f"{plan.config.job.dump_folder}_longer",
         **{key: f"{folder}_longer" for key, folder in plan.config.folders_apart.items()},
-        **({"rl.mode": "whole"} if plan.config.rl and plan.config.rl.mode != "whole" else {}),
     }
     lines = [f"all keys      {module_command()} train --help"]
     try:

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from glm46.config.errors import UserError
 from glm46.config.faults import show
 from glm46.config.rl import ResolvedRL
-from glm46.tasks.rl.rewards.answer import RewardRule
-from glm46.tasks.rl.rewards.environment import Environment
-from glm46.tasks.rl.rewards.scorer import Scorer
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, environment_pool, filter_pool, reward_pool
 
 
 def refuse_rl(rl: ResolvedRL) -> None:
@@ -25,12 +23,11 @@ def refuse_rl(rl: ResolvedRL) -> None:
             open(file, "rb").close()
         except OSError as error:
             faults.append(f"{key} = {show(file)}: {error.strerror}; state a file of prompts that can be read")
-    rewards = [RewardRule(one.name, one.weight, one.timeout_seconds, one.options) for one in rl.rewards]
-    loads: list[Callable[[], Scorer | Environment]] = [lambda: Scorer(rewards)]
+    loads: list[Callable[[], FunctionPool]] = [lambda: reward_pool(rl)]
     if (table := rl.environment) is not None:
-        loads.append(lambda: Environment(table.function, table.options, table.timeout_seconds, table.max_turns))
+        loads.append(lambda: environment_pool(table))
     if (name := rl.filter) is not None:
-        loads.append(lambda: Scorer([RewardRule(name)], key="rl.filter"))
+        loads.append(lambda: filter_pool(name))
     for load in loads:
         try:
             load().close()

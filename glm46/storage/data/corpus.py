@@ -7,6 +7,7 @@ from typing import NamedTuple
 from glm46.config.data import SourceConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
+from glm46.config.rules import messages
 from glm46.config.rules_data import chat_faults, pair_faults
 from glm46.run.plan import Plan
 from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest
@@ -54,10 +55,10 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
         try:
             manifests[source.name] = manifest = load_manifest(Path(source.path))
             if source.recipe is None:
-                faults += [fault.message for fault in pair_faults(config, manifest.is_paired, source.path, source.path)]
+                faults += messages(config, pair_faults(config, manifest.is_paired, source.path, source.path))
             if source.recipe is None and manifest.splits["train"].targets is not None:
                 named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
-                faults += [fault.message for fault in chat_faults(config, index, longest, named)]
+                faults += messages(config, chat_faults(config, index, longest, named))
             manifests[source.name].require_tokenizer(tokenizer.fingerprint)
             if config.validation.enable and not manifest.splits["validation"].labels:
                 count = sum(split.documents for split in manifest.splits.values())

@@ -1,34 +1,42 @@
 """The task of fine-tuning: trained weights learn the targets of conversations, or to prefer one of two answers."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+
+import torch
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
+from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.config.errors import UserError
-from glm46.config.finetune import FineTuneConfig
+from glm46.config.finetune import FineTuneConfig, PreferenceConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
+from glm46.engine.training.named_sums import sum_over_all_ranks
+from glm46.engine.training.network import build_frozen_network
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
+from glm46.run.curriculum import stage_at
 from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.chat import chat_prompt
 from glm46.storage.data.conversation import Message
+from glm46.storage.data.manifest import Manifest
+from glm46.storage.data.pairs import BEGIN
 from glm46.storage.huggingface.tokenizer_files import stop_ids
-from glm46.tasks.finetune.preferences import Preferences
+from glm46.tasks.finetune.preference_loss import REFERENCE, PreferenceLoss, split_pairs
 from glm46.tasks.pretrain.network_rows import greedy_answers
 from glm46.tasks.pretrain.task import Pretraining
+from glm46.tasks.pretrain.validation import held_out_batches
+
+_VALIDATED = ("loss", "reward_margin", "reward_accuracy")
 
 
-class FineTuning:
+class FineTuning(Pretraining):
     """Text, loss and validation are those of pre-training: the loader gives a label to each token that the model shall
-    learn to sample, and to no other. Under [finetune.preference] loss and validation are those of `Preferences`. See
-    `Task`."""
+    learn to sample, and to no other. See `Task`."""
 
-    identity_keys = Pretraining.identity_keys
+    name = "finetune"
 
     def __init__(self, plan: Plan, cluster: Cluster):
         """Load the text and build the network. Collective.
@@ -36,17 +44,14 @@ class FineTuning:
         Raises:
             UserError: the data, the samples or the layout do not match the configuration.
         """
-        self.plan, self.cluster, self._config = plan, cluster, plan.config.finetune
-        self._text, preference = Pretraining(plan, cluster), plan.config.preference
-        self._learner = self._text if preference is None else Preferences(self._text, preference)
-        self.networks, self.objectives = self._learner.networks, self._learner.objectives
+        super().__init__(plan, cluster)
+        self._config: FineTuneConfig = plan.config.finetune
         self._prompts = run_on_all_ranks(self._sample_prompts)
 
     def _sample_prompts(self) -> list[list[int]]:
-        config: FineTuneConfig = self._config
+        config = self._config
         prompts = [
-            chat_prompt(self._text.tokenizer, [Message("user", text)], thinking=config.thinking)
-            for text in config.samples
+            chat_prompt(self.tokenizer, [Message("user", text)], thinking=config.thinking) for text in config.samples
         ]
         longest, positions = max(map(len, prompts), default=0), self.plan.shape.max_position_embeddings
         if longest + config.max_new_tokens > positions:
@@ -57,54 +62,11 @@ class FineTuning:
             )
         return prompts
 
-    def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
-        """See `Task.prepare`: nothing to do."""
-        return {}
-
-    def next(self, progress: Progress, sequences: int) -> StepBatches:
-        """See `Task.next`."""
-        return self._learner.next(progress, sequences)
-
-    def complete(self, micro_batches: list[Batch]) -> list[Batch]:
-        """See `Task.complete`."""
-        return self._learner.complete(micro_batches)
-
-    def fault(self, row: Mapping[str, float]) -> str | None:
-        """See `Task.fault`: no row ends a run."""
-        return None
-
-    def fingerprint(self) -> str:
-        """See `Task.fingerprint`."""
-        return self._text.fingerprint()
-
-    def state(self, progress: Progress) -> dict[str, Any]:
-        """See `Task.state`."""
-        return self._text.state(progress)
-
-    def validate(self, progress: Progress) -> dict[str, float]:
-        """See `Task.validate`."""
-        return self._learner.validate(progress)
-
-    def describe(self) -> list[str]:
-        """See `Task.describe`."""
-        return self._text.describe()
-
-    def load_exported(self, folder: Path) -> None:
-        """See `Task.load_exported`."""
-        self._text.load_exported(folder)
-
-    def export(self, progress: Progress) -> str:
-        """See `Task.export`."""
-        return self._text.export(progress)
-
-    def close(self) -> None:
-        """See `Task.close`: nothing to end."""
-
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: the greedy answers to the samples, and which of them ended."""
         if not self._prompts:
             return []
-        tokenizer, network = self._text.tokenizer, self._text.network
+        tokenizer, network = self.tokenizer, self.network
         network.attend_as(self.plan.stage_after(progress.samples).shape)
         ends = frozenset(stop_ids(tokenizer))
         answers = greedy_answers(
@@ -122,6 +84,72 @@ class FineTuning:
         return [*lines, ""]
 
 
+class PreferenceTuning(FineTuning):
+    """Learns from pairs of answers by direct preference optimisation: their batches, the reference, and validation. The
+    reference is the policy without its adapters, or else a network of its own, which each start fills from
+    checkpoint.initial_load_path."""
+
+    keeps_prediction_layers = True
+
+    def __init__(self, plan: Plan, cluster: Cluster):
+        """See `FineTuning`; builds the reference too. Collective."""
+        super().__init__(plan, cluster)
+        self._prefer(plan.config.preference)
+
+    def _prefer(self, config: PreferenceConfig) -> None:
+        self._begin_id, self._reference = self.tokenizer.special[BEGIN], self.network
+        if self.plan.config.adapter is None:
+            self._reference = self.networks["reference"] = build_frozen_network(self.plan, self.cluster)
+            self._reference.attend_as(self.plan.stage_after(0).shape)
+        self.objectives = {"model": PreferenceLoss(self.network, config)}
+
+    def next(self, progress: Progress, sequences: int) -> StepBatches:
+        """See `Task.next`."""
+        step = super().next(progress, sequences)
+        self._reference.attend_as(stage_at(self.plan.text_stages, progress.samples).shape)
+        return step._replace(micro_batches=[split_pairs(batch, self._begin_id) for batch in step.micro_batches])
+
+    def complete(self, micro_batches: list[Batch]) -> list[Batch]:
+        """See `Task.complete`: the log-probabilities of the reference."""
+        completed = [batch | {REFERENCE: self._reference_logprobs(batch)} for batch in micro_batches]
+        self._reference.release()
+        return completed
+
+    def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        """FP32 [B, S] of whole rows; zeros on pipeline stages without the head, which compute no loss. Collective."""
+        output = self._reference.evaluate(batch, token_logprobs, adapted=False)
+        if output is None:
+            return torch.zeros(batch["labels"].shape)
+        return self._reference.whole_rows(output.logprobs.unsqueeze(0), batch)[0].cpu()  # sync: batches are on the CPU
+
+    def validate(self, progress: Progress) -> dict[str, float]:
+        """See `Task.validate`: the loss of held-out pairs and what `PreferenceLoss` says of their rewards."""
+        of_sources = {name: self._held_out(manifest) for name, manifest in self.manifests.items()}
+        total = {key: sum(sums[key] for sums in of_sources.values()) for key in next(iter(of_sources.values()))}
+        self.network.release()
+        columns = {}
+        for suffix, sums in (("", total), *((f"/{name}", sums) for name, sums in of_sources.items())):
+            found = self.objectives["model"].metrics(sums, {name: value.tolist() for name, value in sums.items()}, 0)
+            columns |= {f"validation_{key}{suffix}": found[key] for key in _VALIDATED}
+        return columns
+
+    def _held_out(self, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+        """Sums and totals of a source's held-out pairs over all ranks, FP64. Collective."""
+        objective, network = self.objectives["model"], self.network
+        sums = objective.empty_sums()
+        counts = dict.fromkeys(objective.count([]), 0.0)
+        for batch in held_out_batches(network, manifest):
+            (batch,) = self.complete([split_pairs(batch, self._begin_id)])
+            # Counted by every rank that reads the same rows; the sums are not.
+            for name, count in objective.count([batch]).items():
+                counts[name] += count / network.plan.layout.non_dp_degree
+            output = network.evaluate(batch, token_logprobs)
+            if output is not None:
+                for name, value in objective.sums(output, batch).items():
+                    sums[name] += value.cpu()
+        return sum_over_all_ranks(sums | {name: torch.tensor(n, dtype=torch.float64) for name, n in counts.items()})
+
+
 def train(config: RunConfig, stop: StopRequest | None = None) -> int:
     """Fine-tune as configured, on this rank; see `run`. Collective."""
-    return run(config, FineTuning, stop)
+    return run(config, FineTuning if config.preference is None else PreferenceTuning, stop)

@@ -35,7 +35,7 @@ class StandardMeasure:
             positions: of the model.
 
         Raises:
-            UserError: see `find_tasks` and `LmEvalModel`, or a task draws its answers.
+            UserError: see `find_tasks` and `LmEvalModel`, or a task generates its answers.
         """
         self._tokenizer, self._positions = tokenizer, positions
         self._tasks: StandardTasks | None = None
@@ -82,7 +82,7 @@ class _NoAnswers:
             if not prompt.sampling.is_greedy:
                 raise UserError(
                     f"{self._keys.names}: a task with generation_kwargs.temperature {prompt.sampling.temperature:g} "
-                    "draws its answers; a validation takes the most likely tokens: judge a step with evaluate"
+                    "generates its answers; a validation takes the most likely tokens: judge a step with evaluate"
                 )
         return [""] * len(prompts)
 

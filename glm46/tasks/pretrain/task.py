@@ -3,8 +3,6 @@
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +15,14 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.inference.generation import continue_tokens
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
-from glm46.engine.training.hf_weights import load_weights, save_weights
+from glm46.engine.training.hf_weights import save_weights
 from glm46.engine.training.network import build_network
 from glm46.engine.training.state import Progress
-from glm46.engine.training.task import StepBatches
+from glm46.engine.training.task import StepBatches, Task
 from glm46.run.curriculum import stage_at
 from glm46.run.function import capacity_lines
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.integrity import step_folder
-from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import check_epochs, describe_sources, load_text
 from glm46.storage.data.tokenizer import TOKENIZER_KEY
 from glm46.tasks.pretrain.data_stream import DataStream, rows_read
@@ -33,10 +30,11 @@ from glm46.tasks.pretrain.next_token import NextToken
 from glm46.tasks.pretrain.validation import due_tasks, evaluate, validation_measures
 
 
-class Pretraining:
+class Pretraining(Task):
     """One network that learns to predict the next token of the text in data.sources. See `Task`."""
 
-    identity_keys: tuple[str, ...] = (
+    name = "pretrain"
+    identity_keys = (
         "data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers"
     )  # fmt: skip
 
@@ -51,26 +49,15 @@ class Pretraining:
         check_epochs(plan, self.manifests)
         self.measures = run_on_all_ranks(lambda: validation_measures(plan, self.manifests, self.tokenizer))
         self.network = build_network(plan, cluster)
-        self.networks, self.objectives = {"model": self.network}, {"model": NextToken(self.network)}
+        self._objective = NextToken(self.network)
+        self.networks, self.objectives = {"model": self.network}, {"model": self._objective}
         self.stream = DataStream(plan, cluster, self.manifests)
         self.network.attend_as(plan.stage_after(0).shape)
-
-    def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
-        """See `Task.prepare`: nothing to do."""
-        return {}
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""
         self.network.attend_as(stage_at(self.plan.text_stages, progress.samples).shape)
         return self.stream.next(progress, sequences)
-
-    def complete(self, micro_batches: list[Batch]) -> list[Batch]:
-        """See `Task.complete`: nothing to add."""
-        return micro_batches
-
-    def fault(self, row: Mapping[str, float]) -> str | None:
-        """See `Task.fault`: no row ends a run."""
-        return None
 
     def fingerprint(self) -> str:
         """See `Task.fingerprint`."""
@@ -95,7 +82,7 @@ class Pretraining:
         """See `Task.validate`."""
         due = due_tasks(self.plan, progress)
         measures = [measure for measure, is_due in zip(self.measures, due, strict=True) if is_due]
-        return evaluate(self.network, self.objectives["model"], self.manifests, self.tokenizer, measures)
+        return evaluate(self.network, self._objective, self.manifests, self.tokenizer, measures)
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""
@@ -103,17 +90,10 @@ class Pretraining:
         lines = capacity_lines(moe, "validation") if self.plan.config.validation.enable else []
         return [*describe_sources(self.plan, self.manifests), *lines]
 
-    def load_exported(self, folder: Path) -> None:
-        """See `Task.load_exported`."""
-        load_weights(self.network, folder)
-
     def export(self, progress: Progress) -> str:
         """See `Task.export`."""
         self.network.attend_as(self.plan.stage_after(progress.samples).shape)  # not in force yet if no step was trained
         return save_weights(self.network, self.tokenizer, progress)
-
-    def close(self) -> None:
-        """See `Task.close`: nothing to end."""
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: a continuation of [inference] prompt."""

@@ -1,5 +1,5 @@
-"""Weights for the difference between the policy that drew the samples and the same weights in the trainer: TIS, IcePop
-and MIS as choices of one function. All are constants of the loss."""
+"""Weights for the difference between the policy that generated the samples and the same weights in the trainer: TIS,
+IcePop and MIS as choices of one function. All are constants of the loss."""
 
 from collections.abc import Callable
 

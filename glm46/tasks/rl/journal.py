@@ -2,28 +2,29 @@
 
 import hashlib
 import json
-import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
-from glm46.config.errors import UserError
 from glm46.engine.reliability.run_lock import writing
 from glm46.run.plan import Plan
-from glm46.tasks.rl.modes import steps_per_rollout
 from glm46.tasks.rl.rollouts import (
     FOLDER,
     Rollout,
     missing_inside,
+    read_fields,
     read_rollout,
     remove_rollout,
     rollout_steps,
+    write_fields,
     write_rollout,
 )
+from glm46.tasks.rl.stepping import steps_per_rollout
 
 _NOT_OF_ROLLOUTS = {
     **dict.fromkeys(
@@ -41,48 +42,13 @@ _NOT_OF_ROLLOUTS = {
         "deadline_seconds", "restart_seconds",
     },
 }  # fmt: skip
-"""Sections and keys that do not decide what is drawn, up to rounding. Samples that are too old are known by their
+"""Sections and keys that do not decide what is generated, up to rounding. Samples that are too old are known by their
 versions of the weights."""
 
 
-class Writer:
-    """Writes into a folder on rank 0, in a second thread, while steps are made: a disk may take as long for a sync as a
-    step. Writes are made in their order."""
-
-    def __init__(self, folder: Path):
-        self.folder, self._thread = folder, ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._waiting: list[Future[None]] = []
-
-    def start(self, write: Callable[[], None]) -> None:
-        """Begin to write on rank 0; what is written must not change before `finish`."""
-
-        def work() -> None:
-            with writing(self.folder):
-                write()
-
-        if dist.get_rank() == 0:
-            self._waiting.append(self._thread.submit(work))
-
-    def finish(self) -> None:
-        """Wait for all writes. Collective.
-
-        Raises:
-            UserError: on all ranks; the disk is full or not writable.
-        """
-
-        def wait() -> None:
-            while self._waiting:
-                self._waiting.pop(0).result()
-
-        run_on_all_ranks(wait)
-
-    def close(self) -> None:
-        """Wait for the thread, whose errors `finish` alone reports."""
-        self._thread.shutdown()
-
-
 class Journal:
-    """The rollouts of a run, on its first rank.
+    """The rollouts of a run, on its first rank. Writes are made in their order in a second thread, while steps are
+    made: a disk may take as long for a sync as a step.
 
     Args:
         data: fingerprint of prompts, tokenizer and sizes.
@@ -92,68 +58,35 @@ class Journal:
     def __init__(self, plan: Plan, data: str, tokenizer: str):
         config = plan.config
         self.folder = Path(config.job.dump_folder) / FOLDER
-        """Of what this run writes."""
-        self.writer = Writer(self.folder)
-        self._is_drawn_before = config.rl.mode == "train_only"
-        self._source = Path(config.rl.rollouts_folder) if self._is_drawn_before else self.folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._writes: list[Future[None]] = []
         self._plan = plan
-        # Rollouts alone have the weights of the start.
-        self._oldest = config.rollout.max_staleness * steps_per_rollout(plan) if config.rl.mode == "whole" else math.inf
+        self._oldest = config.rollout.max_staleness * steps_per_rollout(plan)
         self._about = {"tokenizer": tokenizer, "temperature": config.rollout.temperature}
         table = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
-        # The number of steps decides the rates, and so the weights that draw, if the schedule ends with the run.
-        end = config.lr_scheduler.total_tokens or plan.end_tokens if config.rl.mode == "whole" else None
+        # The number of steps decides the rates, and so the weights that generate, if the schedule ends with the run.
+        end = config.lr_scheduler.total_tokens or plan.end_tokens
         start = config.ids.get("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
         facts = [table, end, start, data]
         self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def require(self, steps: Sequence[int]) -> None:
-        """Raise UserError if the rollouts of these steps were to be drawn before, and one is missing."""
-        missing = sorted(set(steps) - set(rollout_steps(self._source))) if self._is_drawn_before else []
-        if missing:
-            raise UserError(
-                f"rl.rollouts_folder = {str(self._source)!r}: {len(missing)} of {len(steps)} rollouts are missing, "
-                f'the first one of step {missing[0]}; draw them with rl.mode = "rollout_only", or lower training.steps'
-            )
-
     def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Rollout | None:
-        """The rollout that begins at a step; None if it has to be drawn.
+        """The rollout that begins at a step; None if it has to be generated.
 
         Args:
             is_inside: weights have been trained on it, so that no other one can take its place.
             first_prompt: number of the next prompt.
 
         Raises:
-            UserError: its files are damaged, or missing inside of it, or it does not fit this run.
+            UserError: its files are damaged, or missing inside of it.
         """
-        if self._is_drawn_before:
-            return self._of_another_run(step)
-        found = read_rollout(self._source, step, None if is_inside else self._identity)
+        found = read_rollout(self.folder, step, None if is_inside else self._identity)
         if is_inside and found is None:
-            raise missing_inside(self._source / f"step_{step:06d}.json")
+            raise missing_inside(self.folder / f"step_{step:06d}.json")
         if found is None or is_inside:
             return found
         is_new = found.is_demonstration or found.arrays["versions"].min(initial=step) >= step - self._oldest
         return found if is_new and found.first_prompt == first_prompt else None
-
-    def _of_another_run(self, step: int) -> Rollout | None:
-        found = read_rollout(self._source, step)
-        if found is None:
-            return None
-        path, plan = self._source / f"step_{step:06d}.json", self._plan
-        for name, ours in self._about.items():
-            if found.about.get(name, ours) != ours:
-                raise UserError(
-                    f"{path}: drawn with another {name}, {found.about[name]!r}, this run has {ours!r}; train with the "
-                    "file that the rollouts were drawn with"
-                )
-        longest = int((found.arrays["prompt_lengths"] + found.arrays["lengths"]).max(initial=0))
-        if longest > plan.config.training.seq_len:
-            raise UserError(
-                f"{path}: a sample has {longest} tokens, training.seq_len = {plan.config.training.seq_len}; raise that "
-                f"to {longest}"
-            )
-        return found
 
     def waiting_before(self, step: int) -> list[list[int]]:
         """`Rollout.waiting` of the rollout before that of a step; empty if there is none."""
@@ -162,29 +95,68 @@ class Journal:
         return found.waiting if found is not None else []
 
     @property
-    def drawn_ahead(self) -> Path:
-        """Folder of the groups that are drawn for later rollouts, of this identity."""
+    def ahead_folder(self) -> Path:
+        """Folder of the groups that are generated for later rollouts, of this identity."""
         return self.folder / "ahead" / self._identity[:16]
 
-    def write(self, rollout: Rollout, kept_checkpoints: Sequence[int]) -> None:
-        """Write a rollout, and remove those that no longer matter, and groups of another configuration.
+    def write(self, rollout: Rollout, kept_checkpoints: Sequence[int], then: Callable[[], None] = lambda: None) -> None:
+        """Begin to write a rollout, and to remove those that no longer matter, and groups of another configuration. It
+        must not change before `finish`.
 
         Args:
             kept_checkpoints: steps from which the run may be resumed.
+            then: is called when it is written, on the first rank.
         """
         rollout.about = self._about
-        write_rollout(self.folder, rollout, self._identity)
-        for other in set(self.drawn_ahead.parent.glob("*")) - {self.drawn_ahead}:
-            shutil.rmtree(other)
-        keep = self._plan.config.rollout.keep_latest_k
-        if keep and self._plan.config.rl.mode == "whole":
-            for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
-                remove_rollout(self.folder, step)
+
+        def work() -> None:
+            write_rollout(self.folder, rollout, self._identity)
+            for other in set(self.ahead_folder.parent.glob("*")) - {self.ahead_folder}:
+                shutil.rmtree(other)
+            if keep := self._plan.config.rollout.keep_latest_k:
+                for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
+                    remove_rollout(self.folder, step)
+            then()
+
+        self._start(work)
+
+    def write_fields(self, step: int, fields: Mapping[str, Tensor]) -> None:
+        """Begin to write the fields of the tokens of a rollout."""
+        self._start(lambda: write_fields(self.folder, step, fields))
+
+    def read_fields(self, step: int) -> dict[str, Tensor]:
+        """See `rollouts.read_fields`."""
+        return read_fields(self.folder, step)
+
+    def _start(self, write: Callable[[], None]) -> None:
+        def work() -> None:
+            with writing(self.folder):
+                write()
+
+        if dist.get_rank() == 0:
+            self._writes.append(self._thread.submit(work))
+
+    def finish(self) -> None:
+        """Wait for all writes. Collective.
+
+        Raises:
+            UserError: on all ranks; the disk is full or not writable.
+        """
+
+        def wait() -> None:
+            while self._writes:
+                self._writes.pop(0).result()
+
+        run_on_all_ranks(wait)
+
+    def close(self) -> None:
+        """Wait for the thread, whose errors `finish` alone reports."""
+        self._thread.shutdown()
 
 
 def removable(rollouts: Sequence[int], checkpoints: Sequence[int], keep: int) -> list[int]:
     """Steps of rollouts that neither a resume nor ``keep_latest_k`` needs. A resume from a checkpoint needs the rollout
-    that it lies in or behind; one from the newest checkpoint also all later rollouts, so that none is drawn twice.
+    that it lies in or behind; one from the newest checkpoint also all later rollouts, so that none is generated twice.
 
     Args:
         rollouts: ascending.

@@ -1,4 +1,4 @@
-"""Objectives of policy and critic, on batches with the fields of `prepare_fields`."""
+"""Objectives of policy and critic, on batches with the fields of `training_fields`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -62,7 +62,7 @@ def _changed(plan: Plan, **sections: Section | None) -> Plan:
 
 class PolicyGradient:
     """The objective of the policy: loss of the ratio, penalty for the distance to the reference, entropy, and the loss
-    of multi-token prediction on drawn tokens, whose gradient is that of its layers alone. Its totals: ``targets``,
+    of multi-token prediction on generated tokens, whose gradient is that of its layers alone. Its totals: ``targets``,
     ``samples``, and those of `count_targets` for multi-token prediction. ``form`` is also the one that old
     log-probabilities are computed with.
     """
@@ -72,10 +72,13 @@ class PolicyGradient:
         Args:
             network: the policy.
             config: resolved.
-            temperature: at which the samples were drawn.
+            temperature: at which the samples were generated.
             is_on_policy: see `ResolvedRL.is_on_policy`; batches need no ``old_logprobs`` and no ``correction``.
         """
         self._is_on_policy = is_on_policy
+        self.record: Callable[[Batch, Tensor], None] = lambda batch, logprobs: None
+        """Takes the log-probabilities of each micro-batch of a step on policy, whole rows [B, S] on the device: they
+        are the old ones of the rollout."""
         self._network, self._config = network, config
         self._depths = network.plan.shape.num_nextn_predict_layers
         self.form = partial(token_logprobs, entropy=True, temperature=temperature)
@@ -113,7 +116,7 @@ class PolicyGradient:
         return loss
 
     def _with_old(self, batch: Batch, logprobs: Tensor, samples: int, sum_parts: Callable[[Tensor], Tensor]) -> Batch:
-        """With what `prepare_fields` computes of old log-probabilities, where they are those of the step itself."""
+        """With what `training_fields` computes of old log-probabilities, where they are those of the step itself."""
         if not self._is_on_policy:
             return batch
         old, sample = logprobs.detach(), batch["sample"]
@@ -172,20 +175,16 @@ class PolicyGradient:
         return sums | ({"mtp_losses": torch.zeros(self._depths, dtype=torch.float64)} if self._depths else {})
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
-        """See `Objective.sums`. Collective under context parallelism.
-
-        If the old policy is that of the step, adds its ``old_logprobs`` and ``correction`` to the batch, FP32 [B, S] on
-        the device.
-        """
+        """See `Objective.sums`. Collective under context parallelism."""
         of_mtp = {"mtp_losses": output.mtp_losses} if "mtp_labels" in batch and self._depths else {}
         own = torch.stack([output.logprobs, output.entropy])
         logprobs, entropy = self._network.whole_rows(own, batch)
         samples = max(int(batch["sample"].max()) + 1, 1)
         names = (*self._own_fields, "rollout_logprobs")
-        of_loader, batch = batch, {name: copy_to_device(batch[name], logprobs.device) for name in names}
-        batch = self._with_old(batch, logprobs, samples, lambda sums: sums)
         if self._is_on_policy:
-            of_loader |= {name: batch[name] for name in ("old_logprobs", "correction")}
+            self.record(batch, logprobs)
+        batch = {name: copy_to_device(batch[name], logprobs.device) for name in names}
+        batch = self._with_old(batch, logprobs, samples, lambda sums: sums)
         losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)
         is_token, old = batch["sample_tokens"] > 0, batch["old_logprobs"]
         figures = {

@@ -180,7 +180,7 @@ def build_batch(
     each label in the rollout's tokens, int64 [B, S = width]; if samples share prompts ``prefix_ids``, int64 [B, S], see
     `attention_layout`; under routing replay ``routes``, none where the rollout has none; for prediction layers
     ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one and the token that
-    depth k predicts is drawn, too.
+    depth k predicts is generated, too.
 
     Args:
         rows: numbers of samples in the step.
@@ -213,8 +213,8 @@ def build_batch(
         index = np.minimum(label - 1 + ahead, longest - 1)
         return np.where(index >= 0, prompts + starts[number] + index, prompt_starts[number] + position + ahead)
 
-    def drawn(ahead: int) -> np.ndarray:
-        """Places in the rollout's tokens of the drawn tokens so far behind each token; -1 elsewhere."""
+    def generated(ahead: int) -> np.ndarray:
+        """Places in the rollout's tokens of the generated tokens so far behind each token; -1 elsewhere."""
         place = np.where((label >= 0) & (label + ahead <= longest), source(ahead) - prompts, -1)
         place[of["is_reply"][place]] = -1
         return place
@@ -222,7 +222,7 @@ def build_batch(
     def labels(place: np.ndarray) -> np.ndarray:
         return np.where(place >= 0, of["tokens"][place], IGNORE)
 
-    place = drawn(1)
+    place = generated(1)
     found = {
         "input_ids": tokens[source(0)],
         "positions": position,
@@ -237,7 +237,7 @@ def build_batch(
     if depths:
         found["mtp_input_ids"] = np.stack([tokens[source(depth)] for depth in depths], 1)
         # As the main model at these places, so that the loss does not depend on who shares a prompt.
-        targets = [labels(np.where(place >= 0, drawn(depth + 1), -1)) for depth in depths]
+        targets = [labels(np.where(place >= 0, generated(depth + 1), -1)) for depth in depths]
         found["mtp_labels"] = np.stack(targets, 1)
     for name in arrays.keys() & found.keys():
         arrays[name][row, token - np.searchsorted(row, row)] = found[name]

@@ -16,7 +16,7 @@ from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.prepare.readers import file_rows
 from glm46.storage.prepare.rows import BadDocument
 from glm46.tasks.rl.rewards.answer import Answer
-from glm46.tasks.rl.rewards.scorer import READ_LABELS, Scorer
+from glm46.tasks.rl.rewards.function_pool import READ_LABELS, FunctionPool
 
 _FAULTS_SHOWN = 5
 _COMPARED = {"exact": "{}", "choice": "\\boxed{{{}}}", "math": "\\boxed{{{}}}"}
@@ -75,24 +75,24 @@ def read_prompts(
     return prompts
 
 
-def require_reachable_labels(prompts: Sequence[Prompt], scorer: Scorer, *, thinking: bool) -> None:
+def require_reachable_labels(prompts: Sequence[Prompt], rewards: FunctionPool, *, thinking: bool) -> None:
     """Check that each built-in reward can judge the labels, and that those that compare texts give a label itself 1,
     and an empty answer 0.
 
     Args:
-        scorer: of the rewards of the run: they may hang, so that it calls them.
+        rewards: of the run: they may hang, so that it calls them.
 
     Raises:
         UserError: no answer could be right, or each is.
     """
-    _check_labels(prompts, scorer.names)
+    _check_labels(prompts, rewards.names)
     faults, end = [], "</think>" if thinking else ""
     labels = {repr(prompt.label): prompt.label for prompt in prompts}
     for name, form in _COMPARED.items():
-        if name not in scorer.names:
+        if name not in rewards.names:
             continue
         asked = [(label, text) for label in labels.values() for text in (form.format(_first(label)), "")]
-        found = scorer.values(name, [Answer("", end + text, label, thinking, 0, True) for label, text in asked])
+        found = rewards.values(name, [Answer("", end + text, label, thinking, 0, True) for label, text in asked])
         pairs = zip(labels, found[::2], found[1::2], strict=True)
         wrong = {key: values for key, *values in pairs if values != [1.0, 0.0]}
         if wrong:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from glm46.config.errors import UserError
 from glm46.files.durable import FileRecord, hash_file, replace_durably
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
+from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import FINISHES, Completion
 
 FOLDER = "rollouts"
@@ -29,7 +31,7 @@ class Rollout:
     """Samples in order, the arrays one entry for each sample or, of tokens, one sample behind the other."""
 
     step: int
-    """Optimizer steps before it: the version of the weights that it was drawn from."""
+    """Optimizer steps before it: the version of the weights that it was generated from."""
     first_prompt: int
     next_prompt: int
     """Numbers of the prompts that were handed out for it: [first, next)."""
@@ -39,7 +41,7 @@ class Rollout:
     """True if the completions are labels."""
     arrays: dict[str, np.ndarray]
     """prompt_tokens int32, prompt_lengths int64 [N], tokens int32 [T], lengths int64 [N], logprobs float32 [T] of the
-    engine, versions int32 [T] of the weights that drew a token, is_reply bool [T]: of an environment, groups int64 [N]:
+    engine, versions int32 [T] of the weights of a token, is_reply bool [T]: of an environment, groups int64 [N]:
     number of the prompt, rewards float64 [N], parts float64 [N, rewards], finish uint8 [N]: index in `FINISHES`; under
     routing replay routes of the tokens of prompts and completions but each sample's last [tokens, MoE layers, experts
     of a token], see `compute/model/routes.py`."""
@@ -49,7 +51,7 @@ class Rollout:
     """Numbers of prompts that were handed out and are not in this rollout or an earlier one, and the versions of the
     weights when they were."""
     about: dict[str, Any] = field(default_factory=dict)
-    """How it was drawn: what another run that trains on it must share."""
+    """How it was generated: what another run that trains on it must share."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.arrays["lengths"])
@@ -77,6 +79,11 @@ class Rollout:
         end = int(self._prompt_ends[sample])
         return self.arrays["prompt_tokens"][end - int(self.arrays["prompt_lengths"][sample]) : end]
 
+    def sample_of_tokens(self) -> Tensor:
+        """int64 [T]: number of the sample of each token; -1 where an environment has replied."""
+        numbers = np.arange(len(self)).repeat(self.arrays["lengths"])
+        return torch.from_numpy(np.where(self.arrays["is_reply"], -1, numbers))
+
     def routes(self, sample: int) -> np.ndarray | None:
         """Routes of a sample's tokens but the last; None without routing replay."""
         if "routes" not in self.arrays:
@@ -86,19 +93,22 @@ class Rollout:
         return self.arrays["routes"][end - length : end]
 
 
-@dataclass
-class DrawnSample:
-    """A completion with its judgement."""
+class Sample(NamedTuple):
+    """An answer to a prompt, from its generation to its reward."""
 
-    prompt: Sequence[int]
+    prompt: Prompt
     group: int
-    """Number of its prompt."""
+    """Number of the prompt, counted over the run."""
     completion: Completion
-    reward: float
-    parts: Mapping[str, float]
+    fault: str = ""
+    """Why it has no reward: the environment failed, its server did not finish it, or a reward failed."""
+    reward: float | None = None
+    """Weighted sum of the parts; None before it is scored, or if there is a fault."""
+    parts: Mapping[str, float] = MappingProxyType({})
+    """By the name of each reward, before its weight; without those that failed."""
 
 
-def to_arrays(samples: Sequence[DrawnSample], part_names: Sequence[str]) -> dict[str, np.ndarray]:
+def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str, np.ndarray]:
     """`Rollout.arrays` of samples."""
 
     def joined(parts: Iterable[Sequence], dtype: type) -> np.ndarray:
@@ -116,8 +126,8 @@ def to_arrays(samples: Sequence[DrawnSample], part_names: Sequence[str]) -> dict
     routes = [one.routes for one in completions if one.routes is not None]
     of_tokens = {"routes": np.concatenate(routes)} if routes else {}
     return of_tokens | {
-        "prompt_tokens": joined((sample.prompt for sample in samples), np.int32),
-        "prompt_lengths": np.array([len(sample.prompt) for sample in samples], np.int64),
+        "prompt_tokens": joined((sample.prompt.tokens for sample in samples), np.int32),
+        "prompt_lengths": np.array([len(sample.prompt.tokens) for sample in samples], np.int64),
         "tokens": joined([one.tokens for one in completions], np.int32),
         "lengths": lengths,
         "logprobs": joined([one.logprobs for one in completions], np.float32),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,16 @@ import torch
 
 from glm46.compute.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
-from glm46.config.rl import ResolvedRL
+from glm46.config.rl import ResolvedRL, StopConfig
 from glm46.config.rl_data import WITHOUT_LABELS
 from glm46.config.run_config import RunConfig
 from glm46.engine.inference.decoder import describe_kernels
 from glm46.engine.reliability.stop import StopRequest
-from glm46.engine.training import loop
 from glm46.engine.training.build import run
-from glm46.engine.training.hf_weights import load_weights, save_weights
+from glm46.engine.training.hf_weights import save_weights
 from glm46.engine.training.network import Network, build_frozen_network, build_network
 from glm46.engine.training.state import Progress
-from glm46.engine.training.task import StepBatches
+from glm46.engine.training.task import Objective, StepBatches, Task
 from glm46.files.durable import hash_file
 from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
@@ -28,25 +28,23 @@ from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
-from glm46.tasks.rl.asking import Asking
 from glm46.tasks.rl.engines import build_engine
 from glm46.tasks.rl.journal import Journal
-from glm46.tasks.rl.modes import broken_bound, evaluate_only, roll_out_only, steps_per_rollout
+from glm46.tasks.rl.loop import RolloutLoop
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
-from glm46.tasks.rl.rewards.answer import RewardRule
-from glm46.tasks.rl.rewards.environment import Environment
-from glm46.tasks.rl.rewards.scorer import READ_LABELS, Scorer
+from glm46.tasks.rl.rewards.function_pool import READ_LABELS, environment_pool, filter_pool, reward_pool
 from glm46.tasks.rl.rollout.records import SamplingRules
-from glm46.tasks.rl.rollouts import Rollout
-from glm46.tasks.rl.stepping import StepBuilder
-from glm46.tasks.rl.supply import RolloutSupply
+from glm46.tasks.rl.sampling import Sampler
+from glm46.tasks.rl.stepping import StepBuilder, steps_per_rollout
 from glm46.tasks.rl.validation import PromptSet, answered_lines, validate_sets
 
 
-class Reinforcement:
+class Reinforcement(Task):
     """A policy, with a critic and a frozen reference where the algorithm needs them. See `Task`."""
 
+    name = "rl"
+    has_loss_level = False
     identity_keys = (
         "rl.prompts", "rl.prompts_per_rollout", "rl.group_size", "rl.warm_up_rollouts", "training.global_batch_size",
         "debug.seed", "model.tokenizer_path",
@@ -61,30 +59,25 @@ class Reinforcement:
         self.plan, self.cluster = plan, cluster
         self._config: ResolvedRL = plan.config.rl.resolved()
         self.tokenizer, _ = run_on_all_ranks(lambda: load_text(plan))
-        self._prompts, self._sets = run_on_all_ranks(self._read)
-        rewards = [RewardRule(r.name, r.weight, r.timeout_seconds, r.options) for r in self._config.rewards]
-        scorer = run_on_all_ranks(lambda: Scorer(rewards))
-        read_on_first_rank(lambda: self._require_reachable_labels(scorer))
-        environment = None
-        if (table := self._config.environment) is not None:
-            environment = run_on_all_ranks(
-                lambda: Environment(table.function, table.options, table.timeout_seconds, table.max_turns)
-            )
-        filter_ = None
-        if (name := self._config.filter) is not None:
-            filter_ = run_on_all_ranks(lambda: Scorer([RewardRule(name)], key="rl.filter"))
-        self.networks: dict[str, Network] = {"policy": build_network(plan, cluster)}
+        prompts, self._sets = run_on_all_ranks(self._read)
+        table, name = self._config.environment, self._config.filter
+        rewards = run_on_all_ranks(lambda: reward_pool(self._config))
+        for some in (prompts, *(one.prompts for one in self._sets)):
+            read_on_first_rank(partial(require_reachable_labels, some, rewards, thinking=self._config.prompts.thinking))
+        environment = run_on_all_ranks(lambda: None if table is None else environment_pool(table))
+        filter_ = run_on_all_ranks(lambda: None if name is None else filter_pool(name))
+        self.networks: dict[str, Network] = {"policy": build_network(plan, cluster, on_samples=True)}
         policy = PolicyGradient(
             self.networks["policy"],
             self._config,
             plan.config.rollout.temperature,
             is_on_policy=self._config.is_on_policy(plan.config.training.global_batch_size),
         )
-        self.objectives = {"policy": policy}
+        self.objectives: dict[str, Objective] = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:
-            self.networks["reference"] = build_frozen_network(reference_plan(plan), cluster)
+            self.networks["reference"] = build_frozen_network(reference_plan(plan), cluster, on_samples=True)
         if self._config.has_critic:
-            self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value")
+            self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value", on_samples=True)
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
         rules = SamplingRules(
             plan.config.rollout.temperature,
@@ -92,28 +85,18 @@ class Reinforcement:
             self.tokenizer.vocab_size,
             self._config.routing_replay,
         )
-        prompts = [one.tokens for some in (self._prompts, *(own for _, own in self._sets)) for one in some]
+        tokens = [one.tokens for some in (prompts, *(own for _, own in self._sets)) for one in some]
         self._stop: StopRequest | None = None
         self._progress: Progress | None = None
-        self._asking = Asking(
-            config=self._config,
-            section=plan.config.rollout,
-            tokenizer=self.tokenizer,
-            engine=build_engine(self.networks["policy"], self.tokenizer, prompts, rules, self._is_stopped),
-            scorer=scorer,
-            rules=rules,
-            seed=plan.config.debug.seed,
-            environment=environment,
-            filter=filter_,
-        )
-        journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
-        self._supply = RolloutSupply(plan, self._asking, self._prompts, journal, self._is_stopped)
-        self._builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form, journal.writer)
-        self._writer = journal.writer
-        self._rollout: Rollout | None = None
-        self._columns: dict[str, float] = {}
+        engine = build_engine(self.networks["policy"], self.tokenizer, tokens, rules, self._is_stopped)
+        self._sampler = Sampler(
+            self._config, plan.config.rollout, self.tokenizer, engine, prompts, rules, plan.config.debug.seed,
+            rewards, environment, filter_,
+        )  # fmt: skip
+        self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
+        builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)
+        self._loop = RolloutLoop(plan, self._sampler, policy, builder, self._journal, self._is_stopped)
         self._model_seconds = 0.0
-        self._steps: list[list[Batch]] = []
         self._equal_rollouts = 0
 
     def _is_stopped(self) -> bool:
@@ -132,39 +115,23 @@ class Reinforcement:
             PromptSet(table, read(table.file)) for table in self._config.validation
         ]
 
-    def _require_reachable_labels(self, scorer: Scorer) -> None:
-        for prompts in (self._prompts, *(one.prompts for one in self._sets)):
-            require_reachable_labels(prompts, scorer, thinking=self._config.prompts.thinking)
-
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
         """See `Task.prepare`: at the first step of a rollout, the rollout of the journal, or a new one."""
         self._stop, self._progress = stop, progress
         if progress.step == 0 and "critic" in self.networks:
             self._start_critic()
-        if self._rollout is None:
-            self._supply.begin(progress)
-        if self._config.mode != "rollout_only":  # whose weights are those of its start
-            self._supply.steps_made = progress.step
         within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
-        first = progress.step - within
-        if self._rollout is None or self._rollout.step != first:
-            self._writer.finish()
+        first, loop = progress.step - within, self._loop
+        if loop.rollout is None or loop.rollout.step != first:
             temperature = schedule_value(self.plan.config.moe.router_temperature, progress.curriculum_tokens)
             for name in self.objectives:  # samples are of the function that the first step on them learns with
                 self.networks[name].route_at(temperature)
-            self._builder.write_fields()  # while the next rollout is drawn
-            self._rollout = self._supply.rollout(progress, first, is_inside=within > 0)
-            if self._rollout is None:
+            if not loop.begin(progress, first):
                 return {}
-            is_equal = self._rollout.figures.get("equal_groups_ratio") == 1.0
+            is_equal = loop.columns.get("equal_groups_ratio") == 1.0
             self._equal_rollouts = self._equal_rollouts + 1 if is_equal else 0
-            if self._config.mode == "rollout_only":
-                progress.prompts = self._rollout.next_prompt
-                return self._rollout.figures
-            self._steps = self._builder.build(self._rollout, is_inside=within > 0)
-            self._columns = self._rollout.figures | self._builder.columns
-            self._model_seconds = self._columns.get("rollout_seconds", 0.0) + self._builder.seconds
-        return self._columns
+            self._model_seconds = sum(loop.columns.get(name, 0.0) for name in ("rollout_seconds", "logprob_seconds"))
+        return loop.columns
 
     @torch.no_grad()
     def _start_critic(self) -> None:
@@ -177,10 +144,9 @@ class Reinforcement:
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`; without batches if a stop was requested."""
         seq_len = self.plan.config.training.seq_len
-        if self._rollout is None:
+        if self._loop.rollout is None:
             return StepBatches([], sequences, seq_len, 0.0)
-        self._supply.steps_made = progress.step + 1
-        batches = self._steps[progress.step - self._rollout.step]
+        batches = self._loop.steps[progress.step - self._loop.rollout.step]
         tokens = self.plan.layout.dp_degree * sum(batch["input_ids"].numel() for batch in batches)
         model_seconds, self._model_seconds = self._model_seconds, 0.0
         return StepBatches(batches, sequences, seq_len, 0.0, packed_tokens=tokens, model_seconds=model_seconds)
@@ -188,7 +154,7 @@ class Reinforcement:
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: `prepare` has done it. Only now the rollout's prompts are handed out: at a stop before
         its first step, the checkpoint must lead to the same rollout again."""
-        self._progress.prompts = self._rollout.next_prompt
+        self._progress.prompts = self._loop.rollout.next_prompt
         return micro_batches
 
     def fingerprint(self) -> str:
@@ -207,20 +173,20 @@ class Reinforcement:
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """See `Task.state`: rollouts are in the journal. Collective."""
-        self._builder.write_fields()
-        self._writer.finish()
+        self._loop.write_fields()
+        self._journal.finish()
         return {}
 
     def validate(self, progress: Progress) -> dict[str, float]:
         """See `Task.validate`: rewards and pass@k of the answers to each set of prompts."""
-        self._supply.update_engine()
-        return validate_sets(self._asking, self._sets)
+        self._loop.update_weights(progress.step)
+        return validate_sets(self._sampler, self._sets)
 
     def describe(self) -> list[str]:
         """See `Task.describe`."""
         config = self._config
         names = ", ".join(f"{reward.weight:g} {reward.name}" for reward in config.rewards)
-        labelled = sum(prompt.label is not None for prompt in self._prompts)
+        labelled = sum(prompt.label is not None for prompt in self._sampler.prompts)
         reads_none = WITHOUT_LABELS.issuperset(reward.name for reward in config.rewards)
         unread = [
             f"warning      rl.rewards: none of these reads labels, and {labelled:,} prompts have one under "
@@ -231,13 +197,13 @@ class Reinforcement:
             "pip install 'glm46[rl]'"
         ]
         rollout, dtype = self.plan.config.rollout, getattr(torch, self.plan.config.training.mixed_precision_param)
-        drawn = f"generation   {describe_kernels(self.cluster.device, dtype)}"
+        generated = f"generation   {describe_kernels(self.cluster.device, dtype)}"
         has_judge = math_verify_version() is not None or all(reward.name != "math" for reward in config.rewards)
         return [
-            f"prompts      {len(self._prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
+            f"prompts      {len(self._sampler.prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
-            *([drawn] if rollout.kind == "local" else []),
+            *([generated] if rollout.kind == "local" else []),
             *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
             *([] if has_judge else unjudged),
         ]
@@ -246,27 +212,47 @@ class Reinforcement:
         """See `Task.export`: the policy."""
         return save_weights(self.networks["policy"], self.tokenizer, progress)
 
-    def load_exported(self, folder: Path) -> None:
-        """See `Task.load_exported`."""
-        load_weights(self.networks["policy"], folder)
-
     def close(self) -> None:
         """See `Task.close`: the processes of rewards and environment, the engine, and the thread of the journal."""
-        self._asking.close()
-        self._writer.close()
+        self._sampler.close()
+        self._journal.close()
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: answers to a few prompts with their rewards."""
         self._stop = stop
-        self._builder.write_fields()
-        self._writer.finish()  # at the end of a run without checkpoints
-        self._supply.steps_made = progress.step
-        self._supply.update_engine()
-        prompts = self._sets[0].prompts if self._sets else self._prompts
-        return answered_lines(self._asking, prompts, progress.step)
+        self._loop.write_fields()
+        self._journal.finish()  # at the end of a run without checkpoints
+        self._loop.update_weights(progress.step)
+        prompts = self._sets[0].prompts if self._sets else self._sampler.prompts
+        return answered_lines(self._sampler, prompts, progress.step)
+
+
+def broken_bound(stop: StopConfig, row: Mapping[str, float], equal_rollouts: int) -> str | None:
+    """The bound of [rl.stop] that a step breaks, with the remedy; None if none.
+
+    Args:
+        row: of metrics.
+        equal_rollouts: in a row up to now, whose groups all have equal rewards.
+    """
+    if stop.max_mismatch_kl and row["mismatch_kl"] > stop.max_mismatch_kl:
+        return (
+            f"mismatch_kl = {row['mismatch_kl']:.3g} is above rl.stop.max_mismatch_kl = {stop.max_mismatch_kl:g}: the "
+            "engine samples from another policy than the trainer's; compare its type, version and options, or raise it"
+        )
+    if row["entropy"] < stop.min_entropy:
+        return (
+            f"entropy = {row['entropy']:.3g} is below rl.stop.min_entropy = {stop.min_entropy:g}: the policy hardly "
+            "explores; set rl.entropy_weight or lower optimizer.lr and load an earlier checkpoint, or lower it"
+        )
+    if stop.equal_rollouts and equal_rollouts >= stop.equal_rollouts:
+        return (
+            f"in {equal_rollouts} rollouts in a row the rewards of each group are equal (rl.stop.equal_rollouts = "
+            f"{stop.equal_rollouts}): there is nothing to learn; look at samples with python -m glm46 rl inspect, and "
+            "correct rewards or prompts"
+        )
+    return None
 
 
 def train(config: RunConfig, stop: StopRequest | None = None) -> int:
     """Train a policy as configured, on this rank; see `run`. Collective."""
-    work = {"eval_only": evaluate_only, "rollout_only": roll_out_only}
-    return run(config, Reinforcement, stop, work.get(config.rl.mode, loop.train))
+    return run(config, Reinforcement, stop)

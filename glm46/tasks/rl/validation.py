@@ -7,8 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from glm46.config.rl_data import PromptSetConfig
-from glm46.tasks.rl.asking import Asking
 from glm46.tasks.rl.prompts import Prompt
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollouts import Sample
+from glm46.tasks.rl.sampling import Sampler
 
 _SHOWN, _LONGEST_SHOWN = 3, 400
 
@@ -26,29 +28,23 @@ def pass_at(k: int, samples: int, passed: int) -> float:
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
 
-def validate_sets(asking: Asking, sets: Sequence[PromptSet]) -> dict[str, float]:
+def validate_sets(sampler: Sampler, sets: Sequence[PromptSet]) -> dict[str, float]:
     """Columns of each set: the mean reward, and pass@k for the powers of two up to its samples: an answer passes if the
     first of [[rl.rewards]] gives it at least 1. Answers without reward pass nothing. Collective.
 
-    The draws depend on the prompt only, so that two validations differ by the weights.
+    Seeds depend on the prompt only, so that two validations differ by the weights.
     """
     columns: dict[str, float] = {}
-    for one_set in sets:
-        table, prompts = one_set.table, one_set.prompts
-        asked = [(number, prompt, i) for number, prompt in enumerate(prompts) for i in range(table.samples)]
-        judged = asking.judge(
-            [prompt for _, prompt, _ in asked],
-            [asking.seed_of(f"validation {table.name}", number, i) for number, _, i in asked],
-            asking.rules._replace(temperature=table.temperature, routes=False),
-            thinking=asking.config.prompts.thinking,
-        )
-        if judged is None:
+    for table, prompts in sets:
+        rules = sampler.rules._replace(temperature=table.temperature, routes=False)
+        scored = _answered(sampler, f"validation {table.name}", prompts, table.samples, rules)
+        if scored is None:
             continue
-        first = asking.config.rewards[0].name
-        passed = np.array([score.parts.get(first, 0.0) >= 1.0 for score in judged.scores]).reshape(-1, table.samples)
-        rewards = [score.total for score in judged.scores if score.total is not None]
+        first = sampler.config.rewards[0].name
+        passed = np.array([one.parts.get(first, 0.0) >= 1.0 for one in scored]).reshape(-1, table.samples)
+        rewards = [one.reward for one in scored if one.reward is not None]
         columns[f"validation_reward/{table.name}"] = float(np.mean(rewards)) if rewards else 0.0
-        columns[f"validation_tokens/{table.name}"] = float(np.mean([len(one.tokens) for one in judged.completions]))
+        columns[f"validation_tokens/{table.name}"] = float(np.mean([len(one.completion.tokens) for one in scored]))
         k = 1
         while k <= table.samples:
             estimates = [pass_at(k, table.samples, int(of_prompt)) for of_prompt in passed.sum(1)]
@@ -57,16 +53,29 @@ def validate_sets(asking: Asking, sets: Sequence[PromptSet]) -> dict[str, float]
     return columns
 
 
-def answered_lines(asking: Asking, prompts: Sequence[Prompt], step: int) -> list[str]:
+def answered_lines(sampler: Sampler, prompts: Sequence[Prompt], step: int) -> list[str]:
     """Lines with the answers to the first prompts. Collective."""
-    shown = list(prompts[:_SHOWN])
-    seeds = [asking.seed_of("shown", number, 0) for number in range(len(shown))]
-    judged = asking.judge(shown, seeds, asking.rules._replace(routes=False), thinking=asking.config.prompts.thinking)
-    if judged is None:
+    scored = _answered(sampler, "shown", prompts[:_SHOWN], 1, sampler.rules._replace(routes=False))
+    if scored is None:
         return []
     lines = [f"Answers after step {step}:"]
-    for prompt, completion, score in zip(shown, judged.completions, judged.scores, strict=True):
-        text = asking.tokenizer.decode(completion.tokens).strip()
-        reward = f"reward {score.total:g}" if score.total is not None else f"no reward: {score.fault}"
-        lines += ["", f"user: {prompt.text[:_LONGEST_SHOWN]}", f"assistant: {text[:_LONGEST_SHOWN]}│ {reward}"]
+    for one in scored:
+        text = sampler.tokenizer.decode(one.completion.tokens).strip()
+        reward = f"reward {one.reward:g}" if one.reward is not None else f"no reward: {one.fault}"
+        shown = f"assistant: {text[:_LONGEST_SHOWN]}│ {reward}"
+        lines += ["", f"user: {one.prompt.text[:_LONGEST_SHOWN]}", shown]
     return [*lines, ""]
+
+
+def _answered(
+    sampler: Sampler, what: str, prompts: Sequence[Prompt], samples: int, rules: SamplingRules
+) -> list[Sample] | None:
+    """Scored samples of each prompt; None if a stop was requested. Collective."""
+    asked = [(number, prompt) for number, prompt in enumerate(prompts) for _ in range(samples)]
+    longest = sampler.section.max_new_tokens
+    requests = [
+        Request(prompt.tokens, sampler.seed_of(what, number, index % samples), longest)
+        for index, (number, prompt) in enumerate(asked)
+    ]
+    found = sampler.generate(asked, requests, rules)
+    return None if found is None else sampler.score(found)

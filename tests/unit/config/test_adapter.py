@@ -2,10 +2,10 @@
 
 import pytest
 
+from glm46.config import rules_layout
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.config.presets import resolve_shape
-from glm46.config.rules_layout import expert_shards_are_even
+from glm46.config.rules import broken_rules
 from glm46.config.run_config import RunConfig
 
 SOUND = """
@@ -122,6 +122,6 @@ def test_the_rank_of_experts_divides_evenly_where_each_expert_is_sharded():
             "model": {"flavor": "debug", "n_routed_experts": 24, "num_nextn_predict_layers": 0}, "adapter": adapter,
             "training": {"seq_len": 128}, "parallelism": {"data_parallel_shard_degree": 16},
         })  # fmt: skip
-        faults = [fault.message for fault in expert_shards_are_even(config, resolve_shape(config.model), 16)]
+        faults = [fault.message for fault in broken_rules(config, 16, (rules_layout,))]
         assert bool(faults) != is_even
         assert all("and 8 rows" in message and "data_parallel_shard_degree = 16" in message for message in faults)

@@ -656,11 +656,11 @@ def test_every_rule_about_parts_says_which_values_work():
         ast.unparse(node)
         for file in sorted(folder.glob("*.py"))
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Fault"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "fault"
     ]
     rules = [call for call in calls if re.search("must divide|multiples? of|not divide|equal parts|even number", call)]
     assert len(rules) >= 11
-    assert [rule for rule in rules if not re.search("; (take|start|set|remove)|near_values|fitting", rule)] == []
+    assert [rule for rule in rules if not re.search("; (take|start|set|remove)|{near}|{remedy}|fitting", rule)] == []
 
 
 def test_all_faults_come_at_once(tmp_path):

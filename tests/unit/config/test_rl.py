@@ -3,11 +3,11 @@
 import pytest
 import tomli
 
+from glm46.config import rules_effect, rules_rl
 from glm46.config.faults import Fault
 from glm46.config.loader import dump_config
 from glm46.config.rl import PRESETS, RLConfig
-from glm46.config.rules_effect import stated_keys_have_an_effect
-from glm46.config.rules_rl import RL_RULES
+from glm46.config.rules import broken_rules
 from glm46.config.run_config import RunConfig
 from glm46.config.validation import validate_table
 
@@ -51,7 +51,7 @@ BAD = {
     "bounds without rejection": (
         "correction.reject_high = 3.0", ["rl.correction.reject_high = 3.0", "rl.correction.reject_level"],
     ),
-    "a critic without values": ("critic.value_clip = 0.1", ["[rl.critic]", '"gae"', "remove it"]),
+    "a critic without values": ("critic.value_clip = 0.1", ["[rl.critic]", '"gae"', "remove [rl.critic]"]),
     "a discount without later tokens": ("gamma = 0.9", ["rl.gamma = 0.9", '"returns" or "gae"']),
     "a teacher that is the policy": (
         'algorithm = "distillation"', ['rl.algorithm = "distillation"', "[rl.reference]", "load_path"],
@@ -63,7 +63,7 @@ BAD = {
         "kl.weight = 0.1\nwarm_up_rollouts = 2", ["checkpoint.initial_load_path: absent", "[rl.reference]"],
     ),
     "no reference to offload": (
-        "reference_offload = true", ["rl.reference_offload = true", "rl.kl.weight = 0.0", "remove it"],
+        "reference_offload = true", ["rl.reference_offload = true", "rl.kl.weight = 0.0", "remove rl."],
     ),
     "a reference in the policy to offload": (
         "reference_offload = true\nkl.weight = 0.1\n[adapter]", ["rl.reference_offload = true", "[adapter]"],
@@ -89,7 +89,7 @@ BAD = {
 def read(text: str) -> tuple[RunConfig, list[Fault]]:
     """A config and its faults by the rules of this page; what a run needs beside is none of them."""
     config, faults = validate_table(tomli.loads(text))
-    return config, faults + [fault for rule in (*RL_RULES, stated_keys_have_an_effect) for fault in rule(config)]
+    return config, faults + broken_rules(config, None, (rules_rl, rules_effect))
 
 
 def with_lines(lines: str) -> str:

@@ -71,10 +71,6 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
             ["--rollout.send_adapters", "true", "--rollout.weights_dtype", "fp8-block", "--rollout.kind", "vllm"],
             ["rollout.send_adapters = true", 'rollout.weights_dtype = "fp8-block"', "remove"],
         ),
-        (["--rl.mode", "eval_only", "--rl.validation="], ['rl.mode = "eval_only"', "[[rl.validation]]"]),
-        (["--rl.mode", "train_only"], ['rl.mode = "train_only"', "rl.rollouts_folder", "rollout_only"]),
-        (["--rl.mode", "rollout_only"], ['rl.mode = "rollout_only"', "rl.warm_up_rollouts = 40", "0"]),
-        (["--rl.rollouts_folder", "D"], ["rl.rollouts_folder", 'rl.mode = "train_only"']),
     ],
 )
 def test_a_fault_names_key_value_and_remedy(overrides, said):
@@ -95,7 +91,7 @@ def test_the_resolved_recipe_runs_again(tmp_path):
 
 
 def test_the_debug_run_takes_servers_by_the_line_of_the_docs():
-    """Its file has the number of samples that are drawn at once, which holds for servers too."""
+    """Its file has the number of samples that are generated at once, which holds for servers too."""
     guide = Path("docs/rl.md").read_text().replace("\\\n", "")
     (line,) = [line for line in guide.splitlines() if "--rollout.kind vllm" in line and line.startswith("CONFIG_FILE=")]
     words = shlex.split(line)

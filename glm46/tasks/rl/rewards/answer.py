@@ -51,9 +51,9 @@ _USABLE = 0.9
 
 
 def usable_seconds(options: Mapping[str, Any]) -> float:
-    """Time that the parts of a built-in reward share: its whole time, the option ``timeout_seconds`` that `Scorer`
-    sets, less what starting and ending them takes. A reward that is killed drops its sample, so that it must end
-    before."""
+    """Time that the parts of a built-in reward share: its whole time, the option ``timeout_seconds``, which the pool of
+    functions sets, less what starting and ending them takes. A reward that is killed drops its sample, so that it must
+    end before."""
     return _USABLE * options.get("timeout_seconds", DEFAULT_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""Draws groups of samples on servers in a thread, while the caller trains, and through updates of the weights."""
+"""Generates groups of samples on servers in a thread, while the caller trains, and through updates of the weights."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -10,13 +10,13 @@ from glm46.files.durable import replace_durably
 from glm46.tasks.rl.rollout.first_rank import pack, unpack
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan, appended_routes
 
-Draw = Callable[
+Generate = Callable[
     [Sequence[Request], SamplingRules, threading.Event, Callable[[int, Completion], None]], list[Completion]
 ]
 """`ServerPool.generate`: requests, rules, an event that ends it early, and what takes each finished completion."""
 
 NOTHING = Completion([], [], "abort", [], None)
-"""A sample of which no token is drawn yet."""
+"""A sample of which no token is generated yet."""
 _TICK_SECONDS = 0.5
 
 
@@ -28,29 +28,29 @@ class Group:
     """Of the prompt, counted over the run."""
     requests: list[Request]
     completions: list[Completion]
-    """What is drawn so far, with finish "abort" if that is not all."""
+    """What is generated so far, with finish "abort" if that is not all."""
     finished: set[int]
-    """Indices of the samples that are drawn to their end or given up."""
+    """Indices of the samples that are generated to their end or given up."""
 
     @property
     def is_finished(self) -> bool:
         return len(self.finished) == len(self.requests)
 
 
-class BackgroundDrawing:
-    """Groups that servers draw, from being added to being taken. For one process, the one that talks to the servers.
+class BackgroundGeneration:
+    """Groups that servers generate, from being added to being taken. For the process that talks to the servers.
 
-    A group that is drawn wholly or in part is a file of `folder`, so that a kill loses no finished group.
+    A group that is generated wholly or in part is a file of `folder`, so that a kill loses no finished group.
 
     Args:
-        draw: draws on all servers; one call at a time.
+        generate: generates on all servers; one call at a time.
         folder: of the files; those of groups that `add` names are read again.
-        goes_on: samples go on where a halt or a stop has ended them, with other draws than without it. Otherwise they
-            are drawn anew, so that the same weights give the same samples.
+        goes_on: samples go on where a halt or a stop has ended them, with other samples than without it. Otherwise they
+            are generated anew, so that the same weights give the same samples.
     """
 
-    def __init__(self, draw: Draw, rules: SamplingRules, folder: Path, *, goes_on: bool):
-        self._draw, self._rules, self._folder, self._goes_on = draw, rules, folder, goes_on
+    def __init__(self, generate: Generate, rules: SamplingRules, folder: Path, *, goes_on: bool):
+        self._generate, self._rules, self._folder, self._goes_on = generate, rules, folder, goes_on
         self._groups: dict[int, Group] = {}
         self._changed = threading.Condition()
         self._halt = threading.Event()
@@ -59,7 +59,7 @@ class BackgroundDrawing:
         self._error: BaseException | None = None
 
     def add(self, number: int, requests: list[Request], since: int) -> None:
-        """Draw a group from the next `start` on, but for samples that a file has.
+        """Generate a group from the next `start` on, but for samples that a file has.
 
         Args:
             since: oldest version of the weights whose tokens are kept. If samples do not go on, the only one.
@@ -78,7 +78,7 @@ class BackgroundDrawing:
 
     def keep(self, numbers: Iterable[int], *, before: int) -> None:
         """Forget all other groups, and remove the files of those among the prompts before a number: prompts from there
-        on will be handed out. Not while it draws them."""
+        on will be handed out. Not while it generates them."""
         kept = set(numbers)
         with self._changed:
             self._groups = {number: group for number, group in self._groups.items() if number in kept}
@@ -89,8 +89,8 @@ class BackgroundDrawing:
                 path.unlink()
 
     def start(self) -> None:
-        """Go on with all groups that are not finished, where they stand; each new token is drawn by the weights that
-        the servers have now."""
+        """Go on with all groups that are not finished, where they stand; each new token is of the weights that the
+        servers have now."""
         with self._changed:
             waiting = {number for number, group in self._groups.items() if not group.is_finished}
         if self._thread is not None and waiting <= self._under_way:
@@ -102,7 +102,7 @@ class BackgroundDrawing:
         self._thread.start()
 
     def halt(self) -> bool:
-        """End all requests and keep their tokens; whether it was drawing. Returns within the deadlines of the
+        """End all requests and keep their tokens; whether it was generating. Returns within the deadlines of the
         servers."""
         if self._thread is None:
             return False
@@ -156,7 +156,7 @@ class BackgroundDrawing:
         try:
             requests = [rest(group.requests[i], group.completions[i]) for group, i in places]
             try:
-                for index, completion in enumerate(self._draw(requests, self._rules, self._halt, finish)):
+                for index, completion in enumerate(self._generate(requests, self._rules, self._halt, finish)):
                     group, i = places[index]
                     if i in group.finished:
                         continue
@@ -184,15 +184,15 @@ class BackgroundDrawing:
         return self._folder / f"prompt_{number:08d}.npz"
 
 
-def rest(request: Request, drawn: Completion) -> Request:
+def rest(request: Request, generated: Completion) -> Request:
     """The rest of a request: its prompt grows by the tokens that are generated, and its seed changes with them, so that
-    the draws of a position are not used twice."""
-    count = len(drawn.tokens)
-    return Request(request.prompt + drawn.tokens, request.seed + count, request.max_new_tokens - count)
+    the samples of a position are not used twice."""
+    count = len(generated.tokens)
+    return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count)
 
 
 def continued(first: Completion, then: Completion) -> Completion:
-    """One completion of two parts, the second of which was drawn behind the first."""
+    """One completion of two parts, the second of which was generated after the first."""
     at = len(first.tokens)
     spans = [*first.spans, *(VersionSpan(at + start, version) for start, version in then.spans)]
     spans = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]

@@ -6,48 +6,21 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_state import EngineError, ServerState
 
+if TYPE_CHECKING:
+    from glm46.tasks.rl.rollout.server_pool import ServerPool  # which imports this page
+
 _MOST_FAILURES = 3
 """In a row, of one server; or of one request on all servers."""
 _GRACE_SECONDS = 15.0
 """For the partial completion of an aborted request."""
 _TICK_SECONDS = 0.2
-
-
-class Pool(Protocol):
-    """The methods that a dispatch needs of the pool of servers."""
-
-    deadline: float
-    """Seconds for one completion."""
-    most_running: int
-    """Requests of one server at a time: each has a thread and a connection."""
-
-    @property
-    def version(self) -> int:
-        """Of the weights that all servers draw with."""
-        ...
-
-    def ready(self) -> list[ServerState]:
-        """The servers that draw; if none is left, wait for one.
-
-        Raises:
-            EngineError: none came back.
-        """
-        ...
-
-    def new_name(self) -> str:
-        """A name of a request that no server has had."""
-        ...
-
-    def lose(self, state: ServerState, reason: str) -> None:
-        """Leave a server out."""
-        ...
 
 
 class _Sent(NamedTuple):
@@ -64,7 +37,7 @@ class Dispatch:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: "ServerPool",
         requests: Sequence[Request],
         rules: SamplingRules,
         halt: threading.Event | None = None,
@@ -172,8 +145,8 @@ class Dispatch:
         if isinstance(outcome, Completion) and outcome.finish == "abort" and not was_told:
             outcome = CallError("it aborted a request by itself")  # as a server that is told to end does
         if isinstance(outcome, Completion):
-            drawn_by = {span.version for span in outcome.spans}
-            if drawn_by == {version} or not outcome.tokens:
+            generated_by = {span.version for span in outcome.spans}
+            if generated_by == {version} or not outcome.tokens:
                 state.failures = 0
                 self._completions[sent.index] = outcome
                 is_final = self._halted_at is None or outcome.finish != "abort"
@@ -181,7 +154,7 @@ class Dispatch:
                     self._on_finish(sent.index, outcome)
                 return
             self._waiting.appendleft([sent.index])
-            self._lose(state, f"drew with version {sorted(drawn_by)} of the weights, not {version}")
+            self._lose(state, f"generated with version {sorted(generated_by)} of the weights, not {version}")
             return
         if isinstance(outcome, RefusedError) and self._pool.ready() == [state]:
             raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")

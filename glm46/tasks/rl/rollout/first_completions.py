@@ -34,50 +34,50 @@ class ServedPolicy(NamedTuple):
     """While it is open, a tensor of each kind has other values."""
 
 
-def compare_draws(
-    policy: ServedPolicy, drawn: Sequence[tuple[list[int], Completion]], temperature: float
+def compare_samples(
+    policy: ServedPolicy, generated: Sequence[tuple[list[int], Completion]], temperature: float
 ) -> tuple[str, bool]:
-    """Compare prompts and what a server has drawn with the policy at the temperature of the draws: their
-    log-probabilities, and that log-probability and entropy add up to 0 in the mean, as they do for draws from the
+    """Compare prompts and what a server has generated with the policy at the temperature of the samples: their
+    log-probabilities, and that log-probability and entropy add up to 0 in the mean, as they do for samples of the
     policy. Of completions with routes also the experts. Collective; equal on all ranks.
 
     Returns:
         What to say of them, and whether samples of this server can be learned from.
     """
-    sequences = [prompt + one.tokens for prompt, one in drawn]
+    sequences = [prompt + one.tokens for prompt, one in generated]
 
     def of_drawn(rows: list[list[float]]) -> np.ndarray:
-        return np.array([x for row, (_, one) in zip(rows, drawn, strict=True) for x in row[-len(one.tokens) :]])
+        return np.array([x for row, (_, one) in zip(rows, generated, strict=True) for x in row[-len(one.tokens) :]])
 
     ours, entropies = map(of_drawn, policy.score(sequences, temperature))
-    theirs = np.array([x for _, one in drawn for x in one.logprobs])
+    theirs = np.array([x for _, one in generated for x in one.logprobs])
     gap, mismatch = _mismatch(ours, theirs)
     said = (
-        f"{len(ours)} drawn tokens differ from the trainer's policy by {gap:.2g} in the mean of the log-probability, a "
-        f"KL divergence of {mismatch:.2g}"
+        f"{len(ours)} generated tokens differ from the trainer's policy by {gap:.2g} in the mean of the "
+        f"log-probability, a KL divergence of {mismatch:.2g}"
     )
-    if all(one.routes is not None for _, one in drawn):
-        logprobs, share = policy.routed_score(sequences, [one.routes for _, one in drawn], temperature)
+    if all(one.routes is not None for _, one in generated):
+        logprobs, share = policy.routed_score(sequences, [one.routes for _, one in generated], temperature)
         mean, mismatch = _mismatch(of_drawn(logprobs), theirs)
         others = "" if math.isnan(share) else f", {share:.2%} of which differ from its own,"
         said += f"; with the server's experts{others} by {mean:.2g} and {mismatch:.2g}"
     if not mismatch <= _MOST_MISMATCH:
         return (
             f"{said}; at most {_MOST_MISMATCH:g} can be learned from: it reports log-probabilities of another "
-            "distribution than it draws from"
+            "distribution than it samples from"
         ), False
     # The derivative of the entropy by the logarithm of the temperature is the variance of the log-probability.
     colder, warmer = (of_drawn(policy.score(sequences, t)[1]) for t in (temperature / _WARMER, temperature * _WARMER))
     variance = ((warmer - colder) / (2 * math.log(_WARMER))).clip(0.0).sum()
     surprises = ours + entropies
-    # The variance of the policy covers rare tokens that were not drawn; the squares cover those that were drawn, each
-    # of which is many deviations away. The entropy of a server that rounds in another way differs by about `gap`.
+    # The variance of the policy covers rare tokens that were not generated; the squares cover those that were, each of
+    # which is many deviations away. The entropy of a server that rounds in another way differs by about `gap`.
     deviation = math.sqrt(max(variance, (surprises**2).sum())) / len(ours)
     bias = surprises.mean()
     if not abs(bias) <= _DEVIATIONS * deviation + gap:
         return (
-            f"log-probability and entropy of {len(ours)} drawn tokens add up to {bias:.2g} in the mean, not to 0 "
-            f"(standard deviation {deviation:.1g}): it draws from another distribution than the policy's"
+            f"log-probability and entropy of {len(ours)} generated tokens add up to {bias:.2g} in the mean, not to 0 "
+            f"(standard deviation {deviation:.1g}): it samples from another distribution than the policy's"
         ), False
     return said if mismatch <= _USUAL_MISMATCH else f"warning: {said}; {_USUAL_MISMATCH:g} is usual in BF16", True
 

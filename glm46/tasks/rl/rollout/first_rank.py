@@ -17,7 +17,7 @@ _SIGN_OF_LIFE_SECONDS = 5.0
 _WORKING, _ASKED, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(6)
 
 
-class Interlude:
+class CollectiveRequest:
     """Collective work that `run_on_first_rank` does in the middle of rank 0's work, when this asks for it."""
 
     def __init__(self, work: Callable[[], None]):
@@ -39,23 +39,23 @@ class Interlude:
             raise RuntimeError("the ranks failed in collective work for the inference servers")
 
 
-def run_on_first_rank(work: Callable[[], bytes], interlude: Interlude | None = None) -> bytes:
+def run_on_first_rank(work: Callable[[], bytes], request: CollectiveRequest | None = None) -> bytes:
     """The result of `work`, which rank 0 runs in a thread, on all ranks. Collective.
 
     Work with servers may take longer than the timeout of the process group. So while it runs, rank 0 says every few
     seconds that it is alive: the other ranks' wait has the group's timeout, and lasts as long as the work.
 
     Args:
-        interlude: whose `ask` the work may call.
+        request: whose `ask` the work may call.
 
     Raises:
         UserError, EngineError: on all ranks, if `work` raised it; the message is on rank 0.
         RuntimeError: on the other ranks, if `work` raised anything else.
     """
     if dist.get_rank() != 0:
-        return _result_of_first_rank(interlude)
-    interlude = interlude or Interlude(lambda: None)
-    events = interlude.events
+        return _result_of_first_rank(request)
+    request = request or CollectiveRequest(lambda: None)
+    events = request.events
 
     def run() -> None:
         try:
@@ -76,12 +76,12 @@ def run_on_first_rank(work: Callable[[], bytes], interlude: Interlude | None = N
             break
         try:
             _send(_ASKED, b"")
-            interlude.work()
+            request.work()
         except BaseException:
-            interlude.has_failed = True
+            request.has_failed = True
             raise
         finally:
-            interlude.done.set()
+            request.done.set()
     if isinstance(result, bytes):
         _send(_DONE, result)
         return result
@@ -96,12 +96,12 @@ def _send(state: int, content: bytes) -> None:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0)
 
 
-def _result_of_first_rank(interlude: Interlude | None) -> bytes:
+def _result_of_first_rank(request: CollectiveRequest | None) -> bytes:
     header = torch.tensor([_WORKING, 0])
     while header[0] in (_WORKING, _ASKED):
         dist.broadcast(header, 0)
         if header[0] == _ASKED:
-            interlude.work()
+            request.work()
     state, length = header.tolist()
     if state == _ENGINE_ERROR:
         raise EngineError()

@@ -38,7 +38,7 @@ class InferenceServer(Protocol):
         ...
 
     def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
-        """Draw one completion. `name` is for `abort`; requests of another `salt` share no cache with it."""
+        """Generate one completion. `name` is for `abort`; requests of another `salt` share no cache with it."""
         ...
 
     def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
@@ -46,7 +46,7 @@ class InferenceServer(Protocol):
         ...
 
     def abort(self, names: Sequence[str]) -> None:
-        """End requests; their calls return what they have drawn, with finish "abort"."""
+        """End requests; their calls return what they have generated, with finish "abort"."""
         ...
 
     def load(self, folder: Path, version: int, seconds: float) -> None:
@@ -81,7 +81,7 @@ def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
     A server that takes no bias of a token, such as vLLM with drafts, cannot be asked. Each reply is checked, too.
 
     Raises:
-        UserError: the server draws on behind one.
+        UserError: the server continues after one.
         CallError: it does not answer.
     """
     for token in sorted(stop):
@@ -93,7 +93,7 @@ def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
             return
         if len(tokens) > 1 or finish != "stop":
             raise UserError(
-                f"rollout.urls: {server.url} does not end a completion at the stop token {token}: it drew {tokens}, "
+                f"rollout.urls: {server.url} does not end a completion at the stop token {token}: it has {tokens}, "
                 f'finish reason "{finish}"; start it with the release of docs/rollout_servers.md'
             )
 

@@ -29,11 +29,11 @@ class LocalEngine:
         policy: the network. When it has changed, `update` must come before the next `generate`.
         max_length: tokens of the longest sample, prompt and completion.
         mesh: the ranks that hold one model.
-        rows: samples that a rank or group draws at once; the cache of keys and values has so many rows.
+        rows: samples that a rank or group generates at once; the cache of keys and values has so many rows.
         speculative: draft with the prediction layers. It changes no token and no log-probability beyond rounding.
         routes: keep the chosen experts, for requests that ask for them.
         is_stopped: asked on each rank before each token; true ends its samples, and those of the ranks that run in step
-            with it, with "abort". Not collective: ranks draw different numbers of tokens.
+            with it, with "abort". Not collective: ranks generate different numbers of tokens.
     """
 
     def __init__(

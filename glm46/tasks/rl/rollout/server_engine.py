@@ -1,4 +1,4 @@
-"""The engine whose completions inference servers draw, with weights that they load from a disk or get by broadcast."""
+"""The engine of inference servers, with weights that they load from a disk or get by broadcast."""
 
 import shutil
 from collections.abc import Callable, Sequence, Set
@@ -12,9 +12,9 @@ from glm46.compute.distributed.collective_errors import on_first_rank
 from glm46.config.rollout import RolloutConfig
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.storage.huggingface.write_folder import json_bytes
-from glm46.tasks.rl.rollout.background import BackgroundDrawing
-from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_draws
-from glm46.tasks.rl.rollout.first_rank import Interlude, pack, run_on_first_rank, unpack
+from glm46.tasks.rl.rollout.background import BackgroundGeneration
+from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
+from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack, run_on_first_rank, unpack
 from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
@@ -28,7 +28,7 @@ VERSION_FILE = "version.json"
 
 _HASHED_AT_ONCE = 8
 _PROBES, _FIRST, _LONGEST = 4, 8, 256
-"""Prompts of the probe, completions that a server draws before all others, and tokens of each."""
+"""Prompts of the probe, completions that a server generates before all others, and tokens of each."""
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
@@ -52,7 +52,7 @@ class ServerEngine:
             folder: of the versions of the weights, if rollout.weights_folder does not name one; on a disk that all
                 ranks and all servers see under this path.
             prompts: all of the run, at least one of two or more tokens. Servers score the first ones after each
-                update, and answer some from all over them before they draw for the run.
+                update, and answer some from all over them before they generate for the run.
             rules: of training rollouts.
             padding: ids of the head's padding rows.
             base: Hugging Face folder that servers are started with, if the policy exports adapters for it alone. It
@@ -65,7 +65,7 @@ class ServerEngine:
         spread = prompts[:: max(len(prompts) // _FIRST, 1)]
         length = min(config.max_new_tokens, _LONGEST)
         self._first = [Request(spread[i % len(spread)], i, length) for i in range(_FIRST)]
-        self._rules, self._has_drawn, self._goes_on = rules, False, False
+        self._rules, self._has_generated, self._goes_on = rules, False, False
         servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
         self._pool = ServerPool(
@@ -78,31 +78,31 @@ class ServerEngine:
             say=say,
             still_starting=self._launched.require_running,
         )
-        self.background: BackgroundDrawing | None = None
-        """After `draw_ahead`, on rank 0."""
+        self.background: BackgroundGeneration | None = None
+        """After `generate_ahead`, on rank 0."""
         self._base, self._newest = base, base
         self._is_fp8 = config.weights_dtype is not None
         self._broadcasts = config.weights == "broadcast"
         self._groups: Sequence[WeightGroup] = ()
-        self._interlude = Interlude(self._broadcast)
+        self._request = CollectiveRequest(self._broadcast)
         self._version = -1
 
-    def draw_ahead(self, folder: Path, *, goes_on: bool) -> None:
+    def generate_ahead(self, folder: Path, *, goes_on: bool) -> None:
         """Keep `background` in step with the weights from now on: it is halted while servers load, and while
-        `generate` draws, and goes on afterwards.
+        `generate` generates, and goes on afterwards.
 
         Args:
-            folder: of what it draws.
-            goes_on: it also draws while the policy trains. Otherwise `take` alone draws, by the weights of the policy.
+            folder: of what it generates.
+            goes_on: it also generates while the policy trains. Otherwise `take` alone does, with the policy's weights.
         """
         self._goes_on = goes_on
         if dist.get_rank() == 0:
-            self.background = BackgroundDrawing(self._pool.generate, self._rules, folder, goes_on=goes_on)
+            self.background = BackgroundGeneration(self._pool.generate, self._rules, folder, goes_on=goes_on)
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool]
     ) -> tuple[list[int], list[Completion]] | None:
-        """Numbers and completions of finished groups, see `BackgroundDrawing.take`. Collective; equal on all ranks."""
+        """Numbers and completions of finished groups, see `BackgroundGeneration.take`. Collective; equal on ranks."""
         if not self._goes_on:
             self._ready()
 
@@ -120,7 +120,7 @@ class ServerEngine:
             numbers = np.array([len(groups), *(group.number for group in groups)], np.int64)
             return numbers.tobytes() + pack([one for group in groups for one in group.completions])
 
-        content = run_on_first_rank(wait, self._interlude)
+        content = run_on_first_rank(wait, self._request)
         if not content:
             return None
         end = 8 * (int(np.frombuffer(content[:8], np.int64)[0]) + 1)
@@ -131,21 +131,21 @@ class ServerEngine:
         meanwhile broadcast the weights when a server needs them. Collective."""
 
         def alone() -> bytes:
-            is_drawing = self.background is not None and self.background.halt()
+            is_generating = self.background is not None and self.background.halt()
             self._pool.send = self._send
             try:
                 found = work()
             finally:
                 self._pool.send = None
-            if is_drawing:
+            if is_generating:
                 self.background.start()
             return found
 
-        return run_on_first_rank(alone, self._interlude)
+        return run_on_first_rank(alone, self._request)
 
     def _send(self, groups: Sequence[WeightGroup]) -> None:
         self._groups = groups
-        self._interlude.ask()
+        self._request.ask()
 
     def _broadcast(self) -> None:
         """Send the policy, which is that of the last update, to the servers that have joined groups. Collective."""
@@ -166,7 +166,7 @@ class ServerEngine:
         return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
 
     def _ready(self) -> None:
-        """Have servers that were lost join again, and check what they draw. Collective."""
+        """Have servers that were lost join again, and check what they generate. Collective."""
         if dist.get_rank() == 0:
             self._launched.ensure(self._newest)
 
@@ -180,25 +180,25 @@ class ServerEngine:
         return b"new" if self._pool.has_new else b""
 
     def _check_new(self, has_new: bytes) -> None:
-        """Compare what servers that have joined draw with the policy, which has the weights of the last update: the
-        probe asks what a server says of given tokens, this check what it says of those that it draws, and whether they
-        were drawn so. Collective; all ranks decide alike.
+        """Compare what servers that have joined generate with the policy, which has the weights of the last update: the
+        probe asks what a server says of given tokens, this check what it says of its own, and whether they are of its
+        distribution. Collective; all ranks decide alike.
 
         Raises:
             EngineError: at the start of the run, of one that differs. Later that one is left out.
         """
         new: dict[ServerState, list[Completion]] = {}
 
-        def draw() -> bytes:
-            new.update(self._pool.first_draws(self._first, at_start=not self._has_drawn))
+        def generate() -> bytes:
+            new.update(self._pool.first_samples(self._first, at_start=not self._has_generated))
             return pack([one for completions in new.values() for one in completions])
 
-        completions = unpack(self._run(draw)) if has_new else []
+        completions = unpack(self._run(generate)) if has_new else []
         states, prompts = list(new), [request.prompt for request in self._first]
         for number, start in enumerate(range(0, len(completions), _FIRST)):
-            drawn = list(zip(prompts, completions[start : start + _FIRST], strict=True))
-            said, is_right = compare_draws(self._policy, drawn, self._rules.temperature)
-            if not is_right and not self._has_drawn:
+            generated = list(zip(prompts, completions[start : start + _FIRST], strict=True))
+            said, is_right = compare_samples(self._policy, generated, self._rules.temperature)
+            if not is_right and not self._has_generated:
                 raise EngineError(
                     *on_first_rank(
                         f"rollout.urls: {states[number].server.url if states else ''}: {said}; start it with the "
@@ -207,7 +207,7 @@ class ServerEngine:
                 )
             if states:
                 self._pool.judge(states[number], said, is_right=is_right)
-        self._has_drawn |= bool(completions)
+        self._has_generated |= bool(completions)
 
     def update(self, version: int) -> None:
         """Write the policy to the disk, or broadcast it, have all servers load it, and compare their log-probabilities
@@ -217,7 +217,7 @@ class ServerEngine:
         tolerance of the probe, and a server that loads nothing, or not all, may have been started with these weights.
 
         Raises:
-            EngineError: no server has these weights now, or one did not take the changes, or draws from others.
+            EngineError: no server has these weights now, or one did not take the changes, or samples from others.
             UserError: the disk is full, or at the first update: a server runs with other options than needed.
         """
         if self._version < 0:

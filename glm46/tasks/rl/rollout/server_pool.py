@@ -1,4 +1,4 @@
-"""Several inference servers: who draws, who is left out, and who comes back."""
+"""Several inference servers: who generates, who is left out, and who comes back."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ _RESTART_TICK_SECONDS = 2.0
 
 
 class ServerPool:
-    """Draws completions on the servers that answer, with weights that were compared with the trainer's."""
+    """Generates completions on the servers that answer, with weights that were compared with the trainer's."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ServerPool:
         self._session = f"{time.time_ns():x}"  # a server knows the requests of an earlier run
 
     def update(self, weights: Weights) -> None:
-        """Load new weights into all servers that answer, those that were lost too. After `CHANGED` ones no server draws
+        """Load new weights into all servers that answer, those that were lost too. After `CHANGED` ones none generates
         before the next update.
 
         Raises:
@@ -65,7 +65,7 @@ class ServerPool:
         self._join(self._states)
         self.ready()
         if weights.version == CHANGED:
-            for state in self._drawing():
+            for state in self._serving():
                 state.lost = NEVER_JOINED
 
     def generate(
@@ -77,11 +77,11 @@ class ServerPool:
     ) -> list[Completion]:
         """Completions in the order of the requests. All samples of one prompt go to one server, which then computes the
         prompt once; a prompt goes to the server with the fewest requests. A request that fails is sent again, to
-        another server if there is one. After its deadline it is aborted, and its completion is what was drawn by then.
+        another server if there is one. After its deadline it is aborted, and its completion is what was there by then.
 
         Args:
             halt: when it is set, all requests are aborted, and what is not finished is returned as it is.
-            on_finish: gets number and completion of each request when it is drawn, or aborted after its deadline.
+            on_finish: gets number and completion of each request when it is generated, or aborted after its deadline.
 
         Raises:
             EngineError: no server is left, or one request failed several times.
@@ -97,25 +97,25 @@ class ServerPool:
 
     @property
     def awaited(self) -> list[str]:
-        """Addresses of the servers that do not draw, and may come."""
+        """Addresses of the servers that do not generate, and may come."""
         return [state.server.url for state in self._states if state.lost is not None and not state.is_refused]
 
     @property
     def has_new(self) -> bool:
         """True if a server has generated nothing since it joined."""
-        return any(not state.is_checked for state in self._drawing())
+        return any(not state.is_checked for state in self._serving())
 
-    def first_draws(self, requests: Sequence[Request], *, at_start: bool) -> dict[ServerState, list[Completion]]:
+    def first_samples(self, requests: Sequence[Request], *, at_start: bool) -> dict[ServerState, list[Completion]]:
         """Completions of these requests by each server that has generated none since it joined. One that fails is lost.
 
         Raises:
-            UserError: a server refuses a request, at the start of the run or when no other one draws.
+            UserError: a server refuses a request, at the start of the run or when no other one generates.
         """
-        new = [state for state in self._drawing() if not state.is_checked]
+        new = [state for state in self._serving() if not state.is_checked]
         if not new:
             return {}
 
-        def draw(state: ServerState, request: Request) -> Completion | CallError:
+        def generate(state: ServerState, request: Request) -> Completion | CallError:
             try:
                 salt = f"{self._session}-{self.version}"
                 return state.server.generate(self.new_name(), request, self._rules, salt, self.deadline)
@@ -124,10 +124,10 @@ class ServerPool:
 
         found: dict[ServerState, list[Completion]] = {}
         with ThreadPoolExecutor(len(new) * len(requests)) as threads:
-            calls = {state: [threads.submit(draw, state, request) for request in requests] for state in new}
+            calls = {state: [threads.submit(generate, state, request) for request in requests] for state in new}
         for state, outcomes in ((state, [call.result() for call in of]) for state, of in calls.items()):
             error = next((one for one in outcomes if isinstance(one, CallError)), None)
-            if isinstance(error, RefusedError) and (at_start or self._drawing() == [state]):
+            if isinstance(error, RefusedError) and (at_start or self._serving() == [state]):
                 raise UserError(f"rollout.urls: {state.server.url} refuses a request: {error}")
             if error is not None or not all(one.tokens for one in outcomes):
                 self.lose(state, str(error or "it was told to abort its first completions"))
@@ -136,7 +136,7 @@ class ServerPool:
         return found
 
     def judge(self, state: ServerState, said: str, *, is_right: bool) -> None:
-        """Let a server draw after what was said of its first draws, or leave it out for good."""
+        """Let a server generate after what was said of its first samples, or leave it out for good."""
         state.is_checked, state.is_refused = is_right, not is_right
         if is_right:
             self._say(f"rollout: {state.server.url}: {said}")
@@ -145,7 +145,7 @@ class ServerPool:
 
     def _abort_all(self) -> None:
         """End the requests that are still on their way."""
-        for state in self._drawing():
+        for state in self._serving():
             if state.running:
                 with contextlib.suppress(CallError):
                     state.server.abort(list(state.running))
@@ -153,19 +153,20 @@ class ServerPool:
 
     @property
     def version(self) -> int:
+        """Of the weights that all servers generate with."""
         return self._weights.version
 
     def new_name(self) -> str:
-        """See `dispatch.Pool`."""
+        """A name of a request that no server has had."""
         return f"{self._session}-{next(self._names)}"
 
     def lose(self, state: ServerState, reason: str) -> None:
-        """See `dispatch.Pool`."""
+        """Leave a server out."""
         if state.lost is None:
             self._say(f"rollout: {state.server.url} is left out: {reason}")
             state.lost = reason
 
-    def _drawing(self) -> list[ServerState]:
+    def _serving(self) -> list[ServerState]:
         return [state for state in self._states if state.lost is None]
 
     def join_again(self) -> None:
@@ -202,16 +203,20 @@ class ServerPool:
                 state.leave_group()
         for state, reason in reasons.items():
             if reason is None and state.lost is not None and self.version != CHANGED:
-                self._say(f"rollout: {state.server.url} draws with version {self._weights.version}")
+                self._say(f"rollout: {state.server.url} generates with version {self._weights.version}")
             if reason is not None and state.lost != reason:
                 self._say(f"rollout: {state.server.url} is left out: {reason}")
             state.is_checked &= state.lost is None
             state.lost, state.failures = reason, 0
 
     def ready(self) -> list[ServerState]:
-        """See `dispatch.Pool`."""
+        """The servers that generate; if none is left, wait for one.
+
+        Raises:
+            EngineError: none came back.
+        """
         end = time.monotonic() + self._restart
-        while not self._drawing():
+        while not self._serving():
             if time.monotonic() > end:
                 reasons = "; ".join(f"{state.server.url}: {state.lost}" for state in self._states)
                 raise EngineError(
@@ -222,4 +227,4 @@ class ServerPool:
             self._still_starting()
             time.sleep(min(_RESTART_TICK_SECONDS, self._restart))
             self._join(self._states)
-        return self._drawing()
+        return self._serving()

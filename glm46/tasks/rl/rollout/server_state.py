@@ -1,4 +1,4 @@
-"""One server of a pool: whether it may draw, and the weights that it must have for it."""
+"""One server of a pool: whether it may generate, and the weights that it must have for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ _LEAST_STEP = 1e-5
 """A step of the trainer's log-probabilities that no server computes the same bits before and after."""
 NEVER_JOINED = "not asked yet"
 CHANGED = -1
-"""The version of a policy with changed tensors, which checks servers at the start and draws nothing."""
+"""The version of a policy with changed tensors, which checks servers at the start and generates nothing."""
 
 
 class EngineError(UserError):
-    """No server is left. What was drawn before is kept by who has it; weights and optimizer are untouched."""
+    """No server is left. What was generated before is kept by who has it; weights and optimizer are untouched."""
 
 
 class Weights(NamedTuple):
@@ -51,11 +51,11 @@ class ServerState:
 
     server: InferenceServer
     lost: str | None = NEVER_JOINED
-    """Why it draws nothing."""
+    """Why it generates nothing."""
     is_checked: bool = False
-    """True if what it draws was compared with the policy since it joined."""
+    """True if what it generates was compared with the policy since it joined."""
     is_refused: bool = False
-    """It draws from another distribution; no update changes that, so it is not asked again."""
+    """It samples from another distribution; no update changes that, so it is not asked again."""
     refused: int | None = None
     """The version that it could not take; with the next one it is asked again, or when no other server is left."""
     failures: int = 0
@@ -75,7 +75,7 @@ class ServerState:
             longest: tokens of a prompt and its completion.
 
         Raises:
-            UserError: it was started in another way than needed, and has never drawn.
+            UserError: it was started in another way than needed, and has never generated.
         """
 
         def prepare() -> None:
@@ -91,10 +91,10 @@ class ServerState:
 
     def complete(self, weights: Weights, *, rules: SamplingRules, deadline: float) -> str | None:
         """Load the weights of a folder, or wait until those of the broadcast are loaded, and compare; returns why the
-        server cannot draw with them, None if it can.
+        server cannot generate with them, None if it can.
 
         Raises:
-            UserError: it was started in another way than needed, and has never drawn.
+            UserError: it was started in another way than needed, and has never generated.
             EngineError: it did not take the changes of the check at the start.
         """
         scores: list[list[float]] = []

@@ -12,11 +12,11 @@ from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, V
 
 
 class SglangServer:
-    """See `InferenceServer`. Draws repeat by seed only if the server runs with ``--enable-deterministic-inference``."""
+    """See `InferenceServer`. Seeds repeat samples only if the server has ``--enable-deterministic-inference``."""
 
     def __init__(self, url: str, padding: range):
         """Args:
-        padding: ids of the head's padding rows, which must not be drawn.
+        padding: ids of the head's padding rows, which must not be generated.
         """
         self.url, self.dtype, self.context = url, "", None
         self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
@@ -51,12 +51,12 @@ class SglangServer:
         body = {"rid": name, "input_ids": request.prompt, "sampling_params": sampling, "return_logprob": True}
         meta = self._meta(call(self.url, "/generate", body, seconds=seconds))
         try:
-            drawn = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
+            generated = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
             finish, version = meta["finish_reason"]["type"], version_of(meta["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
-        tokens = [token for _, token in drawn]
-        return checked(request, rules, tokens, [value for value, _ in drawn], finish, [VersionSpan(0, version)])
+        tokens = [token for _, token in generated]
+        return checked(request, rules, tokens, [value for value, _ in generated], finish, [VersionSpan(0, version)])
 
     def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
         """See `InferenceServer.ended_by`."""
@@ -65,7 +65,7 @@ class SglangServer:
         body = {"input_ids": [token], "sampling_params": sampling, "return_logprob": True}
         meta = self._meta(call(self.url, "/generate", body, seconds=seconds))
         try:
-            return [drawn for _, drawn, *_ in meta["output_token_logprobs"]], meta["finish_reason"]["type"]
+            return [generated for _, generated, *_ in meta["output_token_logprobs"]], meta["finish_reason"]["type"]
         except (KeyError, TypeError, ValueError) as error:
             raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
 

@@ -33,7 +33,7 @@ class VllmServer:
 
     def __init__(self, url: str, padding: range):
         """Args:
-        padding: ids of the head's padding rows, which must not be drawn.
+        padding: ids of the head's padding rows, which must not be generated.
         """
         self.url, self.dtype, self.context = url, "", None
         self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
@@ -78,7 +78,7 @@ class VllmServer:
             "max_tokens": request.max_new_tokens,
             "temperature": rules.temperature,
             "seed": request.seed % 2**63,
-            "logprobs": 0,  # of the drawn token
+            "logprobs": 0,  # of the generated token
             "stop_token_ids": sorted(rules.stop),
             "ignore_eos": True,  # only `stop` ends a completion, not what the folder's generation_config.json says
             "detokenize": False,
@@ -123,7 +123,7 @@ class VllmServer:
 
     def load(self, folder: Path, version: int, seconds: float) -> None:
         """See `InferenceServer.load`. After a failed load the server stays paused: the next forward would end it, or
-        draw from weights that are neither old nor new, while /health says 200."""
+        sample from weights that are neither old nor new, while /health says 200."""
         is_adapter = (folder / CONFIG).is_file()
         if is_adapter:
             self._require_room_for_adapter(json.loads((folder / CONFIG).read_text()))

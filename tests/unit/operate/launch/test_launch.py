@@ -324,12 +324,6 @@ def test_next_command_is_the_same_with_a_larger_budget(make_config, tmp_path):
     assert again.checkpoint_folder == Path(f"{config.checkpoint_folder}_longer")
 
 
-def test_a_longer_run_trains_where_this_one_only_validated():
-    typed = Start(ROOT / "train_configs/rl_debug.toml", ("--rl.mode", "eval_only"))
-    config = load_config(typed.config, typed.overrides, world_size=1)
-    assert "eval_only" not in (line := describe_next(resolve_plan(config, 1), typed)) and "--rl.mode whole" in line
-
-
 def test_a_longer_run_that_would_be_refused_is_not_proposed(make_config, tmp_path):
     config_file = tmp_path / "run.toml"
     for tables in (

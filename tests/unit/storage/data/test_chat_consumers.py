@@ -31,11 +31,11 @@ from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.storage.prepare.readers import file_rows
 from glm46.storage.prepare.rows import Fields, read_row
-from glm46.tasks.rl.asking import Asking
 from glm46.tasks.rl.prompts import Prompt, read_prompts
 from glm46.tasks.rl.rewards.answer import RewardRule
-from glm46.tasks.rl.rewards.scorer import Reply, Scorer
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.sampling import Sampler
 from tests.small_run import call_here
 
 TOKENIZER = load_tokenizer("builtin")
@@ -359,7 +359,9 @@ def test_requests_of_a_conversation_with_an_environment(rows, one_rank):
     """A reply is one message, and what was sampled stays: a thought too, which the template removes from old turns."""
     seen = 0
     config = RLConfig.model_validate({
-        "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl"}, "rewards": [{"name": "exact"}]
+        "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl", "thinking": True},
+        "rewards": [{"name": "exact"}],
+        "environment": {"function": "a:b", "max_turns": 9},
     }).resolved()  # fmt: skip
     for messages, tools, wanted in parsed(rows):
         roles = roles_of(messages)
@@ -370,12 +372,12 @@ def test_requests_of_a_conversation_with_an_environment(rows, one_rank):
             continue
         turns = [turn_of(messages[: n + 1], tools) for n in range(start, len(messages), 2)]
         replies = iter([Reply(one.content) for one in messages[start + 1 :: 2]] + [Reply(None)])
-        environment = SimpleNamespace(max_turns=9, replies=lambda answers, replies=replies: [next(replies)])
+        environment = SimpleNamespace(replies=lambda answers, replies=replies: [next(replies)])
         engine, rules = Scripted([*turns, sampled()]), SamplingRules(1.0, frozenset(), TOKENIZER.vocab_size)
-        section, scorer = RolloutConfig.model_validate({"max_new_tokens": 5000}), Scorer([RewardRule("exact")])
-        asking = Asking(config, section, TOKENIZER, engine, scorer, rules, 0, environment)
+        section, scorer = RolloutConfig.model_validate({"max_new_tokens": 5000}), FunctionPool([RewardRule("exact")])
+        sampler = Sampler(config, section, TOKENIZER, engine, [], rules, 0, scorer, environment)
         prompt = Prompt(chat_prompt(TOKENIZER, messages[:start], tools=tools, thinking=True), "?", None)
-        asking.converse([prompt], [Request(prompt.tokens, 0, 5000)], rules, thinking=True)
+        sampler.generate([(0, prompt)], [Request(prompt.tokens, 0, 5000)], rules)
         assert engine.asked[-1].prompt == wanted and len(engine.asked) == len(turns) + 1
         seen += 1
     assert seen == 5

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from glm46.tasks.rl.rewards import scorer
+from glm46.tasks.rl.rewards import function_pool
 from tests.small_run import TINY
 
 VOCABULARY = {"tokenizer_path": "train_configs/bytes.tiktoken", "vocab_size": 292, "num_nextn_predict_layers": 0}
@@ -18,7 +18,7 @@ def brightness(answer, options) -> float:
 @pytest.fixture
 def make_run(make_config, tmp_path, monkeypatch):
     """A function that makes a run with this reward; keyword arguments are keys of the tables or whole tables."""
-    monkeypatch.setitem(scorer._HERE, "format", brightness)
+    monkeypatch.setitem(function_pool._HERE, "format", brightness)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{number} is"}) + "\n" for number in range(20)))
 

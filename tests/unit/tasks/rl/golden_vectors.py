@@ -61,18 +61,18 @@ def inputs() -> dict[str, Tensor]:
     """FP64 [N, T], rounded so that the file has all digits."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(scale: float, shift: float = 0.0) -> Tensor:
+    def generate(scale: float, shift: float = 0.0) -> Tensor:
         return (torch.randn(SAMPLES, LONGEST, generator=generator, dtype=torch.float64) * scale + shift).round(
             decimals=4
         )
 
-    old = -draw(1.0).abs()
+    old = -generate(1.0).abs()
     lengths = torch.tensor([6, 3, 4, 1, 5, 6, 2])
     mask = torch.arange(LONGEST) < lengths.unsqueeze(1)
     mask[0, 2:4] = mask[5, 1] = False  # tokens of a tool
     return {
-        "mask": mask.double(), "old": old, "new": old + draw(0.25), "rollout": old + draw(0.5),
-        "reference": old + draw(0.3), "values": draw(0.5), "new_values": draw(0.5),
+        "mask": mask.double(), "old": old, "new": old + generate(0.25), "rollout": old + generate(0.5),
+        "reference": old + generate(0.3), "values": generate(0.5), "new_values": generate(0.5),
         "rewards": torch.tensor([1.0, 0.0, 0.25, 1.0, 1.0, 0.0, 0.5], dtype=torch.float64),
     }  # fmt: skip
 

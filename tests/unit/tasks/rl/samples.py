@@ -7,7 +7,7 @@ from torch import Tensor
 
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.rl import RLConfig
-from glm46.tasks.rl.fields import Rewards, prepare_fields
+from glm46.tasks.rl.fields import training_fields
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss
 
 LAYOUT = SimpleNamespace(ranks_per_dp_rank=1, non_dp_degree=1)
@@ -38,9 +38,21 @@ def prepared(
     batches: list[dict[str, Tensor]], rewards: Tensor, groups: Tensor, config: RLConfig, longest: int = 6
 ) -> list[dict[str, Tensor]]:
     """The same batches, of one optimizer step, with all fields."""
-    batches = [dict(batch) for batch in batches]
-    prepare_fields([batches], [Rewards(rewards, groups)], config, longest, lambda x: x)
-    return batches
+    is_target = [batch["labels"] != IGNORE for batch in batches]
+
+    def flat(name: str) -> Tensor:
+        return torch.cat([batch[name][here] for batch, here in zip(batches, is_target, strict=True)])
+
+    order = flat("sample").argsort(stable=True)
+    names = {"old_logprobs", "rollout_logprobs", "reference_logprobs", "old_values"} & batches[0].keys()
+    given = {name: flat(name)[order] for name in names}
+    fields, _ = training_fields(given, flat("sample")[order], rewards, groups, [len(rewards)], config, longest)
+    found = [dict(batch) for batch in batches]
+    for name, values in fields.items():
+        parts = torch.empty_like(values).scatter(0, order, values).split([int(here.sum()) for here in is_target])
+        for batch, here, part in zip(found, is_target, parts, strict=True):
+            batch[name] = torch.zeros(here.shape).masked_scatter(here, part)
+    return found
 
 
 def policy_step(
@@ -53,6 +65,7 @@ def policy_step(
 ) -> tuple[Tensor, dict[str, float], list[Tensor]]:
     """Loss, metrics and gradients of the log-probabilities ``new`` of each batch."""
     objective = PolicyGradient(network(seq_len), config, temperature=1.0, is_on_policy=is_on_policy)
+    objective.record = lambda batch, logprobs: batch.update(old_logprobs=logprobs)
     totals, sums, parts, gradients = objective.count(batches), objective.empty_sums(), [], []
     for batch in batches:
         new = batch["new"].clone().requires_grad_()

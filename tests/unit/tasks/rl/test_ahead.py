@@ -1,4 +1,4 @@
-"""Rollouts that are drawn ahead: no sample is older than allowed, and each prompt is used once, resumed or not."""
+"""Rollouts that are generated ahead: no sample is older than allowed, and each prompt is used once, resumed or not."""
 
 import random
 import threading
@@ -10,10 +10,10 @@ import pytest
 from glm46.compute.distributed.process import join, leave
 from glm46.config.rl import RLConfig
 from glm46.tasks.rl.ahead import AheadSource
-from glm46.tasks.rl.asking import Asking
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rollout.background import BackgroundDrawing
+from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.sampling import Sampler
 
 PROMPTS = [Prompt([5, number], "", None) for number in range(40)]
 PER_ROLLOUT, GROUP, STEPS = 4, 2, 2
@@ -27,17 +27,17 @@ def process():
 
 
 class Engine:
-    """Draws samples of four tokens, one token after another in any order, with a version that grows when told."""
+    """Generates samples of four tokens, one token after another in any order, with a version that grows when told."""
 
     def __init__(self, folder):
         self.version, self.chance = 0, random.Random(0)
         rules = SamplingRules(1.0, frozenset({2}), 50)
-        self.background = BackgroundDrawing(self.draw, rules, folder, goes_on=True)
+        self.background = BackgroundGeneration(self.generate, rules, folder, goes_on=True)
 
     def update(self, version: int) -> None:
-        is_drawing = self.background.halt()
+        is_generating = self.background.halt()
         self.version = version
-        if is_drawing:
+        if is_generating:
             self.background.start()
 
     def take(self, count: int, due: set[int], is_stopped):
@@ -47,40 +47,39 @@ class Engine:
             assert len(completion.tokens) == request.max_new_tokens
         return [group.number for group in groups], [one for group in groups for one in group.completions]
 
-    def draw(self, requests, rules, halt: threading.Event, finish):
-        drawn = [Completion([], [], "abort", [], None) for _ in requests]
+    def generate(self, requests, rules, halt: threading.Event, finish):
+        generated = [Completion([], [], "abort", [], None) for _ in requests]
         alive = list(range(len(requests)))
         while alive and not halt.wait(0.0005):
             place = self.chance.choice(alive)
-            tokens = [*drawn[place].tokens, 9]
-            drawn[place] = Completion(tokens, [-1.0] * len(tokens), "abort", [VersionSpan(0, self.version)], None)
+            tokens = [*generated[place].tokens, 9]
+            generated[place] = Completion(tokens, [-1.0] * len(tokens), "abort", [VersionSpan(0, self.version)], None)
             if len(tokens) == requests[place].max_new_tokens:
-                drawn[place] = drawn[place]._replace(finish="length")
+                generated[place] = generated[place]._replace(finish="length")
                 alive.remove(place)
-                finish(place, drawn[place])
-        return drawn
+                finish(place, generated[place])
+        return generated
 
 
 def source_of(engine: Engine, staleness: int) -> AheadSource:
-    asking = Asking(
+    sampler = Sampler(
         RLConfig(prompts_per_rollout=PER_ROLLOUT, group_size=GROUP), SimpleNamespace(max_new_tokens=4), None, engine,
-        None, None, 0,
+        PROMPTS, None, 0, None,
     )  # fmt: skip
-    return AheadSource(
-        asking, PROMPTS, oldest=staleness * STEPS, version=lambda: engine.version, is_stopped=lambda: False
-    )
+    oldest = staleness * STEPS
+    return AheadSource(sampler, oldest=oldest, version=lambda: engine.version, is_stopped=lambda: False)
 
 
 def roll_out(engine: Engine, source: AheadSource, step: int, waiting: list, staleness: int) -> tuple[list, list]:
-    """One rollout as the task draws it; its groups, and those that wait."""
+    """One rollout as the task generates it; its groups, and those that wait."""
     source.begin(step, source.next_prompt, waiting)
-    drawn = source.take(PER_ROLLOUT)
-    for completion in drawn.completions:
+    generated = source.take(0, PER_ROLLOUT)
+    for completion in (one.completion for one in generated):
         assert step - staleness * STEPS <= min(span.version for span in completion.spans) <= step
     engine.update(step)
     source.hand_out(staleness * PER_ROLLOUT)
     source.go_on()
-    return drawn.numbers[::GROUP], list(source.waiting.items())
+    return [one.group for one in generated][::GROUP], list(source.waiting.items())
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -113,9 +112,9 @@ def test_another_process_goes_on_with_the_groups_that_wait(tmp_path):
         after.next_prompt = source.next_prompt
         after.begin(step, source.next_prompt, waiting)
         assert dict(after.waiting) == {number: 0 if is_kept else step - 1 * STEPS for number, _ in waiting}
-        drawn = after.take(PER_ROLLOUT)
-        versions = {span.version for completion in drawn.completions for span in completion.spans}
+        generated = after.take(0, PER_ROLLOUT)
+        versions = {span.version for one in generated for span in one.completion.spans}
         assert (0 in versions) == is_kept
         again.background.halt()
         if is_kept:
-            assert waiting[0][0] in drawn.numbers
+            assert waiting[0][0] in {one.group for one in generated}

@@ -1,4 +1,4 @@
-"""Conversations with an environment: the tokens are those of the chat format, and only drawn ones are targets."""
+"""Conversations with an environment: the tokens are those of the chat format, and only generated ones are targets."""
 
 from types import SimpleNamespace
 
@@ -14,15 +14,14 @@ from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.data.chat import ChatOptions, chat_prompt, render
 from glm46.storage.data.conversation import Conversation, Message, ToolCall
-from glm46.tasks.rl.asking import Asking
-from glm46.tasks.rl.drawing import InOrder, draw_rollout
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.calculator import calculate
-from glm46.tasks.rl.rewards.scorer import Reply, Score, Scorer
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import FOLDER, write_fields, write_rollout
+from glm46.tasks.rl.sampling import Sampler, generate_rollout
 
 TOOLS = ({"name": "calculator"},)
 QUESTION = Message("user", "12 * 3 + 1/2?")
@@ -38,7 +37,7 @@ def one_rank():
 
 
 class Scripted:
-    """An engine that draws the turns of a document, one in each call."""
+    """An engine that generates the turns of a document, one in each call."""
 
     def __init__(self, turns: list[list[int]]):
         self._turns, self.asked = list(turns), []
@@ -53,7 +52,7 @@ class Scripted:
 
 
 def document_of(messages: tuple[Message, ...], tokenizer) -> tuple[list[int], list[list[int]], np.ndarray]:
-    """Prompt and drawn turns of a conversation as fine-tuning renders it, and which of all tokens are targets."""
+    """Prompt and generated turns of a conversation as fine-tuning renders it, and which of all tokens are targets."""
     rendered = render(Conversation(messages, TOOLS), tokenizer, ChatOptions())
     (document,) = rendered.documents
     prompt = chat_prompt(tokenizer, messages[:1], tools=TOOLS, thinking=False)
@@ -63,21 +62,25 @@ def document_of(messages: tuple[Message, ...], tokenizer) -> tuple[list[int], li
     return document.ids.tolist(), turns, document.is_target
 
 
-def asking(engine, tokenizer, replies, longest: int = LONGEST) -> Asking:
-    environment = SimpleNamespace(max_turns=3, replies=replies)
+def sampler(engine, tokenizer, replies, longest: int = LONGEST) -> Sampler:
+    environment = SimpleNamespace(replies=replies)
     section = RolloutSection.model_validate({"max_new_tokens": longest})
-    config = RLConfig.model_validate({"prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl"},
-                                "rewards": [{"name": "exact"}]}).resolved()  # fmt: skip
+    config = RLConfig.model_validate({
+        "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl"}, "rewards": [{"name": "exact"}],
+        "environment": {"function": "a:b", "max_turns": 3},
+    }).resolved()  # fmt: skip
     rules = SamplingRules(1.0, frozenset(), tokenizer.vocab_size)
-    return Asking(config, section, tokenizer, engine, Scorer([RewardRule("exact")]), rules, 0, environment)
+    pool = FunctionPool([RewardRule("exact")])
+    return Sampler(config, section, tokenizer, engine, [], rules, 0, pool, environment)
 
 
 def calculated(answers):
     return [Reply(calculate(answer)) for answer in answers]
 
 
-def rolled_out(of: Asking, prompt: Prompt):
-    return draw_rollout(of, [prompt], InOrder(of, [prompt], 0), 7, 0)
+def rolled_out(of: Sampler, prompt: Prompt):
+    of.prompts = [prompt]
+    return generate_rollout(of, of.generate_groups, 7, 0)
 
 
 def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
@@ -85,7 +88,7 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     ids, turns, is_target = document_of(messages, tokenizer)
     engine = Scripted(turns)
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")
-    rollout = rolled_out(asking(engine, tokenizer, calculated), prompt)
+    rollout = rolled_out(sampler(engine, tokenizer, calculated), prompt)
     assert [*rollout.prompt(0), *rollout.completion(0)] == ids, "as fine-tuning would render it"
     assert rollout.arrays["rewards"].tolist() == [1.0], "the last turn is judged"
     assert rollout.figures["draft_acceptance_ratio"] == 2 / sum(map(len, turns)), "of both turns"
@@ -97,8 +100,8 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     labels = batch["labels"][0, : len(ids) - 1].numpy()
     assert np.array_equal(labels != IGNORE, is_target[1:])
     assert np.array_equal(labels[is_target[1:]], np.array(ids)[is_target])
-    drawn = batch["place"][0][batch["place"][0] >= 0].numpy()
-    assert (rollout.arrays["logprobs"][drawn] == -0.5).all() and len(drawn) == is_target.sum()
+    generated = batch["place"][0][batch["place"][0] >= 0].numpy()
+    assert (rollout.arrays["logprobs"][generated] == -0.5).all() and len(generated) == is_target.sum()
     assert (batch["sample"][0] >= 0).sum() == is_target.sum()
 
 
@@ -106,7 +109,7 @@ def test_what_a_tool_replied_is_shown_outside_of_the_mask_and_without_values(tok
     messages = (QUESTION, CALL, Message("tool", "73/2"), Message("assistant", "73/2"))
     ids, turns, is_target = document_of(messages, tokenizer)
     start = int(np.argmax(is_target))
-    rollout = rolled_out(asking(Scripted(turns), tokenizer, calculated), Prompt(ids[:start], "?", "73/2"))
+    rollout = rolled_out(sampler(Scripted(turns), tokenizer, calculated), Prompt(ids[:start], "?", "73/2"))
     shape = PackShape(256, 1, 1, None, 0)
     batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape), 256)
     fields = {}
@@ -126,9 +129,9 @@ def test_what_a_tool_replied_is_shown_outside_of_the_mask_and_without_values(tok
     head = next(n for n, line in enumerate(lines) if line.split()[:2] == ["token", "mask"])
     table = lines[head + 1 :]
     assert lines[head].split()[2:] == ["logprob", "old", "ratio", "advantage", "weight"] and len(table) == len(ids)
-    drawn = ["1", "-0.5000", "-0.5000", "1.0000", "0.2500", "1.0000"]
-    for line, is_drawn in zip(table, is_target.tolist(), strict=True):
-        assert line.split()[-6:] == drawn if is_drawn else line.endswith("    0"), line
+    generated = ["1", "-0.5000", "-0.5000", "1.0000", "0.2500", "1.0000"]
+    for line, is_generated in zip(table, is_target.tolist(), strict=True):
+        assert line.split()[-6:] == generated if is_generated else line.endswith("    0"), line
 
 
 def test_a_user_may_reply_too(tokenizer):
@@ -141,7 +144,7 @@ def test_a_user_may_reply_too(tokenizer):
         history.extend(answer.history for answer in answers)
         return [Reply(None if answer.history else "Sure?") for answer in answers]
 
-    rollout = rolled_out(asking(Scripted(turns), tokenizer, doubt), prompt)
+    rollout = rolled_out(sampler(Scripted(turns), tokenizer, doubt), prompt)
     assert [*rollout.prompt(0), *rollout.completion(0)] == ids
     assert history[0] == () and history[1][0].strip() == "36" and "Sure?" in history[1][1]
 
@@ -149,20 +152,21 @@ def test_a_user_may_reply_too(tokenizer):
 def test_a_reply_without_room_ends_the_sample_and_a_failure_drops_it(tokenizer):
     ids, turns, is_target = document_of((QUESTION, CALL, Message("tool", "1")), tokenizer)
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "1")
-    rollout = rolled_out(asking(Scripted(turns), tokenizer, calculated, len(turns[0]) + 3), prompt)
+    rollout = rolled_out(sampler(Scripted(turns), tokenizer, calculated, len(turns[0]) + 3), prompt)
     assert rollout.completion(0).tolist() == turns[0] and rollout.arrays["finish"].tolist() == [1]
-    of_fault = asking(Scripted(turns), tokenizer, lambda answers: ["ValueError: no" for _ in answers])
-    judged = of_fault.judge([prompt], [1], of_fault.rules, thinking=False)
-    assert judged.scores[0].total is None and "rl.environment: ValueError: no" in judged.scores[0].fault
+    of_fault = sampler(Scripted(turns), tokenizer, lambda answers: ["ValueError: no" for _ in answers])
+    of_fault.prompts = [prompt]
+    (one,) = of_fault.score(of_fault.generate_groups(0, 1))
+    assert one.reward is None and "rl.environment: ValueError: no" in one.fault
 
 
 def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
     faults = [f"mine:f: ValueError: bad {n!r}" for n in "abc"] + ["code: no value within 10 s", ""]
-    of, said = asking(Scripted([[5]] * 9), tokenizer, calculated), []
-    of.scorer = SimpleNamespace(score=lambda answers: [Score(None if f else 1.0, {}, f) for f in faults])
-    of.environment, of.say = None, said.append
+    of, said = sampler(Scripted([[5]] * 9), tokenizer, calculated), []
+    of.rewards = SimpleNamespace(score=lambda answers: [Score(None if f else 1.0, {}, f) for f in faults])
+    of.environment, of.say, of.prompts = None, said.append, [Prompt([1], "?", "1")]
     for _ in range(3):
-        of.judge([Prompt([1], "?", "1")] * 5, range(5), of.rules, thinking=False)
+        of.score(of.generate_groups(0, 5))
     assert said == 2 * [
         f"3 of 5 samples are dropped without reward, because of {faults[0]}",
         f"1 of 5 samples are dropped without reward, because of {faults[3]}",
@@ -170,7 +174,7 @@ def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
 
 
 def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_their_place(tokenizer):
-    """Groups of two: equal answers, an empty one, differing ones, and so on; three are wanted, in two rounds."""
+    """Groups of two: equal answers, an empty one, differing ones, and so on; three are wanted."""
     texts = ["a", "a", "", "b", "a", "b", "c", "d", "e", "f"]
 
     class Engine:
@@ -178,18 +182,18 @@ def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_thei
             tokens = [tokenizer.encode(texts.pop(0)).tolist() + [tokenizer.special["<|user|>"]] for _ in requests]
             return [Completion(one, [-1.0] * len(one), "stop", [VersionSpan(0, 7)], None) for one in tokens]
 
-    of, said, name = asking(Engine(), tokenizer, None), [], "tests.unit.tasks.rl.rewards.bad_rewards:differing"
+    of, said, name = sampler(Engine(), tokenizer, None), [], "tests.unit.tasks.rl.rewards.bad_rewards:differing"
     of.config = of.config.model_copy(update={
-        "filter": name, "group_size": 2, "prompts_per_rollout": 3, "max_rounds": 2, "dynamic_sampling": False,
+        "filter": name, "group_size": 2, "prompts_per_rollout": 3, "dynamic_sampling": False,
     })  # fmt: skip
-    of.environment, of.say, of.filter = None, said.append, Scorer([RewardRule(name)], key="rl.filter")
-    prompts = [Prompt([1, number], "?", "a") for number in range(9)]
+    of.environment, of.say, of.filter = None, said.append, FunctionPool([RewardRule(name)], key="rl.filter")
+    of.prompts = [Prompt([1, number], "?", "a") for number in range(9)]
     try:
-        rollout = draw_rollout(of, prompts, InOrder(of, prompts, 0), 7, 0)
+        rollout = generate_rollout(of, of.generate_groups, 7, 0)
     finally:
         of.filter.close()
     assert rollout.arrays["groups"].tolist() == [2, 2, 3, 3, 4, 4] and rollout.next_prompt == 5 and not texts
     assert said == [f"rl.filter = {name!r}: a group is left out, because of ValueError: empty"]
-    assert rollout.figures["drawn_samples"] == 10
+    assert rollout.figures["generated_samples"] == 10
     with pytest.raises(UserError, match=r"rl\.filter: a function cannot be loaded.*no_such"):
-        Scorer([RewardRule("no_such_module:f")], key="rl.filter")
+        FunctionPool([RewardRule("no_such_module:f")], key="rl.filter")

@@ -1,12 +1,22 @@
 """Which rollouts and groups of an earlier start a run takes up."""
 
 import pytest
+import torch.distributed as dist
 
 from glm46.config.errors import UserError
 from glm46.run.plan import resolve_plan
 from glm46.tasks.rl.journal import Journal
+from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan
-from glm46.tasks.rl.rollouts import DrawnSample, Rollout, to_arrays
+from glm46.tasks.rl.rollouts import Rollout, Sample, to_arrays
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
 
 SERVED = {"kind": "vllm", "urls": ["http://127.0.0.1:8000"], "max_staleness": 2}
 CORRECTED = {"correction": {"level": "token"}}
@@ -21,8 +31,13 @@ def journal_of(make_run):
     return make
 
 
-def test_keys_that_do_not_decide_what_is_drawn_change_nothing(journal_of, tmp_path):
-    folder = journal_of().drawn_ahead
+def written(journal: Journal, rollout: Rollout) -> None:
+    journal.write(rollout, [])
+    journal.finish()
+
+
+def test_keys_that_do_not_decide_what_is_generated_change_nothing(journal_of, tmp_path):
+    folder = journal_of().ahead_folder
     held_out = {"validation": [{"name": "all", "file": str(tmp_path / "prompts.jsonl"), "samples": 2}]}
     for rl, rollout in (
         (held_out, {}),
@@ -30,7 +45,7 @@ def test_keys_that_do_not_decide_what_is_drawn_change_nothing(journal_of, tmp_pa
         ({}, {"deadline_seconds": 5.0, "restart_seconds": 0.0, "weights": "broadcast", "weights_folder": "elsewhere"}),
         ({}, {"max_staleness": 1, "keep_latest_k": 3}),
     ):
-        assert journal_of(rl, rollout).drawn_ahead == folder, (rl, rollout)
+        assert journal_of(rl, rollout).ahead_folder == folder, (rl, rollout)
     for rl, rollout, tables in (
         ({}, {"temperature": 0.7}, {}),
         ({}, {"max_new_tokens": 5}, {}),
@@ -38,24 +53,22 @@ def test_keys_that_do_not_decide_what_is_drawn_change_nothing(journal_of, tmp_pa
         ({"rewards": [{"name": "format", "weight": 2.0}]}, {}, {}),
         ({}, {}, {"optimizer": {"lr": 1e-4}}),
     ):
-        assert journal_of(rl, rollout, **tables).drawn_ahead != folder, (rl, rollout, tables)
+        assert journal_of(rl, rollout, **tables).ahead_folder != folder, (rl, rollout, tables)
 
 
 def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journal_of):
     fixed = {"lr_scheduler": {"total_tokens": 10_000}}
-    assert journal_of(steps=6).drawn_ahead != journal_of(steps=7).drawn_ahead
-    assert journal_of(steps=6, **fixed).drawn_ahead == journal_of(steps=7, **fixed).drawn_ahead
-    alone, longer = (journal_of({"mode": "rollout_only"}, steps=steps) for steps in (6, 7))
-    assert alone.drawn_ahead == longer.drawn_ahead, "all rollouts have the weights of the start"
+    assert journal_of(steps=6).ahead_folder != journal_of(steps=7).ahead_folder
+    assert journal_of(steps=6, **fixed).ahead_folder == journal_of(steps=7, **fixed).ahead_folder
 
 
-def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
+def test_a_rollout_with_older_samples_than_allowed_is_generated_anew(journal_of):
     versions = [VersionSpan(0, 2), VersionSpan(1, 4)]
     completion = Completion([7, 9], [-1.0, -1.0], "length", versions, None)
-    sample = DrawnSample([5, 6], 8, completion, 1.0, {"format": 1.0})
-    drawn = Rollout(4, 8, 9, ("format",), False, to_arrays([sample], ["format"]))
-    journal_of().write(drawn, [])
-    other = journal_of().drawn_ahead.parent / "0123456789abcdef"
+    sample = Sample(Prompt([5, 6], "", None), 8, completion, reward=1.0, parts={"format": 1.0})
+    generated = Rollout(4, 8, 9, ("format",), False, to_arrays([sample], ["format"]))
+    written(journal_of(), generated)
+    other = journal_of().ahead_folder.parent / "0123456789abcdef"
     other.mkdir(parents=True)
     for staleness, is_read in ((2, True), (1, False)):
         journal = journal_of({}, {"max_staleness": staleness})
@@ -63,5 +76,5 @@ def test_a_rollout_with_older_samples_than_allowed_is_drawn_anew(journal_of):
         assert journal.read(4, is_inside=True, first_prompt=8) is not None, "weights have been trained on it"
     with pytest.raises(UserError, match="step_000008.json: missing, and the run goes on inside of this rollout"):
         journal_of().read(8, is_inside=True, first_prompt=9)
-    journal_of().write(drawn, [])
+    written(journal_of(), generated)
     assert not other.exists(), "groups of another configuration are taken up by none"

@@ -32,10 +32,13 @@ def test_a_small_policy_raises_its_reward(make_run, tmp_path, algorithm):
     )  # fmt: skip
     assert train(config) == 0
     found = [row for row in rows(tmp_path / "run") if "reward" in row]
-    # The tokens of all passes of a step: those that were drawn, eight prompts, and little padding.
+    # The tokens of all passes of a step: those that were generated, eight prompts, and little padding.
     computed = [row["tokens_per_second"] * row["step_seconds"] for row in found]
-    drawn = [64 * row["completion_tokens"] for row in found]
-    assert all(own <= tokens <= 2.5 * own for own, tokens in zip(drawn, computed, strict=True)), (drawn, computed)
+    generated = [64 * row["completion_tokens"] for row in found]
+    assert all(own <= tokens <= 2.5 * own for own, tokens in zip(generated, computed, strict=True)), (
+        generated,
+        computed,
+    )
     rewards = [row["reward"] for row in found]
     # 64 samples of up to six letters, each even or not: the mean of five steps has a deviation of about 0.02.
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards

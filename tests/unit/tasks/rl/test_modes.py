@@ -1,4 +1,4 @@
-"""Runs of a part, bounds that end a run, and the size of the journal, with a small policy in one process."""
+"""Bounds that end a run, and the size of the journal, with a small policy in one process."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
-from glm46.tasks.rl import rollouts, supply
+from glm46.tasks.rl import loop, rollouts, sampling
 from glm46.tasks.rl.journal import removable
 from glm46.tasks.rl.rollout import local
 from glm46.tasks.rl.rollouts import read_rollout, rollout_steps
@@ -36,44 +36,25 @@ def rows(config) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_drawing_and_training_apart_make_the_weights_of_the_whole_run(make_run, tmp_path):
-    whole, drawn = make_run("whole", 1), make_run("drawn", 1, {"mode": "rollout_only"})
-    assert train(whole) == train(drawn) == 0
-    folder = tmp_path / "drawn" / "rollouts"
-    assert rollout_steps(folder) == [0] and published_steps(drawn.checkpoint_folder) == []
-    assert {"reward", "rollout_seconds"} <= rows(drawn)[0].keys()
-    trained = make_run("trained", 1, {"mode": "train_only", "rollouts_folder": str(folder)})
-    assert train(trained) == 0
-    expected = contents(whole, 1)
-    assert len(expected) > 20 and contents(trained, 1) == expected
-    few = make_run("few", 3, {"mode": "train_only", "rollouts_folder": str(folder)})
-    with pytest.raises(UserError, match=r"rl\.rollouts_folder.*2 of 3.*step 1.*rollout_only"):
-        train(few)
-    hot = make_run("hot", 1, {"mode": "train_only", "rollouts_folder": str(folder)}, {"temperature": 0.5})
-    with pytest.raises(UserError, match=r"step_000000.*temperature, 1\.0.*0\.5"):
-        train(hot)
-
-
-@pytest.mark.slow
 def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, monkeypatch):
     """As while rewards are judged. The run goes on with that rollout, and ends as one that was never stopped."""
     seldom = {"interval": 10, "keep_latest_k": 2, "async_mode": "disabled"}  # so that the stop saves
     whole, stopped = (make_run(name, 3, checkpoint=seldom) for name in ("whole", "stopped"))
     torch.seed()  # as each process begins
     assert train(whole) == 0
-    stop, drawn, draw = StopRequest(), [], supply.draw_rollout
+    stop, generated, generate = StopRequest(), [], loop.generate_rollout
 
     def draw_then_stop(*arguments):
-        drawn.append(draw(*arguments))
-        if len(drawn) == 2:
+        generated.append(generate(*arguments))
+        if len(generated) == 2:
             stop.signal_name = "SIGTERM"
-        return drawn[-1]
+        return generated[-1]
 
-    monkeypatch.setattr(supply, "draw_rollout", draw_then_stop)
+    monkeypatch.setattr(loop, "generate_rollout", draw_then_stop)
     torch.seed()
     assert train(stopped, stop) == EXIT_STOPPED and published_steps(stopped.checkpoint_folder) == [1]
     torch.seed()
-    assert train(stopped) == 0 and len(drawn) == 3
+    assert train(stopped) == 0 and len(generated) == 3
     assert contents(stopped, 3) == contents(whole, 3)
 
 
@@ -93,8 +74,8 @@ def test_drafts_change_no_sample_and_those_that_were_kept_are_a_column(make_run,
         config = make_run(name, 2, rollout=rollout, model=model)
         assert train(config) == 0
         kept = [row["draft_acceptance_ratio"] for row in rows(config) if "draft_acceptance_ratio" in row]
-        drawn = [made[start : start + 8] for start in (3, 11)] if name == "drafts" else []
-        assert kept == [sum(one.accepted for one in of) / sum(one.drafted for one in of) for of in drawn]
+        generated = [made[start : start + 8] for start in (3, 11)] if name == "drafts" else []
+        assert kept == [sum(one.accepted for one in of) / sum(one.drafted for one in of) for of in generated]
         assert ("drafts kept" in capsys.readouterr().out) == (name == "drafts")
     one, other = (read_rollout(tmp_path / name / "rollouts", 1).arrays for name in ("plain", "drafts"))
     assert one["tokens"].tolist() == other["tokens"].tolist() and len(one["tokens"]) > 8
@@ -127,35 +108,19 @@ def test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from
 
 
 @pytest.mark.slow
-def test_rollouts_alone_are_drawn_once_and_from_the_first_weights(make_run, tmp_path):
-    config = make_run("drawn", 3, {"mode": "rollout_only"})
-    assert train(config) == 0
-    folder = tmp_path / "drawn" / "rollouts"
-    assert rollout_steps(folder) == [0, 1, 2]
-    last = read_rollout(folder, 2)
-    assert set(last.arrays["versions"].tolist()) == {0} and sorted(set(last.arrays["groups"])) == [4, 5]
-    times = {path: path.stat().st_mtime_ns for path in folder.glob("step_*")}
-    (folder / "step_000001.json").unlink()  # killed before it was whole
-    assert train(config) == 0
-    assert rollout_steps(folder) == [0, 1, 2]
-    assert {path.stem for path in folder.glob("step_*") if path.stat().st_mtime_ns != times[path]} == {"step_000001"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ends", ["whole", "stopped", "rollouts", "stopped rollouts", "fault"])
+@pytest.mark.parametrize("ends", ["whole", "stopped", "fault"])
 def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_end(make_run, monkeypatch, ends):
-    """However a run ends; a run of rollouts alone says nothing of what it does not measure."""
+    """However a run ends."""
     rl = {"stop": {"min_entropy": 50.0}} if ends == "fault" else {}
-    rl |= {"mode": "rollout_only"} if "rollouts" in ends else {}
     config, stop = make_run("run", 4, rl), StopRequest()
 
-    def draw_then_stop(supply, progress, *arguments, **options):
-        if "stopped" in ends and progress.step == 2:
+    def generate_then_stop(self, progress, first):
+        if ends == "stopped" and progress.step == 2:
             stop.signal_name = "SIGINT"
-        return draw_rollout(supply, progress, *arguments, **options)
+        return begin(self, progress, first)
 
-    draw_rollout = supply.RolloutSupply.rollout
-    monkeypatch.setattr(supply.RolloutSupply, "rollout", draw_then_stop)
+    begin = loop.RolloutLoop.begin
+    monkeypatch.setattr(loop.RolloutLoop, "begin", generate_then_stop)
     with terminal() as shown:
         try:
             train(config, stop)
@@ -170,26 +135,7 @@ def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_en
     lines = [line.split("  ", 1)[1] for line in log.splitlines() if " reward " in line and " left" in line]
     assert len(lines) == len(rewards) and all(line in screen for line in lines)
     last = {"whole": "metrics      ", "fault": "is below rl.stop.min_entropy"}.get(ends, "The same command continues")
-    if ends != "rollouts":
-        assert screen.rindex("\u2501") < screen.rindex("\x1b[?25h") < screen.rindex(last)
-
-
-@pytest.mark.slow
-def test_validation_alone_asks_the_newest_checkpoint_and_leaves_it(make_run, tmp_path, capsys):
-    sets = {"validation": [{"name": "few", "file": str(tmp_path / "prompts.jsonl"), "samples": 2}]}
-    validation = {"enable": True, "freq": 2}
-    whole = make_run("run", 2, sets, validation=validation)
-    assert train(whole) == 0
-    expected = [row for row in rows(whole) if "validation_reward/few" in row][-1]
-    assert expected["step"] == 2
-    before = contents(whole, 2)
-    capsys.readouterr()
-    assert train(make_run("run", 2, sets | {"mode": "eval_only"}, validation=validation)) == 0
-    assert "no step is trained" not in capsys.readouterr().out, "none was to be"
-    found = rows(whole)[-1]
-    names = [name for name in found if name.startswith(("validation_reward", "validation_pass"))]
-    assert len(names) == 3 and [found[name] for name in names] == [expected[name] for name in names]
-    assert contents(whole, 2) == before and rollout_steps(tmp_path / "run" / "rollouts") == [0, 1]
+    assert screen.rindex("\u2501") < screen.rindex("\x1b[?25h") < screen.rindex(last)
 
 
 @pytest.mark.slow
@@ -203,9 +149,8 @@ def test_the_planned_size_of_a_checkpoint_is_that_on_the_disk_and_no_checkpoint_
     assert any(name.startswith("critic.") for name in written)
     small = sum(size for name, size in written.items() if size <= 64 or name.startswith("rng."))  # routers' biases
     assert sum(written.values()) - small <= planned <= sum(written.values())
-    for mode in ("rollout_only", "eval_only"):
-        huge = {"model": {"vocab_size": 2**40}}
-        refuse_small_disk(resolve_plan(make_run("none", 1, {"mode": mode}, **huge), 1), 1)
+    huge = {"model": {"vocab_size": 2**40}}
+    refuse_small_disk(resolve_plan(make_run("none", 1, checkpoint={"enable": False}, **huge), 1), 1)
     with pytest.raises(UserError, match=r"checkpoint\.folder = .*GiB"):
         refuse_small_disk(resolve_plan(make_run("none", 1, **huge), 1), 1)
 
@@ -217,7 +162,7 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
     assert train(config) == 0
     capsys.readouterr()
     shown = ["--samples", "3", "--tokens"]
-    with pytest.raises(UserError, match=r"drawn with the tokenizer .*this one is .*--tokenizer"):
+    with pytest.raises(UserError, match=r"generated with the tokenizer .*this one is .*--tokenizer"):
         rl_command(["inspect", config.job.dump_folder, *shown, "--tokenizer", "builtin"])
     assert rl_command(["inspect", config.job.dump_folder, *shown]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -250,37 +195,40 @@ def test_columns_of_tokens_stand_below_their_names_however_wide_text_and_numbers
     head, *lines = _token_lines(tokenizer, np.arange(6), mask, columns)
     assert len({cell_len(line) for line in (head, *lines[2:])}) == 1
     ends = [cell_len(head[: head.index(name) + len(name)]) for name in ("mask", "logprob", "weight")]
-    for line, is_drawn in zip(lines, mask, strict=True):
+    for line, is_generated in zip(lines, mask, strict=True):
         cells = [
-            next(at for at in range(len(line) + 1) if cell_len(line[:at]) >= end) for end in ends[: 1 + 2 * is_drawn]
+            next(at for at in range(len(line) + 1) if cell_len(line[:at]) >= end)
+            for end in ends[: 1 + 2 * is_generated]
         ]
         assert all(line[at - 1] != " " and line[at : at + 1] in ("", " ") for at in cells), line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["gspo", "ppo"])
-def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(make_run, tmp_path, capsys, algorithm):
+def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(
+    make_run, tmp_path, capsys, monkeypatch, algorithm
+):
     file = tmp_path / "labelled.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{number} is", "label": "1"}) + "\n" for number in range(20)))
     rl = {
         "rewards": [{"name": "repetition"}],
         "dynamic_sampling": True,
-        "max_rounds": 2,
         "prompts": {"file": str(file)},
     }
+    monkeypatch.setattr(sampling, "MOST_ROUNDS", 2)
     config = make_run("run", 3, rl)
     assert train(config) == 0
     said = capsys.readouterr().out
     assert "none of these reads labels, and 20 prompts have one under 'label'" in said
-    shown = [line for line in said.splitlines() if "rl.max_rounds = 2: only 0 of 2 groups are worth a step" in line]
+    shown = [line for line in said.splitlines() if "after 2 rounds only 0 of 2 groups are worth a step" in line]
     assert [line.partition("; ")[2] for line in shown] == [
         f"the rollout of step {step} goes on with 0 samples" for step in (0, 1)
     ], "the first, second, fourth and so on"
-    assert [row["drawn_samples"] for row in rows(config) if "drawn_samples" in row] == [16] * 3
+    assert [row["generated_samples"] for row in rows(config) if "generated_samples" in row] == [16] * 3
     skipped = [line for line in said.splitlines() if "skipped: no rank has a token to learn from" in line]
     assert len(skipped) == 3 and {row["skipped_steps"] for row in rows(config) if "loss" in row} == {0}
     assert train(make_run("other", 1)) == 0
-    assert "reads labels" not in (said := capsys.readouterr().out) and "max_rounds" not in said
+    assert "reads labels" not in (said := capsys.readouterr().out) and "rounds" not in said
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -29,9 +30,8 @@ from glm46.engine.inference.loading import load_for_inference
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.scoring import ContinuationRequest as Scored
 from glm46.engine.inference.scoring import score
-from glm46.engine.training import loop
+from glm46.engine.training import build, loop
 from glm46.engine.training.balance import routing_options
-from glm46.engine.training.build import run
 from glm46.engine.training.hf_weights import write_weights
 from glm46.run.function import function_of_meta, gate_factor, is_gate, next_temperature
 from glm46.run.schedule import schedule_value
@@ -184,15 +184,15 @@ def by_rollouts(network, *, speculative: bool) -> float:
     engine.update(1)
     prompts = [row[:5] for row in IDS.tolist()]
     rules = SamplingRules(1.0, frozenset(), network.shape.vocab_size, False)
-    drawn = engine.generate([Request(prompt, 7, 11) for prompt in prompts], rules)
-    whole = torch.tensor([[*prompt, *one.tokens] for prompt, one in zip(prompts, drawn, strict=True)])
+    generated = engine.generate([Request(prompt, 7, 11) for prompt in prompts], rules)
+    whole = torch.tensor([[*prompt, *one.tokens] for prompt, one in zip(prompts, generated, strict=True)])
     labels = torch.cat([whole[:, 1:], torch.full_like(whole[:, :1], -100)], 1)
     batch = {"input_ids": whole, "labels": labels, "positions": torch.arange(whole.shape[1]).expand_as(whole),
              "document_ids": torch.zeros_like(whole)}  # fmt: skip
     ours = network.evaluate(batch, token_logprobs).logprobs[:, 4:-1]
     network.release()
     engine.close()
-    return (ours - torch.tensor([one.logprobs for one in drawn])).abs().max().item()
+    return (ours - torch.tensor([one.logprobs for one in generated])).abs().max().item()
 
 
 @torch.no_grad()
@@ -251,7 +251,8 @@ def consumers(make_config, tmp_path):
                     write_weights(network, task.tokenizer, found.folder, torch.float32)
             return 0
 
-        assert run(config, Pretraining, None, work) == 0
+        with mock.patch.object(build, "train", work):
+            assert build.run(config, Pretraining) == 0
         return found
 
     return consume

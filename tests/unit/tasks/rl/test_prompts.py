@@ -13,7 +13,7 @@ from glm46.config.errors import UserError
 from glm46.config.rl_data import PromptsConfig
 from glm46.tasks.rl.prompts import Prompt, prompt_at, read_prompts, require_reachable_labels
 from glm46.tasks.rl.rewards.answer import RewardRule
-from glm46.tasks.rl.rewards.scorer import Scorer
+from glm46.tasks.rl.rewards.function_pool import FunctionPool
 
 
 def write(folder, *rows):
@@ -144,7 +144,7 @@ def test_each_pass_hands_out_every_prompt_once_in_an_order_of_its_own():
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_label_that_no_answer_reaches_is_refused(reward, label, is_reachable, thinking):
     prompts = [Prompt([1], "?", "A" if reward == "choice" else "7"), Prompt([1], "?", label)]
-    scorer = Scorer([RewardRule(reward), RewardRule("format")])
+    scorer = FunctionPool([RewardRule(reward), RewardRule("format")])
     try:
         if is_reachable:
             require_reachable_labels(prompts, scorer, thinking=thinking)
@@ -175,7 +175,7 @@ def test_a_label_that_a_reward_cannot_judge_is_refused_with_its_line(reward, lab
         pytest.importorskip("math_verify")
     good = {"exact": "a", "choice": "A", "math": "1", "code": ["assert f(1) == 1"]}[reward]
     file = write(tmp_path, {"prompt": "a", "label": good}, {"prompt": "b", "label": label})
-    scorer = Scorer([RewardRule(reward)])
+    scorer = FunctionPool([RewardRule(reward)])
     try:
         with pytest.raises(UserError) as error:
             require_reachable_labels(read(file, tokenizer), scorer, thinking=True)
@@ -186,7 +186,7 @@ def test_a_label_that_a_reward_cannot_judge_is_refused_with_its_line(reward, lab
 
 
 def test_labels_are_compared_in_a_process_that_is_killed_if_it_hangs():
-    scorer = Scorer([RewardRule("math", seconds=0.2)])
+    scorer = FunctionPool([RewardRule("math", seconds=0.2)])
     _, process = scorer._idle[0]
     os.kill(process.pid, signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""Runs whose server draws with FP8 weights, and whose base of adapters is in FP8."""
+"""Runs whose server generates with FP8 weights, and whose base of adapters is in FP8."""
 
 import json
 import socket

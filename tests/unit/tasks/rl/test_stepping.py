@@ -1,28 +1,21 @@
-"""The journal's fields of the tokens of a rollout."""
-
-from types import SimpleNamespace
+"""What networks compute for the tokens of a rollout."""
 
 import torch
 
 from glm46.tasks.rl import stepping
-from glm46.tasks.rl.stepping import StepBuilder
+from glm46.tasks.rl.rollout.records import Completion
+from glm46.tasks.rl.rollouts import Prompt, Rollout, Sample, to_arrays
 
-VALUES = {"advantages": 1.0, "returns": 2.0, "correction": 3.0, "old_logprobs": 4.0}
 
-
-def test_fields_of_pipeline_stages_with_and_without_the_head_have_one_order(monkeypatch):
-    """Only the stage with the head has corrections and old log-probabilities of a rollout of one step."""
-    place = torch.tensor([[0, 1, -1]])
-    sent, written = [], []
-    monkeypatch.setattr(stepping.dist, "all_reduce", lambda values, operation: sent.append(values))
-    for names in (VALUES, ("advantages", "returns")):
-        batch = {"place": place} | {name: torch.full((1, 3), VALUES[name]) for name in names}
-        builder = StepBuilder.__new__(StepBuilder)
-        builder._unwritten = SimpleNamespace(tokens=2, is_demonstration=False, step=0), [[batch]], {}
-        builder._is_on_policy, builder._writer = True, SimpleNamespace(start=lambda write: None)
-        fields = builder._unwritten[2]
-        builder.write_fields()
-        written.append(fields)
-    assert [list(fields) for fields in written] == [sorted(VALUES)] * 2
-    found = dict(zip(written[0], torch.maximum(*sent), strict=True))
-    assert {name: row.tolist() for name, row in found.items()} == {name: [value] * 2 for name, value in VALUES.items()}
+def test_ranks_put_the_values_of_their_rows_together(monkeypatch):
+    """A pipeline stage without the head has none, and takes part."""
+    sample = Sample(
+        Prompt([5], "", None), 0, Completion([7, 8, 9], [-1.0] * 3, "stop", [], None), "", 1.0, {"exact": 1.0}
+    )
+    rollout = Rollout(0, 0, 1, ("exact",), False, to_arrays([sample], ["exact"]))
+    first, second, stage = (stepping.TokenRecord(rollout) for _ in range(3))
+    first.add({"place": torch.tensor([[0, -1], [-1, 2]])}, torch.tensor([[-0.5, 9.0], [9.0, -0.25]]))
+    second.add({"place": torch.tensor([[-1, 1]])}, torch.tensor([[9.0, -2.0]]))
+    sent = [record._values for record in (first, second, stage)]
+    monkeypatch.setattr(stepping.dist, "all_reduce", lambda values, _: values.copy_(torch.stack(sent).amax(0)))
+    assert stage.of_all_ranks().tolist() == [-0.5, -2.0, -0.25]

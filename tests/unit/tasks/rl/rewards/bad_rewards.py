@@ -1,4 +1,4 @@
-"""Rewards of a user with faults, for the processes of `Scorer`."""
+"""Rewards of a user with faults, for the processes of `FunctionPool`."""
 
 import os
 import subprocess

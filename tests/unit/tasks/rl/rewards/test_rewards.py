@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from glm46.config.errors import UserError
+from glm46.config.rl_data import EnvironmentConfig
 from glm46.tasks.rl.rewards.answer import Answer, RewardRule
 from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.code import code
-from glm46.tasks.rl.rewards.environment import Environment
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, _value, environment_pool
 from glm46.tasks.rl.rewards.maths import maths
 from glm46.tasks.rl.rewards.remote import remote
-from glm46.tasks.rl.rewards.scorer import Reply, Scorer, _value
 from glm46.tasks.rl.rewards.text import choice, exact, repetition, well_formed
 
 BAD = "tests.unit.tasks.rl.rewards.bad_rewards"
@@ -287,7 +287,7 @@ def test_code_runs_against_its_tests_within_limits(program, label, options, expe
 def test_a_program_that_loops_in_each_test_has_a_score(program, expected):
     """Together its tests would take 4 s, and the reward has 2: a reward that is killed drops its sample."""
     label = {"inputs": ["a", "b", "c", "d"], "outputs": [""] * 4}
-    scorer = Scorer([RewardRule("code", seconds=2.0, options={"seconds": 1, "all": False})], processes=1)
+    scorer = FunctionPool([RewardRule("code", seconds=2.0, options={"seconds": 1, "all": False})], processes=1)
     try:
         (score,) = scorer.score([answer(PROGRAM.format(program), label)])
     finally:
@@ -306,7 +306,7 @@ def test_a_silent_server_is_left_before_the_time_of_the_reward_ends():
         server.bind(("127.0.0.1", 0))
         server.listen()  # connections open, and nobody answers
         options = {"url": f"http://127.0.0.1:{server.getsockname()[1]}", "seconds": 1}
-        scorer = Scorer([RewardRule("remote", seconds=3.0, options=options)], processes=1)
+        scorer = FunctionPool([RewardRule("remote", seconds=3.0, options=options)], processes=1)
         try:
             (score,) = scorer.score([answer("yes")])
         finally:
@@ -374,7 +374,7 @@ def test_a_failing_reward_drops_the_sample_and_no_other():
         RewardRule("exact", weight=2.0),
         RewardRule(f"{BAD}:some", weight=0.5, options={"bad": "b"}),
     ]
-    scorer = Scorer(rules, processes=2)
+    scorer = FunctionPool(rules, processes=2)
     try:
         good, dropped, other = scorer.score([answer("a", "a"), answer("b", "b"), answer("ccc", "a")])
     finally:
@@ -390,7 +390,7 @@ def test_a_failing_reward_drops_the_sample_and_no_other():
     ("function", "said"), [("hang", "0.3 s"), ("crash", "code 7"), ("words", "number"), ("infinite", "number")]
 )
 def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(function, said):
-    scorer = Scorer([RewardRule(f"{BAD}:{function}", seconds=0.3)], processes=1)
+    scorer = FunctionPool([RewardRule(f"{BAD}:{function}", seconds=0.3)], processes=1)
     began = time.monotonic()
     try:
         scores = scorer.score([answer("a"), answer("b")])
@@ -414,7 +414,7 @@ def ends_soon(process_id: int) -> bool:
 
 
 def test_programs_that_a_reward_has_started_end_with_it_at_its_deadline(tmp_path):
-    scorer = Scorer([RewardRule(f"{BAD}:start_and_hang", seconds=1.0)], processes=1)
+    scorer = FunctionPool([RewardRule(f"{BAD}:start_and_hang", seconds=1.0)], processes=1)
     try:
         (score,) = scorer.score([answer("a", str(tmp_path / "id"))])
         assert score.total is None and ends_soon(int((tmp_path / "id").read_text()))
@@ -425,9 +425,9 @@ def test_programs_that_a_reward_has_started_end_with_it_at_its_deadline(tmp_path
 def test_programs_that_a_reward_has_started_end_with_the_run_that_is_killed(tmp_path):
     run = f"""
 from glm46.tasks.rl.rewards.answer import Answer, RewardRule
-from glm46.tasks.rl.rewards.scorer import Scorer
+from glm46.tasks.rl.rewards.function_pool import FunctionPool
 if __name__ == "__main__":
-    scorer = Scorer([RewardRule("{BAD}:start_and_hang", seconds=600)])
+    scorer = FunctionPool([RewardRule("{BAD}:start_and_hang", seconds=600)])
     scorer.score([Answer("", "a", "{tmp_path / "id"}", False, 1, True)])
 """
     (tmp_path / "run.py").write_text(run)
@@ -447,7 +447,7 @@ if __name__ == "__main__":
 
 
 def test_a_reward_that_returns_twice_shifts_no_other():
-    scorer = Scorer([RewardRule(f"{BAD}:return_twice")], processes=1)
+    scorer = FunctionPool([RewardRule(f"{BAD}:return_twice")], processes=1)
     texts = ["a", "bb", "ccc", "dddd", "eeeee"]
     try:
         scores = scorer.score([answer(text, "twice" if text == "a" else None) for text in texts])
@@ -459,7 +459,7 @@ def test_a_reward_that_returns_twice_shifts_no_other():
 
 
 def test_a_reply_with_the_number_of_another_task_is_dropped():
-    scorer = Scorer([RewardRule("math")], processes=1)
+    scorer = FunctionPool([RewardRule("math")], processes=1)
     ((connection, process),) = scorer._idle
     connection.send((99, (0, answer("\\boxed{4}", "3"))))  # its reply will lie before that of the next task
     try:
@@ -469,7 +469,7 @@ def test_a_reply_with_the_number_of_another_task_is_dropped():
 
 
 def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
-    scorer = Scorer([RewardRule("math")], processes=1)
+    scorer = FunctionPool([RewardRule("math")], processes=1)
     try:
         for _ in range(2):
             assert scorer.score([answer("\\boxed{3}", "3")])[0].total == 1.0
@@ -483,7 +483,7 @@ def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
 
 def test_a_process_that_ends_at_each_start_drops_the_sample(monkeypatch):
     """Without this rule, new processes are started without end."""
-    scorer = Scorer([RewardRule("math")], processes=1)
+    scorer = FunctionPool([RewardRule("math")], processes=1)
     start, started = scorer._start, []
 
     def start_and_kill():
@@ -506,7 +506,7 @@ def test_a_process_that_ends_at_each_start_drops_the_sample(monkeypatch):
 @pytest.mark.parametrize("name", ["no_such_module:f", f"{BAD}:no_such_function"])
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name):
     with pytest.raises(UserError, match=r"rl\.rewards.*no_such"):
-        Scorer([RewardRule(name)])
+        FunctionPool([RewardRule(name)])
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_other_values_of_numpy_and_torch_are_faults(value):
 
 
 def test_an_environment_replies_and_its_faults_are_named():
-    environment = Environment(f"{BAD}:reply", {}, 5.0, 2)
+    environment = environment_pool(EnvironmentConfig(function=f"{BAD}:reply"))
     try:
         found = environment.replies([answer("a", label) for label in ("text", "end", "fail", "number")])
     finally:
@@ -535,7 +535,7 @@ def test_an_environment_replies_and_its_faults_are_named():
     assert found[:2] == [Reply("a!"), Reply(None)]
     assert "no reply" in found[2] and "not a text" in found[3]
     with pytest.raises(UserError, match=r"rl\.environment.*no_such"):
-        Environment("no_such_module:f", {}, 5.0, 2)
+        environment_pool(EnvironmentConfig(function="no_such_module:f"))
 
 
 @pytest.mark.parametrize(
@@ -557,7 +557,7 @@ def test_a_call_inside_a_thought_is_a_draft():
     draft, real = call.format("1"), call.format("2")
     assert calculate(answer(f"<think>{draft}</think>{real}", thinking=True)) == "2"
     assert calculate(answer(f"<think>{draft}</think>no call", thinking=True)) is None
-    environment = Environment(f"{BAD}:reply", {}, 5.0, 2)
+    environment = environment_pool(EnvironmentConfig(function=f"{BAD}:reply"))
     texts = (f"<think>{draft}", draft, f"<think>{draft}</think>", f"<think>{draft}</think>{real}")
     try:
         found = environment.replies([answer(text, "text", thinking=True) for text in texts])

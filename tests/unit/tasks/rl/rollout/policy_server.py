@@ -1,5 +1,5 @@
-"""A server with vLLM's calls that draws from a real GLM by this project's decoder: seconds to start, where vLLM takes a
-minute. Its weights are those of the folder that it was told to load last.
+"""A server with vLLM's calls that samples from a real GLM by this project's decoder: seconds to start, where vLLM takes
+a minute. Its weights are those of the folder that it was told to load last.
 
 python -m tests.unit.tasks.rl.rollout.policy_server PORT
 """
@@ -21,7 +21,7 @@ from tests.unit.tasks.rl.rollout.stub_server import StubServer
 
 ROWS, CONTEXT = 64, 256
 _GATHER_SECONDS = 0.01
-"""After the last request of a burst, which is then drawn together."""
+"""After the last request of a burst, which is then generated together."""
 
 
 class _Waiting(NamedTuple):
@@ -34,8 +34,8 @@ class _Waiting(NamedTuple):
 
 
 class PolicyServer(StubServer):
-    """Draws the requests that have come while it drew the ones before, all together, or one after another: how many are
-    together changes the last bits of log-probabilities."""
+    """Generates the requests that have come while it worked on those before, together, or one after another: how many
+    are together changes the last bits of log-probabilities."""
 
     def __init__(self, *, port: int, together: bool = True):
         ThreadingHTTPServer.request_queue_size = 1024  # a rollout comes at once
@@ -44,7 +44,7 @@ class PolicyServer(StubServer):
         self._model_of: torch.nn.Module | None = None
         self._decoder: Decoder | None = None
         self._running, self._requests = threading.Lock(), queue.SimpleQueue()
-        threading.Thread(target=self._draw_all, daemon=True).start()
+        threading.Thread(target=self._generate_all, daemon=True).start()
 
     def _load(self, folder: Path) -> int:
         with self._running:
@@ -80,7 +80,7 @@ class PolicyServer(StubServer):
         places = [{str(token): {"logprob": logprobs[i, token].item()}} for i, token in enumerate(tokens[1:])]
         return {"prompt_logprobs": [None, *places], "choices": []}
 
-    def _draw_all(self) -> None:
+    def _generate_all(self) -> None:
         while True:
             burst = [self._requests.get()]
             try:
@@ -90,12 +90,12 @@ class PolicyServer(StubServer):
                 pass
             if not self._together:
                 for waiting in burst:
-                    self._draw_burst([waiting])
+                    self._generate_burst([waiting])
                 continue
             burst.sort(key=lambda waiting: waiting.continuation.prompt)  # equal prompts are computed once
-            self._draw_burst(burst)
+            self._generate_burst(burst)
 
-    def _draw_burst(self, burst: list[_Waiting]) -> None:
+    def _generate_burst(self, burst: list[_Waiting]) -> None:
         sampling = burst[0].sampling
         with self._running:
             Generation(

@@ -1,4 +1,4 @@
-"""A server on loopback that speaks the calls of vLLM and SGLang which we use, draws from a made-up model, and fails as
+"""A server on loopback that speaks the calls of vLLM and SGLang which we use, has a made-up model, and fails as
 told. Not a model of either server: that is what tests/servers is for.
 
 python -m tests.unit.tasks.rl.rollout.stub_server [PORT]: one in a process of its own, which prints its port.
@@ -40,7 +40,7 @@ def scores(version: int, sequences: list[list[int]]) -> list[list[float]]:
     return [[logprob(version, token) for token in tokens[1:]] for tokens in sequences]
 
 
-def draw(prompt: list[int], seed: int, length: int) -> list[int]:
+def generate(prompt: list[int], seed: int, length: int) -> list[int]:
     """The tokens of a request, whatever the version and the server."""
     tokens = random.Random(f"{prompt} {seed}").choices(range(3, 50), k=length)
     return [*tokens[: seed % length], STOP] if seed % 3 == 0 else tokens
@@ -75,7 +75,7 @@ class StubServer:
             "bad logprobs", "null logprobs", "no choices", "restarted"; it holds for generation. "null scores": of
             given tokens.
         model: log-probability of a token by version and token.
-        raw: added to the log-probabilities of drawn tokens, not to those of given ones.
+        raw: added to the log-probabilities of generated tokens, not to those of given ones.
         stale: loading answers 200 and changes nothing.
         half: loading leaves a model that is neither the old nor the new one.
         dies_after: completions after which the server ends.
@@ -100,7 +100,7 @@ class StubServer:
         self.received, self.errors, self.workers = [], [], 1
         self.breaks_at, self.breaks_by, self.stalls = None, "error", 1.0
         self._aborted, self._lock, self._engine = set(), threading.Lock(), threading.Lock()
-        self.drawn: list[tuple] = []
+        self.generated: list[tuple] = []
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -261,16 +261,16 @@ class StubServer:
     def _given(self, token: int) -> float | None:
         return None if self.fault == "null scores" else self._model(token)
 
-    def _draw(self, name: str, prompt: list[int], seed: int, length: int):
+    def _generate(self, name: str, prompt: list[int], seed: int, length: int):
         """Tokens and finish reason, or the number of an error."""
         if self.fault in ("400", "500"):
             return int(self.fault)
         with self._lock:
-            self.drawn.append((tuple(prompt), seed))
-            if self.dies_after is not None and len(self.drawn) > self.dies_after:
+            self.generated.append((tuple(prompt), seed))
+            if self.dies_after is not None and len(self.generated) > self.dies_after:
                 threading.Thread(target=self.stop, daemon=True).start()
                 return 500
-        tokens = draw(prompt, seed, length)
+        tokens = generate(prompt, seed, length)
         if self.fault == "aborts":
             return tokens[: len(tokens) // 2], "abort"
         if self.fault == "hang":
@@ -281,7 +281,7 @@ class StubServer:
         return tokens, "stop" if tokens[-1] == STOP else "length"
 
     def _reported(self, tokens: list[int]) -> list[float]:
-        """Log-probabilities of drawn tokens."""
+        """Log-probabilities of generated tokens."""
         wrong = {"bad logprobs": float("nan"), "null logprobs": None}
         return [wrong.get(self.fault, self._model(token) + self.raw) for token in tokens]
 
@@ -309,10 +309,10 @@ class StubServer:
         if forced := self.forced(sampling, "max_tokens"):
             return {"choices": [{"token_ids": forced[0], "finish_reason": forced[1]}]}
         name = "generate-tokens-" + body["request_id"]
-        drawn = self._draw(name, prompt, sampling["seed"], sampling["max_tokens"])
-        if isinstance(drawn, int):
-            return drawn
-        tokens, finish = drawn
+        generated = self._generate(name, prompt, sampling["seed"], sampling["max_tokens"])
+        if isinstance(generated, int):
+            return generated
+        tokens, finish = generated
         values = self._reported(tokens)
         span = {"start": 0, "end": len(tokens), "version": self._named()}
         content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, values, strict=True)]
@@ -331,10 +331,10 @@ class StubServer:
         if forced := self.forced(sampling, "max_new_tokens"):
             places = [[0.0, token, None] for token in forced[0]]
             return {"meta_info": {"output_token_logprobs": places, "finish_reason": {"type": forced[1]}}}
-        drawn = self._draw(body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
-        if isinstance(drawn, int):
-            return drawn
-        tokens, finish = drawn
+        generated = self._generate(body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
+        if isinstance(generated, int):
+            return generated
+        tokens, finish = generated
         places = [[value, token, None] for value, token in zip(self._reported(tokens), tokens, strict=True)]
         meta = {"output_token_logprobs": places, "finish_reason": {"type": finish}, "weight_version": self._named()}
         meta = {} if self.fault == "no choices" else meta

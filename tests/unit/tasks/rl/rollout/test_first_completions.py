@@ -1,16 +1,16 @@
-"""What tells a server that draws from the policy from one that does not, for known distributions."""
+"""What tells a server that generates from the policy from one that does not, for known distributions."""
 
 import numpy as np
 import pytest
 
-from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_draws
+from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
 from glm46.tasks.rl.rollout.records import Completion
 
 VOCABULARY, LENGTH, COMPLETIONS = 200, 256, 8
 
 
 class Categorical:
-    """A policy whose tokens do not depend on those before, and a server that draws by a rule of its own."""
+    """A policy whose tokens do not depend on those before, and a server that generates by a rule of its own."""
 
     def __init__(self, spread: float, seed: int = 0):
         self.chance = np.random.default_rng(seed)
@@ -25,12 +25,12 @@ class Categorical:
         entropy = -(np.exp(logprobs) * logprobs).sum()
         return [logprobs[row[1:]].tolist() for row in sequences], [[entropy] * (len(row) - 1) for row in sequences]
 
-    def compare(self, temperature: float, draws: np.ndarray, *, length: int = LENGTH) -> tuple[str, bool]:
-        """Draws are the probabilities that the server draws with; what it reports is right."""
-        tokens = self.chance.choice(VOCABULARY, size=(COMPLETIONS, length), p=draws)
+    def compare(self, temperature: float, generates: np.ndarray, *, length: int = LENGTH) -> tuple[str, bool]:
+        """Generates are the probabilities that the server generates with; what it reports is right."""
+        tokens = self.chance.choice(VOCABULARY, size=(COMPLETIONS, length), p=generates)
         reported = self.logprobs(temperature)
-        drawn = [([1, 2], Completion(row.tolist(), reported[row].tolist(), "length", [], None)) for row in tokens]
-        return compare_draws(ServedPolicy(None, None, self.score, None, None), drawn, temperature)
+        generated = [([1, 2], Completion(row.tolist(), reported[row].tolist(), "length", [], None)) for row in tokens]
+        return compare_samples(ServedPolicy(None, None, self.score, None, None), generated, temperature)
 
 
 def nucleus(probabilities: np.ndarray, share: float) -> np.ndarray:
@@ -48,7 +48,7 @@ def test_draws_from_the_policy_pass(spread, length, temperature):
     for seed in range(100):
         policy = Categorical(spread, seed)
         said, is_right = policy.compare(temperature, np.exp(policy.logprobs(temperature)), length=length)
-        assert is_right and f"{COMPLETIONS * length} drawn tokens" in said, (seed, said)
+        assert is_right and f"{COMPLETIONS * length} generated tokens" in said, (seed, said)
 
 
 @pytest.mark.parametrize("rare", [1e-3, 1e-5])
@@ -61,7 +61,7 @@ def test_tokens_of_which_almost_all_are_the_likely_one_pass(rare):
 
 
 @pytest.mark.parametrize(
-    "draw",
+    "generate",
     [
         lambda policy: np.exp(policy.logprobs(0.8)),
         lambda policy: np.exp(policy.logprobs(1.25)),
@@ -70,11 +70,11 @@ def test_tokens_of_which_almost_all_are_the_likely_one_pass(rare):
     ],
     ids=["colder", "warmer", "top-p", "uniform"],
 )
-def test_draws_from_another_distribution_are_refused(draw):
+def test_draws_from_another_distribution_are_refused(generate):
     """Their log-probabilities are right, and the mean of log-probability and entropy is off by less than 0.5 nats."""
     for seed in range(20):
         policy = Categorical(2.0, seed)
-        said, is_right = policy.compare(1.0, draw(policy))
+        said, is_right = policy.compare(1.0, generate(policy))
         assert not is_right and "another distribution than the policy's" in said
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glm46.tasks.rl.rollout import first_rank
-from glm46.tasks.rl.rollout.first_rank import Interlude, pack, run_on_first_rank, unpack
+from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack, run_on_first_rank, unpack
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan
 
 
@@ -41,12 +41,12 @@ def test_work_that_asked_for_what_failed_does_not_wait_for_ever(monkeypatch):
 
     def work() -> bytes:
         try:
-            interlude.ask()
+            request.ask()
         except RuntimeError as error:
             ended.put(error)
         return b""
 
-    interlude = Interlude(fail)
+    request = CollectiveRequest(fail)
     with pytest.raises(MemoryError):
-        run_on_first_rank(work, interlude)
+        run_on_first_rank(work, request)
     assert "failed" in str(ended.get(timeout=10))

@@ -20,7 +20,7 @@ RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
     monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(server_engine, "compare_draws", lambda *_: ("as the policy", True))
+    monkeypatch.setattr(server_engine, "compare_samples", lambda *_: ("as the policy", True))
     join(60.0)
     yield
     leave()

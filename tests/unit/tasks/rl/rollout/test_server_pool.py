@@ -13,7 +13,7 @@ from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
-from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, draw, logprob, scores
+from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 STOPPED = SamplingRules(1.0, frozenset({STOP, 7, 9}), vocab_size=50)
@@ -58,7 +58,7 @@ def weights(tmp_path):
 
 def check(completions, requests, version):
     for completion, request in zip(completions, requests, strict=True):
-        assert completion.tokens == draw(request.prompt, request.seed, request.max_new_tokens)
+        assert completion.tokens == generate(request.prompt, request.seed, request.max_new_tokens)
         assert completion.logprobs == [logprob(version, token) for token in completion.tokens]
         assert completion.spans == [(0, version)]
         assert completion.finish == ("stop" if completion.tokens[-1] == STOP else "length")
@@ -70,26 +70,26 @@ def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stu
     for version in (1, 2):
         pool.update(weights(version))
         check(pool.generate(REQUESTS, RULES), REQUESTS, version)
-        first, second = ({prompt for prompt, _ in stub.drawn[-12:]} for stub in stubs)
+        first, second = ({prompt for prompt, _ in stub.generated[-12:]} for stub in stubs)
         assert first and second and len(first) + len(second) == 3
         for stub in stubs:
-            stub.drawn.clear()
+            stub.generated.clear()
 
 
 @both_kinds
 def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kind):
     pool = make_pool(kind, servers=stubs[:1], most=8, deadline=0.3)
     pool.update(weights(1))
-    stubs[0].fault, draw_one, running, seen = "hang", stubs[0]._draw, [], []
+    stubs[0].fault, draw_one, running, seen = "hang", stubs[0]._generate, [], []
 
     def counted(*request):
         running.append(request)
         seen.append(len(running))
-        drawn = draw_one(*request)
+        generated = draw_one(*request)
         running.remove(request)
-        return drawn
+        return generated
 
-    stubs[0]._draw = counted
+    stubs[0]._generate = counted
     assert len(pool.generate(REQUESTS, RULES)) == len(REQUESTS) == 12
     assert max(seen) == 8
 
@@ -124,7 +124,7 @@ def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, st
     assert [line for line in lines if f"{stubs[0].url} is left out" in line]
     stubs[0].fault = ""
     pool.update(weights(2))
-    assert lines[-1] == f"rollout: {stubs[0].url} draws with version 2"
+    assert lines[-1] == f"rollout: {stubs[0].url} generates with version 2"
     check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
 
 
@@ -151,7 +151,7 @@ def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights,
     assert 0.3 <= time.monotonic() - began < 2
     for completion, request in zip(completions, REQUESTS, strict=False):
         assert completion.finish == "abort" and len(completion.tokens) == len(completion.logprobs) > 0
-        assert completion.tokens == draw(request.prompt, request.seed, 6)[: len(completion.tokens)]
+        assert completion.tokens == generate(request.prompt, request.seed, 6)[: len(completion.tokens)]
 
 
 @both_kinds
@@ -164,7 +164,7 @@ def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, wei
     back = StubServer(port=stubs[0].port)
     try:
         check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
-        assert lines[-1] == f"rollout: {back.url} draws with version 1" and back.drawn and back.name == "1"
+        assert lines[-1] == f"rollout: {back.url} generates with version 1" and back.generated and back.name == "1"
     finally:
         back.stop()
 
@@ -194,7 +194,7 @@ def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, wei
     assert len(stubs[1].calls) == asked  # it would take time from each rollout
     setattr(stubs[1], fault, False)
     pool.update(weights(3))
-    assert lines[-1] == f"rollout: {stubs[1].url} draws with version 3"
+    assert lines[-1] == f"rollout: {stubs[1].url} generates with version 3"
 
 
 @both_kinds
@@ -231,7 +231,7 @@ def test_context_below_the_longest_prompt_and_its_completion_is_refused_at_the_s
     with pytest.raises(UserError, match="rollout.max_new_tokens") as error:
         make_pool(kind, longest=66).update(weights(2))
     assert "--max-model-len 66" in str(error.value) and stubs[1].url in str(error.value)
-    assert not isinstance(error.value, EngineError) and not stubs[0].drawn
+    assert not isinstance(error.value, EngineError) and not stubs[0].generated
 
 
 def test_server_without_processed_logprobs_is_refused_at_the_start(make_pool, weights, stubs):
@@ -260,7 +260,7 @@ def test_adapters_have_a_name_of_their_version_and_replace_those_before(make_poo
     check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
     assert any(f"{stubs[0].url} is left out" in line for line in lines)
     pool.update(adapter(weights, 3))
-    assert lines[-1] == f"rollout: {stubs[0].url} draws with version 3"
+    assert lines[-1] == f"rollout: {stubs[0].url} generates with version 3"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_server_that_goes_on_behind_a_stop_token_is_refused_before_it_draws(make
     stubs[1].goes_on_behind = (9,)
     with pytest.raises(UserError, match=r"rollout.urls: .* stop token 9: .*\[9, 9\].*start it"):
         make_pool(kind, rules=STOPPED).update(weights(1))
-    assert not stubs[0].drawn and not stubs[1].drawn
+    assert not stubs[0].generated and not stubs[1].generated
 
 
 def test_server_that_refuses_a_bias_draws_unasked(make_pool, weights, stubs):
@@ -322,41 +322,41 @@ def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, we
     back.goes_on_behind = (9,)
     try:
         check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
-        assert not back.drawn and "stop token 9" in lines[-1] and back.url in lines[-1]
+        assert not back.generated and "stop token 9" in lines[-1] and back.url in lines[-1]
         back.goes_on_behind, back.fault = (), "500 at stop"
         pool.update(weights(2))
         assert "/generate answered 500" in lines[-1]
         back.fault = ""
         pool.update(weights(3))
-        assert lines[-1] == f"rollout: {back.url} draws with version 3"
+        assert lines[-1] == f"rollout: {back.url} generates with version 3"
     finally:
         back.stop()
 
 
 @both_kinds
-def test_servers_that_have_joined_draw_the_same_requests_before_all_others(make_pool, weights, stubs, lines, kind):
+def test_servers_that_have_joined_generate_the_same_requests_before_all_others(make_pool, weights, stubs, lines, kind):
     pool = make_pool(kind)
     pool.update(weights(1))
     assert pool.has_new
-    found = pool.first_draws(REQUESTS, at_start=True)
+    found = pool.first_samples(REQUESTS, at_start=True)
     assert [state.server.url for state in found] == [stub.url for stub in stubs]
     for (state, completions), is_right in zip(found.items(), (True, False), strict=True):
         check(completions, REQUESTS, 1)
         pool.judge(state, "it differs", is_right=is_right)
     assert f"{stubs[0].url}: it differs" in lines[-2] and f"{stubs[1].url} is left out: it differs" in lines[-1]
-    assert not pool.has_new and not pool.first_draws(REQUESTS, at_start=False)
+    assert not pool.has_new and not pool.first_samples(REQUESTS, at_start=False)
     asked = len(stubs[1].calls)
     pool.update(weights(2))
     stubs[0].stop()
     with pytest.raises(EngineError, match=f"{stubs[1].url}: it differs"):
         pool.generate(REQUESTS, RULES)
-    assert len(stubs[1].calls) == asked, "a server that draws from another distribution is not asked again"
+    assert len(stubs[1].calls) == asked, "a server that samples from another distribution is not asked again"
     back = StubServer(port=stubs[0].port)
     try:
         pool.join_again()
         assert pool.has_new, "it was started again, perhaps with other options"
         back.fault = "500"
-        assert not pool.first_draws(REQUESTS, at_start=False) and "is left out" in lines[-1]
+        assert not pool.first_samples(REQUESTS, at_start=False) and "is left out" in lines[-1]
     finally:
         back.stop()
 
@@ -366,7 +366,7 @@ def test_servers_that_have_joined_draw_the_same_requests_before_all_others(make_
 def test_server_that_comes_back_with_a_fault_does_not_end_the_run(make_pool, weights, stubs, lines, fault, kind):
     pool = make_pool(kind)
     pool.update(weights(1))
-    for state in pool.first_draws(REQUESTS, at_start=True):
+    for state in pool.first_samples(REQUESTS, at_start=True):
         pool.judge(state, "as the policy", is_right=True)
     stubs[1].stop()
     check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
@@ -374,7 +374,7 @@ def test_server_that_comes_back_with_a_fault_does_not_end_the_run(make_pool, wei
     back.fault = fault
     try:
         pool.join_again()
-        assert not pool.first_draws(REQUESTS, at_start=False)
+        assert not pool.first_samples(REQUESTS, at_start=False)
         assert f"{back.url} is left out" in lines[-1]
         check(pool.generate(REQUESTS, RULES), REQUESTS, 1)  # it is asked again, and fails in the rollout
         assert f"{back.url} is left out" in lines[-1]
@@ -390,11 +390,11 @@ def test_requests_that_all_servers_refuse_and_a_server_that_refuses_at_the_start
     pool.update(weights(1))
     stubs[1].fault = "400"
     with pytest.raises(UserError, match=f"{stubs[1].url} refuses a request"):
-        pool.first_draws(REQUESTS, at_start=True)
+        pool.first_samples(REQUESTS, at_start=True)
     assert not lines[2:]
     stubs[0].fault = "400"
     with pytest.raises(UserError, match=r"rollout.urls: .* refuses a request") as error:
         pool.generate(REQUESTS, RULES)
     assert not isinstance(error.value, EngineError) and len([line for line in lines if "is left out" in line]) == 1
     with pytest.raises(UserError, match="refuses a request"):
-        pool.first_draws(REQUESTS, at_start=False)
+        pool.first_samples(REQUESTS, at_start=False)

@@ -22,7 +22,15 @@ from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
-from tests.unit.tasks.rl.rollout.stub_server import STOP, JoinedReceiver, StubServer, digest, draw, glm_weights, scores
+from tests.unit.tasks.rl.rollout.stub_server import (
+    STOP,
+    JoinedReceiver,
+    StubServer,
+    digest,
+    generate,
+    glm_weights,
+    scores,
+)
 
 PROBE = [[5, 6, 7, 8], [9, 10, 11]]
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
@@ -70,9 +78,9 @@ class Sent:
             sender.add(name, tensor)
         sender.end()
 
-    def draws(self) -> None:
+    def generates(self) -> None:
         found = self.pool.generate(REQUESTS, RULES)
-        assert [one.tokens for one in found] == [draw(*request) for request in REQUESTS]
+        assert [one.tokens for one in found] == [generate(*request) for request in REQUESTS]
         assert all(one.spans == [(0, self.pool.version)] for one in found)
 
 
@@ -89,7 +97,7 @@ def test_all_workers_of_all_servers_get_all_tensors(stubs):
                     assert torch.equal(tensor.view(torch.uint8), value.contiguous().view(torch.uint8))
             paths = stub.paths()
             assert paths.index("/pause?mode=keep") < paths.index("/resume")
-        sent.draws()
+        sent.generates()
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +140,9 @@ def test_update_after_one_that_broke_anywhere_succeeds(apart, monkeypatch, where
     sent.update(1)
     assert time.monotonic() - began < 8
     assert all("is left out" in line for line in sent.lines[:-1])
-    assert 2 <= len(sent.lines) <= 3 and "draws with version 1" in sent.lines[-1]
+    assert 2 <= len(sent.lines) <= 3 and "generates with version 1" in sent.lines[-1]
     assert apart.set() == {"version": 1, "digests": [digest(tensors())] * 2}
-    sent.draws()
+    sent.generates()
     sent.update(2)  # in step
     assert apart.set()["version"] == 2
 
@@ -147,11 +155,11 @@ def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_ba
     sent.update(1)
     assert time.monotonic() - began < 5 and stubs[0].version == 1
     assert len(sent.lines) == 2 and apart.url in "".join(line for line in sent.lines if "left out" in line)
-    sent.draws()
+    sent.generates()
     apart.process.wait()
     back = Apart(apart.port)
     sent.update(2)
-    assert back.set()["version"] == 2 and "draws with version 2" in sent.lines[-1]
+    assert back.set()["version"] == 2 and "generates with version 2" in sent.lines[-1]
     back.process.kill()
 
 
@@ -162,11 +170,11 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs):
     assert time.monotonic() - began < 3
     assert len(sent.lines) == 2 and stubs[0].url in sent.lines[0] + sent.lines[1]
     assert "/resume" not in stubs[0].paths() and stubs[1].version == 1  # its weights are neither old nor new
-    sent.draws()
-    assert not stubs[0].drawn  # outside of an update nobody broadcasts
+    sent.generates()
+    assert not stubs[0].generated  # outside of an update nobody broadcasts
     time.sleep(1.2)
     sent.update(2)
-    assert stubs[0].version == 2 and "draws with version 2" in sent.lines[-1]
+    assert stubs[0].version == 2 and "generates with version 2" in sent.lines[-1]
 
 
 def test_servers_are_free_again_when_the_trainer_fails_in_a_broadcast(stubs, monkeypatch):
@@ -252,8 +260,8 @@ def test_server_whose_store_does_not_start_in_time_is_left_out_and_comes_back(st
     monkeypatch.setattr(weight_group.dist, "TCPStore", start)
     sent = Sent(stubs[:1], restart=20.0)
     sent.update(1)
-    assert "timed out after 500ms" in sent.lines[0] and "draws with version 1" in sent.lines[-1]
-    sent.draws()
+    assert "timed out after 500ms" in sent.lines[0] and "generates with version 1" in sent.lines[-1]
+    sent.generates()
 
 
 def test_server_that_is_busy_at_the_start_is_waited_for(stubs):
@@ -342,4 +350,4 @@ def test_server_with_other_weights_than_those_sent_is_found_out(stubs):
     sent.update(0)
     sent.update(1)
     assert "differ from the trainer's" in sent.lines[-1] and stubs[0].url in sent.lines[-1]
-    sent.draws()
+    sent.generates()

@@ -1,4 +1,4 @@
-"""Scores answers by weighted rewards; what may hang or crash runs in processes that can be killed."""
+"""The functions of a run: rewards, environment, filter. What may hang or crash runs in processes that can be killed."""
 
 import importlib
 import math
@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
+from glm46.config.rl import RLConfig
+from glm46.config.rl_data import EnvironmentConfig
 from glm46.storage.prepare.equal_results import load_math_verify
 from glm46.storage.prepare.workers import end_worker, start_worker
 from glm46.tasks.rl.rewards.answer import Answer, Reward, RewardRule
@@ -69,12 +71,12 @@ class _Task(NamedTuple):
     rule: int
 
 
-class Scorer:
-    """Scores answers by the tables of [[rl.rewards]].
+class FunctionPool:
+    """Calls functions on answers: the rewards, the environment or the filter of a run.
 
     Args:
-        rules: all rewards; their names differ.
-        processes: at most so many answers are judged at once by rewards that may hang.
+        rules: all functions; their names differ.
+        processes: at most this many calls run at once of functions that may hang.
         key: of the configuration, for messages.
 
     Raises:
@@ -106,13 +108,20 @@ class Scorer:
         ]  # fmt: skip
 
     def values(self, name: str, answers: Sequence[Any]) -> list[Any]:
-        """The result of one function for each answer, or a text that says why it has none: of a reward a number, of
-        an environment its `Reply`. It judges an `Answer`, the function of rl.filter a list of `Scored`."""
+        """The result of one function for each answer, or a text that says why it has none. A reward gets an `Answer`,
+        the function of rl.filter a list of `Scored`; both give a number."""
         number = self.names.index(name)
         if name in _HERE:
             return [_value(self._rules[number], _HERE, answer) for answer in answers]
         found = self._in_processes([_Task(n, number) for n in range(len(answers))], answers)
         return [found[_Task(n, number)] for n in range(len(answers))]
+
+    def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
+        """Replies of the environment to each turn, or as a text the reason for none: it raised, hung or returned no
+        text. A turn that says nothing after its thought, or never closed it, ends the conversation: calls in a thought
+        are drafts."""
+        replies = iter(self.values(self.names[0], [answer for answer in answers if answer.spoken]))
+        return [next(replies) if answer.spoken else Reply(None) for answer in answers]
 
     def close(self) -> None:
         """End the processes."""
@@ -187,8 +196,24 @@ class Scorer:
         return found
 
 
+def reward_pool(config: RLConfig) -> FunctionPool:
+    """The functions of [[rl.rewards]]."""
+    return FunctionPool([RewardRule(one.name, one.weight, one.timeout_seconds, one.options) for one in config.rewards])
+
+
+def environment_pool(table: EnvironmentConfig) -> FunctionPool:
+    """The function of [rl.environment]."""
+    rule = RewardRule(table.function, seconds=table.timeout_seconds, options=table.options, is_environment=True)
+    return FunctionPool([rule], key="rl.environment")
+
+
+def filter_pool(name: str) -> FunctionPool:
+    """The function of rl.filter."""
+    return FunctionPool([RewardRule(name)], key="rl.filter")
+
+
 _LOADED: list[Callable[[Answer], Any]] = []
-"""In a process of a Scorer: the rewards by the number of their rule."""
+"""In a process of a pool: the rewards by the number of their rule."""
 
 
 def _load(rules: Sequence[RewardRule]) -> None:

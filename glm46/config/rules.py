@@ -1,0 +1,111 @@
+"""Rules across keys: functions of `rules_*.py` that yield faults, whose messages take keys and values from the config.
+
+Rules about one key are in its field. A rule reads only the config; `check.py` has the order of the files.
+"""
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from glm46.config.faults import Fault, show
+from glm46.config.overrides import key_parts
+from glm46.config.presets import PRESETS, resolve_shape, with_presets
+from glm46.config.run_config import RunConfig
+from glm46.config.section import Section
+
+_KEY = re.compile(r"`([a-z_0-9.\[\]]+)`")
+
+
+class Broken(NamedTuple):
+    """A broken rule, see `fault`."""
+
+    text: str
+    also: tuple[str, ...]
+
+
+Faults = Iterator[Broken]
+"""The faults that a rule yields."""
+
+
+class Rule(NamedTuple):
+    """A function that yields faults, and the names of what it reads."""
+
+    reads: tuple[str, ...]
+    check: Callable[..., Faults]
+
+
+_RULES: dict[str, list[Rule]] = defaultdict(list)
+
+
+def fault(text: str, *also: str) -> Broken:
+    """A fault with the message ``key = value: rule; remedy``.
+
+    Args:
+        text: the message, one line. A key in backticks stands for ``key = value``, or ``[key]`` of a section, with the
+            value of the preset where the config has none. These are the keys of the fault.
+        also: more keys that it involves.
+    """
+    return Broken(text, also)
+
+
+def rule(check: Callable[..., Faults]) -> Callable[..., Faults]:
+    """Register a function as a rule of its file. The names of its parameters say what it reads: ``config``,
+    ``world_size`` (None if the number of processes is not known yet), ``shape`` of a known preset, a section that may
+    be absent, such as ``rl``, or ``algorithm``, which is [rl] with its preset. It is not called for a config that lacks
+    one of them."""
+    _RULES[check.__module__].append(Rule(tuple(inspect.signature(check).parameters), check))
+    return check
+
+
+def broken_rules(config: RunConfig, world_size: int | None, files: tuple[ModuleType, ...]) -> list[Fault]:
+    """The faults of a config by the rules of some files, in their order."""
+    found: dict[str, Any] = {
+        "config": config, "rl": config.rl, "rollout": config.rollout, "adapter": config.adapter,
+        "finetune": config.finetune, "preference": config.preference,
+        "algorithm": None if config.rl is None else config.rl.resolved(),
+        "shape": resolve_shape(config.model) if config.model.flavor in PRESETS else None,
+    }  # fmt: skip
+    found = {name: value for name, value in found.items() if value is not None} | {"world_size": world_size}
+    return [
+        described(config, broken)
+        for file in files
+        for reads, check in _RULES[file.__name__]
+        if found.keys() >= set(reads)
+        for broken in check(*(found[name] for name in reads))
+    ]
+
+
+def described(config: Section, broken: Broken) -> Fault:
+    """The fault of a broken rule, with the values of its keys."""
+    message = _KEY.sub(lambda key: with_value(config, key[1]), broken.text)
+    return Fault((*dict.fromkeys(_KEY.findall(broken.text)), *broken.also), message)
+
+
+def messages(config: Section, faults: Faults) -> list[str]:
+    """The messages of faults."""
+    return [described(config, broken).message for broken in faults]
+
+
+def with_value(config: Section, key: str) -> str:
+    """``key = value``, with the preset that gave it; ``[key]`` of a section, and the key alone of an absent value."""
+    value, origin = _at(config, key), ""
+    if value is None and isinstance(config, RunConfig):
+        value = _at(with_presets(config), key)
+        origin = f' (of rl.algorithm = "{config.rl.algorithm}")' if config.rl and key.startswith("rl.") else ""
+    if isinstance(value, Section):
+        return f"[{key}]"
+    return key if value is None else f"{key} = {show(value)}{origin}"
+
+
+def _at(section: Section, key: str) -> Any:
+    place: Any = section
+    for part in key_parts(key):
+        place = place.get(part) if isinstance(place, dict) else _entry(place, part)
+    return place
+
+
+def _entry(place: Any, part: str | int) -> Any:
+    return place[part] if isinstance(part, int) else getattr(place, part, None)

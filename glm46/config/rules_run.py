@@ -1,0 +1,200 @@
+"""Rules about a run as a whole: preset, budget, schedules, checkpoints, folders, profiles."""
+
+import os
+from pathlib import Path
+
+from glm46.config.faults import counted, nearest, show
+from glm46.config.hub_ids import hub_keys
+from glm46.config.presets import PRESETS
+from glm46.config.rules import Faults, fault, rule
+from glm46.config.run_config import RunConfig
+from glm46.config.section import values_of
+
+
+@rule
+def flavor_is_a_preset(config: RunConfig) -> Faults:
+    """The flavor is an existing preset; the message lists them."""
+    if config.model.flavor not in PRESETS:
+        near = nearest(config.model.flavor, PRESETS, 0.6)
+        remedy = f"did you mean '{near}'? " if near else ""
+        yield fault(f"`model.flavor`: no such preset; {remedy}Presets: {', '.join(PRESETS)}")
+
+
+@rule
+def budget_is_given_once(config: RunConfig) -> Faults:
+    """Exactly one of tokens and steps is given: without one, training would never end."""
+    given = [budget for budget in (config.training.tokens, config.training.steps) if budget is not None]
+    if not given:
+        yield fault("`training.tokens`, `training.steps`: both absent; set one of them")
+    if len(given) == 2:
+        yield fault("`training.tokens`, `training.steps`: both given; remove one of them")
+
+
+@rule
+def schedules_keep_their_range(config: RunConfig) -> Faults:
+    """Every value of a schedule is in the range of its key."""
+    for key, schedule, lowest, inclusive in (
+        ("moe.bias_update_rate", config.moe.bias_update_rate, 0, True),
+        ("moe.router_temperature", config.moe.router_temperature, 0, False),
+        ("moe.sequence_aux_loss_weight", config.moe.sequence_aux_loss_weight, 0, True),
+        ("moe.z_loss_weight", config.moe.z_loss_weight, 0, True),
+        ("mtp.loss_weight", config.mtp.loss_weight, 0, True),
+        ("training.global_batch_size", config.training.global_batch_size, 1, True),
+    ):
+        wrong = [value for value in values_of(schedule) if value < lowest or (value == lowest and not inclusive)]
+        if wrong:
+            point = f": value {show(wrong[0])}" if isinstance(schedule, tuple) else ""
+            yield fault(f"`{key}`{point}: must be {'at least' if inclusive else 'greater than'} {lowest}")
+
+
+@rule
+def warmup_ends_before_decay(config: RunConfig) -> Faults:
+    """The rate reaches its peak before it falls. A budget in steps is a short trial, which may end in its warm-up."""
+    scheduler, tokens = config.lr_scheduler, config.training.tokens
+    total = scheduler.total_tokens or (tokens and scheduler.start_tokens + tokens)
+    if total is None:
+        return
+    decay_start = total if scheduler.decay_ratio is None else total * (1 - scheduler.decay_ratio)
+    keys = ("lr_scheduler.warmup_tokens", "lr_scheduler.total_tokens", "training.tokens")
+    if scheduler.warmup_tokens >= total:
+        yield fault(
+            f"`lr_scheduler.warmup_tokens`: the schedule ends at {total} tokens, before its peak; warm up for fewer "
+            "tokens, or raise training.tokens or lr_scheduler.total_tokens", *keys[1:],
+        )  # fmt: skip
+    elif scheduler.warmup_tokens > decay_start:
+        yield fault(
+            f"`lr_scheduler.decay_ratio`: the decay would begin at {decay_start:.0f} tokens, inside the warm-up of "
+            f"{scheduler.warmup_tokens}; lower decay_ratio or warmup_tokens", *keys,
+        )  # fmt: skip
+
+
+@rule
+def run_fits_into_its_schedule(config: RunConfig) -> Faults:
+    """The run ends before its schedule: after it, training would continue at the lowest rate."""
+    scheduler = config.lr_scheduler
+    end = scheduler.start_tokens + (config.training.tokens or 1)
+    if scheduler.total_tokens is not None and end > scheduler.total_tokens:
+        yield fault(
+            f"`lr_scheduler.total_tokens`: the schedule ends before this run, which reaches {end} tokens "
+            "(lr_scheduler.start_tokens + training.tokens); raise total_tokens to at least that",
+            "lr_scheduler.start_tokens", "training.tokens",
+        )  # fmt: skip
+
+
+@rule
+def state_file_has_a_folder(config: RunConfig) -> Faults:
+    """Optimizer states in a file need a folder for it."""
+    if config.optimizer.state_offload == "nvme" and not config.optimizer.state_offload_folder:
+        key = "optimizer.state_offload_folder"
+        yield fault(f"`optimizer.state_offload`: needs a folder on a local disk; set {key}", key)
+
+
+@rule
+def hugging_face_knows_the_model(config: RunConfig) -> Faults:
+    """Hugging Face's model class can compute what this config trains."""
+    windows = _last_windows(config) if config.checkpoint.last_save_in_hf else {}
+    for key in [key for key, window in windows.items() if window not in (None, -1)][:1]:
+        unknown = "" if config.training.steps is None else " (any stage may be the last one of training.steps)"
+        yield fault(
+            f"`checkpoint.last_save_in_hf`: Hugging Face's GLM has no `{key}`, so its readers would attend to all "
+            f"tokens{unknown}; set only one of the two"
+        )
+
+
+def _last_windows(config: RunConfig) -> dict[str, int | None]:
+    """The windows, by their keys, with which a run may end: of its last stage of text, or of all stages under a budget
+    in steps."""
+    stages, tokens = dict(enumerate(config.data.stages)), config.training.tokens
+    if stages and tokens is not None:
+        start = config.lr_scheduler.start_tokens
+        clocks = config.data.stage_clocks(config.training.seq_len, start)
+        last = max(index for index, clock in enumerate(clocks) if clock < start + tokens)
+        stages = {last: stages[last]}
+    windows = {f"data.stages[{index}].sliding_window": stage.sliding_window for index, stage in stages.items()}
+    if not windows or None in windows.values():
+        windows["model.sliding_window"] = config.model.stated_shape.get("sliding_window")
+    return windows
+
+
+@rule
+def run_starts_from_one_checkpoint(config: RunConfig) -> Faults:
+    """A run continues another one, or begins a new clock with its weights."""
+    starts = (config.checkpoint.load_path, config.checkpoint.initial_load_path)
+    # The base of adapters and the reference of a preference are read at every start, and have no clock.
+    if None not in starts and not config.keeps_its_start:
+        yield fault(
+            "`checkpoint.load_path`, `checkpoint.initial_load_path`: both given; load_path keeps steps, clock and data "
+            "position, initial_load_path begins them anew; remove one of them"
+        )
+
+
+@rule
+def weights_of_the_hub_are_in_its_format(config: RunConfig) -> Faults:
+    """An id of the hub is not the step folder of a checkpoint."""
+    ids = {found.key for found in hub_keys(config)}
+    for begin, (_, is_hf) in config.read_weights.items():
+        if f"{begin}_path" in ids and not is_hf:
+            switch = f"{begin}_in_hf"
+            yield fault(f"`{begin}_path`: is in Hugging Face's format; set {switch} = true", switch)
+
+
+@rule
+def folders_are_inside_or_absolute(config: RunConfig) -> Faults:
+    """Folders of the run are absolute paths or inside the dump folder: retention deletes step folders."""
+    folders = {"checkpoint.folder": config.checkpoint.folder, "metrics.save_tb_folder": config.metrics.save_tb_folder}
+    for key, folder in folders.items():
+        if not folder or folder.startswith("~") or ".." in folder.replace("\\", "/").split("/"):
+            yield fault(f"`{key}`: must be an absolute path, or one inside job.dump_folder, without ~ or ..")
+
+
+@rule
+def events_have_a_folder_of_their_own(config: RunConfig) -> Faults:
+    """The folder of event files, which a new run renames, holds no other folder of the run."""
+    if not config.metrics.enable_tensorboard:
+        return
+    events, folders = os.path.abspath(config.tensorboard_folder), {"job.dump_folder": Path(config.job.dump_folder)}
+    if config.checkpoint.enable:
+        folders["checkpoint.folder"] = config.checkpoint_folder
+    held = [key for key, folder in folders.items() if Path(os.path.abspath(folder)).is_relative_to(events)]
+    for key in held[:1]:
+        yield fault(
+            f"`metrics.save_tb_folder`: must not hold {key} = {folders[key]}, because a new run renames it; name "
+            "another folder", key,
+        )  # fmt: skip
+
+
+@rule
+def recorded_steps_fit_between_profiles(config: RunConfig) -> Faults:
+    """A profile with its warm-up ends before the next one begins."""
+    profiling = config.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and needed > profiling.profile_freq:
+        yield fault(
+            f"`profiling.profile_freq`: must be at least profiling.profiler_warmup + profiling.profiler_active = "
+            f"{needed}; raise it, or lower one of them", "profiling.profiler_warmup", "profiling.profiler_active",
+        )  # fmt: skip
+
+
+@rule
+def some_step_is_profiled(config: RunConfig) -> Faults:
+    """A run of a stated number of steps reaches the first profile."""
+    profiling, steps = config.profiling, config.training.steps
+    is_on = profiling.enable_profiling or profiling.enable_memory_snapshot
+    if is_on and steps is not None and profiling.profile_freq > steps:
+        yield fault(
+            "`profiling.profile_freq`: no step would be profiled, because the run ends at `training.steps`; lower it "
+            f"to at most {steps}"
+        )
+
+
+@rule
+def profiled_ranks_exist(config: RunConfig, world_size: int | None) -> Faults:
+    """Each rank that records is a rank of the run, and is named once."""
+    ranks = config.profiling.ranks
+    if len(set(ranks)) < len(ranks):
+        yield fault("`profiling.ranks`: names a rank twice; name each once")
+    if world_size is not None and max(ranks) >= world_size:
+        yield fault(
+            f"`profiling.ranks`: the run has {counted(world_size, 'process')}, so its last rank is {world_size - 1}; "
+            "name ranks up to that", "parallelism",
+        )  # fmt: skip

@@ -1,0 +1,26 @@
+"""The engine and the devices know no task: what differs is a trait of `Task` or an argument."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "glm46"
+OF_TASKS = {"rl", "rollout", "finetune", "preference"}
+
+
+@pytest.mark.parametrize("room", ["engine/training", "engine/reliability", "engine/observe", "compute"])
+def test_a_room_below_the_tasks_asks_for_none(room):
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file in sorted((PACKAGE / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in OF_TASKS and ast.unparse(node.value).endswith("config")
+    ]
+    assert found == []
+
+
+def test_the_sections_of_tasks_are_those_of_the_config():
+    from glm46.config.run_config import RunConfig
+
+    assert all(hasattr(RunConfig, name) or name in RunConfig.model_fields for name in OF_TASKS)
