@@ -54,8 +54,8 @@ GRAPHS = {
     "tp2-ep4-experts12-full_ac-compiled-hosts_of_2-chunks2": (33, 29),
 }
 """Graph breaks and graphs of compiled layouts on a rank. A layer is one graph of its kind, dense, MoE or prediction;
-each exchange with other ranks is a break, and so is the call of experts, which are compiled by themselves for any number
-of rows and for each chunk. Lower them after an improvement."""
+each exchange with other ranks is a break, and so is the call of experts, which are compiled by themselves for any
+number of rows and for each chunk. Lower them after an improvement."""
 
 
 BASIC = {
