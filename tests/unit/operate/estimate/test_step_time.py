@@ -416,8 +416,8 @@ LAYERS = [("GLM-4.5-Air", 8, 0.05), ("GLM-4.5-Air", 16, 0.4), ("GLM-4.5-Air", 32
 
 @pytest.mark.parametrize(("flavor", "ranks", "gain"), LAYERS)
 def test_two_levels_in_chunks_make_a_layer_faster(flavor, ranks, gain):
-    """Forward and backward of one compiled MoE layer of 4,096 tokens on H100 with 400 Gbit/s, as the run chooses it, and a
-    row for each expert at once. Published overlaps reach about half of what such a timeline says."""
+    """Forward and backward of one compiled MoE layer of 4,096 tokens on H100 with 400 Gbit/s, as the run chooses it,
+    against a row for each expert at once. Published overlaps reach about half of what such a timeline says."""
     seconds = []
     for exchange in ("all_to_all", "auto"):
         parallelism = {"expert_parallel_degree": ranks, "expert_exchange": exchange}
