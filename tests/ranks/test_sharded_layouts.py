@@ -43,15 +43,15 @@ GRAPHS = {
     "ep2-compiled-routes": (11, 12),  # prediction layers take no routes, so they share less code with MoE layers
     "cp2-compiled-ring": (5, 9),
     "tp2-keys1-compiled": (5, 10),
-    "cp2-tp2-ep4-experts12-selective_ac-compiled": (14, 16),
-    "ep2-selective_ac-compiled-lora-in_fp8": (7, 7),
-    "cp2-tp2-ep4-experts12-compiled-lora": (16, 17),
-    "cp2-tp2-ep4-experts12-compiled-dora": (16, 17),
+    "cp2-tp2-ep4-experts12-selective_ac-compiled": (15, 17),
+    "ep2-selective_ac-compiled-lora-in_fp8": (8, 8),
+    "cp2-tp2-ep4-experts12-compiled-lora": (17, 18),
+    "cp2-tp2-ep4-experts12-compiled-dora": (17, 18),
     "ep2-compiled-hosts_of_2": (10, 11),
-    "tp2-ep4-experts12-selective_ac-compiled-dora-hosts_of_2": (10, 9),
-    "tp2-ep8-experts16-selective_ac-compiled-hosts_of_2": (11, 11),
-    "ep2-compiled-chunks2": (14, 15),
-    "tp2-ep4-experts12-full_ac-compiled-hosts_of_2-chunks2": (33, 29),
+    "tp2-ep4-experts12-selective_ac-compiled-dora-hosts_of_2": (11, 10),
+    "tp2-ep8-experts16-selective_ac-compiled-hosts_of_2": (12, 12),
+    "ep2-compiled-chunks2": (16, 16),
+    "tp2-ep4-experts12-full_ac-compiled-hosts_of_2-chunks2": (21, 21),
 }
 """Graph breaks and graphs of compiled layouts on a rank. A layer is one graph of its kind, dense, MoE or prediction;
 each exchange with other ranks is a break, and so is the call of experts, which are compiled by themselves for any
