@@ -66,7 +66,7 @@ def one_process(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
 
 def measure(names: list[str], truth: dict[str, Tensor]) -> None:
     """On each rank: each layout's loss sum, and the distance of each gradient from ``truth``."""
-    process = join(60)
+    process = join(300)
     for name in names:
         layout = LAYOUTS[name]
         job = build_job(bf16_run(layout), process)

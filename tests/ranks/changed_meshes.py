@@ -122,7 +122,7 @@ def load(process: Process, base: Path, saved: str, name: str) -> tuple[dict[str,
 
 def save_all(base: Path, names: list[str]) -> None:
     """On each rank: `save` on each of these meshes, and what it gave, into a file."""
-    process = join(120)
+    process = join(300)
     for name in names:
         kept = save(process, base, name)
         if process.is_main:
@@ -132,7 +132,7 @@ def save_all(base: Path, names: list[str]) -> None:
 
 def load_some(base: Path, pairs: list[str]) -> None:
     """On each rank: `load` each pair, and compare."""
-    process = join(120)
+    process = join(300)
     for pair in pairs:
         saved, name = pair.split("-to-")
         tensors, losses = load(process, base, saved, name)

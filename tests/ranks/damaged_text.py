@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -14,7 +13,8 @@ from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.shards import BLOCK_BYTES
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.data.verified import VerifiedShard
-from tests.ranks.forked_launch import fork_launch, is_alive
+from tests.processes import is_alive, wait_until
+from tests.ranks.forked_launch import fork_launch
 from tests.ranks.forked_ranks import in_halves
 from tests.small_run import small_config, write_source
 
@@ -89,16 +89,13 @@ def main() -> None:
                 parallelism=degrees, validation=held_out, model={"num_key_value_heads": 2},
             )  # fmt: skip
             (base / "run.toml").write_text(dump_config(config))
-            began = time.monotonic()
             child = fork_launch(base / "run.toml", base / "log", lambda rank: hamper(case, source, rank))
-            while is_alive(child) and time.monotonic() - began < 90:
-                time.sleep(0.01)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if not is_alive(child) else None
+            wait_until(lambda: not is_alive(child))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             rows = [json.loads(line) for line in (base / "out" / "metrics.jsonl").read_text().splitlines()]
             row = {
                 "case": case,
                 "code": code,
-                "seconds": time.monotonic() - began,
                 "steps": [row["step"] for row in rows if "loss" in row],
                 "said": (base / "log").read_text(),
                 "log": (base / "out" / "log.txt").read_text(),

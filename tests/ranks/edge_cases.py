@@ -202,7 +202,7 @@ def compare(process: Process, case: Case) -> dict:
 
 def compare_some(names: list[str]) -> None:
     """On each rank."""
-    process = join(60)
+    process = join(300)
     for name in names:
         figures = compare(process, CASES[name])
         if process.is_main:

@@ -71,7 +71,7 @@ def main() -> None:
                 return function(config)
 
             log = base / f"log-{label}-"
-            if any(await_ranks(start_ranks(ranks, log, work), 120)):
+            if any(await_ranks(start_ranks(ranks, log, work))):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             said = log.with_name(f"{log.name}0").read_text()
             found = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())

@@ -197,7 +197,7 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
 def compare_some(layouts: list[Layout], references: dict[tuple, dict]) -> None:
     """On each rank."""
     faulthandler.enable()
-    process = join(60)
+    process = join(300)
     for layout in layouts:
         found, reference = run_layout(process, layout), references[reference_of(layout)]
         ranks: list = [None] * dist.get_world_size()

@@ -142,7 +142,7 @@ def main() -> None:
                 **sections,
             )  # fmt: skip
             log = base / f"log-{label}-"
-            codes = await_ranks(start_ranks(ranks, log, lambda rank: work(rank, config, moment)), 120, patience=5)
+            codes = await_ranks(start_ranks(ranks, log, lambda rank: work(rank, config, moment)), patience=5)
             if not moment and any(codes):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             return codes

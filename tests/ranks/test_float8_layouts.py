@@ -21,6 +21,6 @@ BOUNDS = {
     "case", [pytest.param(name, marks=[SPLIT_BACKWARD] if name == "split backward" else []) for name in CASES]
 )
 def test_a_layout_in_fp8_equals_one_process(case_row, case):
-    row = case_row("float8_layouts.main", 2, case=case, seconds=600)
+    row = case_row("float8_layouts.main", 2, case=case)
     assert differences(row, BOUNDS) == []
     assert 5e-3 < row["gradients_of_fp8"] < 0.2  # FP8 itself: E4M3 keeps 4 bits

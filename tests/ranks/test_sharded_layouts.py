@@ -100,7 +100,7 @@ def layout_case(ranks: int, name: str, layout: Layout):
     [layout_case(ranks, *row) for ranks, layouts in LAYOUTS.items() for row in layouts.items()],
 )
 def test_a_layout_equals_one_process(case_row, ranks, case):
-    row = case_row("sharded_layouts.main", ranks, case=case, seconds=900)
+    row = case_row("sharded_layouts.main", ranks, case=case)
     assert not row["initial_weights_different"]
     assert not row["steps_of_different_counts"]  # tokens per expert
     assert differences(row, BOUNDS) == []

@@ -201,7 +201,7 @@ def main() -> None:
             )  # fmt: skip
             log = base / f"log-{label}-"
             children = start_ranks(ranks, log, lambda rank: work(rank, config, kill_at))
-            codes = await_ranks(children, 120)
+            codes = await_ranks(children)
             if kill_at is None and any(codes):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             return codes

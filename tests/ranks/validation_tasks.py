@@ -82,7 +82,7 @@ def main() -> None:
                 return train(config)
 
             log = base / f"log-{label}-"
-            if any(await_ranks(start_ranks(ranks, log, work), 120)):
+            if any(await_ranks(start_ranks(ranks, log, work))):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             rows = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())
             print(json.dumps({"name": label, "row": next(rows)}), flush=True)

@@ -12,6 +12,7 @@ from glm46.engine.observe.heartbeat import Heartbeat, os, read_heartbeat
 from glm46.engine.observe.history import LineFile, read_history
 from glm46.engine.observe.report import Report
 from glm46.engine.observe.writes import Writes
+from tests.processes import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_a_call_that_stalls_is_waited_for_once_and_the_oldest_of_too_many_are_dr
     thread.make(answers.wait)
     for number in range(10):
         thread.make(lambda number=number: made.append(number))
-    assert 0.3 <= time.monotonic() - began < 2.0 and made == []
+    assert 0.3 <= time.monotonic() - began < 2.5 and made == []  # waiting at each call takes 3 s
     threading.Timer(0.2, answers.set).start()
     thread.finish()
     assert made == [7, 8, 9]
@@ -68,12 +69,8 @@ def test_the_end_of_a_run_waits_for_storage_a_while_and_says_what_is_missing(tmp
     assert 1.0 <= time.monotonic() - began < 50.0  # without an end, it waits for storage until the test is killed
     assert f"{tmp_path}: storage does not answer" in capsys.readouterr().out.replace("\n", "")
     answers.set()  # the threads are left behind, and end once it answers
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if "the last words" in (tmp_path / "log.txt").read_text() and read_heartbeat(tmp_path).phase == "stop":
-            return
-        time.sleep(0.02)
-    pytest.fail("the threads that were left behind did not write once storage answered")
+    wait_until(lambda: "the last words" in (tmp_path / "log.txt").read_text())
+    wait_until(lambda: read_heartbeat(tmp_path).phase == "stop")
 
 
 def test_storage_that_stalls_holds_no_step_up_and_loses_no_row(tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.tasks.pretrain import next_token
 from glm46.tasks.pretrain.task import Pretraining, train
+from tests.processes import HANG_SECONDS
 from tests.ranks.training_kills import contents
 
 SLOW = pytest.mark.slow
@@ -416,7 +417,7 @@ def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, m
     def interrupted(*arguments):
         outcome = original(*arguments)
         signal.raise_signal(signal.SIGTERM)
-        assert is_noted.wait(60)  # a thread notes it, which may get no core for a while
+        assert is_noted.wait(HANG_SECONDS)  # a thread notes it, which may get no core for a while
         return outcome
 
     monkeypatch.setattr(StopRequest, "_on_signal", note)

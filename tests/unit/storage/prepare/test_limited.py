@@ -14,7 +14,7 @@ from glm46.storage.prepare.compilers import run_fault
 from glm46.storage.prepare.limited import run_limited
 from glm46.storage.prepare.pipeline import prepare_text
 
-LIMITS = dict(cpu_seconds=1, seconds=20, memory_gib=0.25)
+LIMITS = dict(cpu_seconds=1, seconds=300, memory_gib=0.25)
 CLONE = "import ctypes\nprint(ctypes.CDLL(None).syscall({}, {}, 0, 0, 0, 0))"
 
 
@@ -56,10 +56,10 @@ def test_threads_input_and_output_are_there():
 def test_time_ends_a_program_that_computes_and_one_that_waits():
     start = time.monotonic()
     assert run_limited("while True: pass", **LIMITS).status == -signal.SIGKILL
-    assert run_limited("import time\ntime.sleep(99)", **LIMITS | {"seconds": 0.3}).status is None
-    ignores = "import signal, time\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(99)"
+    assert run_limited("import time\ntime.sleep(999)", **LIMITS | {"seconds": 0.3}).status is None
+    ignores = "import signal, time\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(999)"
     assert run_limited(ignores, **LIMITS | {"seconds": 0.3}).status is None
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 100
 
 
 @pytest.mark.parametrize(
