@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from glm46.compute.model.attention_layout import attention_layout
 from glm46.compute.model.moe import MoE
@@ -12,12 +10,9 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.presets import PRESETS
 from scripts.measure.count_kernels import (
     REST,
-    Count,
     EagerCount,
     count_chained,
     count_eager,
-    count_graph,
-    count_titan,
     floor,
 )
 
@@ -77,16 +72,6 @@ def test_bytes_and_kernels_only_fall(case):
     assert count.host_copies == (1 if "ranks" in form else 0)  # the sizes of the exchange
 
 
-def test_torchtitans_layer_is_counted_by_the_same_rule():
-    pytest.importorskip("torchtitan", reason="not installed; pip install torchtitan")
-    eager, chained = count_titan(PRESETS["GLM-4.5-Air"], TOKENS)
-    products = floor(PRESETS["GLM-4.5-Air"], TOKENS) / KIB
-    for count, (kilobytes, kernels) in ((eager, (6919, 83)), (chained, (5344, 50))):  # version 0.3.0
-        assert count.bytes.total() / KIB == pytest.approx(kilobytes, rel=0.05) and count.kernels <= kernels + 10
-        # Their products read x once more for gate and for up, and write two gradients of it.
-        assert count.bytes["experts"] + count.bytes["products"] > products * KIB
-
-
 def test_one_rank_copies_nothing_to_the_host_with_everything_on():
     """Padding, capacity, both losses, a temperature: on the meta device every read of a value fails."""
     options = RoutingOptions(torch.empty((), device="meta"), 1.2, balance_loss=True, z_loss=True)
@@ -114,45 +99,3 @@ def test_a_whole_model_copies_nothing_to_the_host():
     assert mode.count.host_copies == 0
     assert 0.99 * MOST_OF_A_MODEL < mode.count.bytes.total() / TOKENS / 1e6 <= MOST_OF_A_MODEL
     assert mode.count.largest == shape.vocab_size * shape.hidden_size * 4  # the gradient of the head
-
-
-def test_the_floor_is_weights_thrice_and_activations_once_per_product():
-    air = PRESETS["GLM-4.5-Air"]
-    D, F_, rows = 8, 2.75, 8  # KB of a row, and rows per token
-    weights = 128 * 3 * 4096 * 1408 * 2 * 3 / KIB
-    assert weights == 3168
-    experts = weights + rows * 3 * (D + 2 * F_ + F_ + D)
-    shared = 3 * (4096 * 1408 * 2 * 3 / KIB) + 3 * 3 * (D + F_)
-    assert floor(air, TOKENS) / KIB == experts + shared == 3871.5
-
-
-def chains(function, *inputs):
-    """Bytes of each kind and the number of kernels of a function's graph."""
-    count = Count()
-    count_graph(make_fx(function)(*inputs).graph, count)
-    return dict(count.bytes), count.kernels
-
-
-def test_a_chain_reads_its_inputs_and_writes_what_others_use():
-    x, w = torch.empty(8, 16), torch.empty(16, 16)
-    row, weight = 8 * 16 * 4, 16 * 16 * 4
-
-    def followed(x, w):
-        y = F.silu(x * 2) + 1
-        return (y @ w) * y
-
-    # x to y; y and w to the product; the product and y to the result.
-    assert chains(followed, x, w) == ({"element by element": 2 * row + 3 * row, "products": 2 * row + weight}, 3)
-
-
-def test_chains_follow_dependence_and_shared_inputs():
-    x, index = torch.empty(8, 16), torch.zeros(24, dtype=torch.int64)
-    row, chosen = 8 * 16 * 4, 24 * 8
-    # Two results of one input: read once. A sum of each row ends in the same kernel.
-    assert chains(lambda x: (x * 2, x + 1), x) == ({"element by element": 3 * row}, 1)
-    assert chains(lambda x: x / x.square().sum(-1, keepdim=True), x) == ({"element by element": 2 * row}, 1)
-    # A sum over the rows needs all of them first.
-    assert chains(lambda x: x / x.square().sum(0), x)[1] == 3
-    # Chosen rows need their source in memory, and go on into what uses them.
-    got = chains(lambda x, index: x.sin()[index].view(8, 3, 16).sum(1) + x, x, index)
-    assert got == ({"element by element": 2 * row + 3 * row + chosen}, 2)

@@ -279,10 +279,6 @@ def test_every_alert_has_a_case_that_fires():
     assert {case.alert for case in CASES if case.fires is not None} == ALERTS.keys()
 
 
-def test_the_readme_has_the_number_of_alerts():
-    assert f"{len(ALERTS)} alerts tested by promtool" in (ROOT / "README.md").read_text()
-
-
 def test_every_alert_says_where_and_how_much_and_has_a_runbook():
     headings = re.findall(r"^### (\w+)$", (ROOT / "docs" / "monitoring.md").read_text(), re.M)
     for name, rule in ALERTS.items():
