@@ -31,11 +31,11 @@ def test_a_step_of_another_size_gets_the_limit_of_the_start(tmp_path):
             watchdog.operation("training step", size=(8, seq_len))
 
     run_steps(128)
-    assert watchdog.limit_seconds() < 1.0
+    assert watchdog.limit_seconds() < 100.0
     watchdog.operation("training step", size=(8, 256))
     assert watchdog.limit_seconds() == 300.0
     run_steps(256)
-    assert watchdog.limit_seconds() < 1.0
+    assert watchdog.limit_seconds() < 100.0
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_an_answer_inside_a_line_of_a_rank_hides_no_text(cluster, capfd):
 
 def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, capfd):
     """One node ends at SIGTERM, the other one ignores it and is killed."""
-    monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
+    monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 4.0)
     with cluster(node(seconds=1000), node(7), node(seconds=1000, deaf=True)) as nodes:
         assert nodes.faults() == {}
         assert nodes.run(TIMES) == 7
@@ -209,7 +209,7 @@ def test_after_a_failure_a_silent_node_is_lost_and_the_others_are_ended_soon(clu
     """One node has answered before training and never again, as after a cut of its network."""
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 4.0)
     line = "glm46-node: " + json.dumps({**GOOD, "newest_step": 8})
-    silent = f"echo {shlex.quote(line)}; exec sleep 1000"
+    silent = f"echo {shlex.quote(line)}; exec cat >/dev/null"  # ends with its input
     failed = node(76, seconds=0.3, end={"newest_step": 12, "hung_ranks": [1], "failed_at": 5.0})
     with cluster(failed, silent, node(seconds=1000, deaf=True), restarts=True) as nodes:
         assert nodes.faults() == {}
@@ -224,7 +224,7 @@ def test_a_node_that_was_silent_before_a_failure_is_lost_at_once(cluster, monkey
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 100.0)
     monkeypatch.setattr(hosts, "_SILENT_SECONDS", 1000.0)
     monkeypatch.setattr(hosts, "_ASK_SECONDS", 0.2)
-    silent = f"echo {shlex.quote('glm46-node: ' + json.dumps(GOOD))}; exec sleep 1000"
+    silent = f"echo {shlex.quote('glm46-node: ' + json.dumps(GOOD))}; exec cat >/dev/null"  # ends with its input
     with cluster(node(76, seconds=2.0), silent, restarts=True) as nodes:
         assert nodes.faults() == {}
         found, client = [], nodes._nodes[1]
@@ -247,7 +247,7 @@ def test_a_silent_node_is_lost_without_the_failure_of_another_one(cluster, monke
     """As after a cut of its network within a long step. The ranks of the others are killed soon."""
     monkeypatch.setattr(hosts, "_ASK_SECONDS", 0.2)
     monkeypatch.setattr(hosts, "_SILENT_SECONDS", 5.0)
-    silent = f"echo {shlex.quote('glm46-node: ' + json.dumps(GOOD))}; exec sleep 1000"
+    silent = f"echo {shlex.quote('glm46-node: ' + json.dumps(GOOD))}; exec cat >/dev/null"  # ends with its input
     programs = node(1, ranks=1), silent, node(1, ranks=1)
     with cluster(*programs, restarts=True) as nodes:
         assert nodes.faults() == {}
