@@ -32,12 +32,9 @@ from tests.ranks.sharded_layouts import (
 )
 
 LAYOUTS = {
-    "fsdp": Layout(),
-    "tensor": Layout(tensor=2),
-    "expert": Layout(experts_over=2),
-    "context": Layout(context=2),
+    "fsdp": Layout(), "tensor": Layout(tensor=2), "expert": Layout(experts_over=2), "context": Layout(context=2),
     "pipeline": Layout(pipeline=2),
-}
+}  # fmt: skip
 
 
 def bf16_run(layout: Layout):

@@ -20,13 +20,10 @@ from tests.small_run import small_config, write_source
 
 SOUND_STEPS = 3
 CASES = [
-    ("flipped for rank 0", {}),
-    ("flipped for rank 1", {"tensor_parallel_degree": 2}),
-    ("flipped for rank 1", {"pipeline_parallel_degree": 2}),
-    ("flipped", {}),
-    ("cut short", {"context_parallel_degree": 2}),
-    ("held-out text flipped for rank 1", {}),
-]
+    ("flipped for rank 0", {}), ("flipped for rank 1", {"tensor_parallel_degree": 2}),
+    ("flipped for rank 1", {"pipeline_parallel_degree": 2}), ("flipped", {}),
+    ("cut short", {"context_parallel_degree": 2}), ("held-out text flipped for rank 1", {}),
+]  # fmt: skip
 
 
 def damage(case: str, source: Path, rank: int) -> None:
@@ -94,13 +91,10 @@ def main() -> None:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             rows = [json.loads(line) for line in (base / "out" / "metrics.jsonl").read_text().splitlines()]
             row = {
-                "case": case,
-                "code": code,
-                "steps": [row["step"] for row in rows if "loss" in row],
-                "said": (base / "log").read_text(),
-                "log": (base / "out" / "log.txt").read_text(),
+                "case": case, "code": code, "steps": [row["step"] for row in rows if "loss" in row],
+                "said": (base / "log").read_text(), "log": (base / "out" / "log.txt").read_text(),
                 "saved": sorted(int(path.name[5:]) for path in (base / "out" / "checkpoint").glob("step-??????")),
-            }
+            }  # fmt: skip
             print(json.dumps(row), flush=True)
 
         in_halves(range(len(CASES)), run)

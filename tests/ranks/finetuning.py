@@ -23,12 +23,9 @@ from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
-    "one rank": (1, {}),
-    "tensor": (2, {"tensor_parallel_degree": 2}),
-    "context": (2, {"context_parallel_degree": 2}),
-    "pipeline": (2, {"pipeline_parallel_degree": 2}),
-    "experts": (2, {"expert_parallel_degree": 2}),
-}
+    "one rank": (1, {}), "tensor": (2, {"tensor_parallel_degree": 2}), "context": (2, {"context_parallel_degree": 2}),
+    "pipeline": (2, {"pipeline_parallel_degree": 2}), "experts": (2, {"expert_parallel_degree": 2}),
+}  # fmt: skip
 RESUMED = {"lora": ("experts", "pipeline"), "dora": ("tensor", "experts")}
 """The mesh that saves, and another one."""
 STEPS, SAVED = 4, 2

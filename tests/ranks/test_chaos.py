@@ -107,11 +107,8 @@ class Faults:
 def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start, disk, tmp_path):
     training = {"steps": SPEED_STEPS, "local_batch_size": 1, "global_batch_size": 16}
     checkpoint = {
-        "interval": INTERVAL,
-        "async_mode": "disabled",
-        "keep_latest_k": 3,
-        "folder": str(disk / "checkpoint"),
-    }
+        "interval": INTERVAL, "async_mode": "disabled", "keep_latest_k": 3, "folder": str(disk / "checkpoint"),
+    }  # fmt: skip
 
     def begin(name: str):
         keys = {"training": training, "checkpoint": checkpoint, "comm": {"hang_seconds": 8.0}}

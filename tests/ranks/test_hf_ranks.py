@@ -200,16 +200,10 @@ class _Unreadable:
 
 
 FOR_OTHERS = (
-    "rows",
-    "experts' columns",
-    "fsdp over tensor parallel",
-    "training, HSDP",
-    "training, expert parallel",
-    "training, context parallel",
-    "training, tensor and expert parallel",
-    "training, pipeline and tensor parallel",
+    "rows", "experts' columns", "fsdp over tensor parallel", "training, HSDP", "training, expert parallel",
+    "training, context parallel", "training, tensor and expert parallel", "training, pipeline and tensor parallel",
     "training, V-shaped pipeline and expert parallel",
-)
+)  # fmt: skip
 """Meshes for the kinds that differ only in names and shapes."""
 FOR_ADAPTERS = (
     "all plain", "rows of experts", "two replicas", "fsdp over tensor parallel", "training, tensor and expert parallel",

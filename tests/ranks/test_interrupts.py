@@ -13,16 +13,12 @@ import pytest
 from tests.ranks.interrupts import ROOT, attempt, phases
 
 CASES = {
-    "start": ("start", signal.SIGINT),
-    "prepare": ("prepare", signal.SIGINT, signal.SIGINT),
+    "start": ("start", signal.SIGINT), "prepare": ("prepare", signal.SIGINT, signal.SIGINT),
     "prepare terminated": ("prepare", signal.SIGTERM),
-    "prepare a source": ("prepare a source", signal.SIGHUP, signal.SIGTERM),
-    "waiting": ("waiting", signal.SIGTERM),
-    "misspelt": ("misspelt", signal.SIGINT, signal.SIGINT),
-    "first": ("first", signal.SIGUSR1),
-    "convert": ("convert", signal.SIGTERM),
-    "generate": ("generate", signal.SIGINT, signal.SIGINT),
-}
+    "prepare a source": ("prepare a source", signal.SIGHUP, signal.SIGTERM), "waiting": ("waiting", signal.SIGTERM),
+    "misspelt": ("misspelt", signal.SIGINT, signal.SIGINT), "first": ("first", signal.SIGUSR1),
+    "convert": ("convert", signal.SIGTERM), "generate": ("generate", signal.SIGINT, signal.SIGINT),
+}  # fmt: skip
 """By name: what is started, and the signals."""
 
 
@@ -58,14 +54,10 @@ def test_a_signal_ends_all_that_was_started(case, ends):
     assert "Traceback" not in row["said"], row
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        (["bash", str(ROOT / "run_train.sh")], 75),
-        ([sys.executable, "-m", "glm46", "launch"], 75),
-        ([sys.executable, "-m", "glm46", "schema"], 128 + signal.SIGTERM),
-    ],
-)
+@pytest.mark.parametrize(("command", "code"), [
+    (["bash", str(ROOT / "run_train.sh")], 75), ([sys.executable, "-m", "glm46", "launch"], 75),
+    ([sys.executable, "-m", "glm46", "schema"], 128 + signal.SIGTERM),
+])  # fmt: skip
 def test_a_signal_that_comes_before_python_listens_is_not_lost(command, code, tmp_path):
     """After run_train.sh it comes before Python's first import, else before glm46's own first import."""
     is_script = command[0] == "bash"

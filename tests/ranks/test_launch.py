@@ -185,13 +185,10 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 
 LAYOUTS = {
-    "shards": {},
-    "copies": {"parallelism__data_parallel_replicate_degree": 2},
-    "experts": {"parallelism__expert_parallel_degree": 2},
-    "context": {"parallelism__context_parallel_degree": 2},
-    "matrices": {"parallelism__tensor_parallel_degree": 2},
-    "layers": {"parallelism__pipeline_parallel_degree": 2},
-}
+    "shards": {}, "copies": {"parallelism__data_parallel_replicate_degree": 2},
+    "experts": {"parallelism__expert_parallel_degree": 2}, "context": {"parallelism__context_parallel_degree": 2},
+    "matrices": {"parallelism__tensor_parallel_degree": 2}, "layers": {"parallelism__pipeline_parallel_degree": 2},
+}  # fmt: skip
 
 
 COMPARED = dict(

@@ -12,8 +12,7 @@ METRIC_BOUND = {"rel": 2e-6, "abs": 2e-7}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"),
-    [layout_case(ranks, *row) for ranks, layouts in LAYOUTS.items() for row in layouts.items()],
+    ("ranks", "case"), [layout_case(ranks, *row) for ranks, layouts in LAYOUTS.items() for row in layouts.items()]
 )
 def test_a_layout_equals_one_process(case_row, ranks, case):
     row = case_row("policy_gradients.main", ranks, case=case)

@@ -30,13 +30,10 @@ from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
-    "one rank": (1, {}),
-    "fsdp": (2, {}),
-    "tensor": (2, {"tensor_parallel_degree": 2}),
-    "context": (2, {"context_parallel_degree": 2}),
-    "pipeline": (2, {"pipeline_parallel_degree": 2}),
+    "one rank": (1, {}), "fsdp": (2, {}), "tensor": (2, {"tensor_parallel_degree": 2}),
+    "context": (2, {"context_parallel_degree": 2}), "pipeline": (2, {"pipeline_parallel_degree": 2}),
     "experts": (2, {"expert_parallel_degree": 2}),
-}
+}  # fmt: skip
 KILLED = "fsdp"
 STEPS, SAVED, KILLED_AT = 6, 3, 5
 KL_WEIGHT, ENTROPY_WEIGHT, MTP_WEIGHT = 0.1, 0.01, 0.1

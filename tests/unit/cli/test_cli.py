@@ -77,14 +77,10 @@ def test_schema_is_json(capsys):
     assert json.loads(capsys.readouterr().out)["title"] == "A glm46 run"
 
 
-@pytest.mark.parametrize(
-    ("stated", "found"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
-    ],
-)
+@pytest.mark.parametrize(("stated", "found"), [
+    ({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, None),
+])  # fmt: skip
 def test_segments_of_gpu_memory_grow_unless_the_user_says_otherwise(stated, found, capsys, monkeypatch):
     """Set by the first process, so that the server of ranks, ranks and their workers have it before torch."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -261,15 +257,10 @@ def test_refusing_a_file_loads_no_torch(tmp_path):
     assert end.stderr.startswith("error: ") and "there is no folder" not in end.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ("schema", 0),
-        (f"train --help --config {DEBUG}", 0),
-        (f"plan --config {DEBUG}", 0),
-        ("launch --config nowhere.toml", 2),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code"), [
+    ("schema", 0), (f"train --help --config {DEBUG}", 0), (f"plan --config {DEBUG}", 0),
+    ("launch --config nowhere.toml", 2),
+])  # fmt: skip
 def test_a_closed_output_is_an_error_only_for_verbs_that_do_work(arguments, code):
     command = f"exec 3>&1; ( '{sys.executable}' -m glm46 {arguments} 2>&3; echo $? >&3 ) | true"
     # `true` closes the pipe before the first line.

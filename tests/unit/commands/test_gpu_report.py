@@ -84,12 +84,9 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path):
     late = made.attend_part("fp8", tmp_path, str(failing), True, 0.0)
     assert late["status"] == "skipped" and "no time was left" in late["reason"]
     report = {
-        "date": "today",
-        "command": "x",
-        "is_dry": True,
-        "missing": ["pynvml"],
+        "date": "today", "command": "x", "is_dry": True, "missing": ["pynvml"],
         "parts": {"machine": failed, "tests": hung},
-    }
+    }  # fmt: skip
     text = made.as_markdown(report)
     assert "| machine | failed: exit code 3 |" in text and "the driver is too old" in text and "pynvml" in text
 

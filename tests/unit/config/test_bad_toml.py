@@ -503,20 +503,17 @@ def test_experts_that_no_shard_divides_are_refused_with_the_valid_choices(tmp_pa
     assert fault.startswith("run.toml: 36 processes:") and "; start 32 or 48 processes" in fault
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("--model.num_hidden_layers=1000000000", "must be less than or equal to 1024"),
-        ("--model.num_nextn_predict_layers=1000000000", "must be less than or equal to 1024"),
-        ("--model.n_routed_experts=1000000000000", "must be less than or equal to 65536"),
-        ("--parallelism.data_parallel_shard_degree=1000000000000", "16 experts of a layer sharded over 1000000000000"),
-        ("--parallelism.expert_parallel_degree=1000000000", "must divide model.n_routed_experts = 16"),
-        ("--validation.steps=0", "validation.steps = 0: must be at least 1, or -1 for all"),
-        ("--job.dump_folder=s3://bucket/x", 'job.dump_folder = "s3://bucket/x": is a URL'),
-        ("--checkpoint.initial_load_path=s3://bucket/x", 'checkpoint.initial_load_path = "s3://bucket/x": is a URL'),
-        ("--model.tokenizer_path=https://a.b/c", 'model.tokenizer_path = "https://a.b/c": is a URL'),
-    ],
-)
+@pytest.mark.parametrize(("override", "said"), [
+    ("--model.num_hidden_layers=1000000000", "must be less than or equal to 1024"),
+    ("--model.num_nextn_predict_layers=1000000000", "must be less than or equal to 1024"),
+    ("--model.n_routed_experts=1000000000000", "must be less than or equal to 65536"),
+    ("--parallelism.data_parallel_shard_degree=1000000000000", "16 experts of a layer sharded over 1000000000000"),
+    ("--parallelism.expert_parallel_degree=1000000000", "must divide model.n_routed_experts = 16"),
+    ("--validation.steps=0", "validation.steps = 0: must be at least 1, or -1 for all"),
+    ("--job.dump_folder=s3://bucket/x", 'job.dump_folder = "s3://bucket/x": is a URL'),
+    ("--checkpoint.initial_load_path=s3://bucket/x", 'checkpoint.initial_load_path = "s3://bucket/x": is a URL'),
+    ("--model.tokenizer_path=https://a.b/c", 'model.tokenizer_path = "https://a.b/c": is a URL'),
+])  # fmt: skip
 def test_a_slip_of_the_hand_is_answered_at_once(override, said, tmp_path):
     """Nothing that rules and planner compute grows with a number that a person may write."""
     began = time.process_time()

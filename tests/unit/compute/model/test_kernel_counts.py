@@ -8,13 +8,7 @@ from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer
 from glm46.config.presets import PRESETS
-from scripts.measure.count_kernels import (
-    REST,
-    EagerCount,
-    count_chained,
-    count_eager,
-    floor,
-)
+from scripts.measure.count_kernels import REST, EagerCount, count_chained, count_eager, floor
 
 TOKENS = 4096
 KIB = 1024 * TOKENS
@@ -23,28 +17,18 @@ KIB = 1024 * TOKENS
 # docs/performance.md (`python scripts/measure/count_kernels.py --flavor ...`); none may raise one.
 # One kernel of each sort makes its keys shorter; a sort is counted as one kernel, whatever its passes.
 MOST = {
-    ("GLM-4.5-Air", "experts"): (4426, 42),
-    ("GLM-4.5-Air", "experts eager"): (4938, 94),
-    ("GLM-4.5-Air", "experts eager, 8 ranks"): (3191, 125),
-    ("GLM-4.5-Air", "layer"): (5283, 68),
-    ("GLM-4.5-Air", "layer eager"): (6934, 187),
-    ("GLM-4.6", "experts"): (6910, 42),
-    ("GLM-4.6", "experts eager"): (7478, 94),
-    ("GLM-4.6", "experts eager, 8 ranks"): (4035, 125),
-    ("GLM-4.6", "layer"): (7949, 70),
-    ("GLM-4.6", "layer eager"): (11500, 235),
-}
+    ("GLM-4.5-Air", "experts"): (4426, 42), ("GLM-4.5-Air", "experts eager"): (4938, 94),
+    ("GLM-4.5-Air", "experts eager, 8 ranks"): (3191, 125), ("GLM-4.5-Air", "layer"): (5283, 68),
+    ("GLM-4.5-Air", "layer eager"): (6934, 187), ("GLM-4.6", "experts"): (6910, 42),
+    ("GLM-4.6", "experts eager"): (7478, 94), ("GLM-4.6", "experts eager, 8 ranks"): (4035, 125),
+    ("GLM-4.6", "layer"): (7949, 70), ("GLM-4.6", "layer eager"): (11500, 235),
+}  # fmt: skip
 # The same KB of GLM-4.5-Air by kind, in the order of MOST.
 MOST_BY_KIND = {
-    "experts": (3751, 3751, 979, 3751, 3751),
-    "products": (149, 149, 149, 557, 557),
-    "attention": (0, 0, 0, 157, 157),
-    "rows by index": (1, 290, 802, 1, 290),
-    "exchange": (0, 0, 513, 0, 0),
-    "copies and casts": (1, 5, 5, 1, 301),
-    "reductions": (2, 24, 24, 46, 132),
-    REST: (525, 721, 722, 774, 1749),
-}
+    "experts": (3751, 3751, 979, 3751, 3751), "products": (149, 149, 149, 557, 557), "attention": (0, 0, 0, 157, 157),
+    "rows by index": (1, 290, 802, 1, 290), "exchange": (0, 0, 513, 0, 0), "copies and casts": (1, 5, 5, 1, 301),
+    "reductions": (2, 24, 24, 46, 132), REST: (525, 721, 722, 774, 1749),
+}  # fmt: skip
 AIR = [form for flavor, form in MOST if flavor == "GLM-4.5-Air"]
 SLOW = {case for case in MOST if "eager" not in case[1]}
 # MB per token of three layers of Air and its prediction layer with both heads, eager; 70.5 at commit 7bb1fd4.

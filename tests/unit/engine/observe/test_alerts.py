@@ -179,9 +179,7 @@ CASES = [
     Case("GPURemapFailed", FAULT, {f"DCGM_FI_DEV_ROW_REMAP_FAILURE{GPU}": step(0, 1)}),
     Case("HighGPUTemperature", FAULT + 300, {f"DCGM_FI_DEV_MEMORY_TEMP{GPU}": step(85, 97)}),
     Case(
-        "GPUThrottled",
-        FAULT + 300,
-        {f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="hw_thermal"}}': step(0, 2)},
+        "GPUThrottled", FAULT + 300, {f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="hw_thermal"}}': step(0, 2)}
     ),
     Case("GPUThrottled", None, {f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="gpu_idle"}}': step(0, 2)}),
     Case("GPUXid", FAULT, {f'DCGM_EXP_XID_ERRORS_COUNT{GPU[:-1]}, xid="79"}}': step(0, 1)}),

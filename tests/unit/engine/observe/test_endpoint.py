@@ -104,14 +104,11 @@ def test_tls_with_a_silent_client(serve, tmp_path):
         serve(prometheus_tls_certificate=str(key), prometheus_tls_key=str(key))
 
 
-@pytest.mark.parametrize(
-    "keys, words",
-    [
-        ({"prometheus_address": "192.0.2.1"}, ("prometheus_address", "192.0.2.1", "address of this machine")),
-        ({"prometheus_tls_certificate": "absent", "prometheus_tls_key": "absent"}, ("certificate", "absent", "PEM")),
-        ({"prometheus_address": "no.such.host.invalid"}, ("prometheus_address", "invalid", "address of this machine")),
-    ],
-)
+@pytest.mark.parametrize("keys, words", [
+    ({"prometheus_address": "192.0.2.1"}, ("prometheus_address", "192.0.2.1", "address of this machine")),
+    ({"prometheus_tls_certificate": "absent", "prometheus_tls_key": "absent"}, ("certificate", "absent", "PEM")),
+    ({"prometheus_address": "no.such.host.invalid"}, ("prometheus_address", "invalid", "address of this machine")),
+])  # fmt: skip
 def test_mistakes_are_refused_with_key_value_and_remedy(serve, keys, words):
     with pytest.raises(UserError) as fault:
         serve(**keys)

@@ -60,24 +60,18 @@ def program(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ([], ("--start",)),
-        (["--start", "--stop"], ("--stop", "--start")),
-        (["--start", "--start"], ("--start", "twice")),
-        (["--start", "--prometheus-port"], ("--prometheus-port", "value")),
-        (["--start", "--prometheus-port", "0"], ("--prometheus-port", "0", "65535")),
-        (["--start", "--prometheus-port", "70000"], ("70000", "65535")),
-        (["--start", "--grafana-port", "9090"], ("--grafana-port", "--prometheus-port", "9090")),
-        (["--start", "--loki-port", "3100"], ("--loki-port", "unknown")),
-        (["--start", "--fast"], ("--fast", "unknown")),
-        (["--start", "--bind", "everywhere"], ("--bind", "everywhere", "127.0.0.1")),
-        (["--start", "--bind", "203.0.113.9"], ("--bind", "203.0.113.9", "no address of this machine", "hostname -I")),
-        (["--start", "--bind", "999.1.1.1"], ("--bind", "999.1.1.1", "no address of this machine")),
-        (["--start", "--webhook", "example"], ("--webhook", "example", "https://")),
-    ],
-)
+@pytest.mark.parametrize("options, words", [
+    ([], ("--start",)), (["--start", "--stop"], ("--stop", "--start")), (["--start", "--start"], ("--start", "twice")),
+    (["--start", "--prometheus-port"], ("--prometheus-port", "value")),
+    (["--start", "--prometheus-port", "0"], ("--prometheus-port", "0", "65535")),
+    (["--start", "--prometheus-port", "70000"], ("70000", "65535")),
+    (["--start", "--grafana-port", "9090"], ("--grafana-port", "--prometheus-port", "9090")),
+    (["--start", "--loki-port", "3100"], ("--loki-port", "unknown")), (["--start", "--fast"], ("--fast", "unknown")),
+    (["--start", "--bind", "everywhere"], ("--bind", "everywhere", "127.0.0.1")),
+    (["--start", "--bind", "203.0.113.9"], ("--bind", "203.0.113.9", "no address of this machine", "hostname -I")),
+    (["--start", "--bind", "999.1.1.1"], ("--bind", "999.1.1.1", "no address of this machine")),
+    (["--start", "--webhook", "example"], ("--webhook", "example", "https://")),
+])  # fmt: skip
 def test_wrong_use_has_one_message_and_changes_nothing(tmp_path, options, words):
     done = setup(*options, folder=tmp_path / "state")
     lines = done.stderr.splitlines()
@@ -207,13 +201,10 @@ def test_grafana_and_dcgm_exporter_start_with_these_arguments(tmp_path, grafana)
     found = seen(started)
     variables = {
         "GF_SECURITY_ADMIN_PASSWORD__FILE": str(state / "grafana-password"),
-        "GF_PATHS_PROVISIONING": str(state / "provisioning"),
-        "GF_SERVER_HTTP_ADDR": "127.0.0.1",
-        "GF_SERVER_HTTP_PORT": str(ports["grafana"]),
-        "GF_PATHS_DATA": str(state / "data" / "grafana"),
-        "GF_ANALYTICS_REPORTING_ENABLED": "false",
-        "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
-    }
+        "GF_PATHS_PROVISIONING": str(state / "provisioning"), "GF_SERVER_HTTP_ADDR": "127.0.0.1",
+        "GF_SERVER_HTTP_PORT": str(ports["grafana"]), "GF_PATHS_DATA": str(state / "data" / "grafana"),
+        "GF_ANALYTICS_REPORTING_ENABLED": "false", "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+    }  # fmt: skip
     arguments = {
         "grafana-server": ["--homepath", "/usr/share/grafana"],
         "grafana": ["server", "--homepath", "/usr/share/grafana"],

@@ -238,10 +238,7 @@ def test_a_run_that_continues_another_one_changes_no_bit(make_config, tmp_path, 
 
 @pytest.mark.slow
 def test_outputs_events_and_checkpoints_may_lie_apart(make_config, tmp_path, capsys):
-    steps_folder, events_folder = (
-        tmp_path / "big/run [a-z]*/steps?",
-        tmp_path / "boards/{a,b}",
-    )  # no patterns
+    steps_folder, events_folder = (tmp_path / "big/run [a-z]*/steps?", tmp_path / "boards/{a,b}")  # no patterns
     apart = {"checkpoint.folder": steps_folder, "metrics.save_tb_folder": events_folder}
 
     def config(name: str = "out", steps: int = 4, **checkpoint):

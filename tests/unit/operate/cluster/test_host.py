@@ -106,18 +106,15 @@ def test_a_port_without_its_process_and_one_that_only_root_opens(monkeypatch):
     assert found.remedy == "only root opens it: set metrics.prometheus_port to 1024 or more on all hosts"
 
 
-@pytest.mark.parametrize(
-    ("line", "verdict", "shown"),
-    [
-        ("NVRM: Xid (PCI:0000:19:00): 79, pid=1, GPU has fallen off the bus.", FAIL, "Xid 79 x 1 on PCI:0000:19:00"),
-        ("NVRM: Xid (PCI:0000:19:00): 94, pid=7, Contained: CE User Channel", WARN, "Xid 94"),
-        ("Out of memory: Killed process 7 (python)", WARN, "out of memory x 1"),
-        ("blk_update_request: critical medium error, dev nvme0n1, sector 9", WARN, "disk x 1"),
-        ("mce: [Hardware Error]: Machine check events logged", WARN, "memory x 1"),
-        ("EXT4-fs (vda): mounted filesystem", PASS, "no fault"),
-        ("NVRM: Xid (PCI:0000:19:00): 42, pid=7, of no list", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("line", "verdict", "shown"), [
+    ("NVRM: Xid (PCI:0000:19:00): 79, pid=1, GPU has fallen off the bus.", FAIL, "Xid 79 x 1 on PCI:0000:19:00"),
+    ("NVRM: Xid (PCI:0000:19:00): 94, pid=7, Contained: CE User Channel", WARN, "Xid 94"),
+    ("Out of memory: Killed process 7 (python)", WARN, "out of memory x 1"),
+    ("blk_update_request: critical medium error, dev nvme0n1, sector 9", WARN, "disk x 1"),
+    ("mce: [Hardware Error]: Machine check events logged", WARN, "memory x 1"),
+    ("EXT4-fs (vda): mounted filesystem", PASS, "no fault"),
+    ("NVRM: Xid (PCI:0000:19:00): 42, pid=7, of no list", None, ""),
+])  # fmt: skip
 def test_faults_in_the_log_of_the_kernel(line, verdict, shown):
     found = list(host.kernel_faults(f"[    1.0] booted\n[   99.1] {line}\n"))
     assert [result.verdict for result in found] == ([verdict] if verdict else [])
@@ -143,14 +140,11 @@ def ports(tmp_path):
     return tmp_path, lambda name, text: (port / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "check", "shown"),
-    [
-        ("state", "1: DOWN", "InfiniBand", "mlx5_1/1 DOWN, LinkUp"),
-        ("phys_state", "2: Polling", "InfiniBand", "mlx5_1/1 ACTIVE, Polling"),
-        ("rate", "200 Gb/sec (4X HDR)", "InfiniBand rate", "mlx5_1/1 200 Gb/s"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "check", "shown"), [
+    ("state", "1: DOWN", "InfiniBand", "mlx5_1/1 DOWN, LinkUp"),
+    ("phys_state", "2: Polling", "InfiniBand", "mlx5_1/1 ACTIVE, Polling"),
+    ("rate", "200 Gb/sec (4X HDR)", "InfiniBand rate", "mlx5_1/1 200 Gb/s"),
+])  # fmt: skip
 def test_a_bad_infiniband_port_is_named(ports, monkeypatch, name, text, check, shown):
     root, change = ports
     monkeypatch.setattr(time, "sleep", lambda _: None)
@@ -166,18 +160,11 @@ def test_errors_of_a_port_that_rise_are_named_and_old_ones_are_not(ports, monkey
     assert [(result.check, result.value) for result in found] == [("InfiniBand errors", "mlx5_1/1 link_downed + 2")]
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "verdict"),
-    [
-        ("NCCL_SOCKET_IFNAME", "eth", PASS),
-        ("NCCL_SOCKET_IFNAME", "=eth", FAIL),
-        ("NCCL_SOCKET_IFNAME", "ib", FAIL),
-        ("NCCL_SOCKET_IFNAME", "^lo", PASS),
-        ("GLOO_SOCKET_IFNAME", "eth", FAIL),
-        ("GLOO_SOCKET_IFNAME", "eth0", PASS),
-        ("GLOO_SOCKET_IFNAME", "eth1", FAIL),
-    ],
-)
+@pytest.mark.parametrize(("variable", "value", "verdict"), [
+    ("NCCL_SOCKET_IFNAME", "eth", PASS), ("NCCL_SOCKET_IFNAME", "=eth", FAIL), ("NCCL_SOCKET_IFNAME", "ib", FAIL),
+    ("NCCL_SOCKET_IFNAME", "^lo", PASS), ("GLOO_SOCKET_IFNAME", "eth", FAIL), ("GLOO_SOCKET_IFNAME", "eth0", PASS),
+    ("GLOO_SOCKET_IFNAME", "eth1", FAIL),
+])  # fmt: skip
 def test_an_interface_that_is_missing_or_down(tmp_path, variable, value, verdict):
     for name, state in (("lo", "unknown"), ("eth0", "up"), ("eth1", "down")):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)

@@ -207,16 +207,10 @@ def test_a_job_of_pbs_without_time_to_save_is_refused(pbs, tmp_path, walltime, s
     assert f"SAVE_SECONDS={seconds} with walltime={walltime}" in said and not (tmp_path / "arguments").exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "is_submitted"),
-    [
-        (0, "newest_step=9", False),
-        (EXIT_USER_ERROR, "", False),
-        (1, "newest_step=9\nlost_hosts=''", False),
-        (1, "newest_step=9\nlost_hosts=n2.site", True),
-        (EXIT_HANG, "newest_step=9\nlost_hosts='n2.site n3.site'", True),
-    ],
-)
+@pytest.mark.parametrize(("code", "state", "is_submitted"), [
+    (0, "newest_step=9", False), (EXIT_USER_ERROR, "", False), (1, "newest_step=9\nlost_hosts=''", False),
+    (1, "newest_step=9\nlost_hosts=n2.site", True), (EXIT_HANG, "newest_step=9\nlost_hosts='n2.site n3.site'", True),
+])  # fmt: skip
 def test_a_job_of_pbs_is_submitted_again_where_other_nodes_can_help(pbs, tmp_path, code, state, is_submitted):
     assert pbs(code, state).wait() == code
     assert (tmp_path / "submitted").exists() is is_submitted
@@ -367,11 +361,8 @@ def test_preflight_of_a_job_gets_the_config_and_overrides_of_the_run_and_no_opti
     python.chmod(0o755)
     (tmp_path / "my run.toml").touch()
     variables = {
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-        "CONFIG_FILE": "my run.toml",
-        "NGPU": "4",
-        "CODE": "0",
-    }
+        "PATH": f"{python.parent}:{os.environ['PATH']}", "CONFIG_FILE": "my run.toml", "NGPU": "4", "CODE": "0",
+    }  # fmt: skip
     words = ["--max-restarts", "3", "--a.b", "c d", "--nodes=2", "--hostfile", "hosts"]
     script = [str(DEPLOY.parent / "scripts" / "preflight.sh"), *words]
     assert subprocess.run(script, env=os.environ | variables, cwd=tmp_path).returncode == 0

@@ -111,13 +111,10 @@ def test_every_fault_is_named_once_before_any_node_starts(cluster, capsys):
     assert "works" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"config": "b"}, "b: its config file differs from that of a"),
-        ({"processes": 4}, "b: would start 4 processes, and a 1; state slots=N"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "words"), [
+    ({"config": "b"}, "b: its config file differs from that of a"),
+    ({"processes": 4}, "b: would start 4 processes, and a 1; state slots=N"),
+])  # fmt: skip
 def test_nodes_that_differ_are_refused(answer, words, cluster):
     with cluster(node(), node(**answer)) as nodes:
         (fault,) = shown(nodes)

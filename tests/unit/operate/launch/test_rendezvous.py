@@ -29,16 +29,12 @@ def test_a_port_in_use_is_refused_on_the_first_node_only(free_port):
     rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
 
 
-@pytest.mark.parametrize(
-    ("port", "restarts", "exporter", "words"),
-    [
-        (65500, 100, None, r"MASTER_PORT = 65500 with --max-restarts 100: .*at most 65435"),
-        (29500, 0, 29500, r"metrics.prometheus_port = 29500: .*29500 to 29500"),
-        (29500, 100, 29600, r"metrics.prometheus_port = 29600: .*29500 to 29600 .*outside"),
-        (29500, 100, 29601, None),
-        (29500, 100, 9400, None),
-    ],
-)
+@pytest.mark.parametrize(("port", "restarts", "exporter", "words"), [
+    (65500, 100, None, r"MASTER_PORT = 65500 with --max-restarts 100: .*at most 65435"),
+    (29500, 0, 29500, r"metrics.prometheus_port = 29500: .*29500 to 29500"),
+    (29500, 100, 29600, r"metrics.prometheus_port = 29600: .*29500 to 29600 .*outside"), (29500, 100, 29601, None),
+    (29500, 100, 9400, None),
+])  # fmt: skip
 def test_ports_of_ranks_are_no_port_of_the_exporter(port, restarts, exporter, words):
     """The exporter, which starts first, would be the process that listens there."""
     if words is None:

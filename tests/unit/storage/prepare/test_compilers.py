@@ -26,12 +26,9 @@ GOOD = {
     "javascript": ["const a = require('a');\n", "import a from 'a';\nexport const b = a ?? 1;\n"],
 }
 BAD = {
-    "c": "int main(void) { return x; }\n",
-    "c++": "template <class T> T f( { }\n",
-    "rust": 'pub fn f() -> usize { "text" }\n',
-    "go": "package main\nfunc {\n",
-    "javascript": "const a = ;\n",
-}
+    "c": "int main(void) { return x; }\n", "c++": "template <class T> T f( { }\n",
+    "rust": 'pub fn f() -> usize { "text" }\n', "go": "package main\nfunc {\n", "javascript": "const a = ;\n",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("language", COMPILERS)

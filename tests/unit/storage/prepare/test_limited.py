@@ -18,23 +18,16 @@ LIMITS = dict(cpu_seconds=1, seconds=300, memory_gib=0.25)
 CLONE = "import ctypes\nprint(ctypes.CDLL(None).syscall({}, {}, 0, 0, 0, 0))"
 
 
-@pytest.mark.parametrize(
-    "program, error",
-    [
-        ("import os\nos.fork()", "PermissionError"),
-        ("import subprocess\nsubprocess.run(['true'])", "PermissionError"),
-        ("import multiprocessing\nmultiprocessing.Process(target=print).start()", "PermissionError"),
-        ("import socket\nsocket.socket()", "PermissionError"),
-        ("bytearray(2**30)", "MemoryError"),
-        ("x = []\nwhile True: x.append('a' * 2**20)", "MemoryError"),
-        ("while True: print('x' * 2**16)", "OSError"),
-        ("import os\nos.environ['HOME']", "KeyError"),
-        ("import os\nos.open(f'/proc/{os.getppid()}/fd/0', os.O_RDONLY)", "PermissionError"),
-        ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "PermissionError"),
-        ("open('big', 'wb').write(bytes(2**23))", "OSError"),
-        ("import sys\nsys.exit('no')", "no"),
-    ],
-)
+@pytest.mark.parametrize("program, error", [
+    ("import os\nos.fork()", "PermissionError"), ("import subprocess\nsubprocess.run(['true'])", "PermissionError"),
+    ("import multiprocessing\nmultiprocessing.Process(target=print).start()", "PermissionError"),
+    ("import socket\nsocket.socket()", "PermissionError"), ("bytearray(2**30)", "MemoryError"),
+    ("x = []\nwhile True: x.append('a' * 2**20)", "MemoryError"), ("while True: print('x' * 2**16)", "OSError"),
+    ("import os\nos.environ['HOME']", "KeyError"),
+    ("import os\nos.open(f'/proc/{os.getppid()}/fd/0', os.O_RDONLY)", "PermissionError"),
+    ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "PermissionError"),
+    ("open('big', 'wb').write(bytes(2**23))", "OSError"), ("import sys\nsys.exit('no')", "no"),
+])  # fmt: skip
 def test_a_program_meets_its_limits(program, error):
     ended = run_limited(program, **LIMITS)
     assert ended.status > 0 and ended.error.startswith(error)
@@ -81,12 +74,9 @@ def test_the_cause_is_told(program, fault, monkeypatch):
 
 def test_documents_that_do_not_run_are_dropped_and_counted_by_cause(tmp_path):
     programs = [
-        "assert sum(range(10)) == 45\n",
-        "def f(:\n",
-        "assert sum(range(10)) == 44\n",
-        "assert sum(range(10)) == 46\n",
+        "assert sum(range(10)) == 45\n", "def f(:\n", "assert sum(range(10)) == 44\n", "assert sum(range(10)) == 46\n",
         "import os\nwhile True:\n    os.fork()\n",
-    ]
+    ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in programs))
     recipe = TextRecipe(
         input=(str(tmp_path / "a.jsonl"),), output=str(tmp_path / "out"), verify="execute", held_out=0.0, processes=1,

@@ -38,18 +38,13 @@ def answering(parts):
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [b""] * 1000,
-        (bytes([byte]) for byte in b"HTTP/1.1 200 OK\r\nX: " + b"y" * 10_000),
-        itertools.chain([b"HTTP/1.1 200 OK\r\n"], (b"X-%d: y\r\n" % n for n in range(90))),
-        itertools.chain([HEAD], itertools.repeat(b"[")),
-        itertools.chain([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"], itertools.repeat(b"1\r\n[\r\n")),
-        itertools.chain([b"HTTP/1.0 200 OK\r\n\r\n"], itertools.repeat(b"[")),
-    ],
-    ids=["nothing", "a header", "headers", "body", "chunks", "until the end"],
-)
+@pytest.mark.parametrize("parts", [
+    [b""] * 1000, (bytes([byte]) for byte in b"HTTP/1.1 200 OK\r\nX: " + b"y" * 10_000),
+    itertools.chain([b"HTTP/1.1 200 OK\r\n"], (b"X-%d: y\r\n" % n for n in range(90))),
+    itertools.chain([HEAD], itertools.repeat(b"[")),
+    itertools.chain([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"], itertools.repeat(b"1\r\n[\r\n")),
+    itertools.chain([b"HTTP/1.0 200 OK\r\n\r\n"], itertools.repeat(b"[")),
+], ids=["nothing", "a header", "headers", "body", "chunks", "until the end"])  # fmt: skip
 def test_a_server_that_sends_a_byte_now_and_then_gains_no_time(parts):
     with answering(parts) as url:
         began = time.monotonic()
@@ -58,15 +53,11 @@ def test_a_server_that_sends_a_byte_now_and_then_gains_no_time(parts):
         assert time.monotonic() - began < 60  # the parts last longer
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n", b"[", b"1]"],
-        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n[1\r\n", b"1\r\n]\r\n0\r\n\r\n"],
-        [b"HTTP/1.0 200 OK\r\n\r\n[1", b"]"],
-    ],
-    ids=["length", "chunks", "until the end"],
-)
+@pytest.mark.parametrize("parts", [
+    [b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n", b"[", b"1]"],
+    [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n[1\r\n", b"1\r\n]\r\n0\r\n\r\n"],
+    [b"HTTP/1.0 200 OK\r\n\r\n[1", b"]"],
+], ids=["length", "chunks", "until the end"])  # fmt: skip
 def test_a_reply_in_parts_is_whole(parts):
     with answering(parts) as url:
         assert call(url, "/path", seconds=60.0) == [1]

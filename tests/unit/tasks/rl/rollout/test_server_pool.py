@@ -266,14 +266,11 @@ def test_adapters_have_a_name_of_their_version_and_replace_those_before(make_poo
     assert lines[-1] == f"rollout: {stubs[0].url} draws with version 3"
 
 
-@pytest.mark.parametrize(
-    ("lora_rank", "made", "said"),
-    [
-        (0, {}, ["--enable-lora --max-lora-rank 4", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]),
-        (2, {}, ["up to rank 2", "--max-lora-rank 4"]),
-        (8, {"modules": ("q_proj", "down_proj")}, ["adapter.targets", '"experts"', "CPU"]),
-    ],
-)
+@pytest.mark.parametrize(("lora_rank", "made", "said"), [
+    (0, {}, ["--enable-lora --max-lora-rank 4", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]),
+    (2, {}, ["up to rank 2", "--max-lora-rank 4"]),
+    (8, {"modules": ("q_proj", "down_proj")}, ["adapter.targets", '"experts"', "CPU"]),
+])  # fmt: skip
 def test_server_without_room_for_the_adapters_is_refused(make_pool, weights, stubs, lora_rank, made, said):
     for stub in stubs:
         stub.lora_rank = lora_rank
