@@ -72,7 +72,11 @@ CASES = {
     "fsdp rowwise": Case(Layout(), ROWWISE, 2),
     "fsdp compiled": Case(Layout(compiled=True), ROWWISE, 2),
     "pipeline selective": Case(Layout(pipeline=2, checkpointing="selective"), ROWWISE, 4),
-    "split backward": Case(Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4), ROWWISE, 2),
+    "split backward": Case(
+        Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4),
+        ROWWISE,
+        2,
+    ),
     # Where ranks share the tokens of a row, or experts those of both ranks, linear layers need a recipe whose scales
     # do not depend on other tokens.
     "expert": Case(Layout(experts_over=2), GW_HP | {"experts_recipe_name": "rowwise"}, 4),

@@ -18,7 +18,13 @@ from glm46.compute.model.layers import Linear
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer
-from glm46.compute.parallelize.float8 import E4M3, _rounded, _rounded_in_groups, experts_product, linear_product
+from glm46.compute.parallelize.float8 import (
+    E4M3,
+    _rounded,
+    _rounded_in_groups,
+    experts_product,
+    linear_product,
+)
 from glm46.config.float8 import Float8Config
 from glm46.config.float8_layers import EXPERTS_MULTIPLES, MX_BLOCK, linear_layers
 from glm46.config.model import ModelConfig

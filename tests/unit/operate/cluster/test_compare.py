@@ -88,10 +88,15 @@ def test_the_small_model_keeps_the_degrees_that_fit_it(make_config):
     assert small_plan(None, 2).layout.describe() == "2 = shard 2"
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [
-    (3, "3 = replicate 3"), (6, "6 = replicate 3 x shard 2"), (24, "24 = replicate 3 x shard 8"),
-    (1024, "1,024 = replicate 4 x shard 256"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (3, "3 = replicate 3"),
+        (6, "6 = replicate 3 x shard 2"),
+        (24, "24 = replicate 3 x shard 8"),
+        (1024, "1,024 = replicate 4 x shard 256"),
+    ],
+)
 def test_any_number_of_ranks_can_train_the_small_model(ranks, layout, make_config):
     """FSDP2 takes no uneven shards of experts, and so many hosts are neither the user's mistake nor a fault."""
     for config in (None, make_config()):

@@ -142,12 +142,15 @@ def test_quantised_weights_count_as_they_are_stored(folders):
     assert fp8["lm_head.weight"] == plain["lm_head.weight"]
 
 
-@pytest.mark.parametrize(("file", "change", "message"), [
-    ("config.json", {"architectures": None}, "architectures"),
-    ("generation_config.json", {"eos_token_id": [8192]}, "eos_token_id"),
-    ("tokenizer_config.json", {"chat_template": "{{ messages[0].content }}"}, "chat template"),
-    ("config.json", {"num_attention_heads": 3}, "q_proj"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"architectures": None}, "architectures"),
+        ("generation_config.json", {"eos_token_id": [8192]}, "eos_token_id"),
+        ("tokenizer_config.json", {"chat_template": "{{ messages[0].content }}"}, "chat template"),
+        ("config.json", {"num_attention_heads": 3}, "q_proj"),
+    ],
+)
 def test_folder_that_a_server_would_refuse_or_serve_badly(folders, tmp_path, capsys, file, change, message):
     folder = shutil.copytree(folders["bfloat16"], tmp_path / "copy")
     if file == "tokenizer_config.json":

@@ -31,9 +31,13 @@ from tests.small_run import small_config
 pytest.importorskip("huggingface_hub", reason="not installed; pip install '.[hf]'")
 COMMIT = "c" * 40
 FILES = {
-    "config.json": b'{"model_type": "glm4_moe"}', "model.safetensors": b"weights", "chat_template.jinja": b"[gMASK]",
-    "README.md": b"words", "pytorch_model.bin": b"a pickle", "original/model.safetensors": b"the weights again",
-}  # fmt: skip
+    "config.json": b'{"model_type": "glm4_moe"}',
+    "model.safetensors": b"weights",
+    "chat_template.jinja": b"[gMASK]",
+    "README.md": b"words",
+    "pytorch_model.bin": b"a pickle",
+    "original/model.safetensors": b"the weights again",
+}
 WANTED = {"config.json", "model.safetensors", "chat_template.jinja"}
 DATA = {"README.md": b"words", "a/0.jsonl": b'{"prompt": "1 + 1"}\n', "a/1.jsonl": b"{}\n", "b.parquet": b"columns"}
 
@@ -172,17 +176,20 @@ def test_what_is_no_id_is_refused_without_a_request(stated):
 HF = "hf://owner/name"
 
 
-@pytest.mark.parametrize("argv, option", [
-    (["generate", "--prompt", "a", "--model", HF], "--model"),
-    (["generate", "--prompt", "a", "--model", "b", "--tokenizer", "builtin", "--adapter", HF], "--adapter"),
-    (["generate", "--prompt", "a", "--model", "b", "--tokenizer", HF], "--tokenizer"),
-    (["evaluate", "--data", "a", "--model", HF], "--model"),
-    (["evaluate", "--data", "a", "--model", "b", "--tokenizer", "builtin", "--against", HF], "--against"),
-    (["serve-config", "--gpus", "8", "--model", HF], "--model"),
-    (["convert", "from-hf", "--output", "a", "--model", HF], "--model"),
-    (["convert", "merge", "--adapter", "b", "--output", "a", "--base", HF], "--base"),
-    (["convert", "merge", "--base", "b", "--output", "a", "--adapter", HF], "--adapter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, option",
+    [
+        (["generate", "--prompt", "a", "--model", HF], "--model"),
+        (["generate", "--prompt", "a", "--model", "b", "--tokenizer", "builtin", "--adapter", HF], "--adapter"),
+        (["generate", "--prompt", "a", "--model", "b", "--tokenizer", HF], "--tokenizer"),
+        (["evaluate", "--data", "a", "--model", HF], "--model"),
+        (["evaluate", "--data", "a", "--model", "b", "--tokenizer", "builtin", "--against", HF], "--against"),
+        (["serve-config", "--gpus", "8", "--model", HF], "--model"),
+        (["convert", "from-hf", "--output", "a", "--model", HF], "--model"),
+        (["convert", "merge", "--adapter", "b", "--output", "a", "--base", HF], "--base"),
+        (["convert", "merge", "--base", "b", "--output", "a", "--adapter", HF], "--adapter"),
+    ],
+)
 def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path, capsys):
     asked = []
     if option == "--against":  # beside a model in a folder, whose rows are looked at before anything is fetched
@@ -316,12 +323,15 @@ def test_texts_of_a_data_set_are_fetched_where_a_source_is_made(monkeypatch, tmp
     assert asked == [pattern] and load_manifest(Path(output)).splits["train"].documents == 9
 
 
-@pytest.mark.parametrize("old, new, said", [
-    ('"hf://owner/name"', '"hf://name"', ("model.tokenizer_path", "hf://name", "hf://owner/name@revision")),
-    ("hf://datasets/owner/chats", "hf://owner", ("input", "hf://datasets/owner/name/file")),
-    ("initial_load_in_hf = true", "", ("checkpoint.initial_load_path", "set checkpoint.initial_load_in_hf = true")),
-    ('path = "{source}"', 'path = "hf://owner/name"', ("path", "is a URL")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ('"hf://owner/name"', '"hf://name"', ("model.tokenizer_path", "hf://name", "hf://owner/name@revision")),
+        ("hf://datasets/owner/chats", "hf://owner", ("input", "hf://datasets/owner/name/file")),
+        ("initial_load_in_hf = true", "", ("checkpoint.initial_load_path", "set checkpoint.initial_load_in_hf = true")),
+        ('path = "{source}"', 'path = "hf://owner/name"', ("path", "is a URL")),
+    ],
+)
 def test_ids_in_the_wrong_place_are_refused(old, new, said, tmp_path):
     assert RUN.count(old) == 1
     (tmp_path / "run.toml").write_text(RUN.replace(old, new).replace("{source}", "chats"))
@@ -331,8 +341,13 @@ def test_ids_in_the_wrong_place_are_refused(old, new, said, tmp_path):
 
 
 MISTYPED = [
-    "hf:/x", "hf:x/y", "HF://owner", "huggingface://a/b", "https://huggingface.co/owner/name", "hf.co/owner/name",
-]  # fmt: skip
+    "hf:/x",
+    "hf:x/y",
+    "HF://owner",
+    "huggingface://a/b",
+    "https://huggingface.co/owner/name",
+    "hf.co/owner/name",
+]
 
 
 @pytest.mark.parametrize("address", MISTYPED)

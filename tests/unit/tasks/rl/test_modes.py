@@ -263,8 +263,11 @@ def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(make_run
     file = tmp_path / "labelled.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{number} is", "label": "1"}) + "\n" for number in range(20)))
     rl = {
-        "rewards": [{"name": "repetition"}], "dynamic_sampling": True, "max_rounds": 2, "prompts": {"file": str(file)},
-    }  # fmt: skip
+        "rewards": [{"name": "repetition"}],
+        "dynamic_sampling": True,
+        "max_rounds": 2,
+        "prompts": {"file": str(file)},
+    }
     config = make_run("run", 3, rl)
     assert train(config) == 0
     said = capsys.readouterr().out
@@ -290,11 +293,14 @@ def test_the_penalty_for_length_is_a_column(make_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stop", "said", "steps"), [
-    ({"min_entropy": 50.0}, ["entropy", "rl.stop.min_entropy = 50", "lower it"], [1]),
-    ({"max_mismatch_kl": 1e-30}, ["mismatch_kl", "rl.stop.max_mismatch_kl = 1e-30"], [1]),
-    ({"equal_rollouts": 2}, ["2 rollouts", "rl.stop.equal_rollouts = 2", "rl inspect"], [1, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stop", "said", "steps"),
+    [
+        ({"min_entropy": 50.0}, ["entropy", "rl.stop.min_entropy = 50", "lower it"], [1]),
+        ({"max_mismatch_kl": 1e-30}, ["mismatch_kl", "rl.stop.max_mismatch_kl = 1e-30"], [1]),
+        ({"equal_rollouts": 2}, ["2 rollouts", "rl.stop.equal_rollouts = 2", "rl inspect"], [1, 2]),
+    ],
+)
 def test_a_bound_ends_the_run_behind_a_save(make_run, stop, said, steps):
     rl = {"stop": stop} | ({"rewards": [{"name": "repetition"}]} if "equal_rollouts" in stop else {})
     config = make_run("run", 4, rl)

@@ -36,24 +36,44 @@ def answer(text, label=None, thinking=False, finished=True) -> Answer:
     return Answer("question", text, label, thinking, len(text), finished)
 
 
-@pytest.mark.parametrize(("reward", "text", "label", "expected"), [
-    (exact, "<think>34</think>\n35 ", "35", 1), (exact, "35", "34", 0), (exact, "b", ["a", "b"], 1),
-    (exact, "35", 35, 1), (choice, "The answer is (C).", "C", 1), (choice, "A is wrong, so \\boxed{B}", "B", 1),
-    (choice, "A or B? Answer: a", "B", 0), (maths, "so \\boxed{\\frac{1}{2}}", "0.5", 1),
-    (maths, "first \\boxed{1}, then \\boxed{2}", "1", 0), (maths, "3 and 4 make 1,007.", "1007", 1),
-    (maths, "nothing", "1", 0), (maths, "<think>7</think>It is 8", "7", 0), (repetition, "a b c d e f", None, 0),
-    (repetition, "a b c d a b c d", None, -0.2), (repetition, "a b", None, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reward", "text", "label", "expected"),
+    [
+        (exact, "<think>34</think>\n35 ", "35", 1),
+        (exact, "35", "34", 0),
+        (exact, "b", ["a", "b"], 1),
+        (exact, "35", 35, 1),
+        (choice, "The answer is (C).", "C", 1),
+        (choice, "A is wrong, so \\boxed{B}", "B", 1),
+        (choice, "A or B? Answer: a", "B", 0),
+        (maths, "so \\boxed{\\frac{1}{2}}", "0.5", 1),
+        (maths, "first \\boxed{1}, then \\boxed{2}", "1", 0),
+        (maths, "3 and 4 make 1,007.", "1007", 1),
+        (maths, "nothing", "1", 0),
+        (maths, "<think>7</think>It is 8", "7", 0),
+        (repetition, "a b c d e f", None, 0),
+        (repetition, "a b c d a b c d", None, -0.2),
+        (repetition, "a b", None, 0),
+    ],
+)
 def test_text_is_compared(reward, text, label, expected):
     assert reward(answer(text, label), {}) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("text", "thinking", "finished", "expected"), [
-    ("\n<think>so</think>\nyes", True, True, 1), ("\nso</think>yes", True, True, 1),
-    ("<think>so</think>yes</think>", True, True, 0), ("yes", True, True, 0), ("<think>so</think>", True, True, 0),
-    ("<think>so</think>yes", True, False, 0), ("</think><think>yes", True, True, 0), ("yes", False, True, 1),
-    ("yes</think>no", False, True, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "thinking", "finished", "expected"),
+    [
+        ("\n<think>so</think>\nyes", True, True, 1),
+        ("\nso</think>yes", True, True, 1),
+        ("<think>so</think>yes</think>", True, True, 0),
+        ("yes", True, True, 0),
+        ("<think>so</think>", True, True, 0),
+        ("<think>so</think>yes", True, False, 0),
+        ("</think><think>yes", True, True, 0),
+        ("yes", False, True, 1),
+        ("yes</think>no", False, True, 0),
+    ],
+)
 def test_form_of_a_thought(text, thinking, finished, expected):
     assert well_formed(answer(text, thinking=thinking, finished=finished), {}) == expected
 
@@ -67,13 +87,25 @@ _RIGHT = {
 
 
 @pytest.mark.parametrize("reward", list(_RIGHT))
-@pytest.mark.parametrize(("form", "thinking", "finished", "expected"), [
-    ("<think>so</think>{}", True, True, 1), ("so</think>{}", True, True, 1), ("{}", False, True, 1),
-    ("<think>{}", True, True, 0), ("{}", True, True, 0), ("{}", True, False, 0), ("<think>{}", False, True, 0),
-    ("<think>a</think><think>{}", True, True, 0), ("<think>{}</think>", True, True, 0),
-    ("<think>so</think>{}", True, False, 0), ("{}", False, False, 0), ("", False, True, 0), (_CALL, False, True, 0),
-    (f"<think>so</think>{_CALL}", True, True, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "thinking", "finished", "expected"),
+    [
+        ("<think>so</think>{}", True, True, 1),
+        ("so</think>{}", True, True, 1),
+        ("{}", False, True, 1),
+        ("<think>{}", True, True, 0),
+        ("{}", True, True, 0),
+        ("{}", True, False, 0),
+        ("<think>{}", False, True, 0),
+        ("<think>a</think><think>{}", True, True, 0),
+        ("<think>{}</think>", True, True, 0),
+        ("<think>so</think>{}", True, False, 0),
+        ("{}", False, False, 0),
+        ("", False, True, 0),
+        (_CALL, False, True, 0),
+        (f"<think>so</think>{_CALL}", True, True, 0),
+    ],
+)
 def test_an_answer_that_is_not_there_yet_has_no_reward(reward, form, thinking, finished, expected):
     text, label = _RIGHT[reward]
     assert reward(answer(form.format(text), label, thinking, finished), {}) == expected
@@ -234,14 +266,18 @@ def test_a_letter_that_the_prompt_does_not_list_is_no_choice():
 PROGRAM = "text\n```python\n{}\n```"
 
 
-@pytest.mark.parametrize(("program", "label", "options", "expected"), [
-    ("def f(x):\n    return x + 1", ["assert f(1) == 2", "assert f(2) == 3"], {}, 1),
-    ("def f(x):\n    return 2", ["assert f(1) == 2", "assert f(2) == 3"], {}, 0),
-    ("def f(x):\n    return 2", ["assert f(1) == 2", "assert f(2) == 3"], {"all": False}, 0.5),
-    ("print(int(input()) * 2)", json.dumps({"inputs": ["2", "3"], "outputs": ["4\n", "6"]}), {}, 1),
-    ("while True: pass", ["pass"], {"seconds": 0.2}, 0), ("x = bytearray(10 ** 9)", ["pass"], {"memory_gib": 0.25}, 0),
-    ("open('out', 'w').write('x' * 2 ** 22)", ["pass"], {}, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "label", "options", "expected"),
+    [
+        ("def f(x):\n    return x + 1", ["assert f(1) == 2", "assert f(2) == 3"], {}, 1),
+        ("def f(x):\n    return 2", ["assert f(1) == 2", "assert f(2) == 3"], {}, 0),
+        ("def f(x):\n    return 2", ["assert f(1) == 2", "assert f(2) == 3"], {"all": False}, 0.5),
+        ("print(int(input()) * 2)", json.dumps({"inputs": ["2", "3"], "outputs": ["4\n", "6"]}), {}, 1),
+        ("while True: pass", ["pass"], {"seconds": 0.2}, 0),
+        ("x = bytearray(10 ** 9)", ["pass"], {"memory_gib": 0.25}, 0),
+        ("open('out', 'w').write('x' * 2 ** 22)", ["pass"], {}, 0),
+    ],
+)
 def test_code_runs_against_its_tests_within_limits(program, label, options, expected):
     assert code(answer(PROGRAM.format(program), label), options) == expected
 
@@ -335,7 +371,10 @@ def test_a_server_gives_the_reward():
 
 
 def test_a_failing_reward_drops_the_sample_and_no_other():
-    rules = [RewardRule("exact", weight=2.0), RewardRule(f"{BAD}:some", weight=0.5, options={"bad": "b"})]
+    rules = [
+        RewardRule("exact", weight=2.0),
+        RewardRule(f"{BAD}:some", weight=0.5, options={"bad": "b"}),
+    ]
     scorer = Scorer(rules, processes=2)
     try:
         good, dropped, other = scorer.score([answer("a", "a"), answer("b", "b"), answer("ccc", "a")])
