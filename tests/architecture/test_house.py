@@ -269,4 +269,5 @@ def test_tests_assert_something():
 def _asserts(node: ast.AST) -> bool:
     called = node.func if isinstance(node, ast.Call) else None
     name = getattr(called, "attr", getattr(called, "id", ""))
-    return isinstance(node, ast.Assert) or name == "raises" or any(word in name for word in ("assert", "check", "run_"))
+    is_known = name in ("raises", "wait_until") or any(word in name for word in ("assert", "check", "run_"))
+    return isinstance(node, ast.Assert) or is_known
