@@ -184,9 +184,6 @@ EVERY = {
         "test_arguments_as_json_text_are_those_of_the_object": 0,
         "test_documents_and_prompts_equal_apply_chat_template": 3,
     },
-    "tests/unit/storage/data/test_measure_data.py": {
-        "test_the_path_from_text_to_batches_is_measured_beside_its_goals": 0,
-    },
     "tests/unit/storage/huggingface/test_hf_names.py": {
         "test_real_shapes_give_the_tensor_and_parameter_counts_of_the_releases": 3,
     },

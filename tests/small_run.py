@@ -12,7 +12,6 @@ import pty
 import struct
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from glm46.config.run_config import RunConfig
 from glm46.storage.data.manifest import Manifest, save_manifest
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.storage.prepare.sharding import SplitWriter
+from tests.processes import wait_until
 
 TINY = dict(
     flavor="debug", num_hidden_layers=2, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
@@ -110,10 +110,11 @@ def terminal() -> Iterator[Callable[[], str]]:
     reader.start()
 
     def text() -> str:
+        before = shown.count(0)
+        output.write("\0")  # has come out when all before it has
         output.flush()
-        termios.tcdrain(slave)
-        time.sleep(0.05)  # for the thread, which the terminal has handed everything
-        return shown.decode(errors="replace").replace("\r\n", "\n")
+        wait_until(lambda: shown.count(0) > before)
+        return shown.decode(errors="replace").replace("\0", "").replace("\r\n", "\n")
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):

@@ -56,26 +56,18 @@ def run_tests(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("arguments", "calls"),
-    [
-        ([], [UNIT + TIER, RANKS + TIER]),
-        (["--all"], [UNIT, RANKS]),
-        (["--fast"], [FAST + QUICK]),
-        (["data"], [SIDE_BY_SIDE + "tests/unit/storage/data"]),
-        (["storage/data", "compute"], [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute"]),
-        (
-            ["--fast", "data", "model", "-x"],
-            [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute/model -x" + QUICK],
-        ),
-        (["-k", "data"], [UNIT + " -k data", RANKS + " -k data"]),
-        (["-k", "tp2 and pp2", "-x"], [UNIT + " -k tp2 and pp2 -x", RANKS + " -k tp2 and pp2 -x"]),
-        (["tests"], [UNIT, RANKS]),
-        (["tests/unit/storage/data", "--pdb"], [SIDE_BY_SIDE + "tests/unit/storage/data --pdb"]),
-        (["./tests/ranks/test_a.py::test_b[2ranks-tp2]"], [ALONE + "./tests/ranks/test_a.py::test_b[2ranks-tp2]"]),
-        (["tests/gpu", "tests/unit/compute/model"], [SIDE_BY_SIDE + "tests/unit/compute/model", ALONE + "tests/gpu"]),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "calls"), [
+    ([], [UNIT + TIER, RANKS + TIER]), (["--all"], [UNIT, RANKS]), (["--fast"], [FAST + QUICK]),
+    (["data"], [SIDE_BY_SIDE + "tests/unit/storage/data"]),
+    (["storage/data", "compute"], [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute"]),
+    (["--fast", "data", "model", "-x"], [SIDE_BY_SIDE + "tests/unit/storage/data tests/unit/compute/model -x" + QUICK]),
+    (["-k", "data"], [UNIT + " -k data", RANKS + " -k data"]),
+    (["-k", "tp2 and pp2", "-x"], [UNIT + " -k tp2 and pp2 -x", RANKS + " -k tp2 and pp2 -x"]),
+    (["tests"], [UNIT, RANKS]),
+    (["tests/unit/storage/data", "--pdb"], [SIDE_BY_SIDE + "tests/unit/storage/data --pdb"]),
+    (["./tests/ranks/test_a.py::test_b[2ranks-tp2]"], [ALONE + "./tests/ranks/test_a.py::test_b[2ranks-tp2]"]),
+    (["tests/gpu", "tests/unit/compute/model"], [SIDE_BY_SIDE + "tests/unit/compute/model", ALONE + "tests/gpu"]),
+])  # fmt: skip
 def test_arguments_reach_the_right_run(run_tests, arguments, calls):
     assert run_tests(*arguments) == (0, calls)
 

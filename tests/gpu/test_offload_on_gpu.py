@@ -17,12 +17,9 @@ pytestmark = [
 ]
 
 SHAPES = {
-    "layers.0.self_attn.o_proj.weight": (512, 384),
-    "layers.0.mlp.experts.gate_up": (8, 512, 256),
-    "layers.0.mlp.experts.down": (8, 256, 256),
-    "lm_head.weight": (4096, 256),
-    "norm.weight": (256,),
-}
+    "layers.0.self_attn.o_proj.weight": (512, 384), "layers.0.mlp.experts.gate_up": (8, 512, 256),
+    "layers.0.mlp.experts.down": (8, 256, 256), "lm_head.weight": (4096, 256), "norm.weight": (256,),
+}  # fmt: skip
 
 
 def updated(device: str, steps: int = 4, **options) -> tuple[dict, dict]:

@@ -98,7 +98,7 @@ def padded(name: str, parameter: Tensor, layout: Layout) -> int:
 
 def work(names: list[str]) -> None:
     """On each rank."""
-    process = join(60)
+    process = join(300)
     for name, layout in ((name, LAYOUTS[name]) for name in names):
         run, exact = (measure(process, layout, dtype) for dtype in ("bfloat16", "float32"))
         apart, size = (

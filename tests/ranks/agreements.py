@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.agreement import awaited, combine_on_host
 from glm46.engine.training.named_sums import spread_over_ranks, sum_on_host
+from tests.processes import wait_until
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 
-RANKS, VICTIM, TIMEOUT = 6, 5, 3.0
+RANKS, VICTIM, TIMEOUT = 6, 5, 10.0
 """The victim is a child of rank 4, which is one of rank 0."""
 FAULTS = ("dead", "late")
 NAMES = ["a", "b", "c"]
@@ -38,7 +39,8 @@ def work(rank: int, fault: str, folder: Path) -> int:
     if rank == VICTIM:
         if fault == "dead":
             os._exit(0)
-        time.sleep(3 * TIMEOUT)
+        others = [folder / f"{other}.json" for other in range(RANKS) if other != VICTIM]
+        wait_until(lambda: all(file.exists() for file in others))
     began = time.monotonic()
     try:
         combine_on_host(torch.zeros(1))
@@ -54,7 +56,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             ranks = start_ranks(RANKS, folder / "log-", partial(work, fault=fault, folder=folder))
-            codes = await_ranks(ranks, 60)
+            codes = await_ranks(ranks)
             rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
             print(json.dumps({"name": fault, "codes": codes, "ranks": rows}), flush=True)
 

@@ -102,7 +102,7 @@ def main() -> None:
             )  # fmt: skip
             log, outs = base / f"log-{layout}-", [base / f"out-{layout}-{rank}" for rank in range(2)]
             children = start_ranks(2, log, lambda rank: work(rank, config, outs[rank]))
-            if await_ranks(children, 120) != [0, 0]:
+            if await_ranks(children) != [0, 0]:
                 sys.exit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
             rows = map(json.loads, (base / layout / "metrics.jsonl").read_text().splitlines())
             row = {"layout": layout, "bad": list(BAD), "skipped": [row["skipped_steps"] for row in rows]}

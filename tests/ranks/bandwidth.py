@@ -52,7 +52,7 @@ def _rows(source: Path, folder: Path, degrees: dict[str, int], interval: int) ->
         return train(config)
 
     log = folder.with_name(f"{folder.name} log")
-    codes = await_ranks(start_ranks(4, log, work), 120)
+    codes = await_ranks(start_ranks(4, log, work))
     if any(codes):
         raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(4)))
     return read_history(folder / "metrics.jsonl")

@@ -32,12 +32,9 @@ from tests.ranks.sharded_layouts import (
 )
 
 LAYOUTS = {
-    "fsdp": Layout(),
-    "tensor": Layout(tensor=2),
-    "expert": Layout(experts_over=2),
-    "context": Layout(context=2),
+    "fsdp": Layout(), "tensor": Layout(tensor=2), "expert": Layout(experts_over=2), "context": Layout(context=2),
     "pipeline": Layout(pipeline=2),
-}
+}  # fmt: skip
 
 
 def bf16_run(layout: Layout):
@@ -66,7 +63,7 @@ def one_process(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
 
 def measure(names: list[str], truth: dict[str, Tensor]) -> None:
     """On each rank: each layout's loss sum, and the distance of each gradient from ``truth``."""
-    process = join(60)
+    process = join(300)
     for name in names:
         layout = LAYOUTS[name]
         job = build_job(bf16_run(layout), process)

@@ -38,19 +38,13 @@ from tests.ranks.sharded_layouts import (
 )
 
 MESHES = {
-    "fsdp": Layout(),
-    "hsdp2": Layout(replicate=2),
-    "replicas": Layout(replicate=4),
-    "ep2": Layout(experts_over=2),
-    "ep4": Layout(experts_over=4),
-    "cp2": Layout(context=2),
-    "tp2": Layout(tensor=2),
-    "tp4_ep2": Layout(tensor=4, experts_over=2),
-    "pp2": Layout(pipeline=2, micro_batches=4),
+    "fsdp": Layout(), "hsdp2": Layout(replicate=2), "replicas": Layout(replicate=4), "ep2": Layout(experts_over=2),
+    "ep4": Layout(experts_over=4), "cp2": Layout(context=2), "tp2": Layout(tensor=2),
+    "tp4_ep2": Layout(tensor=4, experts_over=2), "pp2": Layout(pipeline=2, micro_batches=4),
     "pp2_tp2": Layout(pipeline=2, tensor=2, schedule=schedule_here("InterleavedZeroBubble"), micro_batches=4),
     "pp2_cp2": Layout(pipeline=2, context=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4),
     "pp4": Layout(pipeline=4, micro_batches=4),
-}
+}  # fmt: skip
 # Twelve experts, which every mesh can divide; two key heads, so that four tensor-parallel ranks have half a head each.
 MESHES = {name: layout._replace(num_experts=12, key_heads=2) for name, layout in MESHES.items()}
 STEPS_BEFORE, STEPS_AFTER = 2, 2
@@ -122,7 +116,7 @@ def load(process: Process, base: Path, saved: str, name: str) -> tuple[dict[str,
 
 def save_all(base: Path, names: list[str]) -> None:
     """On each rank: `save` on each of these meshes, and what it gave, into a file."""
-    process = join(120)
+    process = join(300)
     for name in names:
         kept = save(process, base, name)
         if process.is_main:
@@ -132,7 +126,7 @@ def save_all(base: Path, names: list[str]) -> None:
 
 def load_some(base: Path, pairs: list[str]) -> None:
     """On each rank: `load` each pair, and compare."""
-    process = join(120)
+    process = join(300)
     for pair in pairs:
         saved, name = pair.split("-to-")
         tensors, losses = load(process, base, saved, name)

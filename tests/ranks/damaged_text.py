@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -14,19 +13,17 @@ from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.shards import BLOCK_BYTES
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.data.verified import VerifiedShard
-from tests.ranks.forked_launch import fork_launch, is_alive
+from tests.processes import is_alive, wait_until
+from tests.ranks.forked_launch import fork_launch
 from tests.ranks.forked_ranks import in_halves
 from tests.small_run import small_config, write_source
 
 SOUND_STEPS = 3
 CASES = [
-    ("flipped for rank 0", {}),
-    ("flipped for rank 1", {"tensor_parallel_degree": 2}),
-    ("flipped for rank 1", {"pipeline_parallel_degree": 2}),
-    ("flipped", {}),
-    ("cut short", {"context_parallel_degree": 2}),
-    ("held-out text flipped for rank 1", {}),
-]
+    ("flipped for rank 0", {}), ("flipped for rank 1", {"tensor_parallel_degree": 2}),
+    ("flipped for rank 1", {"pipeline_parallel_degree": 2}), ("flipped", {}),
+    ("cut short", {"context_parallel_degree": 2}), ("held-out text flipped for rank 1", {}),
+]  # fmt: skip
 
 
 def damage(case: str, source: Path, rank: int) -> None:
@@ -89,21 +86,15 @@ def main() -> None:
                 parallelism=degrees, validation=held_out, model={"num_key_value_heads": 2},
             )  # fmt: skip
             (base / "run.toml").write_text(dump_config(config))
-            began = time.monotonic()
             child = fork_launch(base / "run.toml", base / "log", lambda rank: hamper(case, source, rank))
-            while is_alive(child) and time.monotonic() - began < 90:
-                time.sleep(0.01)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if not is_alive(child) else None
+            wait_until(lambda: not is_alive(child))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             rows = [json.loads(line) for line in (base / "out" / "metrics.jsonl").read_text().splitlines()]
             row = {
-                "case": case,
-                "code": code,
-                "seconds": time.monotonic() - began,
-                "steps": [row["step"] for row in rows if "loss" in row],
-                "said": (base / "log").read_text(),
-                "log": (base / "out" / "log.txt").read_text(),
+                "case": case, "code": code, "steps": [row["step"] for row in rows if "loss" in row],
+                "said": (base / "log").read_text(), "log": (base / "out" / "log.txt").read_text(),
                 "saved": sorted(int(path.name[5:]) for path in (base / "out" / "checkpoint").glob("step-??????")),
-            }
+            }  # fmt: skip
             print(json.dumps(row), flush=True)
 
         in_halves(range(len(CASES)), run)

@@ -149,10 +149,7 @@ def run_case(process: Process, case: Case, model: nn.Module) -> tuple:
                 "training": {"mixed_precision_param": "float32"},
                 "activation_checkpoint": {"mode": case.checkpointing},
                 "compile": {"enable": case.compiled},
-                "parallelism": {
-                    "expert_parallel_degree": case.experts_over,
-                    "context_parallel_degree": case.context,
-                },
+                "parallelism": {"expert_parallel_degree": case.experts_over, "context_parallel_degree": case.context},
             }
         )
     )
@@ -202,7 +199,7 @@ def compare(process: Process, case: Case) -> dict:
 
 def compare_some(names: list[str]) -> None:
     """On each rank."""
-    process = join(60)
+    process = join(300)
     for name in names:
         figures = compare(process, CASES[name])
         if process.is_main:

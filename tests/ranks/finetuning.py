@@ -23,12 +23,9 @@ from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
-    "one rank": (1, {}),
-    "tensor": (2, {"tensor_parallel_degree": 2}),
-    "context": (2, {"context_parallel_degree": 2}),
-    "pipeline": (2, {"pipeline_parallel_degree": 2}),
-    "experts": (2, {"expert_parallel_degree": 2}),
-}
+    "one rank": (1, {}), "tensor": (2, {"tensor_parallel_degree": 2}), "context": (2, {"context_parallel_degree": 2}),
+    "pipeline": (2, {"pipeline_parallel_degree": 2}), "experts": (2, {"expert_parallel_degree": 2}),
+}  # fmt: skip
 RESUMED = {"lora": ("experts", "pipeline"), "dora": ("tensor", "experts")}
 """The mesh that saves, and another one."""
 STEPS, SAVED = 4, 2
@@ -71,7 +68,7 @@ def main() -> None:
                 return function(config)
 
             log = base / f"log-{label}-"
-            if any(await_ranks(start_ranks(ranks, log, work), 120)):
+            if any(await_ranks(start_ranks(ranks, log, work))):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             said = log.with_name(f"{log.name}0").read_text()
             found = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())

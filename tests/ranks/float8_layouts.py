@@ -183,7 +183,7 @@ def main(ranks: int, *names: str) -> None:
         references[name] = tuple(computed[key] for key in keys)
 
     def work(some: list[str]) -> None:
-        process = join(60)
+        process = join(300)
         for name in some:
             row = compare(process, name, references)
             if process.is_main:

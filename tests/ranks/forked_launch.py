@@ -104,28 +104,3 @@ def end_with(work: Callable[[], int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def children_of(process: int) -> list[int]:
-    """Process ids of its living children, in the order in which they were started."""
-    try:
-        listed = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [int(child) for child in listed if is_alive(int(child))]
-
-
-def is_rank(process: int) -> bool:
-    """Whether a server of ranks has forked it as a rank."""
-    try:
-        return Path(f"/proc/{process}/comm").read_text().startswith("glm46-rank")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def is_alive(process: int) -> bool:
-    """Whether it exists and is no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

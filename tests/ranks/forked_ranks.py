@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.process import Process, join, leave
 from glm46.storage.checkpoint import dcp, integrity
+from tests.processes import PROGRAM_SECONDS
 
 # A fork has none of the threads of torch's pool, and the first call that wants them makes a new pool. That is not safe
 # from several threads: autograd starts one per device of a device guard, eight with FakeTensorMode, and now and then
@@ -77,17 +78,15 @@ def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
     return children
 
 
-def run_ranks(count: int, work: Callable[[], None], seconds: float = 600) -> None:
+def run_ranks(count: int, work: Callable[[], None]) -> None:
     """Run ``work()`` on so many ranks and print what rank 0 prints; this process ends where one of them fails."""
-    codes, texts = _run(count, work, seconds)
+    codes, texts = _run(count, work)
     if any(codes):
         sys.exit(f"exit codes {codes}\n" + "\n".join(texts))
     print(texts[0], end="", flush=True)
 
 
-def run_cases(
-    count: int, names: list[str], work: Callable[[list[str]], None], at_once: int, seconds: float = 600
-) -> None:
+def run_cases(count: int, names: list[str], work: Callable[[list[str]], None], at_once: int) -> None:
     """Run ``work(some)`` on new ranks, ``at_once`` of the named cases at a time; print what rank 0 prints.
 
     Rank 0 prints one JSON object per case, with its "name". A case whose ranks fail does not end the others: its row
@@ -97,10 +96,10 @@ def run_cases(
         at_once = min(at_once, (len(names) + 1) // 2)
     chunks = [names[i : i + at_once] for i in range(0, len(names), at_once)]
     if count <= 2:
-        in_halves(chunks, lambda chunk: _run_some(count, chunk, work, seconds))
+        in_halves(chunks, lambda chunk: _run_some(count, chunk, work))
     else:
         for chunk in chunks:
-            _run_some(count, chunk, work, seconds)
+            _run_some(count, chunk, work)
 
 
 def in_halves(items: Iterable, work: Callable[[Any], None]) -> None:
@@ -133,12 +132,12 @@ def in_halves(items: Iterable, work: Callable[[Any], None]) -> None:
         sys.exit(f"exit codes {codes}")
 
 
-def _run_some(count: int, names: list[str], work: Callable[[list[str]], None], seconds: float) -> None:
+def _run_some(count: int, names: list[str], work: Callable[[list[str]], None]) -> None:
     """`run_cases` of cases that share ranks as long as none fails."""
     remaining = names
     while remaining:
         some = remaining
-        codes, texts = _run(count, lambda some=some: work(some), seconds)
+        codes, texts = _run(count, lambda some=some: work(some))
         rows = {json.loads(line)["name"]: line for line in texts[0].splitlines() if line.startswith("{")}
         failed = next((name for name in some if name not in rows), some[-1] if any(codes) else None)
         if failed is not None:
@@ -150,18 +149,18 @@ def _run_some(count: int, names: list[str], work: Callable[[list[str]], None], s
         remaining = [name for name in remaining if name not in rows]
 
 
-def _run(count: int, work: Callable[[], None], seconds: float) -> tuple[list[int], list[str]]:
+def _run(count: int, work: Callable[[], None]) -> tuple[list[int], list[str]]:
     """Exit codes and outputs of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        codes = await_ranks(start_ranks(count, log, lambda rank: work() or 0), seconds, patience=20)
+        codes = await_ranks(start_ranks(count, log, lambda rank: work() or 0), patience=20)
         return codes, [log.with_name(f"log{rank}").read_text() for rank in range(count)]
 
 
-def await_ranks(children: list[int], seconds: float, patience: float = math.inf) -> list[int]:
-    """Exit codes of all ranks, -9 for those that had to be killed after the time, or some time after one failed."""
+def await_ranks(children: list[int], patience: float = math.inf) -> list[int]:
+    """Exit codes of all ranks, -9 for those that hung, or had to be killed some time after one failed."""
     codes: dict[int, int] = {}
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PROGRAM_SECONDS
     while len(codes) < len(children):
         for child in set(children) - codes.keys():
             done, status = os.waitpid(child, os.WNOHANG)
@@ -181,7 +180,7 @@ def await_ranks(children: list[int], seconds: float, patience: float = math.inf)
 def print_figures(cases: dict[int, list[Any]], measure: Callable[[Process, Any], dict]) -> None:
     """On each rank: measure the cases of this number of ranks; rank 0 prints a row of each."""
     torch.set_num_threads(1)
-    process = join(60)
+    process = join(300)
     for case in cases[process.world_size]:
         figures = measure(process, case)
         if process.is_main:

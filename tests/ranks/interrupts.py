@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,14 +30,13 @@ from glm46.config.run_config import RunConfig
 from glm46.storage.checkpoint.step_tensors import write_model
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.names import HFNames
-from tests.ranks.forked_launch import is_alive
+from tests.processes import HANG_SECONDS, is_alive, wait_until
 from tests.small_run import small_config, write_source
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 MARK = "GLM46_TEST"
 """A variable that all descendants of a started program inherit, by which those left behind are found."""
-_LONGEST_SECONDS = 20
 
 
 class Phase(NamedTuple):
@@ -119,9 +119,7 @@ def attempt(name: str, phase: Phase, numbers: tuple[int, ...], chance: random.Ra
             phase.command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
             preexec_fn=_take_signals,
         )  # fmt: skip
-    limit = time.monotonic() + 120
-    while phase.after not in log.read_text() and process.poll() is None and time.monotonic() < limit:
-        time.sleep(0.02)
+    wait_until(lambda: phase.after in log.read_text() or process.poll() is not None, log.read_text)
     time.sleep(chance.uniform(0.0, phase.within))
     ended_before = process.poll() is not None
     for i, number in enumerate(numbers):
@@ -132,11 +130,12 @@ def attempt(name: str, phase: Phase, numbers: tuple[int, ...], chance: random.Ra
             (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     sent = time.monotonic()
     try:
-        code = process.wait(_LONGEST_SECONDS)
+        code = process.wait(HANG_SECONDS)
     except subprocess.TimeoutExpired:
         code = None
     seconds = time.monotonic() - sent
-    time.sleep(0.5)  # what ends with its parent needs a moment
+    with suppress(AssertionError):  # what ends with its parent needs a moment
+        wait_until(lambda: not left_behind(mark), seconds=60.0)
     left = left_behind(mark)
     for other in left:
         os.kill(other, signal.SIGKILL)

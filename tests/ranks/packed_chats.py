@@ -43,11 +43,7 @@ from tests.ranks.sharded_layouts import (
 )  # fmt: skip
 
 LAYOUTS = {
-    2: {
-        "tensor": Layout(tensor=2),
-        "context": Layout(context=2),
-        "pipeline": Layout(pipeline=2, micro_batches=4),
-    },
+    2: {"tensor": Layout(tensor=2), "context": Layout(context=2), "pipeline": Layout(pipeline=2, micro_batches=4)},
     4: {"triple": Layout(pipeline=2, context=2, experts_over=2, micro_batches=4)},
 }
 """By number of ranks and name."""
@@ -122,7 +118,7 @@ def run_alone(model: Transformer) -> tuple[float, dict, dict[str, Tensor]]:
 
 def compare_some(names: list[str], expected: tuple[float, dict, dict[str, Tensor]]) -> None:
     """On each rank."""
-    process = join(60)
+    process = join(300)
     layouts = LAYOUTS[process.world_size]
     loss, totals, gradients = expected
     for name in names:

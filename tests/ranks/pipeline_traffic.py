@@ -31,7 +31,7 @@ CASES = [
 def main() -> None:
     """Measure the second step: the first one also agrees on shapes."""
     torch.set_num_threads(1)
-    process = join(60)
+    process = join(300)
     for layout in CASES:
         job = build_job(make_config(layout), process)
         totals = count_step(job, [make_batch(0)])

@@ -97,12 +97,9 @@ def make_samples(layout: Layout) -> tuple[dict[str, Tensor], tuple[Tensor, Tenso
 
     old = near(-6.3, 0.1)
     fields = {
-        "sample": numbers[document].where(is_target, -1),
-        "old_logprobs": old,
-        "rollout_logprobs": near(old, 0.15),
-        "reference_logprobs": near(old, 0.3),
-        "old_values": near(0.0, 0.1),
-    }
+        "sample": numbers[document].where(is_target, -1), "old_logprobs": old, "rollout_logprobs": near(old, 0.15),
+        "reference_logprobs": near(old, 0.3), "old_values": near(0.0, 0.1),
+    }  # fmt: skip
     rewards = torch.randn(len(used), generator=generator, dtype=torch.float64)
     return batch | fields, (rewards, torch.arange(len(used)) % 7)
 
@@ -196,7 +193,7 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
 def compare_some(layouts: list[Layout], references: dict[tuple, dict]) -> None:
     """On each rank."""
     faulthandler.enable()
-    process = join(60)
+    process = join(300)
     for layout in layouts:
         found, reference = run_layout(process, layout), references[reference_of(layout)]
         ranks: list = [None] * dist.get_world_size()

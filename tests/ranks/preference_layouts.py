@@ -205,7 +205,7 @@ def main(world_size: int, *names: str) -> None:
     references = {layout.reference: run_reference(config_of(layout)) for layout in layouts.values()}
 
     def work(some: list[str]) -> None:
-        process = join(60)
+        process = join(300)
         for layout in (layouts[name] for name in some):
             with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
                 row = compare(layout, run_layout(process, layout), references[layout.reference])

@@ -17,7 +17,7 @@ from tests.ranks.sharded_layouts import LAYOUTS, compare, make_config, run_layou
 def work(ranks: int, names: list[str]) -> None:
     """On each rank; prints a row per layout."""
     pretend_gpu.install()
-    process = join(60)
+    process = join(300)
     for name in names:
         layout = LAYOUTS[ranks][name]
         found = run_layout(process, layout, None)

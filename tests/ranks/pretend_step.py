@@ -18,7 +18,7 @@ from tests.ranks.sharded_layouts import LAYOUTS, build_job, make_batch, micro_ba
 
 def work(ranks: int, name: str) -> None:
     pretend_gpu.install()
-    process, layout = join(60), LAYOUTS[ranks][name]
+    process, layout = join(300), LAYOUTS[ranks][name]
     config = bf16_run(layout)
     moe = config.moe.model_copy(update={"router_temperature": 1.5})  # goes to the device in each step
     job = build_job(config.model_copy(update={"moe": moe}), process)

@@ -51,7 +51,7 @@ def main() -> None:
                 return train(config)
 
             log = base / f"log-{label}-"
-            codes = await_ranks(start_ranks(2, log, work), 120)
+            codes = await_ranks(start_ranks(2, log, work))
             said = [log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)]
             if any(codes):
                 raise SystemExit("".join(said))

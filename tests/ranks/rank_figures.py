@@ -19,12 +19,9 @@ from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
-    "fsdp": {},
-    "experts": {"expert_parallel_degree": 2},
-    "tensor": {"tensor_parallel_degree": 2},
-    "pipeline": {"pipeline_parallel_degree": 2},
-    "context": {"context_parallel_degree": 2},
-}
+    "fsdp": {}, "experts": {"expert_parallel_degree": 2}, "tensor": {"tensor_parallel_degree": 2},
+    "pipeline": {"pipeline_parallel_degree": 2}, "context": {"context_parallel_degree": 2},
+}  # fmt: skip
 SENSORS = (
     {"memory_peak_gib": 60.5, "gpu_utilization_ratio": 0.25},
     {"memory_peak_gib": 70.0, "gpu_utilization_ratio": 1.0, "gpu_power_watts": 300.0},
@@ -52,7 +49,7 @@ def main() -> None:
                 return train(config)
 
             log = base / f"log-{label}-"
-            codes = await_ranks(start_ranks(2, log, work), 120)
+            codes = await_ranks(start_ranks(2, log, work))
             said = [log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)]
             if any(codes):
                 raise SystemExit("".join(said))

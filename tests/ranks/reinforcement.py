@@ -36,16 +36,13 @@ STEPS = 6
 _REPLAYED = {"algorithm": "gspo", "routing_replay": True}
 _ADAPTED = {"algorithm": "grpo", "kl": {"weight": 0.1}}
 RUNS = {
-    "gspo 1": (1, _REPLAYED, {}),
-    "gspo 2": (2, _REPLAYED, {}),
-    "gspo tp": (2, _REPLAYED, {"tensor_parallel_degree": 2}),
-    "live 1": (1, {"algorithm": "gspo"}, {}),
+    "gspo 1": (1, _REPLAYED, {}), "gspo 2": (2, _REPLAYED, {}),
+    "gspo tp": (2, _REPLAYED, {"tensor_parallel_degree": 2}), "live 1": (1, {"algorithm": "gspo"}, {}),
     "ppo 1": (1, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}),
     "ppo 2": (2, {"algorithm": "ppo", "kl": {"weight": 0.1}, "reference_offload": True}, {}),
-    "ppo device": (1, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}),
-    "lora 1": (1, _ADAPTED, {}),
+    "ppo device": (1, {"algorithm": "ppo", "kl": {"weight": 0.1}}, {}), "lora 1": (1, _ADAPTED, {}),
     "lora 2": (2, _ADAPTED, {"expert_parallel_degree": 2}),
-}
+}  # fmt: skip
 KILLED = {"gspo 2": ("rollout", "update", "journal", "manifest", "save"), "ppo 2": ("save",), "lora 2": ("update",)}
 """Moments at which a run is killed, one after another."""
 AT_ONCE = (("gspo 2", "gspo tp", "live 1", "lora 1", "lora 2"), ("ppo 1", "ppo device", "ppo 2"))
@@ -142,7 +139,7 @@ def main() -> None:
                 **sections,
             )  # fmt: skip
             log = base / f"log-{label}-"
-            codes = await_ranks(start_ranks(ranks, log, lambda rank: work(rank, config, moment)), 120, patience=5)
+            codes = await_ranks(start_ranks(ranks, log, lambda rank: work(rank, config, moment)), patience=5)
             if not moment and any(codes):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             return codes

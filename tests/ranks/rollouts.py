@@ -213,7 +213,7 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
 def draw_some(layouts: list[tuple[Layout, Degrees]]) -> None:
     """On each rank."""
     faulthandler.enable()
-    process = join(60)
+    process = join(300)
     for layout, of_engine in layouts:
         figures = draw_on(layout, of_engine, process)
         if process.is_main:

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.processes import PROGRAM_SECONDS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,19 +37,19 @@ class Forked:
             self.returncode = self._server.ask(poll=self.pid)
         return self.returncode
 
-    def wait(self, seconds: float) -> int:
-        """Its exit code; after so many seconds it is killed, with all its ranks, and the test fails."""
-        end = time.monotonic() + seconds
+    def wait(self) -> int:
+        """Its exit code; if it hangs, it is killed, with all its ranks, and the test fails."""
+        end = time.monotonic() + PROGRAM_SECONDS
         while self.poll() is None:
             if time.monotonic() > end:
                 os.killpg(self.pid, signal.SIGKILL)
-                raise AssertionError(f"not through after {seconds} s\n{self.output.read_text()[-4000:]}")
+                raise AssertionError(f"not through after {PROGRAM_SECONDS} s\n{self.output.read_text()[-4000:]}")
             time.sleep(0.02)
         return self.returncode
 
-    def text(self, seconds: float) -> str:
-        """What it says; it must end with 0 within the time."""
-        code = self.wait(seconds)
+    def text(self) -> str:
+        """What it says; it must end with 0."""
+        code = self.wait()
         assert code == 0, f"exit code {code}\n{self.output.read_text()[-4000:]}"
         return self.output.read_text()
 
@@ -55,9 +57,9 @@ class Forked:
 class CaseRows:
     """The rows that a started program prints, one per named case, available while it runs. See `run_cases`."""
 
-    def __init__(self, started: Forked, names: list[str], seconds: float):
+    def __init__(self, started: Forked, names: list[str]):
         self._started, self._names, self._rows = started, names, {}
-        self._end = time.monotonic() + seconds
+        self._end = time.monotonic() + PROGRAM_SECONDS
 
     def row(self, name: str) -> dict:
         """The row of a case; waits until it is printed, and fails the test if the ranks of this case failed."""
@@ -79,7 +81,7 @@ class CaseRows:
     def close(self) -> None:
         """Wait until the program has removed its files; end it if the tests stopped before its last case."""
         if self._rows.keys() >= set(self._names):
-            self._started.wait(60)
+            self._started.wait()
         self._kill()
 
     def _kill(self) -> None:
@@ -116,9 +118,9 @@ class Server:
         output.touch()
         return Forked(self, self.ask(program=program, arguments=arguments, output=str(output), **options), output)
 
-    def text(self, program: str, *arguments: str | int, seconds: float, **options) -> str:
-        """What a program says that must end with 0 within a time."""
-        return self.start(program, *arguments, **options).text(seconds)
+    def text(self, program: str, *arguments: str | int, **options) -> str:
+        """What a program says that must end with 0."""
+        return self.start(program, *arguments, **options).text()
 
     def rows(self, program: str, *arguments: str | int, **options) -> list[dict]:
         """The JSON objects that it prints, one per line."""
@@ -127,4 +129,4 @@ class Server:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait()

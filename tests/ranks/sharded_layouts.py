@@ -725,14 +725,11 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
 def compare_some(layouts: list[Layout], references: dict[tuple, tuple], fp8_bases: Path) -> None:
     """On each rank; ``references`` by `Layout.reference`; ``fp8_bases``: folder of those of `fp8_base`."""
     faulthandler.enable()
-    process = join(60)
+    process = join(300)
     for layout in layouts:
         most = 0 if layout.ring else activations.MOST_GATHERED_BYTES
         compile = functools.partial(torch.compile, backend=layout.backend)
-        with (
-            mock.patch.object(activations, "MOST_GATHERED_BYTES", most),
-            mock.patch.object(torch, "compile", compile),
-        ):
+        with mock.patch.object(activations, "MOST_GATHERED_BYTES", most), mock.patch.object(torch, "compile", compile):
             found = run_layout(process, layout, fp8_base(fp8_bases, layout))
             figures = compare(layout, found, references[layout.reference])
         if process.is_main:

@@ -123,7 +123,7 @@ def main() -> None:
         for moment in MOMENTS:
             seen, log = base / f"seen-{moment}", base / f"log-{moment}-"
             started = start_ranks(2, log, lambda rank, moment=moment, seen=seen: work(rank, config, moment, seen))
-            codes.append(await_ranks(started, 90, patience=5))
+            codes.append(await_ranks(started, patience=5))
             if not moment and any(codes[-1]):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
             lines = log.with_name(f"{log.name}0").read_text()
@@ -173,7 +173,7 @@ def in_turn() -> None:
             config = config_of(base, label, ports[server], steps=steps, **rollout)
             log, seen = base / f"log-{label}-{fatal}-{server}-", base / "seen"
             started = start_ranks(2, log, lambda rank, c=config, f=fatal, s=seen: work_in_turn(rank, c, f, s))
-            codes = await_ranks(started, 90, patience=5)
+            codes = await_ranks(started, patience=5)
             if fatal is None and any(codes):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
             folder = base / label / FOLDER

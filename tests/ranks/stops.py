@@ -11,17 +11,20 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from glm46.config.loader import dump_config
+from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training import loop, resume
 from glm46.engine.training.saving import Saver
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain import task
-from tests.ranks.forked_launch import fork_launch, is_alive
+from tests.processes import is_alive, wait_until
+from tests.ranks.forked_launch import fork_launch
 from tests.small_run import small_config, write_source
 
 MOMENTS = ("start", "load", "validation", "save", "step")
@@ -32,11 +35,17 @@ LEFT_WITH = 7
 def hamper(rank: int, moment: str, mark: Path, pause: float) -> None:
     """Make the mark when this rank is at a moment, and stay there for a while."""
     torch.set_num_threads(1)
-    steps = 0
+    steps, signals, on_signal = 0, [], StopRequest._on_signal
+
+    def note(request: StopRequest, number: int) -> None:
+        on_signal(request, number)
+        signals.append(number)
 
     def arrive() -> None:
+        """Stay until this rank has got the signal, and then a while."""
         if rank == 0 and not mark.exists():
             mark.write_text(str(steps))
+            wait_until(lambda: signals or moment == "none")
         time.sleep(pause)
 
     def at(name: str, function):
@@ -51,7 +60,7 @@ def hamper(rank: int, moment: str, mark: Path, pause: float) -> None:
 
         return wrapped
 
-    train_step = loop.train_step
+    train_step, StopRequest._on_signal = loop.train_step, note
     for name in ("step", "second", "leave"):
         if name == moment:
             loop.train_step = at(name, train_step)
@@ -75,21 +84,20 @@ def attempt(config, base: Path, moment: str, number: signal.Signals, chance: ran
     pause = 1000.0 if moment == "second" else chance.uniform(0.05, 0.3)
     launcher = fork_launch(base / "run.toml", log, lambda rank: hamper(rank, moment, mark, pause))
     if moment == "start":
-        while not catches(launcher, number):  # before, the launcher itself is only beginning
-            time.sleep(0.002)
+        wait_until(lambda: catches(launcher, number))  # before, the launcher itself is only beginning
         time.sleep(chance.uniform(0.0, 0.7))
-    while moment not in ("start", "leave", "none") and not mark.exists() and is_alive(launcher):
-        time.sleep(0.002)
+    wait_until(lambda: moment in ("start", "leave", "none") or mark.exists() or not is_alive(launcher))
     began = time.monotonic()
     if moment not in ("leave", "none"):
         time.sleep(chance.uniform(0.0, 0.05))
         os.kill(launcher, number)
     if moment == "second":
-        time.sleep(1.5)
         began = time.monotonic()
-        os.kill(launcher, number)
-    while is_alive(launcher) and time.monotonic() - began < 60:
-        time.sleep(0.01)
+        while is_alive(launcher) and time.monotonic() - began < 60:  # a busy launcher may take two signals for one
+            time.sleep(1.5)
+            os.kill(launcher, number)
+    with suppress(AssertionError):
+        wait_until(lambda: not is_alive(launcher))
     if is_alive(launcher):
         os.kill(launcher, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])

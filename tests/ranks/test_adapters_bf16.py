@@ -9,7 +9,7 @@ FP32, MICRO_BATCHES = 4, 2
 
 @pytest.fixture(scope="module")
 def figures(server):
-    return {row.pop("layout"): row for row in server.rows("adapters_bf16.main", seconds=300)}
+    return {row.pop("layout"): row for row in server.rows("adapters_bf16.main")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

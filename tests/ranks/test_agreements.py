@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.ranks.agreements import FAULTS, NAMES, RANKS, TIMEOUT, VICTIM, values
+from tests.ranks.agreements import FAULTS, NAMES, RANKS, VICTIM, values
 
 
 @pytest.fixture(scope="module")
 def rows(server):
-    return {row["name"]: row for row in server.rows("agreements.main", seconds=120)}
+    return {row["name"]: row for row in server.rows("agreements.main")}
 
 
 def test_sums_and_spreads_are_those_of_all_ranks(rows):
@@ -34,7 +34,7 @@ def test_sums_and_spreads_are_those_of_all_ranks(rows):
 def test_a_rank_that_is_away_ends_the_others_within_the_timeout(rows, fault):
     waiting = [row for row in rows[fault]["ranks"] if "error" in row]
     assert not any(rows[fault]["codes"]) and len(waiting) >= RANKS - 1
-    assert all(row["seconds"] < 2 * TIMEOUT for row in waiting)  # gloo looks every second or so
+    assert all(row["seconds"] < 60 for row in waiting)  # without a timeout they wait for minutes
     assert waiting[4]["awaited"] == [VICTIM]
     if fault == "late":
         assert "Timed out waiting" in waiting[4]["error"]

@@ -13,7 +13,7 @@ LEADS_TO_EXPERTS = re.compile(r"[.]mlp[.](experts|router)[.]|[.]post_attention_l
 
 @pytest.fixture(scope="module")
 def figures(server):
-    return {row.pop("layout"): row for row in server.rows("bf16_layouts.main", seconds=300)}
+    return {row.pop("layout"): row for row in server.rows("bf16_layouts.main")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

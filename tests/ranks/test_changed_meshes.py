@@ -17,7 +17,7 @@ def test_every_mesh_loads_what_another_one_saved():
 
 @pytest.mark.parametrize("case", SHORT_PAIRS)
 def test_a_run_continues_on_another_mesh(case_row, case):
-    row = case_row("changed_meshes.main", case=case, seconds=400)
+    row = case_row("changed_meshes.main", case=case)
     assert row["different"] == []
     assert row["states"] > 200  # of the optimizer: those of an empty one would be equal too
     # FP32 sums in another order.

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.forked_launch import is_rank
+from tests.processes import is_rank, wait_until
 from tests.ranks.interrupts import left_behind
-from tests.ranks.test_hosts import log, lose, start, wait_until
+from tests.ranks.test_hosts import log, lose, start, wait_for_resumes
 from tests.ranks.test_launch import end, losses, wait_for_step
 
 __all__ = ["start"]
@@ -55,8 +55,8 @@ class Faults:
         began, resumed, step = time.monotonic(), log(self._config).count("resumed after step"), self.step()
         getattr(self, f"_{kind}")()
         if kind in ("kill", "lose", "corrupt"):
-            wait_until(lambda: log(self._config).count("resumed after step") > resumed, self._process)
-        wait_until(lambda: self.step() > step, self._process)
+            wait_for_resumes(self._config, resumed + 1, self._process)
+        wait_until(lambda: self.step() > step, self._process.output.read_text)
         self._after = self.step(), time.monotonic()
         self.seconds[kind] += self._after[1] - began
 
@@ -100,18 +100,15 @@ class Faults:
         with pytest.raises(OSError, match="No space"), filler.open("ab", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 12))
-        wait_until(lambda: self.step() >= step + 2 * INTERVAL, self._process)
+        wait_until(lambda: self.step() >= step + 2 * INTERVAL, self._process.output.read_text)
         filler.unlink()
 
 
 def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start, disk, tmp_path):
     training = {"steps": SPEED_STEPS, "local_batch_size": 1, "global_batch_size": 16}
     checkpoint = {
-        "interval": INTERVAL,
-        "async_mode": "disabled",
-        "keep_latest_k": 3,
-        "folder": str(disk / "checkpoint"),
-    }
+        "interval": INTERVAL, "async_mode": "disabled", "keep_latest_k": 3, "folder": str(disk / "checkpoint"),
+    }  # fmt: skip
 
     def begin(name: str):
         keys = {"training": training, "checkpoint": checkpoint, "comm": {"hang_seconds": 8.0}}
@@ -120,7 +117,7 @@ def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start
 
     def undisturbed(name: str):
         config, process = begin(name)
-        output = end(process, 2 * 3600)
+        output = end(process)
         assert process.returncode == 0, output
         return config
 

@@ -301,7 +301,7 @@ def run_two(rank: int, folder: Path) -> None:
 
 def on_rank(folder: str) -> None:
     """All cases of this number of ranks."""
-    process = join(180)
+    process = join(300)
     {4: run_four, 2: run_two}[process.world_size](process.rank, Path(folder))
     dist.barrier()
     leave()
@@ -309,7 +309,7 @@ def on_rank(folder: str) -> None:
 
 def test_round_trips_across_meshes_from_four_ranks_to_two_to_one_and_faults_known_to_all(server, tmp_path):
     for world in (4, 2):
-        server.text("test_checkpoint_ranks.on_rank", str(tmp_path), ranks=world, seconds=300)
+        server.text("test_checkpoint_ranks.on_rank", str(tmp_path), ranks=world)
     for name, step in (("fsdp", 4), ("fsdp", 5), ("tensor", 4), ("hybrid", 4)):
         model = reference(seed=1)
         tensors = state_of(model, rank=0)

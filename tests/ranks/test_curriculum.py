@@ -52,7 +52,7 @@ def test_the_debug_curriculum_trains_from_end_to_end(server, tokenizer, tmp_path
         config = small_phase(number, tmp_path, tmp_path)
         file = tmp_path / f"phase{number}.toml"
         file.write_text(dump_config(config))
-        said = server.text("forked_launch.launch", "--config", str(file), "--nproc", "auto", seconds=100)
+        said = server.text("forked_launch.launch", "--config", str(file), "--nproc", "auto")
         assert ranks in next(line for line in said.splitlines() if line.startswith("ranks ")), said
         origin = f"phase{number - 1}/checkpoint/step-" if number > 1 else "initial weights"
         assert origin in next(line for line in said.splitlines() if line.startswith("start ")), said

@@ -4,7 +4,7 @@ import re
 
 
 def test_damaged_text_ends_all_ranks_before_the_step_that_would_use_it(server):
-    rows = server.rows("damaged_text.main", seconds=400)
+    rows = server.rows("damaged_text.main")
     assert len(rows) == 6
     for row in rows:
         assert row["code"] == 2, row
@@ -17,4 +17,3 @@ def test_damaged_text_ends_all_ranks_before_the_step_that_would_use_it(server):
         assert 1 <= len(found) <= 2 and len(set(found)) == len(found), f"{row['case']}\n{row['said']}"
         assert "Traceback" not in row["said"], row
         assert kind in row["log"], row
-        assert row["seconds"] < 60, row

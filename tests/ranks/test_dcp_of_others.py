@@ -83,7 +83,7 @@ def load(kind, folder):
 
 def on_rank(folder):
     """Both models; two ranks save them first."""
-    process = join(180)
+    process = join(300)
     for kind in ("ours", "theirs"):
         if process.world_size == 2:
             save(kind, Path(folder) / kind)
@@ -93,6 +93,6 @@ def on_rank(folder):
 
 def test_what_two_ranks_saved_with_plain_dcp_is_loaded_on_two_ranks_and_on_one(server, tmp_path):
     for world in (2, 1):
-        server.text("test_dcp_of_others.on_rank", str(tmp_path), ranks=world, seconds=300)
+        server.text("test_dcp_of_others.on_rank", str(tmp_path), ranks=world)
     names = {path.name for path in (tmp_path / "theirs").iterdir()}
     assert names == {".metadata", "__0_0.distcp", "__1_0.distcp"}

@@ -12,7 +12,7 @@ def test_no_two_cases_have_one_name():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_case_equals_one_process(case_row, case):
-    row = case_row("edge_cases.main", case=case, seconds=500)  # a compilation after the second step is an error in it
+    row = case_row("edge_cases.main", case=case)  # a compilation after the second step is an error in it
     if CASES[case].favourite is not None:
         assert row["busiest"] == row["assignments"], "the case must be as extreme as its name says"
     assert row["counts_equal"]

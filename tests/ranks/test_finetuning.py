@@ -10,7 +10,7 @@ def same(row: dict, expected: dict) -> bool:
 
 
 def test_chats_train_the_same_on_any_layout_and_adapters_resume_over_their_base(server):
-    rows = {row["name"]: row for row in server.rows("finetuning.main", seconds=500)}
+    rows = {row["name"]: row for row in server.rows("finetuning.main")}
     one = rows["one rank"]
     assert one["answers"][0].startswith("Greedy answers after step 0") and len(one["answers"]) == 6
     assert one["rows"][-1]["validation_loss"] < one["rows"][0]["validation_loss"]

@@ -21,7 +21,7 @@ BOUNDS = {
     "case", [pytest.param(name, marks=[SPLIT_BACKWARD] if name == "split backward" else []) for name in CASES]
 )
 def test_a_layout_in_fp8_equals_one_process(case_row, case):
-    row = case_row("float8_layouts.main", 2, case=case, seconds=600)
+    row = case_row("float8_layouts.main", 2, case=case)
     assert differences(row, BOUNDS) == []
     is_piped, has_fp8 = CASES[case].layout.pipeline > 1, "experts_recipe_name" in CASES[case].float8
     if is_piped:  # each of two weights for forward and for backward, once for all micro-batches

@@ -200,16 +200,10 @@ class _Unreadable:
 
 
 FOR_OTHERS = (
-    "rows",
-    "experts' columns",
-    "fsdp over tensor parallel",
-    "training, HSDP",
-    "training, expert parallel",
-    "training, context parallel",
-    "training, tensor and expert parallel",
-    "training, pipeline and tensor parallel",
+    "rows", "experts' columns", "fsdp over tensor parallel", "training, HSDP", "training, expert parallel",
+    "training, context parallel", "training, tensor and expert parallel", "training, pipeline and tensor parallel",
     "training, V-shaped pipeline and expert parallel",
-)
+)  # fmt: skip
 """Meshes for the kinds that differ only in names and shapes."""
 FOR_ADAPTERS = (
     "all plain", "rows of experts", "two replicas", "fsdp over tensor parallel", "training, tensor and expert parallel",
@@ -381,7 +375,7 @@ def faults_reach_every_rank(folder: Path) -> None:
 
 def on_rank(part: str, folder: str, *arguments: int) -> None:
     """One of the functions above."""
-    join(120)
+    join(300)
     parts = {"round trips": round_trips, "other kinds": other_kinds, "faults": faults_reach_every_rank}
     parts |= {"adapters": adapters_round_trip, "merge": merge_on_all_ranks}
     parts[part](Path(folder), *arguments)
@@ -390,7 +384,7 @@ def on_rank(part: str, folder: str, *arguments: int) -> None:
 
 def test_every_mesh_writes_and_reads_the_same_adapters_and_merges_them(server, tmp_path):
     for part in ("adapters", "merge"):
-        server.text("test_hf_ranks.on_rank", part, str(tmp_path), ranks=WORLD, seconds=300)
+        server.text("test_hf_ranks.on_rank", part, str(tmp_path), ranks=WORLD)
     files = sorted(tmp_path.glob("adapter*/adapter_model.safetensors"))
     written = {number: safetensors.torch.load_file(file) for number, file in enumerate(files)}
     assert len(written) == len(FOR_ADAPTERS)
@@ -410,7 +404,7 @@ def test_every_mesh_reads_and_writes_the_same_folder(server, tmp_path):
     GLM_45.publish(tmp_path / "published", GLM_45.published())
     parts = [("round trips", str(tmp_path), first) for first in range(0, len(MESHES), MESHES_AT_ONCE)]
     for arguments in (*parts, ("other kinds", str(tmp_path)), ("faults", str(tmp_path))):
-        server.text("test_hf_ranks.on_rank", *arguments, ranks=WORLD, seconds=300)
+        server.text("test_hf_ranks.on_rank", *arguments, ranks=WORLD)
     assert len(list(tmp_path.glob("out*"))) == len(MESHES) == 25
     for name, kind in {"out": GLM_45, **OTHERS}.items():
         exports = sorted(tmp_path.glob(f"{name}?*"))

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from glm46.config.loader import dump_config
 from glm46.operate.launch.environment import unfit_packages
 from tests.fake_ssh import UNREACHABLE, write_ssh
-from tests.ranks.forked_launch import is_rank
+from tests.processes import is_rank, wait_until
 from tests.ranks.interrupts import MARK, left_behind
 from tests.ranks.test_launch import ROOT, end, free_port, losses, wait_for_step
 
@@ -55,7 +54,7 @@ NODES = ("localhost slots=1", "me@127.0.0.2 slots=1  # the same machine again")
 
 
 def test_a_signal_saves_on_all_nodes_and_the_same_command_goes_on(make_config, start):
-    config = make_config(training={"steps": 400}, checkpoint={"interval": 1000})
+    config = make_config(training={"steps": 100_000}, checkpoint={"interval": 100_000})
     process = start(config, *NODES)
     wait_for_step(config, 3, process)
     os.kill(process.pid, signal.SIGUSR1)
@@ -84,13 +83,12 @@ def test_lost_nodes_are_replaced_by_a_spare_and_then_by_fewer_replicas(make_conf
     hosts = [f"127.0.0.{number} slots=1" for number in (1, 2, 3)]
     process = start(config, *hosts, options=("--nodes", "2", "--max-restarts", "5"))
     wait_for_step(config, 5, process)
-    began = lose("127.0.0.2", process.mark, signal.SIGSTOP)
-    wait_until(lambda: "resumed after step" in log(config), process)
-    print(f"from the cut of a node to the resume on a spare: {time.monotonic() - began:.1f} s")
+    lose("127.0.0.2", process.mark, signal.SIGSTOP)
+    wait_for_resumes(config, 1, process)
     wait_for_step(config, losses(config)[-1][0] + 3, process)
     on_two = dict(losses(config))
     lose("127.0.0.1", process.mark)
-    wait_until(lambda: log(config).count("resumed after step") == 2, process)
+    wait_for_resumes(config, 2, process)
     resumed = int(re.findall(r"resumed after step (\d+)", log(config))[-1])
     wait_for_step(config, resumed + 3, process)
     os.kill(process.pid, signal.SIGTERM)
@@ -127,16 +125,15 @@ def launch_here(server, config, processes: str) -> None:
     assert end(launched) and launched.returncode == 0, launched.output.read_text()
 
 
-def lose(host: str, mark: str, number: int = signal.SIGKILL) -> float:
+def lose(host: str, mark: str, number: int = signal.SIGKILL) -> None:
     """End a node as a power cut does, as far as one machine can: its ranks get a signal, and its launcher neither ends
-    nor answers. Returns the time."""
+    nor answers."""
     there = [pid for pid in left_behind(mark) if f"FAKE_SSH_HOST={host}".encode() in variables_of(pid)]
     ranks = [pid for pid in there if is_rank(pid)]
     for pid in set(there) - set(ranks):
         os.kill(pid, signal.SIGSTOP)
     for pid in ranks:
         os.kill(pid, number)
-    return time.monotonic()
 
 
 def variables_of(process: int) -> list[bytes]:
@@ -147,11 +144,14 @@ def log(config) -> str:
     return (Path(config.job.dump_folder) / "log.txt").read_text()
 
 
-def wait_until(is_true, process) -> None:
-    until = time.monotonic() + 120
-    while not is_true():
-        assert process.poll() is None and time.monotonic() < until, process.output.read_text()
-        time.sleep(0.05)
+def wait_for_resumes(config, count: int, process) -> None:
+    """Until the run has gone on from a checkpoint so many times."""
+
+    def has_resumed() -> bool:
+        assert process.poll() is None, process.output.read_text()
+        return log(config).count("resumed after step") >= count
+
+    wait_until(has_resumed, process.output.read_text)
 
 
 def test_a_killed_command_leaves_no_process_on_any_node(make_config, start):
@@ -160,10 +160,7 @@ def test_a_killed_command_leaves_no_process_on_any_node(make_config, start):
     wait_for_step(config, 3, process)
     process.kill()
     process.wait()
-    until = time.monotonic() + 20
-    while left_behind(process.mark):
-        assert time.monotonic() < until, "a process outlived the command"
-        time.sleep(0.1)
+    wait_until(lambda: not left_behind(process.mark), "a process outlived the command")
 
 
 def test_faults_are_found_on_all_nodes_before_one_starts(make_config, start):

@@ -2,11 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +16,8 @@ import pytest
 from glm46.config.loader import dump_config
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.pretrain.task import train
-from tests.ranks.forked_launch import EXIT_SECONDS, children_of, is_alive, is_rank
+from tests.processes import children_of, is_alive, is_rank, wait_until
+from tests.ranks.forked_launch import EXIT_SECONDS
 from tests.ranks.server import Forked, Server
 from tests.small_run import small_config
 
@@ -62,9 +63,9 @@ def start(server, tmp_path) -> Start:
     return Start(server, tmp_path)
 
 
-def end(process: Forked | subprocess.Popen, seconds: float = 120) -> str:
+def end(process: Forked | subprocess.Popen) -> str:
     """What it has said, once it is through."""
-    process.wait(seconds)
+    process.wait()
     return process.output.read_text()
 
 
@@ -75,16 +76,17 @@ def losses(config) -> list[tuple[int, float]]:
 
 def wait_for_step(config, step: int, process: Forked | subprocess.Popen) -> None:
     file = Path(config.job.dump_folder) / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (file.exists() and any(row["step"] >= step for row in map(json.loads, file.read_text().splitlines()))):
+
+    def has_step() -> bool:
         assert process.poll() is None, process.output.read_text()
-        assert time.monotonic() < deadline, "no step in two minutes"
-        time.sleep(0.05)
+        return file.exists() and any(row["step"] >= step for row in map(json.loads, file.read_text().splitlines()))
+
+    wait_until(has_step, process.output.read_text)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_the_same_command_goes_on(make_config, start, number):
-    config = make_config(training={"steps": 400}, checkpoint={"interval": 1000})
+    config = make_config(training={"steps": 100_000}, checkpoint={"interval": 100_000})
     process = start.as_command(config) if number == signal.SIGINT else start.by_fork(config)
     wait_for_step(config, 3, process)
     if number == signal.SIGINT:  # Ctrl-C reaches every process of the terminal
@@ -106,22 +108,22 @@ def test_a_signal_saves_and_the_same_command_goes_on(make_config, start, number)
 
 
 def test_a_failing_rank_ends_the_run_with_its_traceback(make_config, start, tmp_path):
-    # An exception at a random moment of training in rank 1 alone: an alarm that is set when it is forked.
+    # An exception at a random moment of training in rank 1 alone.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\n"
         "def injected_fault(*_):\n"
         "    if os.environ.get('RANK') == '1': raise RuntimeError('injected into rank 1')\n"
         "signal.signal(signal.SIGALRM, injected_fault)\n"
-        "os.register_at_fork(after_in_child=lambda: signal.alarm(8))\n"
     )
     config = make_config(training={"steps": 1_000_000}, checkpoint={"enable": False}, metrics={"log_freq": 50})
-    started = time.monotonic()
     process = start.as_command(config, path_first=str(tmp_path))
-    output = end(process, 150)
+    wait_for_step(config, 50, process)
+    for rank in ranks_of(process):
+        os.kill(rank, signal.SIGALRM)
+    output = end(process)  # the other rank is ended, it does not wait for its timeout
     assert process.returncode not in (0, 2), output
     assert "RuntimeError: injected into rank 1" in output and "in injected_fault" in output
     assert "rank 1" in output.splitlines()[-1]
-    assert time.monotonic() - started < 100  # the other rank was ended, it did not wait for its timeout
 
 
 def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_config, start, tmp_path):
@@ -131,24 +133,20 @@ def test_a_killed_rank_is_named_and_the_saved_run_goes_on(make_config, start, tm
     schedule = {"total_tokens": 100_000}
     targets = tmp_path / "targets"
     metrics = {"prometheus_port": int(free_port()), "prometheus_sd_folder": str(targets)}
-    config = make_config(training={"steps": 400}, checkpoint={"interval": 2}, lr_scheduler=schedule, metrics=metrics)
+    config = make_config(
+        training={"steps": 100_000}, checkpoint={"interval": 2}, lr_scheduler=schedule, metrics=metrics
+    )
     process = start.as_command(config, "--nproc", "2", "--max-restarts", "1")
     wait_for_step(config, 5, process)
-    while not published_steps(Path(config.job.dump_folder) / "checkpoint"):  # on a busy machine, after step 5
-        assert process.poll() is None, process.output.read_text()
-        time.sleep(0.05)
+    wait_until(lambda: published_steps(Path(config.job.dump_folder) / "checkpoint"))  # on a busy machine, after step 5
     assert scrape(targets)["training_restarts_total"] == 0
     before = kill_a_rank(config, process)
     log = Path(config.job.dump_folder) / "log.txt"
-    while "resumed after step" not in log.read_text():
-        assert process.poll() is None, process.output.read_text()
-        time.sleep(0.05)
-    resumed = losses(config)[-1][0]
+    resumed = int(wait_until(lambda: re.search(r"resumed after step (\d+)", log.read_text()), log.read_text)[1])
     wait_for_step(config, max(before) + 3, process)
     found = scrape(targets)
     assert found["training_restarts_total"] == 1
-    # The first step after the resume may have had a row already.
-    assert found["training_step"] - resumed <= found["training_steps_total"] <= found["training_step"] - resumed + 1
+    assert found["training_steps_total"] == found["training_step"] - resumed
     before |= kill_a_rank(config, process)
     output = end(process)
     assert process.returncode == 1, output
@@ -169,7 +167,7 @@ def scrape(targets: Path) -> dict[str, float]:
     """The series without labels of the run that announces itself in this folder."""
     (file,) = targets.glob("*.json")
     (address,) = json.loads(file.read_text())[0]["targets"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     return {name: float(value) for name, _, value in (line.partition(" ") for line in lines) if name != "#"}
 
@@ -187,13 +185,10 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 
 
 LAYOUTS = {
-    "shards": {},
-    "copies": {"parallelism__data_parallel_replicate_degree": 2},
-    "experts": {"parallelism__expert_parallel_degree": 2},
-    "context": {"parallelism__context_parallel_degree": 2},
-    "matrices": {"parallelism__tensor_parallel_degree": 2},
-    "layers": {"parallelism__pipeline_parallel_degree": 2},
-}
+    "shards": {}, "copies": {"parallelism__data_parallel_replicate_degree": 2},
+    "experts": {"parallelism__expert_parallel_degree": 2}, "context": {"parallelism__context_parallel_degree": 2},
+    "matrices": {"parallelism__tensor_parallel_degree": 2}, "layers": {"parallelism__pipeline_parallel_degree": 2},
+}  # fmt: skip
 
 
 COMPARED = dict(
@@ -270,24 +265,23 @@ def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(slow, make_
 def test_a_node_ends_when_the_first_node_answers_no_more(make_config, start):
     """As after a cut of the network: neither the ranks nor the launcher of the first node answer, and no connection is
     reset."""
-    config = make_config(training={"steps": 100_000}, checkpoint={"enable": False}, comm={"hang_seconds": 2.0})
+    config = make_config(training={"steps": 100_000}, checkpoint={"enable": False}, comm={"hang_seconds": 5.0})
     names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     nodes = [start.by_fork(config, "--nproc", "1", environment=names | {"NODE_RANK": str(rank)}) for rank in range(2)]
     wait_for_step(config, 30, nodes[0])
     first = [nodes[0].pid, *children_of(nodes[0].pid)]
     for process in first:
         os.kill(process, signal.SIGSTOP)
-    began = time.monotonic()
     try:
-        nodes[1].wait(60)
-        seen = f"exit code {nodes[1].returncode} after {time.monotonic() - began:.1f} s; of the first node: {first}"
+        nodes[1].wait()
+        seen = f"exit code {nodes[1].returncode}; of the first node: {first}"
         for file in (nodes[1].output, nodes[0].output, *sorted(Path(config.job.dump_folder, "hang").glob("*.txt"))):
             seen += f"\n--- {file}\n{file.read_text()}"
         assert nodes[1].returncode == 76 and "rank 0" in nodes[1].output.read_text(), seen
     finally:
         for process in first:
             os.kill(process, signal.SIGKILL)
-        nodes[0].wait(10)
+        nodes[0].wait()
 
 
 def test_two_nodes_train_as_two_ranks_of_one(make_config, start, tmp_path):
@@ -301,7 +295,7 @@ def test_two_nodes_train_as_two_ranks_of_one(make_config, start, tmp_path):
             )
             for rank in range(count)
         ]
-        outputs = [end(node, 150) for node in nodes]
+        outputs = [end(node) for node in nodes]
         assert [node.returncode for node in nodes] == [0] * count, outputs
         found.append(losses(config))
     assert found[0] == found[1] and len(found[0]) == 4  # bit for bit
@@ -342,7 +336,4 @@ def test_a_killed_launcher_leaves_no_rank_behind(make_config, start):
     assert len(ranks) == 2
     process.kill()
     process.wait()
-    end = time.monotonic() + 10
-    while any(map(is_alive, ranks)):
-        assert time.monotonic() < end, "a rank outlived its launcher"
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_alive, ranks)), "a rank outlived its launcher")

@@ -19,7 +19,7 @@ def printed() -> dict[int, list[dict]]:
 def figures(server, request, printed) -> list[dict]:
     """The rows that the program prints for a world size."""
     if request.param not in printed:
-        printed[request.param] = server.rows("muon_meshes.main", ranks=request.param, seconds=400)
+        printed[request.param] = server.rows("muon_meshes.main", ranks=request.param)
     assert len(printed[request.param]) == {2: 10, 4: 26}[request.param]
     return printed[request.param]
 

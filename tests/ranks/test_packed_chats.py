@@ -8,6 +8,6 @@ from tests.ranks.server import differences
 
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts])
 def test_packed_rows_equal_their_documents_alone(case_row, ranks, case):
-    row = case_row("packed_chats.main", ranks, case=case, seconds=300)
+    row = case_row("packed_chats.main", ranks, case=case)
     assert row["targets_equal"]
     assert differences(row, {"loss_error": 1e-6, "gradient_error": 1e-5}) == []

@@ -4,7 +4,7 @@ FP32 = 4
 
 
 def test_stages_send_hidden_states_and_gather_weights_once_per_step(server):
-    cases = server.rows("pipeline_traffic.main", ranks=4, seconds=300)
+    cases = server.rows("pipeline_traffic.main", ranks=4)
     assert len(cases) == 3
     for case in cases:
         layout, shape = case["layout"], case["shape"]

@@ -30,7 +30,7 @@ def measured(case_row, case):
     name, _, rank = case.rpartition(".")
     with mock.patch.object(activations, "MOST_GATHERED_BYTES", CASES[name].most_gathered):
         plan = resolve_plan(CASES[name].config(), CASES[name].ranks, host_ranks=CASES[name].of_host)
-        yield plan, int(rank), case_row("planned_steps.main", case=case, seconds=900)
+        yield plan, int(rank), case_row("planned_steps.main", case=case)
 
 
 @pytest.mark.parametrize("case", rank_names())
@@ -83,7 +83,7 @@ def test_8192_ranks_are_planned_to_the_byte(case_row, case):
     """The recipe of phase 1, in its own sizes: a first, a middle and the last stage."""
     plan, rank = resolve_plan(load_config(ROOT / FULL_SCALE)), int(case)
     assert plan.layout.world_size == 8192 and plan.layout.pp == 16
-    planned, row = rank_memory(plan)[rank], case_row("planned_steps.full_scale", case=case, seconds=300)
+    planned, row = rank_memory(plan)[rank], case_row("planned_steps.full_scale", case=case)
     assert (planned.weights, planned.gradients, planned.optimizer) == (row["weights"], row["gradients"], row["states"])
     of_muon = [traffic for traffic in step_traffic(plan)[rank] if traffic.what == MUON]
     assert row["exchanged"] == [sum(each.calls for each in of_muon), sum(each.nbytes for each in of_muon)]

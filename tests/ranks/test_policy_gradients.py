@@ -12,11 +12,10 @@ METRIC_BOUND = {"rel": 2e-6, "abs": 2e-7}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"),
-    [layout_case(ranks, *row) for ranks, layouts in LAYOUTS.items() for row in layouts.items()],
+    ("ranks", "case"), [layout_case(ranks, *row) for ranks, layouts in LAYOUTS.items() for row in layouts.items()]
 )
 def test_a_layout_equals_one_process(case_row, ranks, case):
-    row = case_row("policy_gradients.main", ranks, case=case, seconds=300)
+    row = case_row("policy_gradients.main", ranks, case=case)
     assert row["of"].keys() == {*(f"{name}/policy" for name in ALGORITHMS), "ppo/critic"}
     for name, of in row["of"].items():
         error, place = of["gradient_error"]

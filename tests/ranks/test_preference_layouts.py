@@ -17,6 +17,6 @@ BOUNDS = {
 
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts])
 def test_a_layout_equals_one_process(case_row, ranks, case):
-    row = case_row("preference_layouts.main", ranks, case=case, seconds=300)
+    row = case_row("preference_layouts.main", ranks, case=case)
     assert abs(row["loss"] - math.log(2)) > 1e-3  # the policy is not its reference
     assert differences(row, BOUNDS) == []

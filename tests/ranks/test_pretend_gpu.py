@@ -14,7 +14,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("ranks", "case"), LAYOUTS)
 def test_a_layout_with_its_tensors_on_a_device_equals_one_process(case_row, ranks, case):
     """No operator mixes tensors of the device with others; attention is the form for devices other than the CPU."""
-    row = case_row("pretend_layouts.main", ranks, case=case, seconds=600)
+    row = case_row("pretend_layouts.main", ranks, case=case)
     assert not row["initial_weights_different"]
     assert not row["steps_of_different_counts"]
     assert differences(row, BOUNDS) == []
@@ -23,7 +23,7 @@ def test_a_layout_with_its_tensors_on_a_device_equals_one_process(case_row, rank
 def test_the_host_waits_once_per_step_and_once_per_layer_with_distributed_experts(server):
     """In BF16 with the flash kernel's operands. The layout with distributed experts has four such layers and two
     micro-batches."""
-    one, distributed = server.rows("pretend_step.main", seconds=300)
+    one, distributed = server.rows("pretend_step.main")
     assert [*one["waits"].values()] == [1], one
     assert sorted(distributed["waits"].values()) == [1, 8], distributed
     for row in (one, distributed):

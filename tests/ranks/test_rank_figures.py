@@ -10,7 +10,7 @@ MOE_LAYERS = 2
 
 
 def test_rows_have_the_figures_of_all_ranks(server):
-    layouts = {row["name"]: row for row in server.rows("rank_figures.main", seconds=300)}
+    layouts = {row["name"]: row for row in server.rows("rank_figures.main")}
     assert layouts.keys() == LAYOUTS.keys()
     for layout in layouts.values():
         assert len(layout["rows"]) == 3

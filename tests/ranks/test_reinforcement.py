@@ -14,7 +14,7 @@ BOUND_OF_WHITENED = 5e-5
 
 
 def test_ranks_agree_and_kills_lose_nothing(server):
-    by_name = {row["name"]: row for row in server.rows("reinforcement.main", seconds=400)}
+    by_name = {row["name"]: row for row in server.rows("reinforcement.main")}
     interrupted = {label: by_name.pop(f"killed {label}") for label in KILLED}
     found = {name: row["rows"] for name, row in by_name.items()}
     assert found.keys() == RUNS.keys() and all(len(rows) == 6 for rows in found.values())

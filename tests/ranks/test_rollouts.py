@@ -5,7 +5,7 @@ BOUND = 1e-5
 
 
 def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(server):
-    rows = server.rows("rollouts.main", seconds=300)
+    rows = server.rows("rollouts.main")
     alone = {row["name"].split(" ", 1)[1]: row for row in rows if row["name"].startswith("1 ")}
     assert len(rows) == 14 and len(alone) == 4
     for row in rows:

@@ -8,7 +8,7 @@ from tests.unit.tasks.rl.rollout.stub_server import generate, logprob
 
 def test_ranks_get_completions_and_errors_of_the_first_rank(server):
     assert DEADLINE > TIMEOUT  # a rank waits longer than its process group would
-    first, second = server.rows("server_rollouts.main", seconds=60)
+    first, second = server.rows("server_rollouts.main")
     assert "one changed tensor of each kind" in first["unchanged"] and second["unchanged"] == ""
     assert not any("version -1" in line for line in first["lines"]) and "generates with version 0" in first["lines"][0]
     assert first["temperatures"] == [0.67, 0.7, 0.73, 1.0]  # 1 of the probe

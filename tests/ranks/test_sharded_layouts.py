@@ -58,10 +58,7 @@ each exchange with other ranks is a break, and so is the call of experts, which 
 number of rows and for each chunk. Lower them after an improvement."""
 
 
-BASIC = {
-    1: [*LAYOUTS[1]],
-    2: ["fsdp", "hsdp2", "ep2", "cp2", "tp2", "tp2-ep2", "pp2-1F1B"],
-}
+BASIC = {1: [*LAYOUTS[1]], 2: ["fsdp", "hsdp2", "ep2", "cp2", "tp2", "tp2-ep2", "pp2-1F1B"]}
 """Layouts to find a fault in that larger ones show."""
 COMBINATIONS = 2906
 """What all layouts prove, by `combinations_of`: raise it with a new layout, and lower it with none."""
@@ -99,11 +96,10 @@ def layout_case(ranks: int, name: str, layout: Layout):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"),
-    [layout_case(ranks, *row) for ranks, layouts in LAYOUTS.items() for row in layouts.items()],
+    ("ranks", "case"), [layout_case(ranks, *row) for ranks, layouts in LAYOUTS.items() for row in layouts.items()]
 )
 def test_a_layout_equals_one_process(case_row, ranks, case):
-    row = case_row("sharded_layouts.main", ranks, case=case, seconds=900)
+    row = case_row("sharded_layouts.main", ranks, case=case)
     assert not row["initial_weights_different"]
     assert not row["steps_of_different_counts"]  # tokens per expert
     assert differences(row, BOUNDS) == []

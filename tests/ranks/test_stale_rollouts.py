@@ -6,7 +6,7 @@ from tests.ranks.stale_rollouts import GROUP, PROMPTS, STALENESS, STEPS
 
 
 def test_kills_lose_no_finished_group(server):
-    (found,) = server.rows("stale_rollouts.main", seconds=240)
+    (found,) = server.rows("stale_rollouts.main")
     assert [-9 in codes for codes in found["codes"]] == [True, True, False]
     for moment in ("update", "rollout"):
         assert len(found["kept"][moment]) >= STALENESS * PROMPTS
@@ -30,7 +30,7 @@ def test_kills_lose_no_finished_group(server):
 
 
 def test_a_kill_in_a_rollout_loses_no_finished_group_and_changes_nothing(server):
-    (found,) = server.rows("stale_rollouts.in_turn", seconds=240)
+    (found,) = server.rows("stale_rollouts.in_turn")
     whole, killed, resumed = (found[name] for name in ("whole 0", "killed 0", "killed 1"))
     assert sorted(whole["written"]) == list(range(3 * PROMPTS))
     assert whole["rollouts"] == [0, 2, 4] and not whole["finished"]

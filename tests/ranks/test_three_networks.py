@@ -8,7 +8,7 @@ BOUND = 1e-4
 
 
 def test_a_policy_a_reference_and_a_critic_train_on_any_layout_and_resume_bit_for_bit(server):
-    rows = {row.pop("name"): row for row in server.rows("three_networks.main", seconds=400)}
+    rows = {row.pop("name"): row for row in server.rows("three_networks.main")}
     one, killed, tensors = rows["one rank"], rows["killed"], rows["tensors"]
     assert [row["step"] for row in one["rows"]] == [1, 2, 3, 4, 5, 6]
     # Both networks learn: the critic's error falls, and the policy moves.

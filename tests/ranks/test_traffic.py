@@ -12,7 +12,7 @@ FP32, FP64, INT64 = 4, 8, 8
 @pytest.fixture(scope="module", params=[2, 4])
 def figures(server, request) -> list[dict]:
     """What each case of a world size prints."""
-    return [row | {"ranks": request.param} for row in server.rows("traffic.main", ranks=request.param, seconds=300)]
+    return [row | {"ranks": request.param} for row in server.rows("traffic.main", ranks=request.param)]
 
 
 class Sizes:

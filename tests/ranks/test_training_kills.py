@@ -14,5 +14,5 @@ def started(server):
 
 @pytest.mark.parametrize("by", KINDS)
 def test_a_run_that_is_ended_again_and_again_computes_what_an_undisturbed_one_does(started, by):
-    said = started[by].text(seconds=400)
+    said = started[by].text()
     assert "2 ends in" in said and "all equal to an undisturbed one" in said

@@ -15,7 +15,7 @@ instead of once, each time by at most 2**-9 of a term."""
 @pytest.fixture(scope="module", params=[4, 8])
 def figures(server, request) -> list[dict]:
     """What each case of a world size prints."""
-    rows = server.rows("two_levels.main", ranks=request.param, seconds=300)
+    rows = server.rows("two_levels.main", ranks=request.param)
     assert len(rows) == len(two_levels.CASES[request.param])
     return rows
 

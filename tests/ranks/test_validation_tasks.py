@@ -11,7 +11,7 @@ STANDARD = ("writing/number", "glm46_next_line/acc", "glm46_next_line/acc_norm",
 
 
 def test_every_layout_validates_what_one_process_does(server):
-    rows = {row["name"]: row["row"] for row in server.rows("validation_tasks.main", seconds=300)}
+    rows = {row["name"]: row["row"] for row in server.rows("validation_tasks.main")}
     one = rows.pop("one rank")
     starts = ("validation_position", "validation_needle", "validation_task")
     columns = {name for name in one if name.startswith(starts)}

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_split_head_equals_a_whole_one(server, ranks):
-    rows = server.rows("vocabulary.main", ranks=ranks, seconds=120)
+    rows = server.rows("vocabulary.main", ranks=ranks)
     assert len(rows) == 2 * 5 * 3
     for row in rows:
         assert row["predictions_equal"], row

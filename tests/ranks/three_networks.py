@@ -31,13 +31,10 @@ from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
-    "one rank": (1, {}),
-    "fsdp": (2, {}),
-    "tensor": (2, {"tensor_parallel_degree": 2}),
-    "context": (2, {"context_parallel_degree": 2}),
-    "pipeline": (2, {"pipeline_parallel_degree": 2}),
+    "one rank": (1, {}), "fsdp": (2, {}), "tensor": (2, {"tensor_parallel_degree": 2}),
+    "context": (2, {"context_parallel_degree": 2}), "pipeline": (2, {"pipeline_parallel_degree": 2}),
     "experts": (2, {"expert_parallel_degree": 2}),
-}
+}  # fmt: skip
 KILLED = "fsdp"
 STEPS, SAVED, KILLED_AT = 6, 3, 5
 KL_WEIGHT, ENTROPY_WEIGHT, MTP_WEIGHT = 0.1, 0.01, 0.1
@@ -187,7 +184,7 @@ def main() -> None:
             )  # fmt: skip
             log = base / f"log-{label}-"
             children = start_ranks(ranks, log, lambda rank: work(rank, config, kill_at))
-            codes = await_ranks(children, 120)
+            codes = await_ranks(children)
             if kill_at is None and any(codes):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             return codes

@@ -26,13 +26,13 @@ import torch
 
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import EXIT_STOPPED
-from glm46.engine.training import build
+from glm46.engine.training import build, loop
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain.task import train
-from tests.ranks.forked_launch import children_of
+from tests.processes import children_of
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
 from tests.small_run import small_config, write_source
 
@@ -58,7 +58,14 @@ def work(rank: int, config, base: Path, fatal_sync: int) -> int:
             super().__init__()
             (base / f"ready{rank}").touch()
 
+    def train_step(*arguments):
+        outcome = original(*arguments)
+        with (base / f"steps{rank}").open("a") as file:
+            file.write(".")
+        return outcome
+
     die_in_sync(fatal_sync)
+    original, loop.train_step = loop.train_step, train_step
     build.StopRequest = Ready
     return train(config)
 
@@ -67,6 +74,7 @@ def begin(config, base: Path, fatal_syncs: tuple[int, int] = (0, 0)) -> list[int
     """Start both ranks; their process ids."""
     for rank in range(2):
         (base / f"ready{rank}").unlink(missing_ok=True)
+        (base / f"steps{rank}").write_bytes(b"")
     return start_ranks(2, base / "log", lambda rank: work(rank, config, base, fatal_syncs[rank]))
 
 
@@ -118,18 +126,22 @@ def kill(config, base: Path, chance: random.Random) -> tuple[list[int], str]:
 def ask_to_stop(config, base: Path, chance: random.Random) -> tuple[list[int], str]:
     """A round that ends by a signal; exit codes and what was done."""
     number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+    before = max(published_steps(config.checkpoint_folder), default=0)
     children = begin(config, base)
     await_ready(base, children)
     time.sleep(chance.uniform(0.0, 2.0))
-    seen = len(rows(config))
+    for child in children:  # they stand still until both have the signal
+        os.kill(child, signal.SIGSTOP)
+    seen = before + (base / "steps0").stat().st_size
     for child in children:  # as torchrun does, every process of the rank
         for process in (*children_of(child), child):
             os.kill(process, number)
+        os.kill(child, signal.SIGCONT)
     codes = end(children)
     if codes == [0, 0]:
         return codes, "too late"
     saved = max(published_steps(config.checkpoint_folder), default=0)
-    # The step in which it arrived is finished; one more may have been finished since its row was seen.
+    # The step in which it arrived is finished.
     if codes != [EXIT_STOPPED] * 2 or not seen <= saved <= seen + 2:
         raise SystemExit(
             f"{number.name} after step {seen}: codes {codes}, saved {saved}\n{(base / 'log0').read_text()}"

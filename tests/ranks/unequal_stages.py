@@ -19,7 +19,7 @@ from tests.ranks.sharded_layouts import Layout, make_config
 
 def main(key_heads: int) -> None:
     """Two stages, two shards and tensor parallelism over two ranks, with so many key heads."""
-    process, asked, make = join(60), [], distributed_c10d._new_group_with_tag
+    process, asked, make = join(300), [], distributed_c10d._new_group_with_tag
 
     def record(ranks, *arguments, **options):
         asked.append(["members" if options.get("use_local_synchronization") else "all", ranks])

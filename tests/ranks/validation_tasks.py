@@ -18,15 +18,11 @@ from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
-    "one rank": (1, {}),
-    "fsdp": (2, {}),
-    "replicas": (2, {"data_parallel_replicate_degree": 2}),
-    "experts": (2, {"expert_parallel_degree": 2}),
-    "tensor": (2, {"tensor_parallel_degree": 2}),
-    "context": (2, {"context_parallel_degree": 2}),
-    "pipeline": (2, {"pipeline_parallel_degree": 2}),
+    "one rank": (1, {}), "fsdp": (2, {}), "replicas": (2, {"data_parallel_replicate_degree": 2}),
+    "experts": (2, {"expert_parallel_degree": 2}), "tensor": (2, {"tensor_parallel_degree": 2}),
+    "context": (2, {"context_parallel_degree": 2}), "pipeline": (2, {"pipeline_parallel_degree": 2}),
     "context and tensor": (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}),
-}
+}  # fmt: skip
 TASKS = [
     # Three rows of 61 tokens: two ranks cannot split the rows evenly, nor a mesh the tokens.
     {"kind": "position", "lengths": [30, 61, 999]},
@@ -82,7 +78,7 @@ def main() -> None:
                 return train(config)
 
             log = base / f"log-{label}-"
-            if any(await_ranks(start_ranks(ranks, log, work), 120)):
+            if any(await_ranks(start_ranks(ranks, log, work))):
                 raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
             rows = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())
             print(json.dumps({"name": label, "row": next(rows)}), flush=True)

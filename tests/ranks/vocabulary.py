@@ -93,7 +93,7 @@ def error(found: Tensor, want: Tensor) -> float:
 
 def main() -> None:
     """On each rank."""
-    process = join(60)
+    process = join(300)
     for dtype in (torch.float32, torch.bfloat16):
         for case in CASES:
             example = make_example(case, dtype)

@@ -73,7 +73,7 @@ class SlurmCluster:
         connections, listening = Path(f"/proc/{daemon.pid}/net/tcp"), f":{_PORT:04X} 00000000:0000 0A"
         self._wait_for(daemon, lambda: listening in connections.read_text())
 
-    def wait_until_idle(self, seconds: float = 60) -> None:
+    def wait_until_idle(self, seconds: float = 240) -> None:
         """Wait until all nodes are idle."""
         end = time.monotonic() + seconds
         while (found := self.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip()) != str(len(self.nodes)):
@@ -100,7 +100,7 @@ class SlurmCluster:
         self._started.append(process)
         return process
 
-    def call(self, *command: str, seconds: float = 20, cwd: Path | None = None, **variables: str) -> str:
+    def call(self, *command: str, seconds: float = 240, cwd: Path | None = None, **variables: str) -> str:
         """What a command prints, run on the controller."""
         inside = ["nsenter", f"--net=/run/netns/{self._names['c']}", *command]
         environment = {**self._environment(), **variables}
@@ -162,7 +162,7 @@ class SlurmCluster:
                     self.kill_node(host)
                     time.sleep(0.05)
             for process in self._started:
-                process.wait(10)
+                process.wait(60)
         finally:
             for name in self._names.values():
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)

@@ -18,7 +18,7 @@ from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.history import ROWS_FILE, read_history
 from glm46.storage.checkpoint.integrity import published_steps
-from tests.ranks.forked_launch import is_rank
+from tests.processes import is_rank
 from tests.slurm.cluster import SlurmCluster, missing
 from tests.small_run import small_config
 
@@ -189,7 +189,7 @@ def test_jobs_of_one_name_go_on_one_after_another(cluster, config, expected, tmp
     first.wait_for_step(30)
     cluster.call("scancel", "--signal=USR1", "--batch", first.number)
     second.wait(second.has_ended)
-    third.wait(third.has_ended, 20)
+    third.wait(third.has_ended)
     assert [job.state()["JobState"] for job in (first, second, third)] == ["FAILED", "COMPLETED", "CANCELLED"]
     assert first.state()["ExitCode"] == "75:0" and min(second.resumes(), default=0) >= 30
     assert second.losses() == expected and list((tmp_path / "chain/jobs").iterdir()) == []
@@ -287,7 +287,7 @@ def test_a_job_without_spares_left_is_requeued_without_its_lost_nodes(cluster, c
     cluster.kill_node("n2")
     cluster.kill_node("n3")
     report("from the loss of two nodes to the requeue", job.wait(lambda: job.state()["Restarts"] == "1"))
-    job.wait(lambda: job.state()["ExcNodeList"] in ("n[2-3]", "n2,n3", "n3,n2"), 20)
+    job.wait(lambda: job.state()["ExcNodeList"] in ("n[2-3]", "n2,n3", "n3,n2"))
     report("from the requeue to the start", job.wait(lambda: job.state()["JobState"] == "RUNNING"))
     assert job.state()["NodeList"] == "n[1,4-5]"
     job.wait_for_completion(restarts=1)
@@ -368,7 +368,7 @@ def test_a_job_whose_storage_hangs_trains_on(cluster, storage, config, expected)
     storage.signal(signal.SIGSTOP)
     time.sleep(1)  # steps that were under way are printed
     before = step()
-    job.wait(lambda: step() >= before + 10, 60)
+    job.wait(lambda: step() >= before + 10)
     report("from the hang to the tenth step after its first second", time.monotonic() - began)
     time.sleep(2 * config.comm.hang_seconds)
     storage.signal(signal.SIGCONT)

@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from glm46.cli import main
 from glm46.config.loader import dump_config, load_config
 from glm46.operate.ablation.ablation_runs import plan_ablation
 from glm46.operate.estimate.machine import Gpu, Machine
+from tests.processes import wait_until
 from tests.small_run import TINY, small_config
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +52,7 @@ if lr == 0.25 and not (folder / "stopped").exists():
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     (folder / "waits").touch()
-    time.sleep(180)
+    time.sleep(600)
 """
 
 
@@ -259,16 +259,15 @@ def test_a_signal_stops_the_run_and_the_next_call_goes_on(file, launcher, tmp_pa
     command += ["--nproc", "2"]
     usual = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, start_new_session=True, **usual) as process:
-        waits, end = out / "optimizer.lr=0.25" / "seed-0" / "waits", time.monotonic() + 180
-        while not waits.exists() and time.monotonic() < end and process.poll() is None:
-            time.sleep(0.02)
+        waits = out / "optimizer.lr=0.25" / "seed-0" / "waits"
+        wait_until(lambda: waits.exists() or process.poll() is not None)
         os.kill(process.pid, number)
-        said, _ = process.communicate(timeout=180)
+        said, _ = process.communicate(timeout=300)
     assert process.returncode == code and "the same command goes on" in said
     assert results(out) == {"optimizer.lr=0.125/seed-0": "finished", "optimizer.lr=0.25/seed-0": "stopped"}
     page = (out / "ablation.md").read_text()
     assert "| optimizer.lr=0.25, seed 0 | stopped |" in page and "| optimizer.lr=1.0, seed 0 | missing |" in page
-    again = subprocess.run(command, check=True, timeout=180, **usual)
+    again = subprocess.run(command, check=True, timeout=300, **usual)
     assert "1 finished, 2 to train" in again.stdout and set(results(out).values()) == {"finished"}
     assert starts(out)["optimizer.lr=0.125/seed-0"] == 1
 

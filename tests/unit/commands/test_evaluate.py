@@ -186,24 +186,19 @@ def test_nothing_is_written_without_an_output_folder(trained, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--tasks", "needl"], ("--tasks", "needl", "needle")),
-        (["--tasks", "chess"], ("--tasks", "chess", "unknown task")),
-        (["--lengths", "0"], ("--lengths", "0")),
-        (["--lengths", "64,x"], ("--lengths", "x")),
-        (["--lengths", "64,9999"], ("--lengths 9999", "2048", "max_position_embeddings")),
-        (["--depths", "1.5"], ("--depths", "1.5", "between 0 and 1")),
-        (["--samples", "0"], ("--samples", "0")),
-        (["--lengths", "20"], ("needle", "20", "at least")),
-        (["--lengths", "2000", "--tasks", "position"], ("position", "2000", "longest")),
-        (["--tasks", "needle", "--against", "b"], ("--against b", "loss", "--tasks")),
-        (["--tasks", "loss", "--against", "nowhere"], ("nowhere", "no such folder")),
-        (["--data", "nowhere"], ("nowhere", "prepare")),
-        (["--data", "a/text", "--data", "b/text"], ("--data", "a/text", "b/text", "rename")),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", [
+    (["--tasks", "needl"], ("--tasks", "needl", "needle")),
+    (["--tasks", "chess"], ("--tasks", "chess", "unknown task")), (["--lengths", "0"], ("--lengths", "0")),
+    (["--lengths", "64,x"], ("--lengths", "x")),
+    (["--lengths", "64,9999"], ("--lengths 9999", "2048", "max_position_embeddings")),
+    (["--depths", "1.5"], ("--depths", "1.5", "between 0 and 1")), (["--samples", "0"], ("--samples", "0")),
+    (["--lengths", "20"], ("needle", "20", "at least")),
+    (["--lengths", "2000", "--tasks", "position"], ("position", "2000", "longest")),
+    (["--tasks", "needle", "--against", "b"], ("--against b", "loss", "--tasks")),
+    (["--tasks", "loss", "--against", "nowhere"], ("nowhere", "no such folder")),
+    (["--data", "nowhere"], ("nowhere", "prepare")),
+    (["--data", "a/text", "--data", "b/text"], ("--data", "a/text", "b/text", "rename")),
+])  # fmt: skip
 @pytest.mark.usefixtures("small_task_index")
 def test_mistakes_are_named_with_exit_code_2(trained, arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

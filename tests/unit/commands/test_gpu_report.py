@@ -5,12 +5,10 @@ import importlib.util
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,79 +69,26 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path):
     failing = tmp_path / "python"
     failing.write_text("#!/bin/sh\necho the driver is too old >&2\nexit 3\n")
     hanging = tmp_path / "hanging"
-    hanging.write_text("#!/bin/sh\nexec sleep 30\n")
+    hanging.write_text("#!/bin/sh\nexec sleep 1000\n")
     for file in (failing, hanging):
         file.chmod(0o755)
-    failed = made.attend_part("machine", tmp_path, str(failing), True, 20)
+    failed = made.attend_part("machine", tmp_path, str(failing), True, 300)
     assert (failed["status"], failed["reason"]) == ("failed", "exit code 3")
     assert failed["output"] == ["the driver is too old"]
-    hung = made.attend_part("tests", tmp_path, str(hanging), True, 1.5)
+    hung = made.attend_part("tests", tmp_path, str(hanging), True, 2)
     assert (hung["status"], hung["reason"]) == ("failed", "not done after 2 s")
-    (tmp_path / "counting").write_text('#!/bin/sh\necho \'{"passed": 3}\' >"$5/$3.so_far.json"\nexec sleep 30\n')
+    (tmp_path / "counting").write_text('#!/bin/sh\necho \'{"passed": 3}\' >"$5/$3.so_far.json"\nexec sleep 1000\n')
     (tmp_path / "counting").chmod(0o755)
-    cut_off = made.attend_part("tests", tmp_path, str(tmp_path / "counting"), True, 1.5)
+    cut_off = made.attend_part("tests", tmp_path, str(tmp_path / "counting"), True, 6)
     assert cut_off["status"] == "failed" and cut_off["result"] == {"passed": 3}
     late = made.attend_part("fp8", tmp_path, str(failing), True, 0.0)
     assert late["status"] == "skipped" and "no time was left" in late["reason"]
     report = {
-        "date": "today",
-        "command": "x",
-        "is_dry": True,
-        "missing": ["pynvml"],
+        "date": "today", "command": "x", "is_dry": True, "missing": ["pynvml"],
         "parts": {"machine": failed, "tests": hung},
-    }
+    }  # fmt: skip
     text = made.as_markdown(report)
     assert "| machine | failed: exit code 3 |" in text and "the driver is too old" in text and "pynvml" in text
-
-
-def test_failed_tests_are_repeated_with_blocking_launches(tmp_path, monkeypatch, capfd):
-    """Files in processes of their own: one that ends its process takes no other with it."""
-    made = script()
-    monkeypatch.setenv("GPU_REPORT_PART", "tests")
-    monkeypatch.setattr(made, "ROOT", tmp_path)
-    says = "import os\ndef test_it():\n    print('blocking', os.environ.get('CUDA_LAUNCH_BLOCKING'))\n"
-    contents = {
-        "good": "def test_it(): pass\n",
-        "bad": f"{says}    assert 1 == 2\n",
-        "dead": "import os\nos._exit(7)\n",
-    }
-    files = [tmp_path / f"test_{name}.py" for name in contents]
-    for file, text in zip(files, contents.values(), strict=True):
-        file.write_text(text)
-    with pytest.raises(
-        RuntimeError, match="1 passed, failed:\ntest_it: .*assert 1 == 2\ntest_dead.py: pytest ended with 7"
-    ):
-        made._pytest(tmp_path, [[file] for file in files])
-    said = capfd.readouterr().out
-    assert said.index("blocking None") < said.index("blocking 1") and said.count("blocking") == 2
-    assert json.loads((tmp_path / "tests.so_far.json").read_text())["passed"] == 1
-
-
-def test_a_torch_that_is_too_old_is_refused_in_one_sentence(tmp_path, monkeypatch):
-    made = script()
-    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
-    with pytest.raises(made.Skipped, match=r"torch 2.10.1\+cu128 is too old; glm46 needs 2.11 or newer"):
-        made.machine(tmp_path, True)
-
-
-def test_training_that_does_not_fit_has_fewer_layers(tmp_path, monkeypatch):
-    made, tried = script(), []
-
-    def train(name, folder, is_dry, overrides):
-        tried.append(overrides)
-        if len(tried) < 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return {"work": "2 layers"}
-
-    monkeypatch.setattr(made, "_train_once", train)
-    assert made._train("bf16", tmp_path, False, ["--a", "b"]) == {"work": "2 layers", "out_of_memory": True}
-    assert [each[3:] for each in tried] == [[], ["3"], ["2"]]
-
-
-def test_a_folder_of_wheels_that_is_not_there_is_refused(tmp_path):
-    command = [sys.executable, ROOT / "scripts/gpu_report.py", "--wheels", tmp_path / "none"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert ended.returncode == 2 and "none: no such folder; name one that holds .whl files" in ended.stderr
 
 
 def report_of_parts(folder, code: str, *arguments):
@@ -173,34 +118,17 @@ def test_parts_end_in_time_and_leave_what_they_do_not_need(tmp_path, monkeypatch
     assert {part for parts in made.COMMANDS.values() for part in parts} == set(made.PARTS)
     for parts in made.COMMANDS.values():
         assert sum(made.PARTS[name][1] for name in parts) <= made.SECONDS < 600 - 20
-    monkeypatch.setattr(made, "PARTS", {name: (None, 2) for name in ("machine", "tests", "bf16")})
-    monkeypatch.setattr(made, "SECONDS", 6)
+    monkeypatch.setattr(made, "PARTS", {name: (None, 2000) for name in ("machine", "tests", "bf16")})
+    monkeypatch.setattr(made, "SECONDS", 6000)
     given = []
     monkeypatch.setattr(made, "attend_part", lambda *part: given.append(part[-1]) or {"status": "done", "seconds": 0.0})
     arguments = SimpleNamespace(python="python", wheels=None, dry_run=True, parts=None)
     assert made.measure(arguments, ["machine", "tests", "bf16"], tmp_path, tmp_path) == 0
-    assert given == pytest.approx([2, 4, 6], abs=0.5)  # none of them took time
+    assert given == pytest.approx([2000, 4000, 6000], abs=500)  # none of them took time
     given.clear()
     arguments.parts = "tests"
     made.measure(arguments, ["tests"], tmp_path, tmp_path)
-    assert given == pytest.approx([6, 6], abs=0.5)
-
-
-def test_memory_is_compared_without_that_of_the_process():
-    part = {"status": "done", "seconds": 1.0, "result": {"tokens_per_second": 1.0, "peak_over_plan": 1.034}}
-    about = {"date": "today", "command": "x", "is_dry": False, "missing": []}
-    text = script().as_markdown(about | {"parts": {"machine": {"status": "done", "seconds": 1.0}, "bf16": part}})
-    assert "bf16: the peak memory of tensors is 103.4% of the planned one." in text
-
-
-def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
-    made = script()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(made.Skipped, match="finds no GPU; --dry-run"):
-        made.machine(tmp_path, False)
-    skip = 'echo \'{"status": "skipped", "reason": "no GPU"}\' >"$5/$3.json"'
-    ended, parts = report_of_parts(tmp_path, skip)
-    assert ended.returncode == 2 and list(parts) == ["machine"] and "no GPU" in ended.stdout
+    assert given == pytest.approx([6000, 6000], abs=500)
 
 
 RUNS = {
@@ -220,36 +148,3 @@ def test_the_runs_of_a_gpu_are_sound_and_fit(overrides, tmp_path):
         assert config.model.num_hidden_layers == layers
         assert plan_memory(config, 1, device="gpu").total < 0.9 * gib * 2**30
         assert resolve_plan(config, 1).step_tokens == 65536  # what the goal for the optimizer's share is stated for
-
-
-@pytest.mark.slow
-def test_missing_packages_come_from_the_folder_of_wheels(tmp_path, monkeypatch):
-    """A package that is nowhere installed: it is asked for beside what the project needs."""
-    made, wheels = script(), tmp_path / "wheels"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "glm46_absent-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("glm46_absent.py", "")
-        for name, lines in {
-            "METADATA": "Metadata-Version: 2.1\nName: glm46-absent\nVersion: 1.0\n",
-            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-            "RECORD": "",
-        }.items():
-            wheel.writestr(f"glm46_absent-1.0.dist-info/{name}", lines)
-    asked = []
-    run = subprocess.run
-
-    def with_one_more(command, **options):
-        ended = run(command, **options)
-        if "-c" in command:
-            asked.append(json.loads(ended.stdout))
-            has_it = run([command[0], "-c", "import glm46_absent"], capture_output=True).returncode == 0
-            ended.stdout = json.dumps([*asked[-1], *([] if has_it else [["is missing", "glm46-absent"]])])
-        return ended
-
-    monkeypatch.setattr(made.subprocess, "run", with_one_more)
-    python, missing = made.install(wheels, tmp_path)
-    # The environment sees the packages of the one that made it, torch among them, and installs nothing twice.
-    assert missing == [requirement for _, requirement in asked[-1]] and not any("torch" in name for name in missing)
-    code = "import torch, glm46_absent, sys; print(torch.__version__, sys.prefix)"
-    ended = run([python, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == [torch.__version__, str(tmp_path / "venv")]

@@ -30,12 +30,8 @@ def write_run(folder, *, is_old=False, loss=3.0):
     rows = []
     for step in range(1, 21):
         row = {
-            "kind": "train",
-            "step": step,
-            "tokens": 1000 * step,
-            "loss": loss + 1 / step,
-            "loss_mean": loss + 1 / step,
-        }
+            "kind": "train", "step": step, "tokens": 1000 * step, "loss": loss + 1 / step, "loss_mean": loss + 1 / step,
+        }  # fmt: skip
         row |= {"lr": 1e-3, "tokens_per_second": 50.0, "expert_balance_cv": 0.5}
         if is_old:
             del row["kind"], row["loss_mean"]
@@ -157,18 +153,14 @@ def test_the_pictures_of_the_document_are_those_of_the_files():
             assert {f"{source.replace('_', ' ')} {share:.0%}" for source, share in stage.mixture().items()} <= words
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["nowhere"], ("nowhere", "job.dump_folder")),
-        (["empty"], ("empty", "metrics.jsonl", "job.dump_folder")),
-        (["begun"], ("begun", "no training rows", "metrics.log_freq")),
-        (["run", "--output", "picture.jpg"], ("--output", "picture.jpg", ".png")),
-        (["run", "--output", "nowhere/picture.png"], ("--output", "nowhere/picture.png", "folder")),
-        ([PHASE_1, "--output", "picture.jpg"], ("--output", "picture.jpg", ".png or .svg")),
-        ([PHASE_1, PHASE_3], ("debug_phase3.toml", "lr_scheduler.start_tokens = 245760", "163840", "all phases")),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", [
+    (["nowhere"], ("nowhere", "job.dump_folder")), (["empty"], ("empty", "metrics.jsonl", "job.dump_folder")),
+    (["begun"], ("begun", "no training rows", "metrics.log_freq")),
+    (["run", "--output", "picture.jpg"], ("--output", "picture.jpg", ".png")),
+    (["run", "--output", "nowhere/picture.png"], ("--output", "nowhere/picture.png", "folder")),
+    ([PHASE_1, "--output", "picture.jpg"], ("--output", "picture.jpg", ".png or .svg")),
+    ([PHASE_1, PHASE_3], ("debug_phase3.toml", "lr_scheduler.start_tokens = 245760", "163840", "all phases")),
+])  # fmt: skip
 def test_mistakes_are_named_with_their_remedy(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")

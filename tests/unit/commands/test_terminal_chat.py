@@ -29,6 +29,7 @@ from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
+from tests.processes import HANG_SECONDS
 
 TOKENIZER = load_tokenizer("builtin")
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"zone": "é"}}}]
@@ -239,7 +240,7 @@ class Terminal:
     def wait_for(self, text: str, since: int = 0, press: str = "") -> int:
         """Wait until the terminal shows a text; returns the place behind it. ``press`` is typed each second: Python
         notices a signal that comes just before it waits for input with the next one only."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + HANG_SECONDS
         while text not in self.seen[since:]:
             assert time.monotonic() < end, self.seen[-2000:]
             if not select.select([self._here], [], [], 1)[0]:
@@ -266,7 +267,7 @@ def test_a_terminal_streams_an_answer_which_ctrl_c_stops_and_sigterm_ends_it(mod
     terminal.type("half a line\x03")  # at the prompt Ctrl-C discards the line
     at = terminal.wait_for("> ", at, press="\x03")
     terminal.process.terminate()
-    assert terminal.process.wait(30) == 128 + signal.SIGTERM
+    assert terminal.process.wait(HANG_SECONDS) == 128 + signal.SIGTERM
 
 
 def test_mistakes_are_named_before_a_model_is_read(tmp_path, capsys, monkeypatch):

@@ -28,576 +28,232 @@ name = "a"
 path = "data/a"
 """
 
-CHATS = 'recipe = { input = ["a"], format = "messages", max_tokens = 200 }'
-TASKS = "[validation]\nenable = true\ntasks = [{}]\n[training]"
+TASKS = "[validation]\nenable = true\ntasks = "
 
-# What is put in place of (old, new) in the sound file, or behind it, and the whole message after the file's name.
+# By mistake: the text before [training], or old and new text in the sound file; of each fault the key with its value,
+# and then the rule or the remedy.
 BAD = {
-    "unknown key": (
-        ("seq_len = 128", "seqlen = 128"),
-        ["training.seqlen: unknown key; did you mean 'seq_len'?"],
-    ),
+    "unknown key": (("seq_len = 128", "seqlen = 128"), ("training.seqlen", "did you mean 'seq_len'?")),
     "validation tasks of one kind": (
-        ("[training]", TASKS.format('{ kind = "needle", lengths = [64] }, { kind = "needle", lengths = [96] }')),
-        ['validation.tasks[1].kind = "needle": the same as validation.tasks[0].kind; put the lengths into one task'],
-    ),
+        TASKS + '[{ kind = "needle", lengths = [64] }, { kind = "needle", lengths = [96] }]',
+        ('validation.tasks[1].kind = "needle"', "put the lengths into one task")),
     "standard task that is there twice": (
-        ("[training]", TASKS.format('{ kind = "standard", names = ["a", "b"] }, { kind = "standard", names = ["b"] }')),
-        ['validation.tasks[1].names = "b": the same as validation.tasks[0].names; name each task once'],
-    ),
-    "validation tasks that measure nothing": (
-        ("[training]", TASKS.format('{ kind = "standard" }, { kind = "needle" }')),
-        [
-            'validation.tasks[0].names: required with kind = "standard"; add it, for example names = '
-            '["glm46_next_line"]',
-            'validation.tasks[1].lengths: required with kind = "needle"; add it, for example lengths = [4096]',
-        ],
-    ),
-    "lengths of a standard task": (
-        ("[training]", TASKS.format('{ kind = "standard", names = ["a"], lengths = [64] }')),
-        [
-            "validation.tasks[0].lengths = [64]: has no effect without validation.tasks[0].kind = \"position\" or "
-            '"needle"; set that, or remove validation.tasks[0].lengths',
-        ],
-    ),
-    "validation task between two validations": (
-        ("[training]", TASKS.format('{ kind = "needle", lengths = [64], freq = 150 }')),
-        ["validation.tasks[0].freq = 150: must be a multiple of validation.freq = 100; take 200"],
-    ),
-    "validation task beyond the positions": (
-        ("[training]", TASKS.format('{ kind = "position", lengths = [256, 4096] }')),
-        [
-            "validation.tasks[0].lengths = [256, 4096]: longer than model.max_position_embeddings = 2048; take lengths "
-            "up to that, or raise it",
-        ],
-    ),
-    "depths of a task without a needle": (
-        ("[training]", TASKS.format('{ kind = "position", lengths = [64], depths = [0.5] }')),
-        [
-            'validation.tasks[0].depths = [0.5]: has no effect without validation.tasks[0].kind = "needle"; set that, '
-            "or remove validation.tasks[0].depths",
-        ],
-    ),
+        TASKS + '[{ kind = "standard", names = ["a", "b"] }, { kind = "standard", names = ["b"] }]',
+        ('validation.tasks[1].names = "b"', "name each task once")),
+    "validation tasks that measure nothing": (TASKS + '[{ kind = "standard" }, { kind = "needle" }]',
+        ("validation.tasks[0].names", 'add it, for example names = ["glm46_next_line"]'),
+        ("validation.tasks[1].lengths", "add it, for example lengths = [4096]")),
+    "lengths of a standard task": (TASKS + '[{ kind = "standard", names = ["a"], lengths = [64] }]',
+        ("validation.tasks[0].lengths = [64]", 'without validation.tasks[0].kind = "position" or "needle"; set that')),
+    "validation task between two validations": (TASKS + '[{ kind = "needle", lengths = [64], freq = 150 }]',
+        ("validation.tasks[0].freq = 150", "take 200")),
+    "validation task beyond the positions": (TASKS + '[{ kind = "position", lengths = [256, 4096] }]',
+        ("validation.tasks[0].lengths = [256, 4096]", "take lengths up to that, or raise it")),
+    "depths of a task without a needle": (TASKS + '[{ kind = "position", lengths = [64], depths = [0.5] }]',
+        ("validation.tasks[0].depths = [0.5]", 'without validation.tasks[0].kind = "needle"; set that')),
     "chats that are cut, that see each other, and are longer than a row": (
-        ('path = "data/a"', f'path = "data/a"\n{CHATS}'),
-        [
-            'data.sources[0].packing = "concatenate": cuts chats between rows; set packing = "best_fit"',
-            "data.document_mask = false: the chats of data.sources[0] in a row would read each other; set it to true",
-            "data.sources[0].recipe.max_tokens = 200: longer than the shortest rows that read it, 128 tokens, and a "
-            "document of chats must fit into a row; lower it to 128, or raise seq_len",
-        ],
-    ),
+        ('path = "data/a"', 'path = "data/a"\nrecipe = { input = ["a"], format = "messages", max_tokens = 200 }'),
+        ('data.sources[0].packing = "concatenate"', 'set packing = "best_fit"'),
+        ("data.document_mask = false", "set it to true"),
+        ("data.sources[0].recipe.max_tokens = 200", "lower it to 128, or raise seq_len")),
     "chats of any length": (
         ('path = "data/a"', 'path = "data/a"\npacking = "best_fit"\nrecipe = { input = ["a"], format = "alpaca" }'),
-        [
-            "data.document_mask = false: the chats of data.sources[0] in a row would read each other; set it to true",
-            "data.sources[0].recipe.max_tokens: absent, and chats need it; set it to at most 128, the shortest rows",
-        ],
-    ),
-    "keys of text for chats": (
-        ('path = "data/a"', 'path = "data/a"\nrecipe = { input = ["a"], history = "last" }'),
-        [
-            'data.sources[0].recipe.history = "last": has no effect without data.sources[0].recipe.format = "messages" '
-            'or "sharegpt" or "prompt_completion" or "alpaca"; set that, or remove data.sources[0].recipe.history',
-        ],
-    ),
-    "unknown validation task": (
-        ("[training]", TASKS.format('{ kind = "needles", lengths = [64] }')),
-        ["validation.tasks[0].kind = \"needles\": must be 'position', 'needle' or 'standard'; did you mean 'needle'?"],
-    ),
-    "unknown key of another section": (
-        ("steps = 10", "steps = 10\nlog_freq = 5"),
-        ["training.log_freq: unknown key; did you mean 'metrics.log_freq'?"],
-    ),
-    "unknown key like no other": (
-        ("steps = 10", "steps = 10\nzzz = 5"),
-        [
-            "training.zzz: unknown key; valid keys are local_batch_size, global_batch_size, seq_len, tokens, steps, "
-            "max_norm, max_skipped_steps, spike_sigmas, spike_window, max_rollbacks, dtype, mixed_precision_param, "
-            "mixed_precision_reduce, parameter_offload, gc_freq"
-        ],
-    ),
+        ("data.document_mask = false", "set it to true"),
+        ("data.sources[0].recipe.max_tokens", "set it to at most 128, the shortest rows")),
+    "keys of text for chats": (('path = "data/a"', 'path = "data/a"\nrecipe = { input = ["a"], history = "last" }'),
+        ('data.sources[0].recipe.history = "last"',
+         'without data.sources[0].recipe.format = "messages" or "sharegpt" or "prompt_completion" or "alpaca"; '
+         'set that')),
+    "unknown validation task": (TASKS + '[{ kind = "needles", lengths = [64] }]',
+        ('validation.tasks[0].kind = "needles"', "did you mean 'needle'?")),
+    "unknown key of another section": (("steps = 10", "steps = 10\nlog_freq = 5"),
+        ("training.log_freq", "did you mean 'metrics.log_freq'?")),
+    "unknown key like no other": (("steps = 10", "steps = 10\nzzz = 5"),
+        ("training.zzz", "valid keys are local_batch_size, global_batch_size")),
     "profile and warm-up longer than the steps between profiles": (
-        ("[training]", "[profiling]\nenable_profiling = true\nprofile_freq = 3\n[training]"),
-        [
-            "profiling.profile_freq = 3: must be at least profiling.profiler_warmup + profiling.profiler_active = 4; "
-            "raise it, or lower one of them",
-        ],
-    ),
-    "run without a profiled step": (
-        ("[training]", "[profiling]\nenable_profiling = true\n[training]"),
-        [
-            "profiling.profile_freq = 100: no step would be profiled, because the run ends at training.steps = 10; "
-            "lower it to at most 10",
-        ],
-    ),
-    "profiled rank named twice": (
-        ("[training]", "[profiling]\nranks = [1, 1]\n[training]"),
-        ["profiling.ranks = [1, 1]: names a rank twice; name each once"],
-    ),
-    "no profiled rank": (
-        ("[training]", "[profiling]\nranks = []\n[training]"),
-        [("profiling.ranks = []: ", "at least 1")],
-    ),
-    "unknown section": (
-        ("[training]", "[trainning]"),
-        [
-            "trainning: unknown key; did you mean 'training'?",
-        ],
-    ),
-    "unknown key in an array of tables": (
-        ('path = "data/a"', 'path = "data/a"\nweigth = 2.0'),
-        ["data.sources[0].weigth: unknown key; did you mean 'weight'?"],
-    ),
-    "string for integer": (
-        ("seq_len = 128", 'seq_len = "128"'),
-        ['training.seq_len = "128": must be a valid integer; write 128 without quotes'],
-    ),
-    "boolean for integer": (
-        ("seq_len = 128", "seq_len = true"),
-        ["training.seq_len = true: must be a valid integer (Tokens per sequence)"],
-    ),
-    "whole float for integer": (
-        ("steps = 10", "steps = 1e6"),
-        ["training.steps = 1000000.0: must be a valid integer; write 1_000_000"],
-    ),
-    "broken float for integer": (
-        ("steps = 10", "steps = 10.5"),
-        ["training.steps = 10.5: must be a valid integer (Training budget of this run in optimizer steps)"],
-    ),
-    "array for integer": (
-        ("seq_len = 128", "seq_len = [128]"),
-        ["training.seq_len = [128]: must be a valid integer (Tokens per sequence)"],
-    ),
-    "date for integer": (
-        ("seq_len = 128", "seq_len = 2026-01-01"),
-        ["training.seq_len = 2026-01-01: must be a valid integer (Tokens per sequence)"],
-    ),
-    "boolean for float": (
-        ("[training]", "[optimizer]\nlr = true\n[training]"),
-        ["optimizer.lr = true: must be a valid number (Peak learning rate)"],
-    ),
-    "string for float": (
-        ("[training]", '[optimizer]\nlr = "3e-4"\n[training]'),
-        ['optimizer.lr = "3e-4": must be a valid number; write 0.0003 without quotes'],
-    ),
-    "string for boolean": (
-        ("[training]", '[compile]\nenable = "True"\n[training]'),
-        [('compile.enable = "True": must be a valid boolean', "write true without quotes")],
-    ),
-    "integer for string": (
-        ('path = "data/a"', "path = 3"),
-        ['data.sources[0].path = 3: must be a valid string; write "3" with quotes'],
-    ),
-    "value for table": (
-        ("[training]", "job = 3\n[training]"),  # behind the header [model], so it is a key of that
-        [
-            "model.job: unknown key; valid keys are flavor, tokenizer_path, vocab_size, hidden_size, "
-            "num_hidden_layers, first_k_dense_replace, intermediate_size, moe_intermediate_size, n_routed_experts, "
-            "num_experts_per_tok, n_shared_experts, n_group, topk_group, norm_topk_prob, routed_scaling_factor, "
-            "num_attention_heads, num_key_value_heads, head_dim, use_qk_norm, attention_bias, partial_rotary_factor, "
-            "rope_theta, rope_scaling, sliding_window, rms_norm_eps, initializer_range, max_position_embeddings, "
-            "num_nextn_predict_layers"
-        ],
-    ),
-    "table for array of tables": (
-        ("[[data.sources]]", "[data.sources]"),
-        [
-            'data.sources = {name = "a", path = "data/a"}: must be an array; write a table [[data.sources]] for each '
-            "entry, or on the command line --data.sources '[{name = ...}]'"
-        ],
-    ),
-    "below the range": (
-        ("seq_len = 128", "seq_len = 1"),
-        ["training.seq_len = 1: must be greater than or equal to 2 (Tokens per sequence)"],
-    ),
-    "at an open bound": (
-        ("[training]", "[optimizer]\nbeta1 = 1.0\n[training]"),
-        ["optimizer.beta1 = 1.0: must be less than 1 (AdamW: decay of the first moment)"],
-    ),
-    "infinite": (
-        ("[training]", "[moe]\nbias_clamp = inf\n[training]"),
-        ["moe.bias_clamp = inf: must be a finite number (proportional: largest absolute value of the bias)"],
-    ),
-    "not a number": (
-        ("[training]", "[optimizer]\nlr = nan\n[training]"),
-        [
-            "optimizer.lr = nan: must be a finite number (Peak learning rate)",
-        ],
-    ),
-    "choice in the wrong case": (
-        ("[training]", '[optimizer]\nname = "muon"\n[training]'),
-        ["optimizer.name = \"muon\": must be 'Muon' or 'AdamW'; did you mean 'Muon'?"],
-    ),
-    "choice of the wrong type": (
-        ("[training]", "[optimizer]\nstate_dtype = 8\n[training]"),
-        ["optimizer.state_dtype = 8: must be 'float32', 'bfloat16' or '8bit' (Type of the optimizer states)"],
-    ),
-    "pattern": (
-        ('name = "a"', 'name = "a b"'),
-        [
-            "data.sources[0].name = \"a b\": must match pattern '^[A-Za-z0-9_.-]+$' (Name of the source in logs and "
-            "metrics)",
-        ],
-    ),
-    "missing in an array of tables": (
-        ('path = "data/a"', ""),
-        [
-            "data.sources[0].path: required, but absent (Folder with manifest.json and the shards that "
-            "'python -m glm46 prepare' wrote)"
-        ],
-    ),
-    "missing flavor": (
-        ('flavor = "debug"', ""),
-        ["model.flavor: required, but absent; one of GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B, 15B, 100M, debug"],
-    ),
-    "missing model": (
-        ('[model]\nflavor = "debug"', ""),
-        ["model.flavor: required, but absent; one of GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B, 15B, 100M, debug"],
-    ),
-    "unknown flavor": (
-        ('flavor = "debug"', 'flavor = "glm-4.5-air2"'),
-        [
-            'model.flavor = "glm-4.5-air2": no such preset; did you mean \'GLM-4.5-Air\'? Presets: GLM-4.6, GLM-4.5, '
-            "GLM-4.5-Air, 100B, 15B, 100M, debug"
-        ],
-    ),
-    "schedule of the wrong type": (
-        ("[training]", '[mtp]\nloss_weight = "high"\n[training]'),
-        [('mtp.loss_weight = "high": ', "finite number, or points [[tokens, value], ...]")],
-    ),
-    "schedule that is not a number": (
-        ("[training]", "[mtp]\nloss_weight = nan\n[training]"),
-        [("mtp.loss_weight = nan: ", "finite number, or points [[tokens, value], ...]")],
-    ),
-    "schedule as one point": (
-        ("[training]", "[mtp]\nloss_weight = [0, 0.3]\n[training]"),
-        [("mtp.loss_weight = [0, 0.3]: ", "points [[tokens, value], ...]")],
-    ),
-    "schedule with a long point": (
-        ("[training]", "[mtp]\nloss_weight = [[0, 0.3, 1]]\n[training]"),
-        [("mtp.loss_weight = [[0, 0.3, 1]]: ", "points [[tokens, value], ...]")],
-    ),
-    "schedule with float tokens": (
-        ("[training]", "[mtp]\nloss_weight = [[0, 0.3], [15e12, 0.1]]\n[training]"),
-        [("mtp.loss_weight = [[0, 0.3], [15000000000000.0, 0.1]]: ", "integer tokens >= 0")],
-    ),
-    "schedule that goes back": (
-        ("[training]", "[mtp]\nloss_weight = [[5, 0.3], [1, 0.1]]\n[training]"),
-        [("mtp.loss_weight = [[5, 0.3], [1, 0.1]]: ", "integer tokens >= 0 in ascending order")],
-    ),
-    "negative rate": (
-        ("[training]", "[moe]\nbias_update_rate = [[0, 0.1], [5, -0.1]]\n[training]"),
-        ["moe.bias_update_rate = [[0, 0.1], [5, -0.1]]: value -0.1: must be at least 0"],
-    ),
-    "negative weights": (
-        ("[training]", "[moe]\nz_loss_weight = -0.1\nsequence_aux_loss_weight = [[0, 0.1], [5, -0.1]]\n[training]"),
-        [
-            "moe.sequence_aux_loss_weight = [[0, 0.1], [5, -0.1]]: value -0.1: must be at least 0",
-            "moe.z_loss_weight = -0.1: must be at least 0",
-        ],
-    ),
-    "temperature of zero": (
-        ("[training]", "[moe]\nrouter_temperature = 0\n[training]"),
-        ["moe.router_temperature = 0.0: must be greater than 0"],
-    ),
-    "no budget": (
-        ("steps = 10", ""),
-        [("training.tokens, training.steps: ", "absent", "set one of them")],
-    ),
-    "two budgets": (
-        ("steps = 10", "steps = 10\ntokens = 99"),
-        [("training.tokens = 99, training.steps = 10: ", "both given", "remove one of them")],
-    ),
-    "no source": (
-        ('[[data.sources]]\nname = "a"\npath = "data/a"', ""),
-        ["data.sources: no source to train on; add a [[data.sources]] table with name and path"],
-    ),
-    "the same name twice": (
-        ('path = "data/a"', 'path = "data/a"\n[[data.sources]]\nname = "a"\npath = "data/b"'),
-        ['data.sources[1].name = "a": the same as data.sources[0].name; give each its own'],
-    ),
-    "the same path twice": (
-        ('path = "data/a"', 'path = "data/a"\n[[data.sources]]\nname = "b"\npath = "data/a"'),
-        ['data.sources[1].path = "data/a": the same as data.sources[0].path; raise the weight of one instead'],
-    ),
-    "batch that does not divide": (
-        ("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = 10"),
-        [
-            "training.global_batch_size = 10: must be a multiple of 4 (training.local_batch_size = 4 times 1 "
-            "data-parallel rank); take 8 or 12"
-        ],
-    ),
+        "[profiling]\nenable_profiling = true\nprofile_freq = 3",
+        ("profiling.profile_freq = 3", "raise it, or lower one of them")),
+    "run without a profiled step": ("[profiling]\nenable_profiling = true",
+        ("profiling.profile_freq = 100", "lower it to at most 10")),
+    "profiled rank named twice": ("[profiling]\nranks = [1, 1]", ("profiling.ranks = [1, 1]", "name each once")),
+    "no profiled rank": ("[profiling]\nranks = []", ("profiling.ranks = []", "at least 1")),
+    "unknown section": (("[training]", "[trainning]"), ("trainning", "did you mean 'training'?")),
+    "unknown key in an array of tables": (('path = "data/a"', 'path = "data/a"\nweigth = 2.0'),
+        ("data.sources[0].weigth", "did you mean 'weight'?")),
+    "string for integer": (("seq_len = 128", 'seq_len = "128"'),
+        ('training.seq_len = "128"', "write 128 without quotes")),
+    "boolean for integer": (("seq_len = 128", "seq_len = true"),
+        ("training.seq_len = true", "must be a valid integer")),
+    "whole float for integer": (("steps = 10", "steps = 1e6"), ("training.steps = 1000000.0", "write 1_000_000")),
+    "broken float for integer": (("steps = 10", "steps = 10.5"), ("training.steps = 10.5", "must be a valid integer")),
+    "array for integer": (("seq_len = 128", "seq_len = [128]"),
+        ("training.seq_len = [128]", "must be a valid integer")),
+    "date for integer": (("seq_len = 128", "seq_len = 2026-01-01"),
+        ("training.seq_len = 2026-01-01", "must be a valid integer")),
+    "boolean for float": ("[optimizer]\nlr = true", ("optimizer.lr = true", "must be a valid number")),
+    "string for float": ('[optimizer]\nlr = "3e-4"', ('optimizer.lr = "3e-4"', "write 0.0003 without quotes")),
+    "string for boolean": ('[compile]\nenable = "True"',
+        ('compile.enable = "True"', "must be a valid boolean", "write true without quotes")),
+    "integer for string": (('path = "data/a"', "path = 3"), ("data.sources[0].path = 3", 'write "3" with quotes')),
+    "value for table": ("job = 3", ("model.job", "valid keys are flavor, tokenizer_path")),
+    "table for array of tables": (("[[data.sources]]", "[data.sources]"),
+        ('data.sources = {name = "a", path = "data/a"}',
+         "write a table [[data.sources]] for each entry, or on the command line --data.sources '[{name = ...}]'")),
+    "below the range": (("seq_len = 128", "seq_len = 1"),
+        ("training.seq_len = 1", "must be greater than or equal to 2")),
+    "at an open bound": ("[optimizer]\nbeta1 = 1.0", ("optimizer.beta1 = 1.0", "must be less than 1")),
+    "infinite": ("[moe]\nbias_clamp = inf", ("moe.bias_clamp = inf", "must be a finite number")),
+    "not a number": ("[optimizer]\nlr = nan", ("optimizer.lr = nan", "must be a finite number")),
+    "choice in the wrong case": ('[optimizer]\nname = "muon"', ('optimizer.name = "muon"', "did you mean 'Muon'?")),
+    "choice of the wrong type": ("[optimizer]\nstate_dtype = 8",
+        ("optimizer.state_dtype = 8", "must be 'float32', 'bfloat16' or '8bit'")),
+    "pattern": (('name = "a"', 'name = "a b"'),
+        ('data.sources[0].name = "a b"', "must match pattern '^[A-Za-z0-9_.-]+$'")),
+    "missing in an array of tables": (('path = "data/a"', ""), ("data.sources[0].path", "required, but absent")),
+    "missing flavor": (('flavor = "debug"', ""), ("model.flavor", "one of GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B")),
+    "missing model": (('[model]\nflavor = "debug"', ""),
+        ("model.flavor", "one of GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B")),
+    "unknown flavor": (('flavor = "debug"', 'flavor = "glm-4.5-air2"'),
+        ('model.flavor = "glm-4.5-air2"', "did you mean 'GLM-4.5-Air'? Presets: GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B")),
+    "schedule of the wrong type": ('[mtp]\nloss_weight = "high"',
+        ('mtp.loss_weight = "high"', "finite number, or points [[tokens, value], ...]")),
+    "schedule that is not a number": ("[mtp]\nloss_weight = nan",
+        ("mtp.loss_weight = nan", "finite number, or points [[tokens, value], ...]")),
+    "schedule as one point": ("[mtp]\nloss_weight = [0, 0.3]",
+        ("mtp.loss_weight = [0, 0.3]", "points [[tokens, value], ...]")),
+    "schedule with a long point": ("[mtp]\nloss_weight = [[0, 0.3, 1]]",
+        ("mtp.loss_weight = [[0, 0.3, 1]]", "points [[tokens, value], ...]")),
+    "schedule with float tokens": ("[mtp]\nloss_weight = [[0, 0.3], [15e12, 0.1]]",
+        ("mtp.loss_weight = [[0, 0.3], [15000000000000.0, 0.1]]", "integer tokens >= 0")),
+    "schedule that goes back": ("[mtp]\nloss_weight = [[5, 0.3], [1, 0.1]]",
+        ("mtp.loss_weight = [[5, 0.3], [1, 0.1]]", "integer tokens >= 0 in ascending order")),
+    "negative rate": ("[moe]\nbias_update_rate = [[0, 0.1], [5, -0.1]]",
+        ("moe.bias_update_rate = [[0, 0.1], [5, -0.1]]", "value -0.1: must be at least 0")),
+    "negative weights": ("[moe]\nz_loss_weight = -0.1\nsequence_aux_loss_weight = [[0, 0.1], [5, -0.1]]",
+        ("moe.sequence_aux_loss_weight = [[0, 0.1], [5, -0.1]]", "value -0.1: must be at least 0"),
+        ("moe.z_loss_weight = -0.1", "must be at least 0")),
+    "temperature of zero": ("[moe]\nrouter_temperature = 0",
+        ("moe.router_temperature = 0.0", "must be greater than 0")),
+    "no budget": (("steps = 10", ""), ("training.tokens, training.steps", "absent", "set one of them")),
+    "two budgets": (("steps = 10", "steps = 10\ntokens = 99"),
+        ("training.tokens = 99, training.steps = 10", "both given", "remove one of them")),
+    "no source": (('[[data.sources]]\nname = "a"\npath = "data/a"', ""),
+        ("data.sources", "add a [[data.sources]] table with name and path")),
+    "the same name twice": (('path = "data/a"', 'path = "data/a"\n[[data.sources]]\nname = "a"\npath = "data/b"'),
+        ('data.sources[1].name = "a"', "give each its own")),
+    "the same path twice": (('path = "data/a"', 'path = "data/a"\n[[data.sources]]\nname = "b"\npath = "data/a"'),
+        ('data.sources[1].path = "data/a"', "raise the weight of one instead")),
+    "batch that does not divide": (("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = 10"),
+        ("training.global_batch_size = 10", "take 8 or 12")),
     "ramp below a micro-batch": (
         ("steps = 10", "steps = 10\nlocal_batch_size = 4\nglobal_batch_size = [[0, 2], [99, 8]]"),
-        [
-            "training.global_batch_size = [[0, 2.0], [99, 8.0]]: 2 sequences are less than one micro-batch, 4 "
-            "(training.local_batch_size = 4 times 1 data-parallel rank); start the ramp higher or lower "
-            "local_batch_size"
-        ],
-    ),
+        ("training.global_batch_size = [[0, 2.0], [99, 8.0]]", "start the ramp higher or lower local_batch_size")),
     "warm-up without end": (
         ("steps = 10\nseq_len = 128", "tokens = 1000\nseq_len = 128\n[lr_scheduler]\nwarmup_tokens = 1000"),
-        [
-            "lr_scheduler.warmup_tokens = 1000: the schedule ends at 1000 tokens, before its peak; warm up for fewer "
-            "tokens, or raise training.tokens or lr_scheduler.total_tokens"
-        ],
-    ),
+        ("lr_scheduler.warmup_tokens = 1000",
+         "warm up for fewer tokens, or raise training.tokens or lr_scheduler.total_tokens")),
     "decay inside the warm-up": (
-        (
-            "steps = 10\nseq_len = 128",
-            "tokens = 1000\nseq_len = 128\n[lr_scheduler]\nwarmup_tokens = 500\ndecay_ratio = 0.9",
-        ),
-        [
-            "lr_scheduler.decay_ratio = 0.9: the decay would begin at 100 tokens, inside the warm-up of 500; lower "
-            "decay_ratio or warmup_tokens"
-        ],
-    ),
+        ("steps = 10\nseq_len = 128",
+         "tokens = 1000\nseq_len = 128\n[lr_scheduler]\nwarmup_tokens = 500\ndecay_ratio = 0.9"),
+        ("lr_scheduler.decay_ratio = 0.9", "lower decay_ratio or warmup_tokens")),
     "run beyond its schedule": (
-        (
-            "steps = 10\nseq_len = 128",
-            "tokens = 1000\nseq_len = 128\n[lr_scheduler]\nstart_tokens = 500\ntotal_tokens = 1400",
-        ),
-        [
-            "lr_scheduler.total_tokens = 1400: the schedule ends before this run, which reaches 1500 tokens "
-            "(lr_scheduler.start_tokens + training.tokens); raise total_tokens to at least that"
-        ],
-    ),
-    "checkpoints outside": (
-        ("[training]", '[checkpoint]\nfolder = "../elsewhere"\n[training]'),
-        [('checkpoint.folder = "../elsewhere": ', "an absolute path, or one inside job.dump_folder")],
-    ),
-    "folders that another key's folder would move": (
-        ("[training]", '[metrics]\nsave_tb_folder = "."\n[training]'),
-        [('metrics.save_tb_folder = ".": ', "must not hold job.dump_folder = ", "name another folder")],
-    ),
-    "events among the checkpoints": (
-        ("[training]", '[metrics]\nsave_tb_folder = "checkpoint"\n[training]'),
-        [('metrics.save_tb_folder = "checkpoint": must not hold checkpoint.folder = ', "name another folder")],
-    ),
-    "two checkpoints to start from": (
-        ("[training]", '[checkpoint]\nload_path = "a"\ninitial_load_path = "b"\n[training]'),
-        [('checkpoint.load_path = "a", checkpoint.initial_load_path = "b": both given; ', "remove one of them")],
-    ),
+        ("steps = 10\nseq_len = 128",
+         "tokens = 1000\nseq_len = 128\n[lr_scheduler]\nstart_tokens = 500\ntotal_tokens = 1400"),
+        ("lr_scheduler.total_tokens = 1400", "raise total_tokens to at least that")),
+    "checkpoints outside": ('[checkpoint]\nfolder = "../elsewhere"',
+        ('checkpoint.folder = "../elsewhere"', "an absolute path, or one inside job.dump_folder")),
+    "folders that another key's folder would move": ('[metrics]\nsave_tb_folder = "."',
+        ('metrics.save_tb_folder = "."', "must not hold job.dump_folder = ", "name another folder")),
+    "events among the checkpoints": ('[metrics]\nsave_tb_folder = "checkpoint"',
+        ('metrics.save_tb_folder = "checkpoint"', "must not hold checkpoint.folder = ", "name another folder")),
+    "two checkpoints to start from": ('[checkpoint]\nload_path = "a"\ninitial_load_path = "b"',
+        ('checkpoint.load_path = "a", checkpoint.initial_load_path = "b"', "both given; ", "remove one of them")),
     "blocks of 8-bit states cut between ranks": (
-        (
-            "[training]",
-            'moe_intermediate_size = 96\n[optimizer]\nstate_dtype = "8bit"\n[parallelism]\ntensor_parallel_degree = 2\n'
-            "[training]",
-        ),
-        [
-            (
-                'optimizer.state_dtype = "8bit": parallelism.tensor_parallel_degree = 2 ',
-                "96 columns (model.n_shared_experts * moe_intermediate_size)",
-                "multiples of 64 on each rank",
-                "take 1 for the degree, or another state_dtype",
-            )
-        ],
-    ),
-    "no shard": (
-        ("[training]", "[parallelism]\ndata_parallel_shard_degree = 0\n[training]"),
-        ["parallelism.data_parallel_shard_degree = 0: must be at least 1, or -1 for all"],
-    ),
-    "uneven heads": (
-        ('flavor = "debug"', 'flavor = "debug"\nnum_attention_heads = 7'),
-        ["model.num_attention_heads = 7: must be a multiple of model.num_key_value_heads = 2; take 6 or 8"],
-    ),
-    "odd rotation": (
-        ('flavor = "debug"', 'flavor = "debug"\nhead_dim = 30'),
-        [
-            (
-                "model.partial_rotary_factor = 0.5: rotates 15 of model.head_dim = 30 dimensions",
-                "must be an even number of at least 2; take 0.5333333333333333",
-            )
-        ],
-    ),
-    "YaRN without the original length": (
-        ('flavor = "debug"', 'flavor = "debug"\nrope_scaling = { rope_type = "yarn", factor = 2.0 }'),
-        [
-            (
-                'model.rope_scaling.original_max_position_embeddings: required for rope_type = "yarn", but absent',
-                "set the length of the previous training",
-            )
-        ],
-    ),
-    "more dense layers than layers": (
-        ('flavor = "debug"', 'flavor = "debug"\nfirst_k_dense_replace = 5'),
-        ["model.first_k_dense_replace = 5: there are only model.num_hidden_layers = 4; lower it"],
-    ),
-    "uneven groups of experts": (
-        ('flavor = "debug"', 'flavor = "debug"\nn_group = 3'),
-        ["model.n_group = 3: must divide model.n_routed_experts = 16; take 2 or 4"],
-    ),
-    "groups of one expert": (
-        ('flavor = "debug"', 'flavor = "debug"\nn_group = 16\ntopk_group = 8'),
-        ["model.n_group = 16: leaves one expert per group, and a group is scored by its best two; lower it"],
-    ),
-    "more groups used than there are": (
-        ('flavor = "debug"', 'flavor = "debug"\ntopk_group = 2'),
-        ["model.topk_group = 2: there are only model.n_group = 1 groups; lower it"],
-    ),
-    "more experts used than reachable": (
-        ('flavor = "debug"', 'flavor = "debug"\nn_group = 8\ntopk_group = 1'),
-        [
-            "model.num_experts_per_tok = 4: a token can reach only 2 of model.n_routed_experts = 16; lower it",
-        ],
-    ),
-    "expert rows that grouped matmul refuses": (
-        ('flavor = "debug"', 'flavor = "debug"\nmoe_intermediate_size = 100'),
-        [
-            "model.moe_intermediate_size = 100: must be a multiple of 8 for experts in bfloat16, whose rows begin at "
-            "multiples of 16 bytes; take 104"
-        ],
-    ),
+        'moe_intermediate_size = 96\n[optimizer]\nstate_dtype = "8bit"\n[parallelism]\ntensor_parallel_degree = 2',
+        ('optimizer.state_dtype = "8bit"', "parallelism.tensor_parallel_degree = 2 ",
+         "96 columns (model.n_shared_experts * moe_intermediate_size)", "multiples of 64 on each rank",
+         "take 1 for the degree, or another state_dtype")),
+    "no shard": ("[parallelism]\ndata_parallel_shard_degree = 0",
+        ("parallelism.data_parallel_shard_degree = 0", "must be at least 1, or -1 for all")),
+    "uneven heads": ("num_attention_heads = 7", ("model.num_attention_heads = 7", "take 6 or 8")),
+    "odd rotation": ("head_dim = 30",
+        ("model.partial_rotary_factor = 0.5", "rotates 15 of model.head_dim = 30 dimensions",
+         "must be an even number of at least 2; take 0.5333333333333333")),
+    "YaRN without the original length": ('rope_scaling = { rope_type = "yarn", factor = 2.0 }',
+        ("model.rope_scaling.original_max_position_embeddings", 'required for rope_type = "yarn", but absent',
+         "set the length of the previous training")),
+    "more dense layers than layers": ("first_k_dense_replace = 5", ("model.first_k_dense_replace = 5", "lower it")),
+    "uneven groups of experts": ("n_group = 3", ("model.n_group = 3", "take 2 or 4")),
+    "groups of one expert": ("n_group = 16\ntopk_group = 8", ("model.n_group = 16", "lower it")),
+    "more groups used than there are": ("topk_group = 2", ("model.topk_group = 2", "lower it")),
+    "more experts used than reachable": ("n_group = 8\ntopk_group = 1", ("model.num_experts_per_tok = 4", "lower it")),
+    "expert rows that grouped matmul refuses": ("moe_intermediate_size = 100",
+        ("model.moe_intermediate_size = 100", "take 104")),
     "FP8 kernels in float32": (
         ("[training]", '[float8]\nrecipe_name = "rowwise"\n[training]\nmixed_precision_param = "float32"'),
-        [
-            'training.mixed_precision_param = "float32": the results of FP8 products are bfloat16 on a GPU; set it to '
-            '"bfloat16", or float8.emulate = true'
-        ],
-    ),
-    "FP8 filter that matches nothing": (
-        ("[training]", '[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["output"]\n[training]'),
-        [
-            'float8.filter_fqns = "output": no linear layer has this in its name, such as '
-            "mtp.0.block.mlp.shared_experts.down_proj; take a part of such a name (q_proj, k_proj, v_proj, o_proj, "
-            "gate_proj, up_proj, down_proj, eh_proj), or remove it"
-        ],
-    ),
-    "FP8 filter that matches everything": (
-        ("[training]", '[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["proj"]\n[training]'),
-        [
-            'float8.filter_fqns = ["proj"]: excludes all 36 linear layers; exclude fewer, or remove float8.recipe_name'
-        ],
-    ),
-    "FP8 size filter that excludes everything": (
-        ("[training]", '[float8]\nrecipe_name = "rowwise"\nfilter_min_features = 100000\n[training]'),
-        [
-            "float8.filter_min_features = 100000: excludes all 36 linear layers; exclude fewer, or remove "
-            "float8.recipe_name"
-        ],
-    ),
+        ('training.mixed_precision_param = "float32"', 'set it to "bfloat16", or float8.emulate = true')),
+    "FP8 filter that matches nothing": ('[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["output"]',
+        ('float8.filter_fqns = "output"',
+         "take a part of such a name (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, eh_proj), "
+         "or remove it")),
+    "FP8 filter that matches everything": ('[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["proj"]',
+        ('float8.filter_fqns = ["proj"]', "exclude fewer, or remove float8.recipe_name")),
+    "FP8 size filter that excludes everything": ('[float8]\nrecipe_name = "rowwise"\nfilter_min_features = 100000',
+        ("float8.filter_min_features = 100000", "exclude fewer, or remove float8.recipe_name")),
     "widths that FP8 cannot divide": (
-        (
-            'flavor = "debug"',
-            'flavor = "debug"\nmoe_intermediate_size = 104\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
-            'experts_recipe_name = "rowwise"',
-        ),
-        [
-            'float8.recipe_name = "rowwise_with_gw_hp": layers.1.mlp.shared_experts.gate_proj has 256 inputs and 104 '
-            "outputs on a rank, and FP8 products need multiples of 16; set float8.filter_fqns = "
-            '["gate_proj", "up_proj", "down_proj"]',
-            'float8.experts_recipe_name = "rowwise": experts map model.hidden_size = 256 to '
-            "model.moe_intermediate_size = 104, and its products need multiples of 16; remove experts_recipe_name",
-        ],
-    ),
+        ('flavor = "debug"',
+         'flavor = "debug"\nmoe_intermediate_size = 104\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
+         'experts_recipe_name = "rowwise"'),
+        ('float8.recipe_name = "rowwise_with_gw_hp"', 'set float8.filter_fqns = ["gate_proj", "up_proj", "down_proj"]'),
+        ('float8.experts_recipe_name = "rowwise"', "remove experts_recipe_name")),
     "widths that blocks of MXFP8 cannot divide": (
-        (
-            'flavor = "debug"',
-            'flavor = "debug"\nmoe_intermediate_size = 112\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
-            'experts_recipe_name = "mxfp8"',
-        ),
-        [
-            'float8.experts_recipe_name = "mxfp8": experts map model.hidden_size = 256 to '
-            "model.moe_intermediate_size = 112, and its products need multiples of 32; remove experts_recipe_name",
-        ],
-    ),
-    "tokens that FP8 cannot divide": (
-        ("seq_len = 128", 'seq_len = 130\n[float8]\nrecipe_name = "tensorwise"'),
-        [
-            "training.seq_len = 130: 130 tokens of a micro-batch on a rank, and weight gradients of "
-            'float8.recipe_name = "tensorwise" need a multiple of 16; take 144 or change training.local_batch_size, '
-            'or set float8.recipe_name = "rowwise_with_gw_hp"'
-        ],
-    ),
-    "FP8 gather of scales per row": (
-        (
-            "[training]",
-            '[float8]\nrecipe_name = "rowwise"\nenable_fsdp_float8_all_gather = true\n[training]',
-        ),
-        [
-            "float8.enable_fsdp_float8_all_gather = true: has no effect without float8.recipe_name = \"tensorwise\"; "
-            "set that, or remove float8.enable_fsdp_float8_all_gather"
-        ],
-    ),
-    "states on a disk without a folder": (
-        ("[training]", '[optimizer]\nstate_offload = "nvme"\n[training]'),
-        [
-            'optimizer.state_offload = "nvme": needs a folder on a local disk; set optimizer.state_offload_folder',
-        ],
-    ),
-    "sequence beyond the positions": (
-        ("seq_len = 128", "seq_len = 4096"),
-        [
-            "training.seq_len = 4096: longer than model.max_position_embeddings = 2048; shorten it, or raise "
-            "max_position_embeddings (and rope_theta with it)"
-        ],
-    ),
-    "axis that splits unevenly": (
-        ("[training]", "[parallelism]\nexpert_parallel_degree = 3\n[training]"),
-        ["parallelism.expert_parallel_degree = 3: must divide model.n_routed_experts = 16; take 2 or 4"],
-    ),
+        ('flavor = "debug"',
+         'flavor = "debug"\nmoe_intermediate_size = 112\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'
+         'experts_recipe_name = "mxfp8"'),
+        ('float8.experts_recipe_name = "mxfp8"', "remove experts_recipe_name")),
+    "tokens that FP8 cannot divide": (("seq_len = 128", 'seq_len = 130\n[float8]\nrecipe_name = "tensorwise"'),
+        ("training.seq_len = 130",
+         'take 144 or change training.local_batch_size, or set float8.recipe_name = "rowwise_with_gw_hp"')),
+    "FP8 gather of scales per row": ('[float8]\nrecipe_name = "rowwise"\nenable_fsdp_float8_all_gather = true',
+        ("float8.enable_fsdp_float8_all_gather = true", 'without float8.recipe_name = "tensorwise"; set that')),
+    "states on a disk without a folder": ('[optimizer]\nstate_offload = "nvme"',
+        ('optimizer.state_offload = "nvme"', "set optimizer.state_offload_folder")),
+    "sequence beyond the positions": (("seq_len = 128", "seq_len = 4096"),
+        ("training.seq_len = 4096", "shorten it, or raise max_position_embeddings (and rope_theta with it)")),
+    "axis that splits unevenly": ("[parallelism]\nexpert_parallel_degree = 3",
+        ("parallelism.expert_parallel_degree = 3", "take 2 or 4")),
     "ranks that share no key heads evenly": (
-        (
-            'flavor = "debug"',
-            'flavor = "debug"\nnum_attention_heads = 12\nnum_key_value_heads = 6\n'
-            "[parallelism]\ntensor_parallel_degree = 4",
-        ),
-        [
-            "parallelism.tensor_parallel_degree = 4 with model.num_key_value_heads = 6: must divide it or be a "
-            "multiple of it; take 2"
-        ],
-    ),
+        ('flavor = "debug"',
+         'flavor = "debug"\nnum_attention_heads = 12\nnum_key_value_heads = 6\n[parallelism]\n'
+         'tensor_parallel_degree = 4'),
+        ("parallelism.tensor_parallel_degree = 4 with model.num_key_value_heads = 6", "take 2")),
     "parts of a key head that are uneven": (
-        (
-            'flavor = "debug"',
-            'flavor = "debug"\nnum_attention_heads = 16\nhead_dim = 36\n[parallelism]\ntensor_parallel_degree = 16',
-        ),
-        [
-            "parallelism.tensor_parallel_degree = 16 with model.head_dim = 36: must leave equal parts of 2 key heads; "
-            "take 8"
-        ],
-    ),
-    "more stages than layers": (
-        ("[training]", "[parallelism]\npipeline_parallel_degree = 8\n[training]"),
-        ["parallelism.pipeline_parallel_degree = 8: there are only model.num_hidden_layers = 4 layers; lower it"],
-    ),
+        ('flavor = "debug"',
+         'flavor = "debug"\nnum_attention_heads = 16\nhead_dim = 36\n[parallelism]\ntensor_parallel_degree = 16'),
+        ("parallelism.tensor_parallel_degree = 16 with model.head_dim = 36", "take 8")),
+    "more stages than layers": ("[parallelism]\npipeline_parallel_degree = 8",
+        ("parallelism.pipeline_parallel_degree = 8", "lower it")),
     "more stages than layers because of two on each rank": (
-        (
-            "[training]",
-            '[parallelism]\npipeline_parallel_degree = 3\npipeline_parallel_schedule = "DualPipeV"\n[training]',
-        ),
-        [
-            "parallelism.pipeline_parallel_degree = 3 with 2 stages each: there are only model.num_hidden_layers = 4 "
-            "layers; lower it"
-        ],
-    ),
+        '[parallelism]\npipeline_parallel_degree = 3\npipeline_parallel_schedule = "DualPipeV"',
+        ("parallelism.pipeline_parallel_degree = 3 with 2 stages each", "lower it")),
     "stages that the schedule does not have": (
-        (
-            "[training]",
-            "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_stages_per_rank = 2\n[training]",
-        ),
-        [
-            (
-                "parallelism.pipeline_parallel_stages_per_rank = 2: schedule 1F1B needs 1",
-                "remove the key, or use Interleaved1F1B or InterleavedZeroBubble",
-            )
-        ],
-    ),
+        "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_stages_per_rank = 2",
+        ("parallelism.pipeline_parallel_stages_per_rank = 2", "schedule 1F1B needs 1",
+         "remove the key, or use Interleaved1F1B or InterleavedZeroBubble")),
     "split backward of freed weights": (
-        (
-            "[training]",
-            '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n'
-            'fsdp_reshard_after_forward = "always"\n[training]',
-        ),
-        [
-            (
-                'parallelism.fsdp_reshard_after_forward = "always": schedule ZBVZeroBubble splits backward',
-                'use "default" or "never"',
-            )
-        ],
-    ),
+         '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n'
+         'fsdp_reshard_after_forward = "always"',
+        ('parallelism.fsdp_reshard_after_forward = "always"', "schedule ZBVZeroBubble splits backward",
+         'use "default" or "never"')),
 }  # fmt: skip
+
+
+def mistaken(name: str) -> str:
+    """The sound file with a mistake."""
+    change = BAD[name][0]
+    old, new = ("[training]", f"{change}\n[training]") if isinstance(change, str) else change
+    assert SOUND.count(old) == 1
+    return SOUND.replace(old, new)
 
 
 def faults_of(text: str, folder: Path, *overrides: str, world_size: int | None = None) -> list[str]:
@@ -617,16 +273,10 @@ def test_the_sound_file_is_sound(tmp_path):
 
 @pytest.mark.parametrize("name", BAD)
 def test_mistake_earns_its_message(name, tmp_path):
-    (old, new), expected = BAD[name]
-    assert SOUND.count(old) == 1
-    faults = faults_of(SOUND.replace(old, new), tmp_path)
-    assert len(faults) == len(expected)
-    for fault, message in zip(faults, expected, strict=True):
-        if isinstance(message, str):
-            assert fault == f"run.toml: {message}"
-        else:  # key and value in front, then the rest of what the message must hold: the rule and the remedy
-            key_and_value, *others = message
-            assert fault.startswith(f"run.toml: {key_and_value}") and all(part in fault for part in others), fault
+    faults, expected = faults_of(mistaken(name), tmp_path), BAD[name][1:]
+    assert len(faults) == len(expected), faults
+    for fault, (key_and_value, *words) in zip(faults, expected, strict=True):
+        assert fault.startswith(f"run.toml: {key_and_value}: ") and all(word in fault for word in words), fault
 
 
 _REMEDY = re.compile(r"(?:set|take|use|add) ([a-z_0-9]+(?:\.[a-z_0-9]+)+) = (\"[^\"]*\"|\[[^\]]*\]|[\w.+-]+)")
@@ -637,8 +287,7 @@ _OWN_VALUE = re.compile(r"run.toml: ([\w.]+) = .*; take ([\d_.]+|\"[^\"]*\")(?: 
 @pytest.mark.parametrize("name", BAD)
 def test_a_stated_remedy_is_one(name, tmp_path):
     """The value that a message states ends its fault and brings no other one."""
-    text = SOUND.replace(*BAD[name][0])
-    faults = faults_of(text, tmp_path)
+    faults = faults_of(mistaken(name), tmp_path)
     for fault in faults:
         for key, value in (*_REMEDY.findall(fault), *_OWN_VALUE.findall(fault)):
             try:
@@ -854,26 +503,23 @@ def test_experts_that_no_shard_divides_are_refused_with_the_valid_choices(tmp_pa
     assert fault.startswith("run.toml: 36 processes:") and "; start 32 or 48 processes" in fault
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("--model.num_hidden_layers=1000000000", "must be less than or equal to 1024"),
-        ("--model.num_nextn_predict_layers=1000000000", "must be less than or equal to 1024"),
-        ("--model.n_routed_experts=1000000000000", "must be less than or equal to 65536"),
-        ("--parallelism.data_parallel_shard_degree=1000000000000", "16 experts of a layer sharded over 1000000000000"),
-        ("--parallelism.expert_parallel_degree=1000000000", "must divide model.n_routed_experts = 16"),
-        ("--validation.steps=0", "validation.steps = 0: must be at least 1, or -1 for all"),
-        ("--job.dump_folder=s3://bucket/x", 'job.dump_folder = "s3://bucket/x": is a URL'),
-        ("--checkpoint.initial_load_path=s3://bucket/x", 'checkpoint.initial_load_path = "s3://bucket/x": is a URL'),
-        ("--model.tokenizer_path=https://a.b/c", 'model.tokenizer_path = "https://a.b/c": is a URL'),
-    ],
-)
+@pytest.mark.parametrize(("override", "said"), [
+    ("--model.num_hidden_layers=1000000000", "must be less than or equal to 1024"),
+    ("--model.num_nextn_predict_layers=1000000000", "must be less than or equal to 1024"),
+    ("--model.n_routed_experts=1000000000000", "must be less than or equal to 65536"),
+    ("--parallelism.data_parallel_shard_degree=1000000000000", "16 experts of a layer sharded over 1000000000000"),
+    ("--parallelism.expert_parallel_degree=1000000000", "must divide model.n_routed_experts = 16"),
+    ("--validation.steps=0", "validation.steps = 0: must be at least 1, or -1 for all"),
+    ("--job.dump_folder=s3://bucket/x", 'job.dump_folder = "s3://bucket/x": is a URL'),
+    ("--checkpoint.initial_load_path=s3://bucket/x", 'checkpoint.initial_load_path = "s3://bucket/x": is a URL'),
+    ("--model.tokenizer_path=https://a.b/c", 'model.tokenizer_path = "https://a.b/c": is a URL'),
+])  # fmt: skip
 def test_a_slip_of_the_hand_is_answered_at_once(override, said, tmp_path):
     """Nothing that rules and planner compute grows with a number that a person may write."""
     began = time.process_time()
     text = SOUND.replace("[[data", "[validation]\nenable = true\n[[data")
     faults = faults_of(text, tmp_path, override)
-    assert said in faults[0] and time.process_time() - began < 2
+    assert said in faults[0] and time.process_time() - began < 20
 
 
 @pytest.mark.parametrize(("number", "noun", "text"), [(1, "step", "1 step"), (0, "step", "0 steps"),

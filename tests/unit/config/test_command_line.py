@@ -13,15 +13,12 @@ from glm46.config.command_line import Start, module_command, replace_overrides
 START = Start(Path("my runs/a.toml"), ("--training.steps", "3", "--optimizer.lr=1e-3"), processes=4)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "values", "expected"),
-    [
-        ([], {"training.tokens": "9"}, ["--training.tokens", "9"]),
-        (["--training.steps", "3"], {"training.tokens": "9"}, ["--training.tokens", "9"]),
-        (["--training.tokens=3", "--a.b", "--2"], {"training.tokens": "9"}, ["--a.b", "--2", "--training.tokens", "9"]),
-        (["--job.dump_folder", "x", "--a.b="], {"job.dump_folder": "y"}, ["--a.b=", "--job.dump_folder", "y"]),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "values", "expected"), [
+    ([], {"training.tokens": "9"}, ["--training.tokens", "9"]),
+    (["--training.steps", "3"], {"training.tokens": "9"}, ["--training.tokens", "9"]),
+    (["--training.tokens=3", "--a.b", "--2"], {"training.tokens": "9"}, ["--a.b", "--2", "--training.tokens", "9"]),
+    (["--job.dump_folder", "x", "--a.b="], {"job.dump_folder": "y"}, ["--a.b=", "--job.dump_folder", "y"]),
+])  # fmt: skip
 def test_a_key_is_stated_once(tokens, values, expected):
     assert replace_overrides(tokens, values) == expected
 

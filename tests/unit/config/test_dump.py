@@ -26,12 +26,8 @@ _SCHEDULES = _NUMBERS | _TOKENS.flatmap(
 def _values(annotation):
     """Values of a field's type; its range is left to chance and to validation."""
     choices = {
-        str: _TEXT,
-        bool: st.booleans(),
-        int: st.integers(1, 64),
-        float: st.floats(0.01, 1.0),
-        type(None): st.none(),
-    }
+        str: _TEXT, bool: st.booleans(), int: st.integers(1, 64), float: st.floats(0.01, 1.0), type(None): st.none(),
+    }  # fmt: skip
     if annotation in choices:
         return choices[annotation]
     if typing.get_origin(annotation) is typing.Literal:

@@ -193,15 +193,6 @@ def test_other_layouts_of_the_long_phase_are_legal_and_fit(said, command, capsys
     assert shares == re.findall(r"\d+%", said) and " no" not in table.replace("none", "")
 
 
-def test_the_options_in_the_long_phase_are_those_of_the_document():
-    """The file states the options of the first two stages in comments."""
-    comments = re.findall(r"(?m)^#   (--.*)$", (FOLDER / "glm46_phase3.toml").read_text(encoding="utf-8"))
-    written = shlex.split(" ".join(comments))
-    (_, first), (_, second), *_ = other_layouts()
-    start = first.index("--training.tokens")
-    assert written == [*first[start:], *second[start:]]
-
-
 def test_the_table_of_the_long_phase_is_that_of_its_plan():
     text = (ROOT / "docs" / "curriculum.md").read_text(encoding="utf-8")
     plan = resolve_plan(phase("glm46_phase3"))

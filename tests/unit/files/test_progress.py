@@ -5,13 +5,10 @@ import pytest
 from glm46.files import progress
 
 
-@pytest.mark.parametrize(
-    "show, done, line",
-    [
-        (progress.bytes_progress, 3_000_000, "reading: 3 of 12 MB, 0.1 MB/s, 90 s left"),
-        (progress.tokens_progress, 3_000_000, "reading: 3,000,000 of 12,000,000 tokens, 100,000 tokens/s, 90 s left"),
-    ],
-)
+@pytest.mark.parametrize("show, done, line", [
+    (progress.bytes_progress, 3_000_000, "reading: 3 of 12 MB, 0.1 MB/s, 90 s left"),
+    (progress.tokens_progress, 3_000_000, "reading: 3,000,000 of 12,000,000 tokens, 100,000 tokens/s, 90 s left"),
+])  # fmt: skip
 def test_a_line_each_fifteen_seconds_has_rate_and_time_left(show, done, line, monkeypatch):
     lines, now = [], 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)

@@ -20,16 +20,12 @@ from glm46.run.parameters import (
 )
 
 SHAPES = {
-    "debug": {},
-    "dense only": {"first_k_dense_replace": 4, "num_nextn_predict_layers": 0},
-    "no dense layer": {"first_k_dense_replace": 0},
-    "no shared experts": {"n_shared_experts": 0},
-    "two shared experts": {"n_shared_experts": 2},
-    "no MTP": {"num_nextn_predict_layers": 0},
-    "two MTP layers": {"num_nextn_predict_layers": 2},
-    "no attention bias": {"attention_bias": False},
+    "debug": {}, "dense only": {"first_k_dense_replace": 4, "num_nextn_predict_layers": 0},
+    "no dense layer": {"first_k_dense_replace": 0}, "no shared experts": {"n_shared_experts": 0},
+    "two shared experts": {"n_shared_experts": 2}, "no MTP": {"num_nextn_predict_layers": 0},
+    "two MTP layers": {"num_nextn_predict_layers": 2}, "no attention bias": {"attention_bias": False},
     "no QK norm": {"use_qk_norm": False},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -265,12 +265,9 @@ def test_a_step_has_the_planned_products(name, tiny, random_batch):
 
     operators = torch.ops.glm46
     formulas = {
-        operators.grouped_mm: of_groups,
-        operators.grouped_outer: of_groups,
-        operators.adapted_grouped_mm: adapted,
-        operators.frozen_grouped_mm: frozen,
-        torch.ops.aten.addmm_: added,
-    }
+        operators.grouped_mm: of_groups, operators.grouped_outer: of_groups, operators.adapted_grouped_mm: adapted,
+        operators.frozen_grouped_mm: frozen, torch.ops.aten.addmm_: added,
+    }  # fmt: skip
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         tiny(**batch).loss.backward()
     counted = counter.get_flop_counts()["Global"]

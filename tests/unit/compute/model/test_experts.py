@@ -12,12 +12,9 @@ from glm46.compute.model.router import Routing, RoutingOptions
 
 # Rows per expert: uneven, with empty experts at both ends and in the middle; all rows at one; no row at all.
 GROUPS = {
-    "uneven": [0, 5, 1, 0, 0, 9, 2, 0],
-    "even": [3] * 8,
-    "all to the first": [17] + [0] * 7,
-    "all to the last": [0] * 7 + [17],
-    "one row": [0, 0, 0, 1, 0, 0, 0, 0],
-}
+    "uneven": [0, 5, 1, 0, 0, 9, 2, 0], "even": [3] * 8, "all to the first": [17] + [0] * 7,
+    "all to the last": [0] * 7 + [17], "one row": [0, 0, 0, 1, 0, 0, 0, 0],
+}  # fmt: skip
 
 
 def offsets_of(sizes):

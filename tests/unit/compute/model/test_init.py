@@ -65,16 +65,10 @@ def test_neighbours_are_uncorrelated():
         assert abs((x * shifted).mean().item()) < bound
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        dict(seed=8),
-        dict(name="layers.4.self_attn.q_proj.weight"),
-        dict(name="layers.3.self_attn.k_proj.weight"),
-        dict(name="mtp.0.block.self_attn.q_proj.weight"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("other", [
+    dict(seed=8), dict(name="layers.4.self_attn.q_proj.weight"), dict(name="layers.3.self_attn.k_proj.weight"),
+    dict(name="mtp.0.block.self_attn.q_proj.weight"),
+], ids=str)  # fmt: skip
 def test_other_names_and_seeds_give_other_numbers(other):
     x, y = whole((512, 512), std=1.0), whole((512, 512), std=1.0, **other)
     assert abs((x * y).mean().item()) < 5 / 512

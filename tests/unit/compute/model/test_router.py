@@ -43,18 +43,10 @@ def slow_routing(router, x, temperature=1.0):
     return chosen
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(),
-        dict(n_group=4, topk_group=2, num_experts_per_tok=3),
-        dict(n_group=2, topk_group=1, num_experts_per_tok=4),
-        dict(norm_topk_prob=False),
-        dict(num_experts_per_tok=1, routed_scaling_factor=1.0),
-        dict(num_experts_per_tok=8),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    dict(), dict(n_group=4, topk_group=2, num_experts_per_tok=3), dict(n_group=2, topk_group=1, num_experts_per_tok=4),
+    dict(norm_topk_prob=False), dict(num_experts_per_tok=1, routed_scaling_factor=1.0), dict(num_experts_per_tok=8),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("temperature", [None, 0.5, 3.0])
 def test_choice_weights_and_counts_equal_a_plain_loop(changes, temperature, router_and_input):
     router, x = router_and_input(**changes)

@@ -213,11 +213,7 @@ def test_no_parameters_is_legal():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (dict(ns_steps=0), "ns_steps"),
-        (dict(adjust_lr="rms"), "adjust_lr"),
-        (dict(momentum=1.0), "momentum"),
-    ],
+    [(dict(ns_steps=0), "ns_steps"), (dict(adjust_lr="rms"), "adjust_lr"), (dict(momentum=1.0), "momentum")],
 )
 def test_wrong_options_are_refused_at_construction(options, message):
     with pytest.raises(ValueError, match=message):

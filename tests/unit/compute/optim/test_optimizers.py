@@ -8,15 +8,11 @@ from glm46.compute.optim.optimizers import build_optimizers
 from glm46.config.optimizer import OptimizerConfig
 
 SHAPES = {
-    "embed_tokens.weight": (32, 16),
-    "layers.0.input_layernorm.weight": (16,),
-    "layers.0.self_attn.q_proj.weight": (24, 16),
-    "layers.0.self_attn.q_proj.bias": (24,),
-    "layers.0.mlp.router.weight": (4, 16),
-    "layers.0.mlp.experts.gate_up": (4, 12, 16),
-    "layers.0.mlp.experts.down": (4, 16, 6),
-    "lm_head.weight": (32, 16),
-}
+    "embed_tokens.weight": (32, 16), "layers.0.input_layernorm.weight": (16,),
+    "layers.0.self_attn.q_proj.weight": (24, 16), "layers.0.self_attn.q_proj.bias": (24,),
+    "layers.0.mlp.router.weight": (4, 16), "layers.0.mlp.experts.gate_up": (4, 12, 16),
+    "layers.0.mlp.experts.down": (4, 16, 6), "lm_head.weight": (32, 16),
+}  # fmt: skip
 MATRICES = {name for name in SHAPES if "layers" in name and len(SHAPES[name]) > 1}
 
 

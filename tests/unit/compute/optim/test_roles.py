@@ -9,18 +9,13 @@ from glm46.config.optimizer import OptimizerConfig
 from glm46.run.parameters import PARAMETERS
 
 BLOCK = [
-    ("input_layernorm.weight", "adamw", False),
-    ("self_attn.q_proj.weight", "muon", True),
-    ("self_attn.q_proj.bias", "adamw", False),
-    ("self_attn.k_proj.weight", "muon", True),
-    ("self_attn.k_proj.bias", "adamw", False),
-    ("self_attn.v_proj.weight", "muon", True),
-    ("self_attn.v_proj.bias", "adamw", False),
-    ("self_attn.o_proj.weight", "muon", True),
-    ("self_attn.q_norm.weight", "adamw", False),
-    ("self_attn.k_norm.weight", "adamw", False),
+    ("input_layernorm.weight", "adamw", False), ("self_attn.q_proj.weight", "muon", True),
+    ("self_attn.q_proj.bias", "adamw", False), ("self_attn.k_proj.weight", "muon", True),
+    ("self_attn.k_proj.bias", "adamw", False), ("self_attn.v_proj.weight", "muon", True),
+    ("self_attn.v_proj.bias", "adamw", False), ("self_attn.o_proj.weight", "muon", True),
+    ("self_attn.q_norm.weight", "adamw", False), ("self_attn.k_norm.weight", "adamw", False),
     ("post_attention_layernorm.weight", "adamw", False),
-]
+]  # fmt: skip
 DENSE = [(f"mlp.{part}_proj.weight", "muon", True) for part in ("gate", "up", "down")]
 SPARSE = [
     ("mlp.router.weight", "muon", True),

@@ -199,14 +199,10 @@ def test_rows_of_equal_length_share_batches_and_ranks_get_equal_numbers(manifest
     assert build_batch(rows[:3])["labels"].shape == (3, 60)
 
 
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda given: Position(given[0], lengths=[5000, 4000], samples=1, seed=0), ("4000", "longest", "test")),
-        (lambda given: Needle(*given, lengths=[20, 99], depths=[0], samples=1, seed=0), ("20", "at least")),
-    ],
-    ids=["no document is as long", "no room for the needle"],
-)
+@pytest.mark.parametrize("make, words", [
+    (lambda given: Position(given[0], lengths=[5000, 4000], samples=1, seed=0), ("4000", "longest", "test")),
+    (lambda given: Needle(*given, lengths=[20, 99], depths=[0], samples=1, seed=0), ("20", "at least")),
+], ids=["no document is as long", "no room for the needle"])  # fmt: skip
 def test_lengths_without_rows_are_refused(manifests, tokenizer, make, words):
     with pytest.raises(UserError) as error:
         make((manifests, tokenizer))

@@ -59,13 +59,10 @@ def test_a_long_generation_meets_few_shapes_and_no_groups_of_heads_with_a_mask(c
     assert {kernel.name for kernel in KERNELS} == {"FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"}
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "named"),
-    [
-        ("cpu", torch.float32, "new tokens by torch's CPU kernel"),
-        ("cuda", torch.bfloat16, "prompts by variable-length flash attention, new tokens by memory-efficient"),
-        ("cuda", torch.float32, "prompts by blocks of 128 queries by matrix products, new tokens by memory-efficient"),
-    ],
-)
+@pytest.mark.parametrize(("device", "dtype", "named"), [
+    ("cpu", torch.float32, "new tokens by torch's CPU kernel"),
+    ("cuda", torch.bfloat16, "prompts by variable-length flash attention, new tokens by memory-efficient"),
+    ("cuda", torch.float32, "prompts by blocks of 128 queries by matrix products, new tokens by memory-efficient"),
+])  # fmt: skip
 def test_the_kernels_of_a_decoder_are_named(device, dtype, named):
     assert named in describe_kernels(torch.device(device), dtype)

@@ -207,9 +207,7 @@ def test_a_row_does_not_depend_on_its_neighbours_when_drawing(predictable):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [dict(), dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02)],
-    ids=str,
+    "options", [dict(), dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02)], ids=str
 )
 def test_filters_equal_transformers(options):
     logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(0))
@@ -432,26 +430,20 @@ def test_the_benchmark_runs_a_folder_on_text_with_and_without_drafts(folders, ca
     assert "--batch 2: must be a multiple of --samples 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--temperature", "-1", "--top-p", "0"], ["--temperature -1.0", "--top-p 0.0"]),
-        (["--top-k", "5"], ["set a --temperature"]),
-        (["--system", "x"], ["belong to --chat"]),
-        (["--prompt", ""], ["--prompt 2 of 2 is empty"]),
-        (["--temperature", "nan"], ["--temperature nan"]),
-        (["--temperature", "inf"], ["--temperature inf"]),
-        (["--prompt", "a\udcffb"], [r"--prompt 'a\udcffb'", "not UTF-8"]),
-        (["--chat", "--system", "\udcff"], ["--system", "not UTF-8"]),
-        (["--tokenizer", "nowhere"], ["no such file"]),
-        (["--max-new-tokens", "2048"], ["2048 after a prompt of 1 token", "2048 positions"]),
-        (["--stop-token", "two tokens"], ["--stop-token 'two tokens'", "give a text that is one"]),
-        (["--device", "nonsense"], ["--device nonsense: unknown device; use cpu"]),
-        (["--device", "meta"], ["--device meta: glm46 runs on"]),
-        (["--device", "cuda:99"], ["--device cuda:99: torch finds"]),
-        (["--prompt", "x" * 20_000], ["positions (max_position_embeddings)"]),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", [
+    (["--temperature", "-1", "--top-p", "0"], ["--temperature -1.0", "--top-p 0.0"]),
+    (["--top-k", "5"], ["set a --temperature"]), (["--system", "x"], ["belong to --chat"]),
+    (["--prompt", ""], ["--prompt 2 of 2 is empty"]), (["--temperature", "nan"], ["--temperature nan"]),
+    (["--temperature", "inf"], ["--temperature inf"]),
+    (["--prompt", "a\udcffb"], [r"--prompt 'a\udcffb'", "not UTF-8"]),
+    (["--chat", "--system", "\udcff"], ["--system", "not UTF-8"]), (["--tokenizer", "nowhere"], ["no such file"]),
+    (["--max-new-tokens", "2048"], ["2048 after a prompt of 1 token", "2048 positions"]),
+    (["--stop-token", "two tokens"], ["--stop-token 'two tokens'", "give a text that is one"]),
+    (["--device", "nonsense"], ["--device nonsense: unknown device; use cpu"]),
+    (["--device", "meta"], ["--device meta: glm46 runs on"]),
+    (["--device", "cuda:99"], ["--device cuda:99: torch finds"]),
+    (["--prompt", "x" * 20_000], ["positions (max_position_embeddings)"]),
+])  # fmt: skip
 def test_mistakes_are_named_with_exit_code_2(arguments, words, folders, capsys):
     assert main(["generate", "--model", str(folders[1]), "--prompt", "x", *arguments]) == 2
     error = capsys.readouterr().err

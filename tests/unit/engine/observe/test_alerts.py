@@ -179,9 +179,7 @@ CASES = [
     Case("GPURemapFailed", FAULT, {f"DCGM_FI_DEV_ROW_REMAP_FAILURE{GPU}": step(0, 1)}),
     Case("HighGPUTemperature", FAULT + 300, {f"DCGM_FI_DEV_MEMORY_TEMP{GPU}": step(85, 97)}),
     Case(
-        "GPUThrottled",
-        FAULT + 300,
-        {f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="hw_thermal"}}': step(0, 2)},
+        "GPUThrottled", FAULT + 300, {f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="hw_thermal"}}': step(0, 2)}
     ),
     Case("GPUThrottled", None, {f'DCGM_EXP_CLOCK_EVENTS_COUNT{GPU[:-1]}, clock_event="gpu_idle"}}': step(0, 2)}),
     Case("GPUXid", FAULT, {f'DCGM_EXP_XID_ERRORS_COUNT{GPU[:-1]}, xid="79"}}': step(0, 1)}),
@@ -242,7 +240,7 @@ def write_tests(file: Path, rules: Path, every: int, tests: list[dict]) -> Path:
 
 
 def run_promtool(*files: Path) -> None:
-    done = subprocess.run(["promtool", "test", "rules", *files], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["promtool", "test", "rules", *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
@@ -271,10 +269,6 @@ def test_each_alert_fires_at_its_second_and_not_one_evaluation_earlier(tmp_path)
 
 def test_every_alert_has_a_case_that_fires():
     assert {case.alert for case in CASES if case.fires is not None} == ALERTS.keys()
-
-
-def test_the_readme_has_the_number_of_alerts():
-    assert f"{len(ALERTS)} alerts tested by promtool" in (ROOT / "README.md").read_text()
 
 
 def test_every_alert_says_where_and_how_much_and_has_a_runbook():
@@ -428,9 +422,9 @@ def test_no_alert_fires_on_a_recorded_day_and_on_a_made_up_day_of_gpus(tmp_path)
 @needs_promtool
 def test_promtool_and_amtool_accept_the_files():
     for command in (["check", "config", "prometheus.yml"], ["check", "rules", "--lint-fatal", "alerts.yml"]):
-        done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
     if shutil.which("amtool"):
         command = ["amtool", "check-config", "alertmanager.yml"]
-        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr

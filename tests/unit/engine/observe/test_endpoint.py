@@ -19,6 +19,7 @@ from glm46.engine.observe.endpoint import Endpoint
 from glm46.engine.observe.exporter import RunCollector
 from glm46.engine.reliability.stop import before_exit
 from glm46.operate.launch.exporting import exporting
+from tests.processes import HANG_SECONDS
 from tests.unit.engine.observe.test_exporter import begin
 
 
@@ -45,7 +46,7 @@ def serve(tmp_path):
 
 def get(port, context=None):
     address = f"http{'s' if context else ''}://127.0.0.1:{port}/metrics"
-    with urllib.request.urlopen(address, timeout=5, context=context) as response:
+    with urllib.request.urlopen(address, timeout=60, context=context) as response:
         return response.read().decode()
 
 
@@ -91,7 +92,7 @@ def test_tls_with_a_silent_client(serve, tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
-    subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=300)
     endpoint, said = serve(prometheus_tls_certificate=str(certificate), prometheus_tls_key=str(key))
     context = ssl.create_default_context(cafile=str(certificate))
     with socket.create_connection(("127.0.0.1", endpoint.port)):  # before its handshake
@@ -103,14 +104,11 @@ def test_tls_with_a_silent_client(serve, tmp_path):
         serve(prometheus_tls_certificate=str(key), prometheus_tls_key=str(key))
 
 
-@pytest.mark.parametrize(
-    "keys, words",
-    [
-        ({"prometheus_address": "192.0.2.1"}, ("prometheus_address", "192.0.2.1", "address of this machine")),
-        ({"prometheus_tls_certificate": "absent", "prometheus_tls_key": "absent"}, ("certificate", "absent", "PEM")),
-        ({"prometheus_address": "no.such.host.invalid"}, ("prometheus_address", "invalid", "address of this machine")),
-    ],
-)
+@pytest.mark.parametrize("keys, words", [
+    ({"prometheus_address": "192.0.2.1"}, ("prometheus_address", "192.0.2.1", "address of this machine")),
+    ({"prometheus_tls_certificate": "absent", "prometheus_tls_key": "absent"}, ("certificate", "absent", "PEM")),
+    ({"prometheus_address": "no.such.host.invalid"}, ("prometheus_address", "invalid", "address of this machine")),
+])  # fmt: skip
 def test_mistakes_are_refused_with_key_value_and_remedy(serve, keys, words):
     with pytest.raises(UserError) as fault:
         serve(**keys)
@@ -167,7 +165,7 @@ def test_metrics_shows_a_run_that_somebody_else_has_started(make_config, tmp_pat
         assert 'training_phase{phase="train"} 1.0' in get(port)
     finally:
         process.terminate()
-    assert process.wait(10) == 0 and not list((tmp_path / "targets").iterdir())
+    assert process.wait(HANG_SECONDS) == 0 and not list((tmp_path / "targets").iterdir())
     process.stdout.close()
 
 

@@ -18,6 +18,7 @@ from glm46.engine.observe import exporter
 from glm46.engine.observe.exporter import RunCollector, exported_names
 from glm46.engine.observe.heartbeat import HEARTBEAT_FILE, Heartbeat, read_heartbeat
 from glm46.engine.observe.metrics import _OF_NETWORKS, METRICS, SPREAD
+from tests.processes import HANG_SECONDS
 
 ROOT = Path(__file__).parents[4]
 
@@ -77,7 +78,7 @@ def test_every_column_has_a_name_that_prometheus_accepts_and_the_guide_knows(tmp
     assert not re.search(r"[{,](run|instance|job|cluster)=", text)
     assert "_created" not in text
     if shutil.which("promtool"):
-        done = subprocess.run(["promtool", "check", "metrics"], input=text, text=True, capture_output=True, timeout=30)
+        done = subprocess.run(["promtool", "check", "metrics"], input=text, text=True, capture_output=True, timeout=300)
         # The guide's name of a time, and the only one that is not in base units.
         faults = [line for line in done.stderr.splitlines() if not line.startswith("nccl_allreduce_time_ms ")]
         assert (done.returncode, faults) == (3, []), done.stderr
@@ -207,16 +208,16 @@ def test_a_disk_that_does_not_answer_delays_one_scrape_only(tmp_path, monkeypatc
 
     def hanging(folder):
         asked.set()
-        answers.wait(10)
+        answers.wait(HANG_SECONDS)
 
     monkeypatch.setattr(exporter, "read_heartbeat", hanging)
     first = threading.Thread(target=scrape, args=(collector,))
     first.start()
-    assert asked.wait(5)
+    assert asked.wait(HANG_SECONDS)
     assert values(scrape(collector))["training_step"] == 3
     assert first.is_alive()
     answers.set()
-    first.join(5)
+    first.join()
 
 
 def test_only_the_main_rank_writes_and_a_failing_disk_is_no_fault(tmp_path):

@@ -1,7 +1,6 @@
 """Profiles: who spent the time, on made-up and on real traces; what a recording leaves behind; disks that fail."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ from glm46.engine.observe.profiler import REQUEST_FILE, Profiled, Profiler
 from glm46.run.flops import batch_flops, newton_schulz_flops
 from glm46.run.parameters import adapter_rows, named_rows
 from glm46.tasks.pretrain.task import train
+from tests.processes import wait_until
 from tests.small_run import TINY
 
 
@@ -249,10 +249,7 @@ def test_a_file_requests_a_profile_of_the_next_steps_once(tmp_path):
     with service:
         assert steps_of(service, 1, 2) == [] and not service.is_requested()
         (tmp_path / REQUEST_FILE).touch()
-        deadline = time.monotonic() + 20
-        while not service.is_requested():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(service.is_requested)
         assert not (tmp_path / REQUEST_FILE).exists() and not service.is_requested()
         service.step_begins(3)
         service.record_after(3)  # the ranks agree on it within a step

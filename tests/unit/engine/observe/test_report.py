@@ -19,6 +19,7 @@ from glm46.engine.observe.console import ConsoleView, duration, train_line, vali
 from glm46.engine.observe.history import read_history
 from glm46.engine.observe.metrics import METRICS, find_metric
 from glm46.engine.observe.report import Report
+from tests.processes import wait_until
 from tests.small_run import terminal
 
 
@@ -342,10 +343,8 @@ def test_a_terminal_shows_each_row_of_the_log_above_a_bar_of_what_the_run_optimi
         assert shown().count(logged.split("  ", 1)[1] + "\n") == 1
         report.step(row | {"step": 7, "tokens": 700})  # a step without a row
         report.message("between")
-        deadline = time.monotonic() + 60  # it is drawn ten times a second
-        while f"70% {bar}" not in re.sub(r"\x1b\[[0-9;]*m", "", shown()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert f"70% {bar}" in re.sub(r"\x1b\[[0-9;]*m", "", shown())
+        # It is drawn ten times a second.
+        wait_until(lambda: f"70% {bar}" in re.sub(r"\x1b\[[0-9;]*m", "", shown()), shown)
         report.close_bar()
         report.message("the summary")
         report.close()

@@ -13,6 +13,7 @@ from glm46.config.errors import UserError
 from glm46.engine.observe import tracker
 from glm46.engine.observe.report import Report
 from glm46.engine.observe.tracker import Tracker
+from tests.processes import HANG_SECONDS
 
 CONFIG = {"optimizer": {"lr": 0.1}, "training": {"steps": 4}}
 
@@ -29,7 +30,7 @@ class Fake(types.ModuleType):
         self.id, self.info = "r1", types.SimpleNamespace(run_id="r1")
 
     def init(self, **keys):
-        assert self.may_open.wait(10)
+        assert self.may_open.wait(HANG_SECONDS)
         self.opened.append(keys)
         return self
 

@@ -143,7 +143,7 @@ def test_a_second_run_in_a_folder_is_refused(make_config, monkeypatch, tmp_path,
     holder = (
         "import sys, time\nfrom pathlib import Path\nfrom glm46.engine.reliability.run_lock import lock_run\n"
         "lock = lock_run(Path(sys.argv[1]), {sys.argv[2]: Path(sys.argv[3])})\n"
-        "print('held', flush=True)\ntime.sleep(100)\n"
+        "print('held', flush=True)\ntime.sleep(1000)\n"
     )
     folders = {key: tmp_path / key for key in ("job.dump_folder", "checkpoint.folder", "metrics.save_tb_folder")}
     config = make_config(

@@ -24,6 +24,7 @@ def work(argv):
     raise UserError("a launcher was killed")
 
 stop._descendants, cli._run = descendants, work
+stop._CLEAN_SECONDS = 3.0
 stop.before_exit += [lambda: time.sleep(100), lambda: print("cleaned", flush=True)]
 threading.Thread(target=stop.exit_now, args=(75, "stopped"), daemon=True).start()
 raise SystemExit(cli.main(["launch"]))
@@ -31,5 +32,5 @@ raise SystemExit(cli.main(["launch"]))
 
 
 def test_an_error_that_follows_from_the_end_does_not_become_its_exit_code():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (75, "cleaned\n", "stopped\n")

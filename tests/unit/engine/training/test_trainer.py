@@ -44,6 +44,7 @@ from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.tasks.pretrain import next_token
 from glm46.tasks.pretrain.task import Pretraining, train
+from tests.processes import HANG_SECONDS
 from tests.ranks.training_kills import contents
 
 SLOW = pytest.mark.slow
@@ -237,10 +238,7 @@ def test_a_run_that_continues_another_one_changes_no_bit(make_config, tmp_path, 
 
 @pytest.mark.slow
 def test_outputs_events_and_checkpoints_may_lie_apart(make_config, tmp_path, capsys):
-    steps_folder, events_folder = (
-        tmp_path / "big/run [a-z]*/steps?",
-        tmp_path / "boards/{a,b}",
-    )  # no patterns
+    steps_folder, events_folder = (tmp_path / "big/run [a-z]*/steps?", tmp_path / "boards/{a,b}")  # no patterns
     apart = {"checkpoint.folder": steps_folder, "metrics.save_tb_folder": events_folder}
 
     def config(name: str = "out", steps: int = 4, **checkpoint):
@@ -416,7 +414,7 @@ def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, m
     def interrupted(*arguments):
         outcome = original(*arguments)
         signal.raise_signal(signal.SIGTERM)
-        assert is_noted.wait(60)  # a thread notes it, which may get no core for a while
+        assert is_noted.wait(HANG_SECONDS)  # a thread notes it, which may get no core for a while
         return outcome
 
     monkeypatch.setattr(StopRequest, "_on_signal", note)

@@ -98,13 +98,10 @@ def test_the_script_gathers_the_newest_save_and_removes_the_local_copies(consoli
     check_gathered(cluster, 20)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_forked"),
-    [
-        pytest.param("step-000010", True, id="step-000010"),
-        pytest.param("step-10", False, marks=pytest.mark.slow, id="step-10-new_interpreters"),
-    ],
-)
+@pytest.mark.parametrize(("name", "is_forked"), [
+    pytest.param("step-000010", True, id="step-000010"),
+    pytest.param("step-10", False, marks=pytest.mark.slow, id="step-10-new_interpreters"),
+])  # fmt: skip
 def test_step_folders_on_both_sides_name_the_step(name, is_forked, warm_python, cluster, monkeypatch):
     python = warm_python if is_forked else sys.executable
     if not is_forked:  # a node's phase takes a tenth of a second, not the seconds of torch

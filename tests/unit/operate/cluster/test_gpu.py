@@ -36,22 +36,19 @@ def test_a_healthy_host_passes_every_check():
     assert {result.verdict for result in judge_gpus(answer(), 2)} == {PASS}
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "check", "verdict", "shown"),
-    [
-        ("<current_ecc>Enabled", "<current_ecc>Disabled", "GPU ECC", WARN, "Disabled"),
-        ("<dram_uncorrectable>0", "<dram_uncorrectable>2", "GPU memory errors", FAIL, "dram_uncorrectable 2"),
-        ("row_pending>No", "row_pending>Yes", "GPU remapped rows", FAIL, "pending"),
-        ("row_failure>No", "row_failure>Yes", "GPU remapped rows", FAIL, "failure"),
-        ("<current_mig>Disabled", "<current_mig>Enabled", "GPU MIG", FAIL, "Enabled"),
-        ("persistence_mode>Enabled", "persistence_mode>Disabled", "GPU persistence", WARN, "Disabled"),
-        ("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", "GPU throttling", FAIL, "hw_thermal_slowdown"),
-        ("<gpu_temp>31 C", "<gpu_temp>71 C", "GPU temperature", FAIL, "71 C"),
-        ("<used>4 MiB", "<used>60000 MiB", "GPU memory in use", FAIL, "60000 MiB"),
-        ("<current_link_width>16x", "<current_link_width>8x", "GPU link width", FAIL, "x8 of x16"),
-        ("<gpu_recovery_action>None", "<gpu_recovery_action>GPU Reset", "GPU recovery", FAIL, "GPU Reset"),
-    ],
-)
+@pytest.mark.parametrize(("good", "bad", "check", "verdict", "shown"), [
+    ("<current_ecc>Enabled", "<current_ecc>Disabled", "GPU ECC", WARN, "Disabled"),
+    ("<dram_uncorrectable>0", "<dram_uncorrectable>2", "GPU memory errors", FAIL, "dram_uncorrectable 2"),
+    ("row_pending>No", "row_pending>Yes", "GPU remapped rows", FAIL, "pending"),
+    ("row_failure>No", "row_failure>Yes", "GPU remapped rows", FAIL, "failure"),
+    ("<current_mig>Disabled", "<current_mig>Enabled", "GPU MIG", FAIL, "Enabled"),
+    ("persistence_mode>Enabled", "persistence_mode>Disabled", "GPU persistence", WARN, "Disabled"),
+    ("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", "GPU throttling", FAIL, "hw_thermal_slowdown"),
+    ("<gpu_temp>31 C", "<gpu_temp>71 C", "GPU temperature", FAIL, "71 C"),
+    ("<used>4 MiB", "<used>60000 MiB", "GPU memory in use", FAIL, "60000 MiB"),
+    ("<current_link_width>16x", "<current_link_width>8x", "GPU link width", FAIL, "x8 of x16"),
+    ("<gpu_recovery_action>None", "<gpu_recovery_action>GPU Reset", "GPU recovery", FAIL, "GPU Reset"),
+])  # fmt: skip
 def test_a_fault_of_the_second_gpu_is_named(good, bad, check, verdict, shown):
     assert good in GPU
     found = [result for result in judge_gpus(answer(GPU.replace(good, bad)), 2) if result.verdict != PASS]

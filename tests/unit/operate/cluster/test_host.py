@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import socket
+import threading
 import time
 
 import pytest
@@ -105,18 +106,15 @@ def test_a_port_without_its_process_and_one_that_only_root_opens(monkeypatch):
     assert found.remedy == "only root opens it: set metrics.prometheus_port to 1024 or more on all hosts"
 
 
-@pytest.mark.parametrize(
-    ("line", "verdict", "shown"),
-    [
-        ("NVRM: Xid (PCI:0000:19:00): 79, pid=1, GPU has fallen off the bus.", FAIL, "Xid 79 x 1 on PCI:0000:19:00"),
-        ("NVRM: Xid (PCI:0000:19:00): 94, pid=7, Contained: CE User Channel", WARN, "Xid 94"),
-        ("Out of memory: Killed process 7 (python)", WARN, "out of memory x 1"),
-        ("blk_update_request: critical medium error, dev nvme0n1, sector 9", WARN, "disk x 1"),
-        ("mce: [Hardware Error]: Machine check events logged", WARN, "memory x 1"),
-        ("EXT4-fs (vda): mounted filesystem", PASS, "no fault"),
-        ("NVRM: Xid (PCI:0000:19:00): 42, pid=7, of no list", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("line", "verdict", "shown"), [
+    ("NVRM: Xid (PCI:0000:19:00): 79, pid=1, GPU has fallen off the bus.", FAIL, "Xid 79 x 1 on PCI:0000:19:00"),
+    ("NVRM: Xid (PCI:0000:19:00): 94, pid=7, Contained: CE User Channel", WARN, "Xid 94"),
+    ("Out of memory: Killed process 7 (python)", WARN, "out of memory x 1"),
+    ("blk_update_request: critical medium error, dev nvme0n1, sector 9", WARN, "disk x 1"),
+    ("mce: [Hardware Error]: Machine check events logged", WARN, "memory x 1"),
+    ("EXT4-fs (vda): mounted filesystem", PASS, "no fault"),
+    ("NVRM: Xid (PCI:0000:19:00): 42, pid=7, of no list", None, ""),
+])  # fmt: skip
 def test_faults_in_the_log_of_the_kernel(line, verdict, shown):
     found = list(host.kernel_faults(f"[    1.0] booted\n[   99.1] {line}\n"))
     assert [result.verdict for result in found] == ([verdict] if verdict else [])
@@ -142,14 +140,11 @@ def ports(tmp_path):
     return tmp_path, lambda name, text: (port / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "check", "shown"),
-    [
-        ("state", "1: DOWN", "InfiniBand", "mlx5_1/1 DOWN, LinkUp"),
-        ("phys_state", "2: Polling", "InfiniBand", "mlx5_1/1 ACTIVE, Polling"),
-        ("rate", "200 Gb/sec (4X HDR)", "InfiniBand rate", "mlx5_1/1 200 Gb/s"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "check", "shown"), [
+    ("state", "1: DOWN", "InfiniBand", "mlx5_1/1 DOWN, LinkUp"),
+    ("phys_state", "2: Polling", "InfiniBand", "mlx5_1/1 ACTIVE, Polling"),
+    ("rate", "200 Gb/sec (4X HDR)", "InfiniBand rate", "mlx5_1/1 200 Gb/s"),
+])  # fmt: skip
 def test_a_bad_infiniband_port_is_named(ports, monkeypatch, name, text, check, shown):
     root, change = ports
     monkeypatch.setattr(time, "sleep", lambda _: None)
@@ -165,18 +160,11 @@ def test_errors_of_a_port_that_rise_are_named_and_old_ones_are_not(ports, monkey
     assert [(result.check, result.value) for result in found] == [("InfiniBand errors", "mlx5_1/1 link_downed + 2")]
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "verdict"),
-    [
-        ("NCCL_SOCKET_IFNAME", "eth", PASS),
-        ("NCCL_SOCKET_IFNAME", "=eth", FAIL),
-        ("NCCL_SOCKET_IFNAME", "ib", FAIL),
-        ("NCCL_SOCKET_IFNAME", "^lo", PASS),
-        ("GLOO_SOCKET_IFNAME", "eth", FAIL),
-        ("GLOO_SOCKET_IFNAME", "eth0", PASS),
-        ("GLOO_SOCKET_IFNAME", "eth1", FAIL),
-    ],
-)
+@pytest.mark.parametrize(("variable", "value", "verdict"), [
+    ("NCCL_SOCKET_IFNAME", "eth", PASS), ("NCCL_SOCKET_IFNAME", "=eth", FAIL), ("NCCL_SOCKET_IFNAME", "ib", FAIL),
+    ("NCCL_SOCKET_IFNAME", "^lo", PASS), ("GLOO_SOCKET_IFNAME", "eth", FAIL), ("GLOO_SOCKET_IFNAME", "eth0", PASS),
+    ("GLOO_SOCKET_IFNAME", "eth1", FAIL),
+])  # fmt: skip
 def test_an_interface_that_is_missing_or_down(tmp_path, variable, value, verdict):
     for name, state in (("lo", "unknown"), ("eth0", "up"), ("eth1", "down")):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
@@ -202,11 +190,13 @@ def test_what_checks_raise_and_what_does_not_answer_are_results(capfd):
     def unfinished(_):
         raise NotImplementedError("no uneven shards")
 
-    checks = {"a": broken, "b": unreadable, "c": lambda _: [time.sleep(1)], "d": host.free_memory, "e": unfinished}
+    answers = threading.Event()
+    checks = {"a": broken, "b": unreadable, "c": lambda _: [answers.wait(600)], "d": host.free_memory, "e": unfinished}
     checks["f"] = lambda _: [{}["key"]]
     began = time.monotonic()
-    found = run_checks(subject(), checks, 0.2)
-    assert time.monotonic() - began < 1
+    found = run_checks(subject(), checks, 2.0)
+    assert time.monotonic() - began < 60
+    answers.set()
     assert [result.check for result in found] == ["a", "a", "b", "c", "host memory", "e", "f"]
     assert [result.check for result in found if result.verdict != FAIL] == ["host memory"]
     assert "Input/output error" in found[2].value and "no answer within" in found[3].value
@@ -218,5 +208,5 @@ def test_what_checks_raise_and_what_does_not_answer_are_results(capfd):
 def test_a_program_that_is_not_there_or_hangs():
     assert run_program(["no-such-program-of-glm46"], 1) is None
     with pytest.raises(TimeoutError, match="sleep"):
-        run_program(["sleep", "5"], 0.1)
-    assert run_program(["false"], 5).code == 1
+        run_program(["sleep", "600"], 0.1)
+    assert run_program(["false"], 60).code == 1

@@ -37,26 +37,20 @@ def cluster(tmp_path, monkeypatch):
     return arguments
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"type": "lsf"}, ("--type", "lsf", "slurm")),
-        ({"nodes": "0"}, ("--nodes", "0", "at least 1")),
-        ({"nodes": "1e3"}, ("--nodes", "1e3")),
-        ({"nodes": "4"}, ("--nodes 4", "3 hosts", "add hosts")),
-        ({"gpus_per_node": "8"}, ("slots", "2, 8", "same number")),
-        ({"master_addr": "127.0.0.9"}, ("--master-addr 127.0.0.9", "none of the hosts", "127.0.0.1")),
-        ({"master_addr": "fe80::1"}, ("--master-addr fe80::1", "IPv4")),
-        ({"master_port": "80"}, ("--master-port 80", "1024")),
-        ({"master_port": "70000"}, ("--master-port 70000", "restart")),
-        ({"nvme_path": "nvme"}, ("--nvme-path nvme", "absolute")),
-        ({"nvme_path": "/tmp/my disk"}, ("--nvme-path /tmp/my disk", "letters")),
-        ({"hostfile": None}, ("--hostfile", "not given", "NAME slots=N")),
-        ({"hostfile": "nowhere"}, ("nowhere", "cannot be read")),
-        ({"config": "nowhere.toml"}, ("nowhere.toml",)),
-        ({"output": "hosts/cluster"}, ("--output", "hosts/cluster", "cannot be written", "Not a directory")),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), [
+    ({"type": "lsf"}, ("--type", "lsf", "slurm")), ({"nodes": "0"}, ("--nodes", "0", "at least 1")),
+    ({"nodes": "1e3"}, ("--nodes", "1e3")), ({"nodes": "4"}, ("--nodes 4", "3 hosts", "add hosts")),
+    ({"gpus_per_node": "8"}, ("slots", "2, 8", "same number")),
+    ({"master_addr": "127.0.0.9"}, ("--master-addr 127.0.0.9", "none of the hosts", "127.0.0.1")),
+    ({"master_addr": "fe80::1"}, ("--master-addr fe80::1", "IPv4")),
+    ({"master_port": "80"}, ("--master-port 80", "1024")),
+    ({"master_port": "70000"}, ("--master-port 70000", "restart")),
+    ({"nvme_path": "nvme"}, ("--nvme-path nvme", "absolute")),
+    ({"nvme_path": "/tmp/my disk"}, ("--nvme-path /tmp/my disk", "letters")),
+    ({"hostfile": None}, ("--hostfile", "not given", "NAME slots=N")),
+    ({"hostfile": "nowhere"}, ("nowhere", "cannot be read")), ({"config": "nowhere.toml"}, ("nowhere.toml",)),
+    ({"output": "hosts/cluster"}, ("--output", "hosts/cluster", "cannot be written", "Not a directory")),
+])  # fmt: skip
 def test_wrong_values_have_one_message_and_change_nothing(cluster, capsys, tmp_path, changed, words):
     before = sorted(tmp_path.iterdir())
     code = None
@@ -70,14 +64,10 @@ def test_wrong_values_have_one_message_and_change_nothing(cluster, capsys, tmp_p
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("kind", "variable", "value", "words"),
-    [
-        ("slurm", "SLURM_JOB_NODELIST", "n[1-2]", "scontrol show hostnames 'n[1-2]'"),
-        ("pbs", "PBS_NODEFILE", "nowhere", "No such file"),
-        ("pbs", "PBS_NODEFILE", os.devnull, "names no host"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "variable", "value", "words"), [
+    ("slurm", "SLURM_JOB_NODELIST", "n[1-2]", "scontrol show hostnames 'n[1-2]'"),
+    ("pbs", "PBS_NODEFILE", "nowhere", "No such file"), ("pbs", "PBS_NODEFILE", os.devnull, "names no host"),
+])  # fmt: skip
 def test_an_allocation_that_cannot_be_read_is_one_message(cluster, capsys, monkeypatch, kind, variable, value, words):
     monkeypatch.setenv(variable, value)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -100,14 +90,10 @@ def test_hosts_that_do_not_answer_are_all_named_and_nothing_is_changed(cluster, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "job", "directives"),
-    [
-        ("ssh", None, {}),
-        ("slurm", "submit_job.slurm", {"--nodes=3", "--gpus-per-node=2", "--no-kill"}),
-        ("pbs", "submit_job.pbs", {f"-l select=3:ncpus={len(os.sched_getaffinity(0))}:ngpus=2:mpiprocs=1"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "job", "directives"), [
+    ("ssh", None, {}), ("slurm", "submit_job.slurm", {"--nodes=3", "--gpus-per-node=2", "--no-kill"}),
+    ("pbs", "submit_job.pbs", {f"-l select=3:ncpus={len(os.sched_getaffinity(0))}:ngpus=2:mpiprocs=1"}),
+])  # fmt: skip
 def test_a_cluster_is_set_up_and_again_gives_the_same(cluster, capsys, tmp_path, kind, job, directives):
     """Three hosts, two of which train."""
     (tmp_path / "debug.toml").symlink_to(ROOT / "train_configs/debug.toml")

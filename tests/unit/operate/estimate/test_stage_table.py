@@ -45,13 +45,10 @@ def run(tokens=T, **tables) -> RunConfig:
         "data_parallel_shard_degree": 64,
     }  # fmt: skip
     sections = {
-        "model": {"flavor": "GLM-4.6"},
-        "data": {"stages": STAGES},
+        "model": {"flavor": "GLM-4.6"}, "data": {"stages": STAGES},
         "training": {"seq_len": LENGTHS[-1], "tokens": tokens, "local_batch_size": 1, "global_batch_size": BATCHES},
-        "lr_scheduler": {"start_tokens": 22 * T},
-        "activation_checkpoint": {"mode": "full"},
-        "parallelism": parallelism,
-    }
+        "lr_scheduler": {"start_tokens": 22 * T}, "activation_checkpoint": {"mode": "full"}, "parallelism": parallelism,
+    }  # fmt: skip
     return RunConfig.model_validate(sections | tables)
 
 

@@ -102,19 +102,15 @@ def test_invalid_variables_are_refused(variables, message):
 TWO = [Host(1, "a", slots=8), Host(2, "b", slots=8)]
 
 
-@pytest.mark.parametrize(
-    ("named", "processes", "variables", "words"),
-    [
-        ([*TWO, Host(9, "A", "root", 8)], None, {}, "a stands on lines 1, 9; write each host once"),
-        ([*TWO, Host(3, "c")], None, {}, "have the values none, 8; all nodes run the same number"),
-        ([*TWO, Host(3, "c", slots=4)], None, {}, "have the values 4, 8"),
-        (TWO, 4, {}, "have the values 4, 8"),
-        ([Host(1, "localhost"), Host(2, "b")], None, {}, "the first host, localhost, is another machine for each node"),
-        (TWO, None, {"MASTER_ADDR": "127.0.0.1"}, "the first host, 127.0.0.1, is another machine"),
-        (TWO, None, {"NNODES": "2"}, "is run once; unset NNODES"),
-        (TWO, None, {"SLURM_NODEID": "1"}, "start it outside srun"),
-    ],
-)
+@pytest.mark.parametrize(("named", "processes", "variables", "words"), [
+    ([*TWO, Host(9, "A", "root", 8)], None, {}, "a stands on lines 1, 9; write each host once"),
+    ([*TWO, Host(3, "c")], None, {}, "have the values none, 8; all nodes run the same number"),
+    ([*TWO, Host(3, "c", slots=4)], None, {}, "have the values 4, 8"), (TWO, 4, {}, "have the values 4, 8"),
+    ([Host(1, "localhost"), Host(2, "b")], None, {}, "the first host, localhost, is another machine for each node"),
+    (TWO, None, {"MASTER_ADDR": "127.0.0.1"}, "the first host, 127.0.0.1, is another machine"),
+    (TWO, None, {"NNODES": "2"}, "is run once; unset NNODES"),
+    (TWO, None, {"SLURM_NODEID": "1"}, "start it outside srun"),
+])  # fmt: skip
 def test_hostfiles_that_cannot_be_are_refused(named, processes, variables, words):
     with pytest.raises(UserError) as caught:
         refuse_hosts(named, processes, variables, Path("hosts"))

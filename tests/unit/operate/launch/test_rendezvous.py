@@ -8,6 +8,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.operate.launch import rendezvous
 from glm46.operate.launch.nodes import Nodes
+from tests.processes import HANG_SECONDS
 
 
 @pytest.fixture
@@ -28,16 +29,12 @@ def test_a_port_in_use_is_refused_on_the_first_node_only(free_port):
     rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
 
 
-@pytest.mark.parametrize(
-    ("port", "restarts", "exporter", "words"),
-    [
-        (65500, 100, None, r"MASTER_PORT = 65500 with --max-restarts 100: .*at most 65435"),
-        (29500, 0, 29500, r"metrics.prometheus_port = 29500: .*29500 to 29500"),
-        (29500, 100, 29600, r"metrics.prometheus_port = 29600: .*29500 to 29600 .*outside"),
-        (29500, 100, 29601, None),
-        (29500, 100, 9400, None),
-    ],
-)
+@pytest.mark.parametrize(("port", "restarts", "exporter", "words"), [
+    (65500, 100, None, r"MASTER_PORT = 65500 with --max-restarts 100: .*at most 65435"),
+    (29500, 0, 29500, r"metrics.prometheus_port = 29500: .*29500 to 29500"),
+    (29500, 100, 29600, r"metrics.prometheus_port = 29600: .*29500 to 29600 .*outside"), (29500, 100, 29601, None),
+    (29500, 100, 9400, None),
+])  # fmt: skip
 def test_ports_of_ranks_are_no_port_of_the_exporter(port, restarts, exporter, words):
     """The exporter, which starts first, would be the process that listens there."""
     if words is None:
@@ -59,9 +56,9 @@ def test_a_node_waits_until_the_first_listens_and_reports_it(free_port, monkeypa
 
     waiting = threading.Thread(target=rendezvous.wait_for_first, args=(nodes, 0, report), daemon=True)
     waiting.start()
-    assert told.wait(30)
+    assert told.wait(HANG_SECONDS)
     with socket.create_server(("localhost", free_port)):
-        waiting.join(30)
+        waiting.join(HANG_SECONDS)
         assert not waiting.is_alive()
     assert all(f"node 1 waits for the first node at localhost:{free_port}" in line for line in said)
     assert "refused" in said[0]
@@ -82,6 +79,6 @@ def test_the_first_node_reports_missing_nodes_until_they_join(monkeypatch):
         told.set()
 
     with rendezvous.reporting_missing_nodes(Nodes(3, 0, "a"), met.is_set, report):
-        assert told.wait(30)
+        assert told.wait(HANG_SECONDS)
         met.set()
     assert "all 3 nodes are at a" in said[0]

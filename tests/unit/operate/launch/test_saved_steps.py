@@ -43,7 +43,7 @@ def test_a_start_waits_until_a_lost_folder_is_back(saved, make_config):
 
     mounting = threading.Timer(0.2, mount)
     mounting.start()
-    saved.wait(20, said.append)
+    saved.wait(300, said.append)
     assert not away.exists() and len(said) == 1
     assert str(folder) in said[0] and "step 9" in said[0]
     # A rollback has removed a step: the newest that is there counts.

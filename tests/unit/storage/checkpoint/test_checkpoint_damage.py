@@ -52,13 +52,10 @@ def damage(step: Path, other: Path, chance: random.Random) -> str:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "meta.json", ".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (b"version https://git-lfs.invalid/spec/v1\noid sha256:00\nsize 5\n", "git lfs pull"),
-        (b"<html>Sign in</html>", "answer of a web server"),
-    ],
-)
+@pytest.mark.parametrize("content, words", [
+    (b"version https://git-lfs.invalid/spec/v1\noid sha256:00\nsize 5\n", "git lfs pull"),
+    (b"<html>Sign in</html>", "answer of a web server"),
+])  # fmt: skip
 def test_what_stands_in_place_of_a_file_is_named(content, words, file, tmp_path):
     CheckpointManager(tmp_path, keep_latest_k=0).save(1, tensors(1), {})
     (tmp_path / "step-000001" / file).write_bytes(content)

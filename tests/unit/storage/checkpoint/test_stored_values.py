@@ -49,15 +49,10 @@ def both_read(folder, metadata, whole) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize(
-    "starts, sizes",
-    [
-        ([(0, 0)], [(6, 10)]),
-        ([(0, 0), (2, 0)], [(2, 10), (4, 10)]),
-        ([(0, 0), (0, 3)], [(6, 3), (6, 7)]),
-        ([(0, 0), (0, 3), (5, 0)], [(5, 3), (5, 7), (1, 10)]),
-    ],
-)
+@pytest.mark.parametrize("starts, sizes", [
+    ([(0, 0)], [(6, 10)]), ([(0, 0), (2, 0)], [(2, 10), (4, 10)]), ([(0, 0), (0, 3)], [(6, 3), (6, 7)]),
+    ([(0, 0), (0, 3), (5, 0)], [(5, 3), (5, 7), (1, 10)]),
+])  # fmt: skip
 def test_chunks_equal_what_dcp_reads(dtype, starts, sizes, tmp_path, monkeypatch):
     whole = torch.randn(6, 10).mul(100).to(dtype)
     metadata = stored(tmp_path, whole, starts, sizes)

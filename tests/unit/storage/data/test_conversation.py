@@ -58,16 +58,13 @@ def test_openai_messages_with_tools_and_reasoning():
     )
 
 
-@pytest.mark.parametrize(
-    "format, record",
-    [
-        ("messages", {"messages": [USER, ANSWER]}),
-        ("sharegpt", {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}),
-        ("prompt_completion", {"prompt": "Hi", "completion": "Hello"}),
-        ("prompt_completion", {"prompt": [USER], "completion": [ANSWER]}),
-        ("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"}),
-    ],
-)
+@pytest.mark.parametrize("format, record", [
+    ("messages", {"messages": [USER, ANSWER]}),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}),
+    ("prompt_completion", {"prompt": "Hi", "completion": "Hello"}),
+    ("prompt_completion", {"prompt": [USER], "completion": [ANSWER]}),
+    ("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"}),
+])  # fmt: skip
 def test_formats_give_the_same_messages(format, record):
     assert parse_conversation(record, format) == Conversation(HELLO)
 
@@ -115,14 +112,10 @@ def test_a_turn_is_trained_if_none_of_its_messages_says_no(off):
     assert not parse(*rows).messages[-1].is_trained
 
 
-@pytest.mark.parametrize(
-    "content, reasoning, answer",
-    [
-        ("<think>\nwhy</think>\n\nSo", "why", "So"),
-        ("lost <think>why</think>lost</think>So", "why", "So"),
-        ("why</think>So", "why", "So"),
-    ],
-)
+@pytest.mark.parametrize("content, reasoning, answer", [
+    ("<think>\nwhy</think>\n\nSo", "why", "So"), ("lost <think>why</think>lost</think>So", "why", "So"),
+    ("why</think>So", "why", "So"),
+])  # fmt: skip
 def test_thinking_inside_the_content(content, reasoning, answer):
     assert parse(USER, ANSWER | {"content": content}).messages[-1] == Message("assistant", answer, reasoning)
     # Reasoning of its own, empty too, leaves the content alone, which then may not begin with a tag.
@@ -157,46 +150,36 @@ def calling(**function):
     return {"role": "assistant", "tool_calls": [{"function": function}]}
 
 
-@pytest.mark.parametrize(
-    "reason, messages",
-    [
-        ("no messages", []),
-        ("message is not an object", ["Hi"]),
-        ("no assistant", [USER]),
-        ("unknown role", [{"role": "critic", "content": "x"}, ANSWER]),
-        ("unknown role", [{"content": "x"}, ANSWER]),
-        ("unknown role", [{"role": ["user"], "content": "x"}, ANSWER]),
-        ("content is neither text nor a list of text", [{"role": "user"}, ANSWER]),
-        ("content is neither text nor a list of text", [{"role": "user", "content": 3}, ANSWER]),
-        ("content is neither text nor a list of text", [{"role": "user", "content": [3]}, ANSWER]),
-        ("content is neither text nor a list of text", [{"role": "user", "content": [{"type": "text"}]}, ANSWER]),
-        ("image, audio or other part that is not text", [USER | {"content": [{"type": "image_url"}]}, ANSWER]),
-        ("image, audio or other part that is not text", [USER | {"content": [{"type": "audio", "text": "x"}]}, ANSWER]),
-        ("reasoning is not text", [USER, ANSWER | {"reasoning_content": ["x"]}]),
-        ("assistant with neither content nor call", [USER, {"role": "assistant", "content": None}]),
-        ("assistant with neither content nor call", [USER, {"role": "assistant", "content": "<think>x</think> "}]),
-        ("tool calls are not a list of objects", [USER, {"role": "assistant", "tool_calls": "now"}]),
-        ("tool call is not JSON", [USER, {"role": "tool_call", "content": "now()"}]),
-        ("tool call without a name", [USER, calling(arguments={})]),
-        ("tool call without a name", [USER, calling(name="")]),
-        ("arguments are not JSON", [USER, calling(name="now", arguments="{city: Rome}")]),
-        ("arguments are not JSON", [USER, calling(name="now", arguments="[" * 100_000)]),
-        ("arguments are not an object", [USER, calling(name="now", arguments='"Rome"')]),
-        ("arguments are not an object", [USER, calling(name="now", arguments=["Rome"])]),
-        ("tool message not behind a tool call", [USER, ANSWER, RESULT, ANSWER]),
-        ("tool message not behind a tool call", [USER, RESULT, ANSWER]),
-        ("tool message not behind a tool call", [USER, CALL, RESULT, RESULT, ANSWER]),
-        ("tool message not behind a tool call", [USER, TWO_CALLS, RESULT, CALL, RESULT, RESULT, ANSWER]),
-        ("roles out of order", [ANSWER]),
-        ("roles out of order", [{"role": "system", "content": "x"}, ANSWER]),
-        ("roles out of order", [USER, ANSWER, ANSWER]),
-        ("roles out of order", [USER, CALL, USER, ANSWER]),
-        ("roles out of order", [USER, CALL, ANSWER]),
-        ("roles out of order", [USER, CALL, RESULT, USER, ANSWER]),
-        ("weight is neither 0 nor 1", [USER, ANSWER | {"weight": 0.5}]),
-        ("weight is neither 0 nor 1", [USER, ANSWER | {"train": "no"}]),
-    ],
-)
+@pytest.mark.parametrize("reason, messages", [
+    ("no messages", []), ("message is not an object", ["Hi"]), ("no assistant", [USER]),
+    ("unknown role", [{"role": "critic", "content": "x"}, ANSWER]), ("unknown role", [{"content": "x"}, ANSWER]),
+    ("unknown role", [{"role": ["user"], "content": "x"}, ANSWER]),
+    ("content is neither text nor a list of text", [{"role": "user"}, ANSWER]),
+    ("content is neither text nor a list of text", [{"role": "user", "content": 3}, ANSWER]),
+    ("content is neither text nor a list of text", [{"role": "user", "content": [3]}, ANSWER]),
+    ("content is neither text nor a list of text", [{"role": "user", "content": [{"type": "text"}]}, ANSWER]),
+    ("image, audio or other part that is not text", [USER | {"content": [{"type": "image_url"}]}, ANSWER]),
+    ("image, audio or other part that is not text", [USER | {"content": [{"type": "audio", "text": "x"}]}, ANSWER]),
+    ("reasoning is not text", [USER, ANSWER | {"reasoning_content": ["x"]}]),
+    ("assistant with neither content nor call", [USER, {"role": "assistant", "content": None}]),
+    ("assistant with neither content nor call", [USER, {"role": "assistant", "content": "<think>x</think> "}]),
+    ("tool calls are not a list of objects", [USER, {"role": "assistant", "tool_calls": "now"}]),
+    ("tool call is not JSON", [USER, {"role": "tool_call", "content": "now()"}]),
+    ("tool call without a name", [USER, calling(arguments={})]), ("tool call without a name", [USER, calling(name="")]),
+    ("arguments are not JSON", [USER, calling(name="now", arguments="{city: Rome}")]),
+    ("arguments are not JSON", [USER, calling(name="now", arguments="[" * 100_000)]),
+    ("arguments are not an object", [USER, calling(name="now", arguments='"Rome"')]),
+    ("arguments are not an object", [USER, calling(name="now", arguments=["Rome"])]),
+    ("tool message not behind a tool call", [USER, ANSWER, RESULT, ANSWER]),
+    ("tool message not behind a tool call", [USER, RESULT, ANSWER]),
+    ("tool message not behind a tool call", [USER, CALL, RESULT, RESULT, ANSWER]),
+    ("tool message not behind a tool call", [USER, TWO_CALLS, RESULT, CALL, RESULT, RESULT, ANSWER]),
+    ("roles out of order", [ANSWER]), ("roles out of order", [{"role": "system", "content": "x"}, ANSWER]),
+    ("roles out of order", [USER, ANSWER, ANSWER]), ("roles out of order", [USER, CALL, USER, ANSWER]),
+    ("roles out of order", [USER, CALL, ANSWER]), ("roles out of order", [USER, CALL, RESULT, USER, ANSWER]),
+    ("weight is neither 0 nor 1", [USER, ANSWER | {"weight": 0.5}]),
+    ("weight is neither 0 nor 1", [USER, ANSWER | {"train": "no"}]),
+])  # fmt: skip
 def test_bad_lines_are_refused_with_their_reason(reason, messages):
     with pytest.raises(BadConversation) as refused:
         parse(*messages)
@@ -249,11 +232,8 @@ def test_an_answer_that_is_the_json_of_a_call_is_refused_where_the_tool_is_known
 ])  # fmt: skip
 def test_markers_are_words_in_what_others_write_and_where_the_assistant_speaks_of_them(text):
     told = [
-        f"In code:\n```xml\n{text}\n```\nSo.",
-        f"~~~\n{text}",
-        "A `<think>` and a <think> tag, <|user|> too.",
-        "a<b>c",
-    ]
+        f"In code:\n```xml\n{text}\n```\nSo.", f"~~~\n{text}", "A `<think>` and a <think> tag, <|user|> too.", "a<b>c",
+    ]  # fmt: skip
     result = {"role": "tool", "content": text}
     for answer in told:
         got = parse({"role": "system", "content": text}, {"role": "user", "content": text}, CALL, result, {
@@ -261,25 +241,21 @@ def test_markers_are_words_in_what_others_write_and_where_the_assistant_speaks_o
         assert got.messages[-1].content == answer and got.messages[1].content == text == got.messages[3].content
 
 
-@pytest.mark.parametrize(
-    "reason, format, record",
-    [
-        ("line is not an object", "messages", ["Hi"]),
-        ("no messages", "messages", {"text": "Hi"}),
-        ("no messages", "sharegpt", {"messages": [USER, ANSWER]}),
-        ("message is not an object", "sharegpt", {"conversations": ["Hi"]}),
-        ("content is neither text nor a list of text", "prompt_completion", {"completion": "Hello"}),
-        ("message is not an object", "prompt_completion", {"prompt": ["Hi"], "completion": "Hello"}),
-        ("assistant with neither content nor call", "prompt_completion", {"prompt": "Hi"}),
-        ("no assistant", "prompt_completion", {"prompt": [USER], "completion": [USER]}),
-        ("assistant with neither content nor call", "alpaca", {"instruction": "Hi"}),
-        ("content is neither text nor a list of text", "alpaca", {"input": "Hi", "output": "Hello"}),
-        ("history is not a list of pairs", "alpaca", {"instruction": "Hi", "output": "Hello", "history": [["Hi"]]}),
-        ("tools are not JSON", "messages", {"messages": [USER, ANSWER], "tools": "weather"}),
-        ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": ["weather"]}),
-        ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": "{}"}),
-    ],
-)
+@pytest.mark.parametrize("reason, format, record", [
+    ("line is not an object", "messages", ["Hi"]), ("no messages", "messages", {"text": "Hi"}),
+    ("no messages", "sharegpt", {"messages": [USER, ANSWER]}),
+    ("message is not an object", "sharegpt", {"conversations": ["Hi"]}),
+    ("content is neither text nor a list of text", "prompt_completion", {"completion": "Hello"}),
+    ("message is not an object", "prompt_completion", {"prompt": ["Hi"], "completion": "Hello"}),
+    ("assistant with neither content nor call", "prompt_completion", {"prompt": "Hi"}),
+    ("no assistant", "prompt_completion", {"prompt": [USER], "completion": [USER]}),
+    ("assistant with neither content nor call", "alpaca", {"instruction": "Hi"}),
+    ("content is neither text nor a list of text", "alpaca", {"input": "Hi", "output": "Hello"}),
+    ("history is not a list of pairs", "alpaca", {"instruction": "Hi", "output": "Hello", "history": [["Hi"]]}),
+    ("tools are not JSON", "messages", {"messages": [USER, ANSWER], "tools": "weather"}),
+    ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": ["weather"]}),
+    ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": "{}"}),
+])  # fmt: skip
 def test_bad_lines_of_other_formats(reason, format, record):
     with pytest.raises(BadConversation) as refused:
         parse_conversation(record, format)

@@ -71,17 +71,10 @@ def test_writing_an_unchanged_model_changes_nothing(raw):
     assert config_of(PRESETS["GLM-4.6"], raw | {"quantization_config": {}}, eos_ids=EOS, dtype="bfloat16") == raw
 
 
-@pytest.mark.parametrize(
-    ("known", "eos_ids", "written"),
-    [
-        (EOS, [3, 5], [3, 5]),
-        (2, [3, 5], [3, 5]),
-        (151336, EOS, 151336),
-        ([*EOS, 9], EOS, [*EOS, 9]),
-        (None, EOS, None),
-        (EOS, [], EOS),
-    ],
-)
+@pytest.mark.parametrize(("known", "eos_ids", "written"), [
+    (EOS, [3, 5], [3, 5]), (2, [3, 5], [3, 5]), (151336, EOS, 151336), ([*EOS, 9], EOS, [*EOS, 9]), (None, EOS, None),
+    (EOS, [], EOS),
+])  # fmt: skip
 def test_ids_that_end_a_text_are_those_of_the_tokenizer(known, eos_ids, written):
     """A file's ids are kept if they are of the same tokenizer."""
     config = config_of(PRESETS["GLM-4.6"], GLM_46 | {"eos_token_id": known}, eos_ids=eos_ids, dtype="bfloat16")
@@ -143,10 +136,7 @@ def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
         ({"tie_word_embeddings": True}, ["tie_word_embeddings = True"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
         ({"num_mtp_layers": 2}, ["num_nextn_predict_layers = 1", "num_mtp_layers = 2"]),
-        (
-            {"rope_parameters": {"rope_theta": 1e4}},
-            ["rope_theta = 1000000", "10000.0 inside rope_parameters"],
-        ),
+        ({"rope_parameters": {"rope_theta": 1e4}}, ["rope_theta = 1000000", "10000.0 inside rope_parameters"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_scaling.rope_type", "'longrope'"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, ["rope_scaling.mscale"]),
         (

@@ -208,15 +208,12 @@ def change_config(folder, quantization):
     file.write_text(json.dumps(json.loads(file.read_text()) | {CONFIG_KEY: quantization}))
 
 
-@pytest.mark.parametrize(
-    "name, change, words",
-    [
-        ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: None, "is FP8, but"),
-        ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: t[:1].contiguous(), "it must be [2, 1]"),
-        ("model.layers.0.self_attn.o_proj.weight", lambda t: t.to(torch.bfloat16), "not part of this model"),
-        ("model.layers.1.mlp.gate.weight", lambda t: t.to(torch.float8_e4m3fn), "only projections"),
-    ],
-)
+@pytest.mark.parametrize("name, change, words", [
+    ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: None, "is FP8, but"),
+    ("model.layers.0.self_attn.o_proj.weight_scale", lambda t: t[:1].contiguous(), "it must be [2, 1]"),
+    ("model.layers.0.self_attn.o_proj.weight", lambda t: t.to(torch.bfloat16), "not part of this model"),
+    ("model.layers.1.mlp.gate.weight", lambda t: t.to(torch.float8_e4m3fn), "only projections"),
+])  # fmt: skip
 def test_scales_that_do_not_fit_are_refused(name, change, words, tensors, tmp_path):
     folder = export(tmp_path / "a", SCHEMES["fp8-block"], tensors)
     stored = stored_in(folder)

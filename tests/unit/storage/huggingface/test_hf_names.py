@@ -39,15 +39,10 @@ def to_hf(names, tensors):
     ]
 
 
-@pytest.mark.parametrize(
-    "preset, repeat_shared, tensors, parameters",
-    [
-        ("GLM-4.5", True, 44_691, 358_337_791_296),
-        ("GLM-4.6", False, 44_689, 356_785_898_816),
-        ("GLM-4.5-Air", True, 18_329, 110_468_824_832),
-        ("GLM-4.5-Air", False, 18_327, 109_227_310_848),
-    ],
-)
+@pytest.mark.parametrize("preset, repeat_shared, tensors, parameters", [
+    ("GLM-4.5", True, 44_691, 358_337_791_296), ("GLM-4.6", False, 44_689, 356_785_898_816),
+    ("GLM-4.5-Air", True, 18_329, 110_468_824_832), ("GLM-4.5-Air", False, 18_327, 109_227_310_848),
+])  # fmt: skip
 @pytest.mark.slow
 def test_real_shapes_give_the_tensor_and_parameter_counts_of_the_releases(preset, repeat_shared, tensors, parameters):
     shape = PRESETS[preset]
@@ -135,14 +130,11 @@ def test_long_lists_are_counted_not_printed():
     assert "download the folder again" in remedy
 
 
-@pytest.mark.parametrize(
-    "name, size, dtype, words",
-    [
-        ("lm_head.weight", (47, 24), torch.bfloat16, ["[47, 24]", "[48, 24]"]),
-        ("model.norm.weight", (24,), torch.int32, ["int32", "bfloat16 or float32"]),
-        ("model.layers.2.mlp.gate.e_score_correction_bias", (6,), torch.int8, ["int8", "float32", "convert"]),
-    ],
-)
+@pytest.mark.parametrize("name, size, dtype, words", [
+    ("lm_head.weight", (47, 24), torch.bfloat16, ["[47, 24]", "[48, 24]"]),
+    ("model.norm.weight", (24,), torch.int32, ["int32", "bfloat16 or float32"]),
+    ("model.layers.2.mlp.gate.e_score_correction_bias", (6,), torch.int8, ["int8", "float32", "convert"]),
+])  # fmt: skip
 def test_wrong_shape_and_type_are_named(name, size, dtype, words):
     fault = TWO_MTP.fault(name, size, dtype)
     assert all(word in fault for word in (name, *words))

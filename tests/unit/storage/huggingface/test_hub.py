@@ -116,7 +116,7 @@ def fetched(tmp_path: Path, endpoint: str, *stated: str, **variables: str) -> li
     own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     own |= {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, *stated], env=own | variables, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _SCRIPT, *stated], env=own | variables, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

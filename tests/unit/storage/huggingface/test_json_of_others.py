@@ -15,13 +15,10 @@ from glm46.storage.huggingface.schemes import scheme_of
 from tests.unit.storage.huggingface.test_hf_safetensors import MODELS, make_folder
 
 READERS = {
-    "config.json": read_config,
-    "model.safetensors.index.json": find_tensors,
-    "adapter_config.json": PeftConfig.read,
-    "base_files.json": read_base_files,
-    "tokenizer.json": lambda folder: read_tokenizer_json(folder / "tokenizer.json"),
+    "config.json": read_config, "model.safetensors.index.json": find_tensors, "adapter_config.json": PeftConfig.read,
+    "base_files.json": read_base_files, "tokenizer.json": lambda folder: read_tokenizer_json(folder / "tokenizer.json"),
     "tokenizer_config.json": lambda folder: template_beside(folder / "tokenizer.json"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", [

@@ -161,14 +161,10 @@ def test_what_stands_in_place_of_a_json_file_is_named(kind, file, tmp_path):
         check_folder(tmp_path / "in", MODEL)
 
 
-@pytest.mark.parametrize(
-    "folder, name, commit",
-    [
-        ("/cache/hub/models--zai-org--GLM-4.6/snapshots/" + "c" * 40, "zai-org/GLM-4.6", "c" * 40),
-        ("/h/models--a--b-c/snapshots/d1/", "a/b-c", "d1"),
-        ("outputs/base", "outputs/base", None),
-    ],
-)
+@pytest.mark.parametrize("folder, name, commit", [
+    ("/cache/hub/models--zai-org--GLM-4.6/snapshots/" + "c" * 40, "zai-org/GLM-4.6", "c" * 40),
+    ("/h/models--a--b-c/snapshots/d1/", "a/b-c", "d1"), ("outputs/base", "outputs/base", None),
+])  # fmt: skip
 def test_an_adapter_names_the_repository_of_its_base(folder, name, commit, tmp_path):
     assert repository_of(folder) == (name, commit)
     tensors = adapters(targets=["attention"])

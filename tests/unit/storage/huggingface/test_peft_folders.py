@@ -77,18 +77,13 @@ def assert_peft_computes(base, folder, tensors, scale):
 
 
 KINDS = {
-    "all": dict(),
-    "attention": dict(targets=["attention"]),
-    "experts": dict(targets=["experts"]),
-    "dense": dict(targets=["dense"]),
-    "shared experts": dict(targets=["shared_experts"]),
+    "all": dict(), "attention": dict(targets=["attention"]), "experts": dict(targets=["experts"]),
+    "dense": dict(targets=["dense"]), "shared experts": dict(targets=["shared_experts"]),
     "attention, dense and shared experts": dict(targets=["attention", "dense", "shared_experts"]),
-    "expert rank 1 of 8": dict(rank=8, expert_rank=1),
-    "expert rank above": dict(rank=2, expert_rank=6),
-    "attention of two layers": dict(targets=["attention"], layers=[1, 2]),
-    "all of two layers": dict(layers=[0, 2]),
+    "expert rank 1 of 8": dict(rank=8, expert_rank=1), "expert rank above": dict(rank=2, expert_rank=6),
+    "attention of two layers": dict(targets=["attention"], layers=[1, 2]), "all of two layers": dict(layers=[0, 2]),
     "DoRA on attention": dict(targets=["attention"], dora=True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -121,16 +116,10 @@ def test_without_experts_peft_adapts_nothing_else(base, tmp_path):
     assert len(adapted) == sum(name.endswith("lora_A") for name in tensors)
 
 
-@pytest.mark.parametrize(
-    ("targets", "options"),
-    [
-        (("attention", "dense", "shared_experts", "experts"), {}),
-        (("shared_experts",), {}),
-        (("attention", "experts"), {"layers": (1, 3)}),
-        (("dense", "experts"), {"dora": True}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("targets", "options"), [
+    (("attention", "dense", "shared_experts", "experts"), {}), (("shared_experts",), {}),
+    (("attention", "experts"), {"layers": (1, 3)}), (("dense", "experts"), {"dora": True}),
+], ids=str)  # fmt: skip
 def test_peft_finds_the_same_modules_where_experts_are_modules(base, targets, options, tmp_path):
     tensors = adapters(targets, rank=4, expert_rank=2, shape=base[1], **options)
     export_adapter(tmp_path / "a", base[1], tensors, scale=2.0, base=str(base[0]), for_transformers_4=True)

@@ -14,27 +14,20 @@ from glm46.storage.prepare.compilers import run_fault
 from glm46.storage.prepare.limited import run_limited
 from glm46.storage.prepare.pipeline import prepare_text
 
-LIMITS = dict(cpu_seconds=1, seconds=20, memory_gib=0.25)
+LIMITS = dict(cpu_seconds=1, seconds=300, memory_gib=0.25)
 CLONE = "import ctypes\nprint(ctypes.CDLL(None).syscall({}, {}, 0, 0, 0, 0))"
 
 
-@pytest.mark.parametrize(
-    "program, error",
-    [
-        ("import os\nos.fork()", "PermissionError"),
-        ("import subprocess\nsubprocess.run(['true'])", "PermissionError"),
-        ("import multiprocessing\nmultiprocessing.Process(target=print).start()", "PermissionError"),
-        ("import socket\nsocket.socket()", "PermissionError"),
-        ("bytearray(2**30)", "MemoryError"),
-        ("x = []\nwhile True: x.append('a' * 2**20)", "MemoryError"),
-        ("while True: print('x' * 2**16)", "OSError"),
-        ("import os\nos.environ['HOME']", "KeyError"),
-        ("import os\nos.open(f'/proc/{os.getppid()}/fd/0', os.O_RDONLY)", "PermissionError"),
-        ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "PermissionError"),
-        ("open('big', 'wb').write(bytes(2**23))", "OSError"),
-        ("import sys\nsys.exit('no')", "no"),
-    ],
-)
+@pytest.mark.parametrize("program, error", [
+    ("import os\nos.fork()", "PermissionError"), ("import subprocess\nsubprocess.run(['true'])", "PermissionError"),
+    ("import multiprocessing\nmultiprocessing.Process(target=print).start()", "PermissionError"),
+    ("import socket\nsocket.socket()", "PermissionError"), ("bytearray(2**30)", "MemoryError"),
+    ("x = []\nwhile True: x.append('a' * 2**20)", "MemoryError"), ("while True: print('x' * 2**16)", "OSError"),
+    ("import os\nos.environ['HOME']", "KeyError"),
+    ("import os\nos.open(f'/proc/{os.getppid()}/fd/0', os.O_RDONLY)", "PermissionError"),
+    ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "PermissionError"),
+    ("open('big', 'wb').write(bytes(2**23))", "OSError"), ("import sys\nsys.exit('no')", "no"),
+])  # fmt: skip
 def test_a_program_meets_its_limits(program, error):
     ended = run_limited(program, **LIMITS)
     assert ended.status > 0 and ended.error.startswith(error)
@@ -56,10 +49,10 @@ def test_threads_input_and_output_are_there():
 def test_time_ends_a_program_that_computes_and_one_that_waits():
     start = time.monotonic()
     assert run_limited("while True: pass", **LIMITS).status == -signal.SIGKILL
-    assert run_limited("import time\ntime.sleep(99)", **LIMITS | {"seconds": 0.3}).status is None
-    ignores = "import signal, time\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(99)"
+    assert run_limited("import time\ntime.sleep(999)", **LIMITS | {"seconds": 0.3}).status is None
+    ignores = "import signal, time\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(999)"
     assert run_limited(ignores, **LIMITS | {"seconds": 0.3}).status is None
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 100
 
 
 @pytest.mark.parametrize(
@@ -81,12 +74,9 @@ def test_the_cause_is_told(program, fault, monkeypatch):
 
 def test_documents_that_do_not_run_are_dropped_and_counted_by_cause(tmp_path):
     programs = [
-        "assert sum(range(10)) == 45\n",
-        "def f(:\n",
-        "assert sum(range(10)) == 44\n",
-        "assert sum(range(10)) == 46\n",
+        "assert sum(range(10)) == 45\n", "def f(:\n", "assert sum(range(10)) == 44\n", "assert sum(range(10)) == 46\n",
         "import os\nwhile True:\n    os.fork()\n",
-    ]
+    ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in programs))
     recipe = TextRecipe(
         input=(str(tmp_path / "a.jsonl"),), output=str(tmp_path / "out"), verify="execute", held_out=0.0, processes=1,

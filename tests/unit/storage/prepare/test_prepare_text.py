@@ -302,11 +302,7 @@ def test_only_solutions_with_the_known_result_are_kept(folder, tmp_path):
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     manifest = prepare(tmp_path, verify="maths", text_key="problem", answer_key="result", deduplicate="exact")
     assert texts_of(manifest) == [rows[0]["problem"]]
-    assert manifest.dropped == {
-        "wrong answer": 1,
-        "states no final answer": 1,
-        "no answer to check against": 1,
-    }
+    assert manifest.dropped == {"wrong answer": 1, "states no final answer": 1, "no answer to check against": 1}
 
 
 def test_reasoning_in_steps_is_compared_where_a_result_is_known(folder, tmp_path):

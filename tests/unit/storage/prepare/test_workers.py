@@ -13,6 +13,7 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.engine.reliability.stop import started_ranks
 from glm46.storage.prepare.workers import call_in_workers, end_worker, start_worker
+from tests.processes import wait_until
 
 _started = None
 
@@ -57,9 +58,7 @@ def test_a_worker_and_its_program_are_no_ranks():
     """The launcher passes a signal on to ranks and lives on; without ranks it ends."""
     connection, process = start_worker(start, (0,), other_session)
     connection.send((0, (0,)))
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit and not any(os.getpgid(child) == child for child in _children(process.pid)):
-        time.sleep(0.05)
+    wait_until(lambda: any(os.getpgid(child) == child for child in _children(process.pid)))
     assert os.getpgid(process.pid) == process.pid
     try:
         assert not started_ranks()

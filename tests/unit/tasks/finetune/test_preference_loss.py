@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from glm46.config.finetune import PreferenceConfig
-from glm46.tasks.finetune.preference_loss import (
-    HALF,
-    REFERENCE,
-    PreferenceLoss,
-    pair_losses,
-    split_pairs,
-    sum_pairs,
-)
+from glm46.tasks.finetune.preference_loss import HALF, REFERENCE, PreferenceLoss, pair_losses, split_pairs, sum_pairs
 
 BEGIN, IGNORE = 9, -100
 

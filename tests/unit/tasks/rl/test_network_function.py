@@ -86,12 +86,9 @@ KEYS = {
 }  # fmt: skip
 """The other value of a key that changes the function, or the reason (a sentence) why a key does not."""
 SECTIONS = {
-    "model": ModelShape,
-    "model.rope_scaling": RopeScalingConfig,
-    "moe": MoEConfig,
-    "mtp": MTPConfig,
+    "model": ModelShape, "model.rope_scaling": RopeScalingConfig, "moe": MoEConfig, "mtp": MTPConfig,
     "adapter": AdapterConfig,
-}
+}  # fmt: skip
 
 IDS = (torch.arange(2 * 15).view(2, 15) * 37 + 11) % 290
 

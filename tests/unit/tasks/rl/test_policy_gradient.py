@@ -216,16 +216,11 @@ def test_a_single_step_needs_no_old_logprobs(keys):
     assert 0 < metrics["correction_dropped"] < 1 or not config.correction.veto
 
 
-@pytest.mark.parametrize(
-    ("keys", "steps"),
-    [
-        ({"algorithm": "grpo"}, 2),
-        ({"algorithm": "gspo", "correction": {"normalize": True}}, 1),
-        ({"algorithm": "ppo", "kl": {"weight": 0.1, "where": "reward"}}, 1),
-        ({"algorithm": "grpo", "old_policy": "rollout"}, 1),
-    ],
-    ids=["steps", "mean weight", "reward", "engine"],
-)
+@pytest.mark.parametrize(("keys", "steps"), [
+    ({"algorithm": "grpo"}, 2), ({"algorithm": "gspo", "correction": {"normalize": True}}, 1),
+    ({"algorithm": "ppo", "kl": {"weight": 0.1, "where": "reward"}}, 1),
+    ({"algorithm": "grpo", "old_policy": "rollout"}, 1),
+], ids=["steps", "mean weight", "reward", "engine"])  # fmt: skip
 def test_what_needs_old_logprobs_before_the_step(keys, steps):
     config = RLConfig.model_validate({"prompts_per_rollout": 2} | keys).resolved()
     assert not config.is_on_policy(config.samples_per_rollout // steps)

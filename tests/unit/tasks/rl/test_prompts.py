@@ -29,12 +29,9 @@ def read(file, tokenizer, needs_label=True, most_tokens=100, **keys):
 
 
 DAPO = {
-    "data_source": "math_dapo",
-    "prompt": [{"content": "Solve it.\n\n1 + 1 =", "role": "user"}],
-    "ability": "MATH",
-    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
-    "extra_info": {"index": "9a9b6eb4"},
-}
+    "data_source": "math_dapo", "prompt": [{"content": "Solve it.\n\n1 + 1 =", "role": "user"}], "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"},
+}  # fmt: skip
 """A row of dapo-math-17k."""
 AIME = {
     "prompt": [{"role": "user", "content": "Every morning Aya walks."}],
@@ -97,21 +94,14 @@ def test_a_file_that_holds_no_prompts_is_one_line(name, change, said, tokenizer,
     assert len(error.value.faults) == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"prompt": "a"}, "label"),
-        ("{broken", "JSON"),
-        ("[1]", "JSON"),
-        pytest.param('{"prompt": ' + "[" * 100_000, "not JSON", id="deep"),
-        ('{"prompt": "\udcff", "label": "1"}', "UTF-8"),
-        ({"label": "1"}, "prompt"),
-        ({"prompt": [], "label": "1"}, "prompt"),
-        ({"prompt": [{"role": "user"}], "label": "1"}, "content"),
-        ({"prompt": [{"role": "assistant", "content": "a"}], "label": "1"}, "user"),
-        ({"prompt": "word " * 100, "label": "1"}, "100"),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({"prompt": "a"}, "label"), ("{broken", "JSON"), ("[1]", "JSON"),
+    pytest.param('{"prompt": ' + "[" * 100_000, "not JSON", id="deep"), ('{"prompt": "\udcff", "label": "1"}', "UTF-8"),
+    ({"label": "1"}, "prompt"), ({"prompt": [], "label": "1"}, "prompt"),
+    ({"prompt": [{"role": "user"}], "label": "1"}, "content"),
+    ({"prompt": [{"role": "assistant", "content": "a"}], "label": "1"}, "user"),
+    ({"prompt": "word " * 100, "label": "1"}, "100"),
+])  # fmt: skip
 def test_a_bad_row_is_named_with_its_line(row, said, tokenizer, tmp_path):
     file = write(tmp_path, {"prompt": "a", "label": "1"}, row)
     with pytest.raises(UserError) as error:

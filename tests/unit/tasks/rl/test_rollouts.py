@@ -144,9 +144,7 @@ def test_prediction_layers_predict_drawn_tokens_behind_those_of_the_main_model()
         assert shared[name][0] == [*batch[name][0][:6], *batch[name][0][7:10], *batch[name][0][10:], batch[name][0][-1]]
 
 
-@given(
-    groups=st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(1, 10), min_size=1, max_size=8)), max_size=12),
-)
+@given(groups=st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(1, 10), min_size=1, max_size=8)), max_size=12))
 def test_rows_of_shared_prompts_have_room_for_their_tokens_and_keys(groups):
     items = [Item(number, shared, own) for number, (shared, owns) in enumerate(groups) for own in owns]
     shape = PackShape(seq_len=16, rows=1, ranks=1, micro_batches=None, mtp_depth=0, shares_prompts=True)
@@ -160,11 +158,7 @@ def test_rows_of_shared_prompts_have_room_for_their_tokens_and_keys(groups):
         assert shared + sum(items[number].length for number in row) <= SHARED_KEYS * 16
 
 
-@given(
-    lengths=st.lists(st.integers(1, 16), max_size=40),
-    ranks=st.sampled_from([1, 2, 4]),
-    rows=st.integers(1, 3),
-)
+@given(lengths=st.lists(st.integers(1, 16), max_size=40), ranks=st.sampled_from([1, 2, 4]), rows=st.integers(1, 3))
 def test_every_sample_is_in_one_row_and_ranks_have_equally_many_micro_batches(lengths, ranks, rows):
     shape = PackShape(seq_len=16, rows=rows, ranks=ranks, micro_batches=None, mtp_depth=0)
     of_ranks = pack(alone(lengths), shape)

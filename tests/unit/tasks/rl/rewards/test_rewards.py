@@ -27,6 +27,7 @@ from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, _value, en
 from glm46.tasks.rl.rewards.maths import maths
 from glm46.tasks.rl.rewards.remote import remote
 from glm46.tasks.rl.rewards.text import choice, exact, repetition, well_formed
+from tests.processes import is_alive, wait_until
 
 BAD = "tests.unit.tasks.rl.rewards.bad_rewards"
 
@@ -285,9 +286,9 @@ def test_code_runs_against_its_tests_within_limits(program, label, options, expe
     ("program", "expected"), [("while True: pass", 0.0), ("if input() != 'b':\n    while 1: pass", 0.25)]
 )
 def test_a_program_that_loops_in_each_test_has_a_score(program, expected):
-    """Together its tests would take 4 s, and the reward has 2: a reward that is killed drops its sample."""
+    """Together its tests would take 20 s, and the reward has 10: a reward that is killed drops its sample."""
     label = {"inputs": ["a", "b", "c", "d"], "outputs": [""] * 4}
-    scorer = FunctionPool([RewardRule("code", seconds=2.0, options={"seconds": 1, "all": False})], processes=1)
+    scorer = FunctionPool([RewardRule("code", seconds=10.0, options={"seconds": 5, "all": False})], processes=1)
     try:
         (score,) = scorer.score([answer(PROGRAM.format(program), label)])
     finally:
@@ -296,9 +297,9 @@ def test_a_program_that_loops_in_each_test_has_a_score(program, expected):
 
 
 def test_too_many_tests_are_a_fault_of_the_reward_and_not_of_the_program():
-    program, label = PROGRAM.format("import time\ntime.sleep(0.4)"), ["pass"] * 4
-    with pytest.raises(TimeoutError, match=r"of 4 tests took all of 0\.9 s"):
-        code(answer(program, label), {"timeout_seconds": 1, "seconds": 0.8})
+    program, label = PROGRAM.format("import time\ntime.sleep(1.5)"), ["pass"] * 4
+    with pytest.raises(TimeoutError, match=r"of 4 tests took all of 4\.5 s"):
+        code(answer(program, label), {"timeout_seconds": 5, "seconds": 4})
 
 
 def test_a_silent_server_is_left_before_the_time_of_the_reward_ends():
@@ -306,7 +307,7 @@ def test_a_silent_server_is_left_before_the_time_of_the_reward_ends():
         server.bind(("127.0.0.1", 0))
         server.listen()  # connections open, and nobody answers
         options = {"url": f"http://127.0.0.1:{server.getsockname()[1]}", "seconds": 1}
-        scorer = FunctionPool([RewardRule("remote", seconds=3.0, options=options)], processes=1)
+        scorer = FunctionPool([RewardRule("remote", seconds=60.0, options=options)], processes=1)
         try:
             (score,) = scorer.score([answer("yes")])
         finally:
@@ -390,7 +391,7 @@ def test_a_failing_reward_drops_the_sample_and_no_other():
     ("function", "said"), [("hang", "0.3 s"), ("crash", "code 7"), ("words", "number"), ("infinite", "number")]
 )
 def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(function, said):
-    scorer = FunctionPool([RewardRule(f"{BAD}:{function}", seconds=0.3)], processes=1)
+    scorer = FunctionPool([RewardRule(f"{BAD}:{function}", seconds=0.3 if function == "hang" else 60.0)], processes=1)
     began = time.monotonic()
     try:
         scores = scorer.score([answer("a"), answer("b")])
@@ -398,26 +399,15 @@ def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(fun
         scorer.close()
     assert [score.total for score in scores] == [None, None]
     assert all(said in score.fault for score in scores)
-    assert time.monotonic() - began < 20
-
-
-def ends_soon(process_id: int) -> bool:
-    """Whether a process is gone within some seconds, or only its exit code is left."""
-    for _ in range(200):
-        try:
-            if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
+    assert time.monotonic() - began < 60
 
 
 def test_programs_that_a_reward_has_started_end_with_it_at_its_deadline(tmp_path):
-    scorer = FunctionPool([RewardRule(f"{BAD}:start_and_hang", seconds=1.0)], processes=1)
+    scorer = FunctionPool([RewardRule(f"{BAD}:start_and_hang", seconds=3.0)], processes=1)
     try:
         (score,) = scorer.score([answer("a", str(tmp_path / "id"))])
-        assert score.total is None and ends_soon(int((tmp_path / "id").read_text()))
+        assert score.total is None
+        wait_until(lambda: not is_alive(int((tmp_path / "id").read_text())))
     finally:
         scorer.close()
 
@@ -433,17 +423,13 @@ if __name__ == "__main__":
     (tmp_path / "run.py").write_text(run)
     process = subprocess.Popen([sys.executable, str(tmp_path / "run.py")], env=os.environ | {"PYTHONPATH": os.getcwd()})
     try:
-        for _ in range(1200):
-            if (tmp_path / "id").is_file() and (tmp_path / "id").read_text():
-                break
-            time.sleep(0.05)
-        program = int((tmp_path / "id").read_text())
+        program = int(wait_until(lambda: (tmp_path / "id").is_file() and (tmp_path / "id").read_text()))
         worker = int(Path(f"/proc/{program}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(worker, signal.SIGSTOP)  # nothing of it runs any more, as of one that holds the interpreter
     finally:
         process.kill()
         process.wait()
-    assert ends_soon(program) and ends_soon(worker)
+    wait_until(lambda: not is_alive(program) and not is_alive(worker))
 
 
 def test_a_reward_that_returns_twice_shifts_no_other():
@@ -570,5 +556,5 @@ def test_a_call_inside_a_thought_is_a_draft():
 def test_rewards_of_the_process_that_trains_take_linear_time(text):
     began = time.monotonic()
     for reward, label in ((exact, "C"), (choice, "C"), (well_formed, None), (repetition, None)):
-        reward(answer(f"{text * 40_000}x", label), {})
-    assert time.monotonic() - began < 10
+        reward(answer(f"{text * 400_000}x", label), {})
+    assert time.monotonic() - began < 60  # quadratic time: hours

@@ -14,13 +14,14 @@ import random
 import signal
 import sys
 import threading
-import time
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from tests.processes import wait_until
 
 _PATH = Path(__file__).parents[5] / "deploy/vllm/glm_weights.py"
 _spec = importlib.util.spec_from_file_location("glm_weights", _PATH)
@@ -86,7 +87,7 @@ class StubServer:
         workers: that take a broadcast.
         breaks_at: where its last worker breaks, once, in a broadcast: "called", "joined" (before the group is formed),
             behind so many tensors, or "answer", which is then lost.
-        breaks_by: "error", "stall" (for `stalls` seconds), "stop" (until it is sent SIGCONT), "kill".
+        breaks_by: "error", "stall" (until `stalls` is false), "stop" (until it is sent SIGCONT), "kill".
         calls: paths in order, with the bodies.
     """
 
@@ -98,7 +99,7 @@ class StubServer:
         self.goes_on_behind = ()
         self.model, self.raw = logprob, 0.0
         self.received, self.errors, self.workers = [], [], 1
-        self.breaks_at, self.breaks_by, self.stalls = None, "error", 1.0
+        self.breaks_at, self.breaks_by, self.stalls = None, "error", True
         self._aborted, self._lock, self._engine = set(), threading.Lock(), threading.Lock()
         self.generated: list[tuple] = []
         stub = self
@@ -221,7 +222,7 @@ class StubServer:
             return
         self.breaks_at = None
         if self.breaks_by == "stall":
-            time.sleep(self.stalls)
+            wait_until(lambda: not self.stalls)
         elif self.breaks_by == "error":
             raise ValueError(f"told to break at {where}")
         else:

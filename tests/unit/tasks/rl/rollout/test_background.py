@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, V
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
+from tests.processes import HANG_SECONDS, wait_until
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
@@ -25,7 +25,6 @@ LONG = [Request([3, 4], seed, 6) for seed in (1, 2)]  # neither ends with the st
 @pytest.fixture
 def stub(monkeypatch):
     monkeypatch.setattr(dispatch, "_TICK_SECONDS", 0.02)
-    monkeypatch.setattr(dispatch, "_GRACE_SECONDS", 0.3)
     made = StubServer()
     yield made
     made.stop()
@@ -34,7 +33,7 @@ def stub(monkeypatch):
 @pytest.fixture
 def pool(stub, tmp_path):
     servers = [VllmServer(stub.url, range(50, 52))]
-    bounds = {"longest": 8, "most_running": 1024, "deadline": 5.0, "restart": 0.2}
+    bounds = {"longest": 8, "most_running": 1024, "deadline": HANG_SECONDS, "restart": 0.2}
     pool = ServerPool(servers, rules=RULES, say=lambda line: None, **bounds)
     update(pool, tmp_path, 1)
     return pool
@@ -48,10 +47,7 @@ def update(pool, tmp_path, version: int) -> None:
 
 
 def await_sent(stub, count: int) -> None:
-    end = time.monotonic() + 5
-    while len(stub.generated) < count:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: len(stub.generated) >= count)
 
 
 def never() -> bool:
@@ -83,8 +79,7 @@ def test_a_kill_loses_no_finished_group_and_no_token_that_was_aborted(pool, stub
     generating = BackgroundGeneration(pool.generate, RULES, tmp_path / "ahead", goes_on=True)
     generating.add(0, LONG, 0)
     generating.start()
-    while not list((tmp_path / "ahead").glob("prompt_*0.npz")):
-        time.sleep(0.01)
+    wait_until(lambda: list((tmp_path / "ahead").glob("prompt_*0.npz")))
     generating.halt()
     generating.add(1, LONG, 0)
     generating.add(2, LONG, 0)
@@ -141,7 +136,7 @@ def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
 
     def draw_one(requests, rules, halt, finish):
         finish(1, Completion([STOP], [-1.0], "stop", [VersionSpan(0, 0)], None))
-        finished.append(halt.wait(5))
+        finished.append(halt.wait(HANG_SECONDS))
         return [Completion([], [], "abort", [], None)] * 2
 
     generating = BackgroundGeneration(draw_one, RULES, tmp_path, goes_on=True)

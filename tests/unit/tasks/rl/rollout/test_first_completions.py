@@ -60,16 +60,10 @@ def test_tokens_of_which_almost_all_are_the_likely_one_pass(rare):
         assert policy.compare(1.0, np.exp(policy.logprobs(1.0)))[1]
 
 
-@pytest.mark.parametrize(
-    "generate",
-    [
-        lambda policy: np.exp(policy.logprobs(0.8)),
-        lambda policy: np.exp(policy.logprobs(1.25)),
-        lambda policy: nucleus(np.exp(policy.logprobs(1.0)), 0.9),
-        lambda policy: np.full(VOCABULARY, 1 / VOCABULARY),
-    ],
-    ids=["colder", "warmer", "top-p", "uniform"],
-)
+@pytest.mark.parametrize("generate", [
+    lambda policy: np.exp(policy.logprobs(0.8)), lambda policy: np.exp(policy.logprobs(1.25)),
+    lambda policy: nucleus(np.exp(policy.logprobs(1.0)), 0.9), lambda policy: np.full(VOCABULARY, 1 / VOCABULARY),
+], ids=["colder", "warmer", "top-p", "uniform"])  # fmt: skip
 def test_draws_from_another_distribution_are_refused(generate):
     """Their log-probabilities are right, and the mean of log-probability and entropy is off by less than 0.5 nats."""
     for seed in range(20):

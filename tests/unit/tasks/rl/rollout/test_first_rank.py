@@ -8,6 +8,7 @@ import pytest
 from glm46.tasks.rl.rollout import first_rank
 from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack, run_on_first_rank, unpack
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan
+from tests.processes import HANG_SECONDS
 
 
 def test_completions_are_the_same_after_the_way():
@@ -49,4 +50,4 @@ def test_work_that_asked_for_what_failed_does_not_wait_for_ever(monkeypatch):
     request = CollectiveRequest(fail)
     with pytest.raises(MemoryError):
         run_on_first_rank(work, request)
-    assert "failed" in str(ended.get(timeout=10))
+    assert "failed" in str(ended.get(timeout=HANG_SECONDS))

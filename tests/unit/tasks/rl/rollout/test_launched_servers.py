@@ -4,40 +4,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 from glm46.tasks.rl.rollout.server_state import EngineError
+from tests.processes import is_alive, wait_until
 
 PROGRAM = (
-    "import os, sys, time; print(os.getpid(), *sys.argv[1:], os.environ.get('WORLD_SIZE'), flush=True); time.sleep(60)"
+    "import os, sys, time; print(os.getpid(), *sys.argv[1:], os.environ.get('WORLD_SIZE'), flush=True); time.sleep(600)"
 )
 COMMAND = (sys.executable, "-c", PROGRAM, "--model={folder}", "{port}")
 
 
 def words(log, count=4):
-    end = time.monotonic() + 10
-    while len(log.read_text().split()) < count:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: log.exists() and len(log.read_text().split()) >= count)
     return log.read_text().split()
-
-
-def gone(process):
-    """Whether a process ends within 10 s. A zombie has ended: process 1, whose child it is, may wait for it late."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_one_server_for_each_address_and_again_after_its_end(tmp_path, monkeypatch):
@@ -53,7 +35,7 @@ def test_one_server_for_each_address_and_again_after_its_end(tmp_path, monkeypat
     servers.ensure(tmp_path / "b")
     assert words(tmp_path / "logs/server-81.log")[1] == f"--model={tmp_path / 'b'}" and len(lines) == 3
     servers.stop()
-    assert gone(second[0])
+    wait_until(lambda: not is_alive(int(second[0])))
 
 
 def test_command_that_fails_is_one_message_with_its_output(tmp_path):
@@ -72,11 +54,9 @@ import time
 from pathlib import Path
 from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 LaunchedServers({COMMAND!r}, ["http://127.0.0.1:81"], Path({str(tmp_path)!r}), print).ensure(Path("a"))
-time.sleep(60)
+time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", run]) as process:
-        while not (tmp_path / "server-81.log").exists():
-            time.sleep(0.01)
         server = words(tmp_path / "server-81.log")[0]
         process.kill()
-    assert gone(server)
+    wait_until(lambda: not is_alive(int(server)))

@@ -13,6 +13,7 @@ from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
+from tests.processes import wait_until
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
@@ -27,7 +28,7 @@ both_kinds = pytest.mark.parametrize("kind", [VllmServer, SglangServer])
 def short_waits(monkeypatch):
     monkeypatch.setattr(dispatch, "_TICK_SECONDS", 0.02)
     monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(dispatch, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(dispatch, "_GRACE_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def lines():
 
 @pytest.fixture
 def make_pool(stubs, tmp_path, lines):
-    def make(kind=VllmServer, *, servers=stubs, rules=RULES, longest=8, most=1024, deadline=5.0, restart=0.2):
+    def make(kind=VllmServer, *, servers=stubs, rules=RULES, longest=8, most=1024, deadline=600.0, restart=0.2):
         made = [kind(stub.url, range(50, 52)) for stub in servers]
         bounds = {"longest": longest, "most_running": most, "deadline": deadline, "restart": restart}
         return ServerPool(made, rules=rules, say=lines.append, **bounds)
@@ -78,13 +79,15 @@ def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stu
 
 @both_kinds
 def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kind):
-    pool = make_pool(kind, servers=stubs[:1], most=8, deadline=0.3)
+    pool = make_pool(kind, servers=stubs[:1], most=8)
     pool.update(weights(1))
-    stubs[0].fault, draw_one, running, seen = "hang", stubs[0]._generate, [], []
+    draw_one, running, seen = stubs[0]._generate, [], []
 
     def counted(*request):
         running.append(request)
         seen.append(len(running))
+        wait_until(lambda: len(seen) >= 8)
+        time.sleep(0.1)  # for one more than 8
         generated = draw_one(*request)
         running.remove(request)
         return generated
@@ -137,18 +140,18 @@ def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, f
     began = time.monotonic()
     with pytest.raises(EngineError) as error:
         pool.generate(REQUESTS, RULES)
-    assert time.monotonic() - began < 5 and len(error.value.faults) == 1
+    assert time.monotonic() - began < 60 and len(error.value.faults) == 1
     assert stubs[0].url in str(error.value) and "checkpoint" in str(error.value)
 
 
 @both_kinds
 def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights, stubs, kind):
-    pool = make_pool(kind, servers=stubs[:1], deadline=0.3)
+    pool = make_pool(kind, servers=stubs[:1])
     pool.update(weights(1))
-    stubs[0].fault = "hang"
+    stubs[0].fault, pool.deadline = "hang", 0.3
     began = time.monotonic()
     completions = pool.generate(REQUESTS[:3], RULES)
-    assert 0.3 <= time.monotonic() - began < 2
+    assert 0.3 <= time.monotonic() - began < 60
     for completion, request in zip(completions, REQUESTS, strict=False):
         assert completion.finish == "abort" and len(completion.tokens) == len(completion.logprobs) > 0
         assert completion.tokens == generate(request.prompt, request.seed, 6)[: len(completion.tokens)]
@@ -263,14 +266,11 @@ def test_adapters_have_a_name_of_their_version_and_replace_those_before(make_poo
     assert lines[-1] == f"rollout: {stubs[0].url} generates with version 3"
 
 
-@pytest.mark.parametrize(
-    ("lora_rank", "made", "said"),
-    [
-        (0, {}, ["--enable-lora --max-lora-rank 4", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]),
-        (2, {}, ["up to rank 2", "--max-lora-rank 4"]),
-        (8, {"modules": ("q_proj", "down_proj")}, ["adapter.targets", '"experts"', "CPU"]),
-    ],
-)
+@pytest.mark.parametrize(("lora_rank", "made", "said"), [
+    (0, {}, ["--enable-lora --max-lora-rank 4", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]),
+    (2, {}, ["up to rank 2", "--max-lora-rank 4"]),
+    (8, {"modules": ("q_proj", "down_proj")}, ["adapter.targets", '"experts"', "CPU"]),
+])  # fmt: skip
 def test_server_without_room_for_the_adapters_is_refused(make_pool, weights, stubs, lora_rank, made, said):
     for stub in stubs:
         stub.lora_rank = lora_rank

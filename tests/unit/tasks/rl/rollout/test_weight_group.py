@@ -22,29 +22,25 @@ from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
-from tests.unit.tasks.rl.rollout.stub_server import (
-    STOP,
-    JoinedReceiver,
-    StubServer,
-    digest,
-    generate,
-    glm_weights,
-    scores,
-)
+from tests.unit.tasks.rl.rollout.stub_server import STOP, JoinedReceiver, digest, generate, glm_weights, scores
 
 PROBE = [[5, 6, 7, 8], [9, 10, 11]]
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
-WAIT, ROOT = 0.5, Path(__file__).parents[5]
+ROOT = Path(__file__).parents[5]
+WAIT = 2.0
+"""Seconds, where a wait is to be exhausted."""
+SOON = 60.0
+"""Seconds, also on a busy machine; a wait that no test wants to be exhausted is ten times as long."""
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
+def waits(monkeypatch):
     monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(weight_group, "_LONGEST_WAIT", WAIT)
+    monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 10 * SOON)
     monkeypatch.setattr(weight_group, "_FOR_A_REASON", 0.5)
-    monkeypatch.setattr(vllm_server, "QUICK_SECONDS", 0.5)
-    monkeypatch.setitem(VllmServer._extension.__kwdefaults__, "seconds", 0.5)
+    monkeypatch.setattr(vllm_server, "QUICK_SECONDS", SOON)
+    monkeypatch.setitem(VllmServer._extension.__kwdefaults__, "seconds", SOON)
     monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1000)
 
 
@@ -60,7 +56,7 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
 class Sent:
     """A pool whose servers get the tensors, as `ServerEngine` sends them."""
 
-    def __init__(self, stubs, *, deadline=5.0, restart=0.2):
+    def __init__(self, stubs, *, deadline=10 * SOON, restart=10 * SOON):
         self.lines: list[str] = []
         servers = [VllmServer(stub.url, range(0)) for stub in stubs]
         waits = {"deadline": deadline, "restart": restart}
@@ -118,7 +114,7 @@ class Apart:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def set(self, **attributes) -> dict:
-        return call(self.url, "/stub", attributes, seconds=5)
+        return call(self.url, "/stub", attributes, seconds=SOON)
 
 
 BREAKS = [(where, how) for where in ("called", "joined", 0, 15, len(tensors()), "answer") for how in ("error", "stall")]
@@ -127,33 +123,33 @@ BREAKS = [(where, how) for where in ("called", "joined", 0, 15, len(tensors()), 
 @pytest.mark.parametrize(("where", "how"), [*BREAKS, (0, "stop"), (15, "stop"), (len(tensors()), "stop")])
 def test_update_after_one_that_broke_anywhere_succeeds(apart, monkeypatch, where, how):
     """One of two workers breaks once; the pool tries again at once, because no other server is left."""
-    if how == "error" and where not in ("called", "joined"):
-        monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 30.0)  # it is seen at once
-    apart.set(workers=2, breaks_at=where, breaks_by=how, stalls=1.2)
-    sent, began = Sent([apart], deadline=1.0, restart=20.0), time.monotonic()
+    if how != "error" or where in ("called", "joined"):  # any other one is seen at once
+        monkeypatch.setattr(weight_group, "_LONGEST_WAIT", WAIT)
+    apart.set(workers=2, breaks_at=where, breaks_by=how, stalls=True)
+    sent, began = Sent([apart], deadline=WAIT if (where, how) == ("answer", "stall") else 10 * SOON), time.monotonic()
 
     def say(line: str) -> None:
         sent.lines.append(line)
         os.kill(apart.process.pid, signal.SIGCONT)
+        apart.set(stalls=False)
 
     sent.pool._say = say
     sent.update(1)
-    assert time.monotonic() - began < 8
-    assert all("is left out" in line for line in sent.lines[:-1])
-    assert 2 <= len(sent.lines) <= 3 and "generates with version 1" in sent.lines[-1]
+    assert time.monotonic() - began < SOON
+    *left_out, last = sent.lines  # a busy machine exhausts a wait once more
+    assert left_out and all("is left out" in line for line in left_out) and "generates with version 1" in last
     assert apart.set() == {"version": 1, "digests": [digest(tensors())] * 2}
     sent.generates()
     sent.update(2)  # in step
     assert apart.set()["version"] == 2
 
 
-def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_back(stubs, monkeypatch):
-    monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 20.0)
+def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_back(stubs):
     apart = Apart()
     sent, began = Sent([apart, stubs[0]]), time.monotonic()
     apart.set(breaks_at=15, breaks_by="kill")
     sent.update(1)
-    assert time.monotonic() - began < 5 and stubs[0].version == 1
+    assert time.monotonic() - began < SOON and stubs[0].version == 1
     assert len(sent.lines) == 2 and apart.url in "".join(line for line in sent.lines if "left out" in line)
     sent.generates()
     apart.process.wait()
@@ -164,15 +160,21 @@ def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_ba
 
 
 def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs):
-    stubs[0].breaks_at, stubs[0].breaks_by, stubs[0].stalls = 15, "stall", 1.2
+    stubs[0].breaks_at, stubs[0].breaks_by = 15, "stall"
     sent, began = Sent(stubs), time.monotonic()
+
+    def send(groups) -> None:
+        groups[0]._wait = WAIT
+        Sent.send(groups)
+
+    sent.send = send
     sent.update(1)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < SOON
     assert len(sent.lines) == 2 and stubs[0].url in sent.lines[0] + sent.lines[1]
     assert "/resume" not in stubs[0].paths() and stubs[1].version == 1  # its weights are neither old nor new
     sent.generates()
     assert not stubs[0].generated  # outside of an update nobody broadcasts
-    time.sleep(1.2)
+    stubs[0].stalls, sent.send = False, Sent.send
     sent.update(2)
     assert stubs[0].version == 2 and "generates with version 2" in sent.lines[-1]
 
@@ -185,25 +187,27 @@ def test_servers_are_free_again_when_the_trainer_fails_in_a_broadcast(stubs, mon
         sent.update(1)
     began = time.monotonic()
     sent.update(2)
-    assert time.monotonic() - began < 3 and [stub.version for stub in stubs] == [2, 2]
+    assert time.monotonic() - began < SOON and [stub.version for stub in stubs] == [2, 2]
     assert all("the trainer has ended this update" in error or "closed" in error for error in stubs[0].errors)
 
 
-def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs):
+def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs, monkeypatch):
     """As that of a request that waited in the server until the trainer had given up."""
-    invitations: list[str] = []
+    monkeypatch.setattr(glm_weights, "_QUICK", timedelta(seconds=10 * SOON))
+    invitations, ended = [], threading.Event()
     for _ in range(2):
-        group = WeightGroup(stubs[0].url, 1, "gloo", 5.0)
+        group = WeightGroup(stubs[0].url, 1, "gloo", 0.5)
         with pytest.raises(CallError, match="did not join"):
-            group.join(1, lambda invitation: invitations.append(invitation) or time.sleep(2 * WAIT))
+            group.join(1, lambda invitation: invitations.append(invitation) or ended.wait())
+    ended.set()
     began, stale = time.monotonic(), json.loads(invitations[0])
     with pytest.raises(OSError, match="refused"):
         glm_weights.Receiver(json.dumps(stale), 0, torch.device("cpu"))
-    group = WeightGroup(stubs[0].url, 1, "gloo", 5.0)
+    group = WeightGroup(stubs[0].url, 1, "gloo", 10 * SOON)
     stale["port"] = group._at["port"]  # the system has given it to the next one
     with pytest.raises(RuntimeError, match="has ended this update"):
         glm_weights.Receiver(json.dumps(stale), 0, torch.device("cpu"))
-    assert time.monotonic() - began < 1 and not group._store.check(["worker 0"])
+    assert time.monotonic() - began < SOON and not group._store.check(["worker 0"])
     group.close()
 
 
@@ -211,7 +215,7 @@ TRAINER = """
 from datetime import timedelta
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-update, wait = dist.PrefixStore("update", store), timedelta(seconds=60)
+update, wait = dist.PrefixStore("update", store), timedelta(seconds=600)
 update.set("open", "")
 print(store.port, flush=True)
 group = dist.ProcessGroupGloo(dist.PrefixStore("group", update), 0, 2, wait)
@@ -221,11 +225,11 @@ input()
 
 @pytest.mark.parametrize("where", ["called", "joined", "bucket"])
 def test_worker_waits_no_longer_for_a_trainer_that_is_stopped(monkeypatch, where):
-    monkeypatch.setattr(glm_weights, "_QUICK", timedelta(seconds=1))
+    monkeypatch.setattr(glm_weights, "_QUICK", timedelta(seconds=WAIT))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     trainer, ends = subprocess.Popen([sys.executable, "-c", TRAINER], text=True, **pipes), []
     at = {"address": "127.0.0.1", "port": int(trainer.stdout.readline()), "update": "update", "size": 2}
-    invitation = json.dumps({**at, "seconds": 2, "backend": "gloo", "version": 1})
+    invitation = json.dumps({**at, "seconds": WAIT, "backend": "gloo", "version": 1})
 
     def stop(now: str) -> None:
         if now == where:
@@ -242,7 +246,7 @@ def test_worker_waits_no_longer_for_a_trainer_that_is_stopped(monkeypatch, where
 
     thread = threading.Thread(target=receive, daemon=True)  # it would wait as long as the trainer is there
     thread.start()
-    thread.join(8)
+    thread.join(SOON)
     trainer.kill()
     assert len(ends) == 1 and ("does not answer" in ends[0] or "no weights came" in ends[0]), ends
 
@@ -258,17 +262,25 @@ def test_server_whose_store_does_not_start_in_time_is_left_out_and_comes_back(st
         return store(*arguments, **keywords)
 
     monkeypatch.setattr(weight_group.dist, "TCPStore", start)
-    sent = Sent(stubs[:1], restart=20.0)
+    sent = Sent(stubs[:1])
     sent.update(1)
     assert "timed out after 500ms" in sent.lines[0] and "generates with version 1" in sent.lines[-1]
     sent.generates()
 
 
-def test_server_that_is_busy_at_the_start_is_waited_for(stubs):
+def test_server_that_is_busy_at_the_start_is_waited_for(stubs, monkeypatch):
     """As with the broadcast of a run that was killed; it has the extension."""
+    monkeypatch.setitem(VllmServer._extension.__kwdefaults__, "seconds", 0.5)
     stubs[0]._engine.acquire()
-    sent = Sent(stubs[:1], restart=20.0)
-    threading.Timer(1.0, stubs[0]._engine.release).start()
+    sent = Sent(stubs[:1])
+
+    def say(line: str) -> None:
+        sent.lines.append(line)
+        if stubs[0]._engine.locked():
+            monkeypatch.setitem(VllmServer._extension.__kwdefaults__, "seconds", SOON)
+            stubs[0]._engine.release()
+
+    sent.pool._say = say
     sent.update(1)
     assert stubs[0].version == 1 and "no complete reply" in sent.lines[0]
 
@@ -277,18 +289,23 @@ class StuckGroup:
     """Its broadcast and its abort wait in C for a worker that does not come, as those of NCCL."""
 
     def broadcast(self, values, root):
-        time.sleep(5 * WAIT)
+        time.sleep(10 * SOON)
 
     def abort(self):
-        time.sleep(5 * WAIT)
+        time.sleep(10 * SOON)
 
 
 def test_first_broadcast_that_does_not_begin_ends_in_time_and_says_what_it_waited_for(stubs, monkeypatch):
-    monkeypatch.setattr(weight_group, "_join", lambda *_: StuckGroup())
-    group, began = WeightGroup(stubs[0].url, 1, "gloo", 5.0), time.monotonic()
+    group, began = WeightGroup(stubs[0].url, 1, "gloo", 10 * SOON), time.monotonic()
+
+    def join(*_) -> StuckGroup:
+        group._wait = 0.5
+        return StuckGroup()
+
+    monkeypatch.setattr(weight_group, "_join", join)
     with pytest.raises(CallError) as raised:
         group.join(1, lambda invitation: stubs[0]._receive(invitation)["results"][0]["failed"])
-    assert time.monotonic() - began < 4 * WAIT
+    assert time.monotonic() - began < SOON
     at = f"{group._at['address']} port {group._at['port']}"
     assert all(part in str(raised.value) for part in ("first gloo broadcast", "1 workers", at, "rollout.weights"))
     assert "\n" not in str(raised.value)
@@ -298,12 +315,12 @@ def test_worker_whose_first_broadcast_does_not_begin_ends_in_time(monkeypatch):
     store = weight_group.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     weight_group.dist.PrefixStore("update", store).set("open", "")
     monkeypatch.setattr(glm_weights.Receiver, "_form", lambda *_: StuckGroup())
-    said = {"address": "127.0.0.1", "port": store.port, "update": "update", "size": 2, "seconds": WAIT}
+    said = {"address": "127.0.0.1", "port": store.port, "update": "update", "size": 2, "seconds": 0.5}
     receiver = glm_weights.Receiver(json.dumps({**said, "backend": "gloo", "version": 1}), 0, torch.device("cpu"))
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="does not answer") as raised:
         receiver.__enter__()
-    assert time.monotonic() - began < 4 * WAIT
+    assert time.monotonic() - began < SOON
     assert f"127.0.0.1 port {store.port}" in str(raised.value) and "rollout.weights" in str(raised.value)
 
 
@@ -314,7 +331,7 @@ def test_two_versions_of_nccl_make_no_group(stubs, monkeypatch):
     server.check(routes=False)
     monkeypatch.setattr(vllm_server, "nccl_version", lambda: "2.30.7")
     with pytest.raises(UserError, match=r"2\.27\.5.*2\.30\.7.*rollout\.weights"):
-        server.join(1, 5.0)
+        server.join(1, SOON)
     assert not any("pause" in path for path in stubs[0].paths())
 
 
@@ -332,16 +349,16 @@ def test_damaged_bucket_is_found_out_by_the_server(stubs, monkeypatch):
     assert "checksum" in stubs[0].errors[0]
 
 
-def test_server_that_joins_no_group_or_has_gone(stubs):
-    stubs[0].workers = 0
-    stubs[0].answer = lambda path, body: time.sleep(2 * WAIT) if "receive" in str(body) else answer(path, body)
-    answer = StubServer.answer.__get__(stubs[0])
+def test_server_that_joins_no_group_or_has_gone(stubs, monkeypatch):
+    monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 0.5)
+    answer, ended = stubs[0].answer, threading.Event()
+    stubs[0].answer = lambda path, body: ended.wait() if "receive" in str(body) else answer(path, body)
     stubs[1].stop()
-    stubs[0].workers = 1
     began = time.monotonic()
     with pytest.raises(EngineError, match="did not join") as raised:
         Sent(stubs, restart=0.0).update(1)
-    assert stubs[1].url in str(raised.value) and time.monotonic() - began < 2.5
+    assert stubs[1].url in str(raised.value) and time.monotonic() - began < SOON
+    ended.set()
 
 
 def test_server_with_other_weights_than_those_sent_is_found_out(stubs):

@@ -1,0 +1,51 @@
+"""Waits of the tests, for an event, with a limit that only ends a hang; and what is known of a process."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+Found = TypeVar("Found")
+HANG_SECONDS = 300.0
+"""A test that waits so long has hung: no event of these tests takes so long, on however busy a machine."""
+PROGRAM_SECONDS = 1800.0
+"""The same for a program that computes many cases."""
+
+
+def wait_until(find: Callable[[], Found], said: str | Callable[[], str] = "", seconds: float = HANG_SECONDS) -> Found:
+    """Wait until a function returns something true, and return that.
+
+    Args:
+        said: the message if it does not, or a function that makes it; it may raise its own error before.
+        seconds: to wait at most.
+    """
+    end = time.monotonic() + seconds
+    while not (found := find()):
+        assert time.monotonic() < end, said() if callable(said) else said
+        time.sleep(0.01)
+    return found
+
+
+def children_of(process: int) -> list[int]:
+    """Process ids of its living children, in the order in which they were started."""
+    try:
+        listed = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(child) for child in listed if is_alive(int(child))]
+
+
+def is_rank(process: int) -> bool:
+    """Whether a server of ranks has forked it as a rank."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text().startswith("glm46-rank")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def is_alive(process: int) -> bool:
+    """Whether it exists and is no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
