@@ -5,11 +5,12 @@ LLaMA-Factory and axolotl (``sharegpt``), TRL (``prompt_completion``), Stanford 
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-ROLES = {
+from glm46.storage.data.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
+
+_ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant",
@@ -25,28 +26,6 @@ _MAY_FOLLOW: dict[str, set[str | None]] = {
     "tool": {"assistant", "tool"},
 }
 """Roles directly before a role; None: the conversation begins with it."""
-
-
-OPEN_THOUGHT, CALL_AS_TEXT, MARKER_AS_TEXT = (
-    "thought that never ends, or with tags of its own", "tool call as text", "control token of a chat as text"
-)  # fmt: skip
-FORMAT_AS_TEXT = frozenset((OPEN_THOUGHT, CALL_AS_TEXT, MARKER_AS_TEXT))
-"""Reasons of turns of the assistant that hold a chat format as characters, in the form of GLM or of another model. A
-model would learn to sample characters where servers read special tokens."""
-
-_CODE = re.compile(r"(```|~~~).*?(?:\1|\Z)|`[^`\n]*`", re.DOTALL)
-"""Code and quoted words of Markdown, which show a marker and do not use it."""
-_CONTROL = r"<[|\uff5c][\w\u2581]+[|\uff5c]>|\[/?INST\]|<(?:start|end)_of_turn>"
-_FORMAT = {
-    OPEN_THOUGHT: r"^[ \t]*(?:</?think>|\u25c1think\u25b7|<\|begin_of_thought\|>)",
-    # A tag at the begin of a line, or before a call.
-    CALL_AS_TEXT: r"^[ \t]*<(?:/?tool_calls?>|/?function_calls?>|/?tool_response>|\|(?:python_tag|tool_call))"
-    r"|<tool_calls?>\s*(?:[\[{]|[\w.-]+\s*<arg_key>)|<function=[\w.-]+>|<invoke name="
-    r"|\[TOOL_CALLS\]\s*(?:[\[{]|\w+\s*[\[{])",
-    MARKER_AS_TEXT: rf"^[ \t]*(?:{_CONTROL})|(?:{_CONTROL})[ \t]*$",
-}
-"""The form of each reason outside of code. A marker inside a sentence is a word of it."""
-_FORMS = {reason: re.compile(form, re.MULTILINE) for reason, form in _FORMAT.items()}
 
 
 class BadConversation(ValueError):
@@ -108,14 +87,15 @@ def parse_conversation(record: object, format: str) -> Conversation:
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
-    messages = _joined(_ROWS[format](record))
-    end = max((i for i, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
+    rows = _joined(_ROWS[format](record))
+    end = max((i for i, message in enumerate(rows, start=1) if message.role == "assistant"), default=0)
     if not end:
         raise BadConversation("no assistant")
-    _raise_for_order(messages[:end])
+    messages = tuple(rows[:end])
+    _raise_for_order(messages)
     tools = parse_tools(record.get("tools"))
-    _raise_for_bare_calls(messages[:end], tools)
-    return Conversation(tuple(messages[:end]), tools, len(messages) - end)
+    _raise_for_bare_calls(messages, tools)
+    return Conversation(messages, tools, len(rows) - end)
 
 
 def parse_prompt(value: object, tools: Sequence[Mapping] = ()) -> tuple[Message, ...]:
@@ -154,13 +134,22 @@ def _joined(rows: Sequence[object]) -> list[Message]:
 def _results(row: object) -> list:
     """A row; of a tool message with a list of results, as GLM's template takes them, a row for each result. A list of
     parts with a type is one text."""
-    if not isinstance(row, Mapping):
-        return [row]
-    name, content = row.get("role"), row.get("content")
-    if not isinstance(name, str) or ROLES.get(name) != "tool" or not isinstance(content, list) or not content:
+    content = row.get("content") if isinstance(row, Mapping) and role_of(row) == "tool" else None
+    if not isinstance(content, list) or not content:
         return [row]
     results = [one["output"] if isinstance(one, Mapping) and "output" in one else one for one in content]
     return [{**row, "content": one} for one in results] if all(isinstance(one, str) for one in results) else [row]
+
+
+def role_of(row: object) -> str | None:
+    """Our name of the role of a message; None if it has no role that is known."""
+    name = row.get("role") if isinstance(row, Mapping) else None
+    return _ROLES.get(name) if isinstance(name, str) else None
+
+
+def untrained(rows: Sequence[object]) -> list:
+    """Messages of which none is a target: an answer inside a prompt was given, not asked for."""
+    return [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in rows]
 
 
 def split_thinking(content: str) -> tuple[str, str]:
@@ -181,10 +170,6 @@ def _list(value: object) -> list:
     return value
 
 
-def _messages_rows(record: Mapping) -> list:
-    return _list(record.get("messages"))
-
-
 def _sharegpt_rows(record: Mapping) -> list:
     rows = [
         {**row, "role": row.get("from"), "content": row.get("value")} if isinstance(row, Mapping) else row
@@ -195,11 +180,7 @@ def _sharegpt_rows(record: Mapping) -> list:
 
 def _prompt_completion_rows(record: Mapping) -> list:
     prompt, completion = record.get("prompt"), record.get("completion")
-    if isinstance(prompt, list):
-        # An answer inside the prompt was given, not asked for.
-        prompt = [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in prompt]
-    else:
-        prompt = [{"role": "user", "content": prompt}]
+    prompt = untrained(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if not isinstance(completion, list):
         completion = [{"role": "assistant", "content": completion}]
     return prompt + completion
@@ -219,7 +200,7 @@ def _alpaca_rows(record: Mapping) -> list:
 
 
 _ROWS = {
-    "messages": _messages_rows,
+    "messages": lambda record: _list(record.get("messages")),
     "sharegpt": _sharegpt_rows,
     "prompt_completion": _prompt_completion_rows,
     "alpaca": _alpaca_rows,
@@ -233,10 +214,9 @@ def _system_row(record: Mapping) -> list:
 def _message(row: object, index: int) -> Message:
     if not isinstance(row, Mapping):
         raise BadConversation("message is not an object", f"message {index}")
-    name = row.get("role")
-    role = ROLES.get(name) if isinstance(name, str) else None
+    role = role_of(row)
     if role is None:
-        raise BadConversation("unknown role", repr(name))
+        raise BadConversation("unknown role", repr(row.get("role")))
     trained = _is_trained(row)
     if role == "call":
         value = row.get("content")
@@ -262,27 +242,8 @@ def _message(row: object, index: int) -> Message:
 
 def _raise_for_format(text: str, index: int) -> None:
     """Raise BadConversation if a text of the assistant holds a chat format as characters."""
-    prose = _CODE.sub("", text)
-    for reason, form in _FORMS.items():
-        if found := form.search(prose):
-            raise BadConversation(reason, f"{found[0].strip()!r}, message {index}")
-
-
-def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
-    """Raise BadConversation where a whole answer is the JSON of calls of the tools, as Llama 3 writes them."""
-    functions = [tool.get("function") or tool for tool in tools]
-    names = [one["name"] for one in functions if isinstance(one, Mapping) and one.get("name")]
-    for index, message in enumerate(messages):
-        if not names or message.role != "assistant" or message.content.lstrip()[:1] not in ("{", "["):
-            continue
-        try:
-            found = json.loads(message.content)
-        except (ValueError, RecursionError):
-            continue
-        calls = found if isinstance(found, list) else [found]
-        calls = [one for one in calls if isinstance(one, Mapping) and {"arguments", "parameters"} & {*one}]
-        if any(one.get("name") in names for one in calls):
-            raise BadConversation(CALL_AS_TEXT, f"JSON, message {index}")
+    if found := format_as_text(text):
+        raise BadConversation(found[0], f"{found[1]!r}, message {index}")
 
 
 def _text(content: object, role: str) -> str:
@@ -353,7 +314,13 @@ def _decoded(value: object, reason: str) -> object:
     return value
 
 
-def _raise_for_order(messages: list[Message]) -> None:
+def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
+    for index, message in enumerate(messages):
+        if message.role == "assistant" and is_bare_call(message.content, tools):
+            raise BadConversation(CALL_AS_TEXT, f"JSON, message {index}")
+
+
+def _raise_for_order(messages: Sequence[Message]) -> None:
     """Raise BadConversation where a role cannot follow: GLM's next role marker is what ends an assistant's turn."""
     last: Message | None = None
     unanswered = 0

@@ -94,8 +94,7 @@ def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]
             if split.targets is None:
                 whole = full_rows(round(split.tokens * (high - low)), seq_len, depth)
             else:  # so few that their rows can be counted
-                packs = plan_of(manifest, seq_len, (low, high), folder=Path(folder) if folder else None)
-                whole = len(packs.row_starts) - 1
+                whole = plan_of(manifest, seq_len, (low, high), Path(folder) if folder else None).rows
             epochs = max(epochs, count / whole if whole else float("inf"))
         plans.append(SourcePlan(source.name, tokens[i], epochs))
     return plans
