@@ -13,8 +13,8 @@ from glm46.storage.data.chat import missing_markers
 from glm46.storage.data.chat_template import raise_for_template, template_beside
 from glm46.storage.data.tokenizer import Tokenizer, tokenizer_file, tokenizer_of_checkpoint
 from glm46.storage.huggingface.config_json import CONFIG, read_config, shape_of, stated_ids
+from glm46.storage.huggingface.folder_check import CheckedFolder, check_folder, stored_shape
 from glm46.storage.huggingface.fp8 import Scheme as Fp8
-from glm46.storage.huggingface.import_weights import CheckedFolder, check_folder, stored_shape
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import Form, HFNames
 from glm46.storage.huggingface.schemes import scheme_of
