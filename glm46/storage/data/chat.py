@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -50,9 +50,8 @@ _BEGIN = (_Marker("[gMASK]"), _Marker("<sop>"))
 _SYSTEM, _USER, _ASSISTANT, _OBSERVATION = map(_Marker, ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"))
 THINK, END_THINK, _NO_THINK = _Marker("<think>"), _Marker("</think>"), _Marker("/nothink")
 _RESPONSE, _END_RESPONSE = _Marker("<tool_response>"), _Marker("</tool_response>")
-CALL_MARKERS = CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE = (*map(
-    _Marker, ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-),)  # fmt: skip
+CALL_MARKERS = tuple(_Marker(f"<{end}{name}>") for name in ("tool_call", "arg_key", "arg_value") for end in ("", "/"))
+CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE = CALL_MARKERS
 _MARKERS = frozenset((*_BEGIN, _SYSTEM, _USER, _ASSISTANT, _OBSERVATION, THINK, END_THINK, _NO_THINK, *CALL_MARKERS))
 _MARKERS |= {_RESPONSE, _END_RESPONSE}
 _AS_TEXT = re.compile("|".join(map(re.escape, _MARKERS - {_NO_THINK})))
@@ -92,15 +91,10 @@ class Rendered(NamedTuple):
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOptions) -> Rendered:
-    """Make the training documents of a conversation.
-
-    Raises:
-        UserError: the tokenizer lacks one of GLM's special tokens.
-    """
+    """Make the training documents of a conversation. Raises UserError if the tokenizer lacks one of GLM's special
+    tokens."""
     messages = conversation.messages
-    ends = _ends_of_user_turns(messages)
-    starts = [0, *ends[:-1]]
-    spans = list(zip(starts, ends, strict=True))
+    spans = list(pairwise([0, *_ends_of_user_turns(messages)]))
     has_reasoning = [any(message.reasoning.strip() for message in messages[start:end]) for start, end in spans]
     thinks = [reasoned or options.no_reasoning != "nothink" for reasoned in has_reasoning]
     last = len(spans) - 1
@@ -128,12 +122,9 @@ def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOption
 def render_pair(
     halves: Sequence[Conversation], tokenizer: Tokenizer, no_reasoning: Literal["nothink", "mask", "train"]
 ) -> list[ChatDocument]:
-    """Make a document of each half of a pair, with the targets of its last user turn, as `render` does with
-    ``history = "last"``. The prompt is the same in both: with thinking if a half has reasoning.
-
-    Raises:
-        UserError: the tokenizer lacks one of GLM's special tokens.
-    """
+    """Make a document of each half of a pair, with the targets of its last user turn, as `render` does with ``history =
+    "last"``. The prompt is the same in both: with thinking if a half has reasoning. Raises UserError if the tokenizer
+    lacks one of GLM's special tokens."""
     turns = [(half, range([0, *_ends_of_user_turns(half.messages)][-2], len(half.messages))) for half in halves]
     reasons = any(half.messages[i].reasoning.strip() for half, turn in turns for i in turn)
     thinks = reasons or no_reasoning != "nothink"
@@ -154,25 +145,20 @@ def _document(
 def chat_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Mapping] = (), thinking: bool
 ) -> list[int]:
-    """Return the token ids of a prompt up to where the assistant's turn is sampled.
+    """Return the token ids of a prompt up to where the assistant's turn is sampled. Raises UserError if the tokenizer
+    lacks one of GLM's special tokens.
 
     Args:
         messages: the conversation so far; the last one is the user's, or a tool's.
         thinking: whether the model may think before it answers.
-
-    Raises:
-        UserError: the tokenizer lacks one of GLM's special tokens.
     """
     return _ids_before_turn([piece for piece, _ in _pieces(messages, tools, thinking)], tokenizer, thinking)
 
 
 def chat_reply(tokenizer: Tokenizer, content: str, *, from_tool: bool, thinking: bool) -> list[int]:
     """Return the token ids between a sampled turn, whose last token is the marker of the next role, and the next turn:
-    the response of a tool or the user's message, and the begin of the assistant's turn.
-
-    Raises:
-        UserError: the tokenizer lacks one of GLM's special tokens.
-    """
+    the response of a tool or the user's message, and the begin of the assistant's turn. Raises UserError if the
+    tokenizer lacks one of GLM's special tokens."""
     pieces = _response(content) if from_tool else _asked(content, thinking)
     return _ids_before_turn(pieces, tokenizer, thinking)
 
@@ -296,7 +282,7 @@ def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> ChatDoc
 
 def _counts(conversation: Conversation, documents: list[ChatDocument]) -> Counter:
     turns = [message for message in conversation.messages if message.role == "assistant"]
-    followed = zip(conversation.messages, conversation.messages[1:], strict=False)
+    followed = pairwise(conversation.messages)
     counts = Counter({
         "trailing messages left out": conversation.num_dropped,
         "turns of weight 0": sum(not turn.is_trained for turn in turns),

@@ -1,23 +1,11 @@
-"""Conversations: one line of a chat file as checked messages, whatever format the file has.
-
-Sources of the formats: OpenAI's chat and fine-tuning files, Hugging Face chat data sets and ms-swift (``messages``),
-LLaMA-Factory and axolotl (``sharegpt``), TRL (``prompt_completion``), Stanford Alpaca (``alpaca``).
-"""
+"""Conversations: one line of a chat file as checked messages."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from glm46.storage.data.chat_rows import ROWS, BadConversation, message_list, role_of, text_of
 from glm46.storage.data.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
-
-_ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
-    "function_call": "call", "tool_call": "call",
-}  # fmt: skip
-"""Our role by each name of it. A "call" is a tool call in a message of its own; it joins the assistant's turn."""
 
 _MAY_FOLLOW: dict[str, set[str | None]] = {
     "system": {None, "system", "user", "assistant"},
@@ -26,20 +14,6 @@ _MAY_FOLLOW: dict[str, set[str | None]] = {
     "tool": {"assistant", "tool"},
 }
 """Roles directly before a role; None: the conversation begins with it."""
-
-
-class BadConversation(ValueError):
-    """A line that cannot be trained on.
-
-    Attributes:
-        reason: one of a fixed set of short texts, to count lines by.
-        detail: the value, or the place of the message in its conversation; may be empty.
-    """
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        self.detail = detail
 
 
 @dataclass(frozen=True)
@@ -76,18 +50,16 @@ class Conversation:
 
 
 def parse_conversation(record: object, format: str) -> Conversation:
-    """Read one line of a chat file.
+    """Read one line of a chat file. Raises BadConversation if the line is not a conversation of this format that an
+    assistant takes part in.
 
     Args:
-        record: the line as Python values, such as `json.loads` or `glm46.storage.data.parquet_rows` give them.
+        record: the line as Python values, such as `json.loads` or `glm46.storage.prepare.parquet_rows` give them.
         format: one of `glm46.config.text_recipe.CHAT_FORMATS`.
-
-    Raises:
-        BadConversation: the line is not a conversation of this format that an assistant takes part in.
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
-    rows = _joined(_ROWS[format](record))
+    rows = _joined(ROWS[format](record))
     end = max((i for i, message in enumerate(rows, start=1) if message.role == "assistant"), default=0)
     if not end:
         raise BadConversation("no assistant")
@@ -107,7 +79,7 @@ def parse_prompt(value: object, tools: Sequence[Mapping] = ()) -> tuple[Message,
     Raises:
         BadConversation: it is neither, or no answer may follow: `parse_conversation` refuses the same with one.
     """
-    messages = _joined([{"role": "user", "content": value}] if isinstance(value, str) else _list(value))
+    messages = _joined([{"role": "user", "content": value}] if isinstance(value, str) else message_list(value))
     if messages[-1].role == "assistant":
         raise BadConversation("the last message is neither the user's nor a tool's", "assistant")
     _raise_for_order([*messages, Message("assistant")])
@@ -134,22 +106,12 @@ def _joined(rows: Sequence[object]) -> list[Message]:
 def _results(row: object) -> list:
     """A row; of a tool message with a list of results, as GLM's template takes them, a row for each result. A list of
     parts with a type is one text."""
-    content = row.get("content") if isinstance(row, Mapping) and role_of(row) == "tool" else None
-    if not isinstance(content, list) or not content:
+    if not isinstance(row, Mapping) or role_of(row) != "tool" or not isinstance(row.get("content"), list):
         return [row]
-    results = [one["output"] if isinstance(one, Mapping) and "output" in one else one for one in content]
-    return [{**row, "content": one} for one in results] if all(isinstance(one, str) for one in results) else [row]
-
-
-def role_of(row: object) -> str | None:
-    """Our name of the role of a message; None if it has no role that is known."""
-    name = row.get("role") if isinstance(row, Mapping) else None
-    return _ROLES.get(name) if isinstance(name, str) else None
-
-
-def untrained(rows: Sequence[object]) -> list:
-    """Messages of which none is a target: an answer inside a prompt was given, not asked for."""
-    return [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in rows]
+    results = [one["output"] if isinstance(one, Mapping) and "output" in one else one for one in row["content"]]
+    if not results or any(not isinstance(one, str) for one in results):
+        return [row]
+    return [{**row, "content": one} for one in results]
 
 
 def split_thinking(content: str) -> tuple[str, str]:
@@ -164,53 +126,6 @@ def split_thinking(content: str) -> tuple[str, str]:
     return thinking, content.split("</think>")[-1].lstrip("\n")
 
 
-def _list(value: object) -> list:
-    if not isinstance(value, list) or not value:
-        raise BadConversation("no messages")
-    return value
-
-
-def _sharegpt_rows(record: Mapping) -> list:
-    rows = [
-        {**row, "role": row.get("from"), "content": row.get("value")} if isinstance(row, Mapping) else row
-        for row in _list(record.get("conversations"))
-    ]
-    return _system_row(record) + rows
-
-
-def _prompt_completion_rows(record: Mapping) -> list:
-    prompt, completion = record.get("prompt"), record.get("completion")
-    prompt = untrained(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if not isinstance(completion, list):
-        completion = [{"role": "assistant", "content": completion}]
-    return prompt + completion
-
-
-def _alpaca_rows(record: Mapping) -> list:
-    rows = _system_row(record)
-    history = record.get("history") or []
-    if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
-        raise BadConversation("history is not a list of pairs")
-    for question, answer in history:
-        rows += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    instruction, extra = record.get("instruction"), record.get("input")
-    if extra:
-        instruction = f"{_text(instruction, 'user')}\n{_text(extra, 'user')}"
-    return [*rows, {"role": "user", "content": instruction}, {"role": "assistant", "content": record.get("output")}]
-
-
-_ROWS = {
-    "messages": lambda record: _list(record.get("messages")),
-    "sharegpt": _sharegpt_rows,
-    "prompt_completion": _prompt_completion_rows,
-    "alpaca": _alpaca_rows,
-}
-
-
-def _system_row(record: Mapping) -> list:
-    return [{"role": "system", "content": record["system"]}] if record.get("system") else []
-
-
 def _message(row: object, index: int) -> Message:
     if not isinstance(row, Mapping):
         raise BadConversation("message is not an object", f"message {index}")
@@ -223,7 +138,7 @@ def _message(row: object, index: int) -> Message:
         reasoning, value = split_thinking(value) if isinstance(value, str) else ("", value)
         _raise_for_format(reasoning, index)
         return Message(role, "", reasoning, _calls(_decoded(value, "tool call is not JSON")), trained)
-    content = _text(row.get("content"), role)
+    content = text_of(row.get("content"), role)
     if role != "assistant":
         return Message(role, content)
     # Hugging Face and ms-swift; vLLM; data sets of gpt-oss.
@@ -244,25 +159,6 @@ def _raise_for_format(text: str, index: int) -> None:
     """Raise BadConversation if a text of the assistant holds a chat format as characters."""
     if found := format_as_text(text):
         raise BadConversation(found[0], f"{found[1]!r}, message {index}")
-
-
-def _text(content: object, role: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None and role == "assistant":
-        return ""
-    if not isinstance(content, list):
-        raise BadConversation("content is neither text nor a list of text", type(content).__name__)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else part
-        if isinstance(kind, str) and kind != "text":
-            raise BadConversation("image, audio or other part that is not text", kind)
-        if not isinstance(text, str):
-            raise BadConversation("content is neither text nor a list of text", f"list of {type(text).__name__}")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _is_trained(row: Mapping) -> bool:
@@ -291,11 +187,7 @@ def _calls(value: object) -> tuple[ToolCall, ...]:
 
 
 def parse_tools(value: object) -> tuple[Mapping, ...]:
-    """Descriptions of tools: a list of objects, or its JSON text.
-
-    Raises:
-        BadConversation: it is something else.
-    """
+    """Descriptions of tools: a list of objects, or its JSON text. Raises BadConversation if it is something else."""
     tools = _decoded(value or [], "tools are not JSON")
     tools = [] if tools is None else tools  # the text "null"
     if not isinstance(tools, list) or any(not isinstance(tool, Mapping) for tool in tools):

@@ -85,8 +85,8 @@ WHOLE_RUN = SampleSpan()
 class TrainStream(IterableDataset):
     """Endless micro-batches; `__iter__` starts at ``start_sample``.
 
-    Micro-batch q of dp_rank r holds the samples start_sample + (q * dp_degree + r) * rows + (0 ... rows - 1). Of
-    several workers each yields every so many-th one.
+    Micro-batch q of dp_rank r holds the samples start_sample + (q * dp_degree + r) * rows + (0 ... rows - 1).
+    With n workers, each yields every n-th one.
     """
 
     def __init__(
@@ -230,16 +230,14 @@ def build_train_loader(
     sources: Sequence[TrainSource], layout: BatchLayout, *, seed: int, start_sample: int, span: SampleSpan = WHOLE_RUN,
     num_workers: int = 0, prefetch_factor: int = 2, begin_worker: Callable[[int], None] | None = None,
 ) -> TrainLoader:  # fmt: skip
-    """Build the endless training stream of one rank: a loader of dicts of tensors, as docs/data.md lists them.
+    """Build the endless training stream of one rank: a loader of dicts of tensors, as docs/data.md lists them. Raises
+    UserError if a weight is invalid, or a source is shorter than one row.
 
     Args:
         sources: at least one, with different names, which decide the order of samples.
         num_workers: processes that read ahead; 0 reads in this process.
         prefetch_factor: micro-batches that each worker prefetches.
         begin_worker: called first in each worker, with its number.
-
-    Raises:
-        UserError: a weight is invalid, or a source is shorter than one row.
     """
     stream = TrainStream(sources, seed, layout, start_sample, span)
     prefetch = prefetch_factor if num_workers else None

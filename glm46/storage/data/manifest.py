@@ -78,8 +78,8 @@ class Manifest:
     """A prepared source.
 
     Attributes:
-        folder: folder of the shards; not part of the file.
-        source: name of the source.
+        folder: of the shards; not part of the file.
+        source: its name.
         tokenizer: fingerprint of the tokenizer (`Tokenizer.fingerprint`).
         vocab_size: highest token id plus one; a model needs at least as many rows.
         eos_id: the id that ends every document.

@@ -26,11 +26,8 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Return integers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders).
-
-    Raises:
-        UserError: no weight, a weight that is not positive and finite, or one below a millionth of the sum.
-    """
+    """Return integers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders). Raises
+    UserError without weights, or for one that is not positive and finite or is below a millionth of the sum."""
     if not weights or any(not (math.isfinite(w) and w > 0) for w in weights):
         raise UserError(f"data.sources: weights {list(weights)}; each must be positive and finite; remove the others")
     exact = [w / math.fsum(weights) * WEIGHT_TOTAL for w in weights]

@@ -9,7 +9,8 @@ as a marker.
 from collections.abc import Mapping
 from typing import Any
 
-from glm46.storage.data.conversation import BadConversation, Conversation, parse_conversation, role_of, untrained
+from glm46.storage.data.chat_rows import BadConversation, role_of, untrained
+from glm46.storage.data.conversation import Conversation, parse_conversation
 
 BEGIN = "[gMASK]"
 """The special token that each half of a pair begins with."""
@@ -21,7 +22,7 @@ _KEYS = ("chosen", "rejected")
 
 
 def parse_pair(record: object) -> tuple[Conversation, Conversation]:
-    """Read one line of a file of pairs.
+    """Read one line of a file of pairs. Raises BadConversation if the line is not a pair.
 
     Args:
         record: the line as Python values. ``prompt`` is a text of the user or a list of messages; ``chosen`` and
@@ -29,9 +30,6 @@ def parse_pair(record: object) -> tuple[Conversation, Conversation]:
 
     Returns:
         The prompt with the chosen completion, and with the rejected one. Nothing of the prompt is a target.
-
-    Raises:
-        BadConversation: the line is not a pair.
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)

@@ -153,16 +153,14 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int) -> Tokenizer:
-    """Load the tokenizer that a model was trained with, or the one that the user gives instead.
+    """Load the tokenizer that a model was trained with, or the one that the user gives instead. Raises UserError if the
+    tokenizer does not exist, has another fingerprint, or has more ids than the model.
 
     Args:
         path: tokenizer path in the checkpoint; the file may have changed since.
         stated: value of ``--tokenizer``.
         fingerprint: fingerprint in the checkpoint; None if it holds none.
         vocab_size: rows of the model's embedding.
-
-    Raises:
-        UserError: the tokenizer does not exist, has another fingerprint, or has more ids than the model.
     """
     try:
         loaded = load_tokenizer(stated or path)
@@ -176,9 +174,8 @@ def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str |
             f"{fingerprint[:12]}…; give that tokenizer as --tokenizer"
         )
     if loaded.vocab_size > vocab_size:
-        raise UserError(
-            f"tokenizer '{loaded.path}': {loaded.vocab_size} ids, the model has {vocab_size}; give another --tokenizer"
-        )
+        ids = f"{loaded.vocab_size} ids, the model has {vocab_size}"
+        raise UserError(f"tokenizer '{loaded.path}': {ids}; give another --tokenizer")
     return loaded
 
 
@@ -189,11 +186,8 @@ def tokenizer_file(path: str) -> Path:
 
 
 def read_rank_file(file: Path) -> dict[bytes, int]:
-    """Read a ``.tiktoken`` file: rank by token bytes.
-
-    Raises:
-        UserError: a line is not ``base64 rank``, the ranks are not 0, 1, 2 ..., or a byte has no token.
-    """
+    """Read a ``.tiktoken`` file: rank by token bytes. Raises UserError if a line is not ``base64 rank``, the ranks are
+    not 0, 1, 2 ..., or a byte has no token."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if not line.strip():

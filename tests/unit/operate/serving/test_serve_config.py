@@ -20,7 +20,7 @@ from glm46.run.parameters import named_rows
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
-from glm46.storage.huggingface.import_weights import CheckedFolder
+from glm46.storage.huggingface.folder_check import CheckedFolder
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import SCHEMES, config_of_scheme, quantised_names
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
