@@ -16,18 +16,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a file durably: complete or absent, see `replace_durably`.
-
-    Args:
-        arrays: written in this order; put wider dtypes first, for alignment.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
+    """Write a file durably: complete or absent, see `replace_durably`. Raises OSError if the disk is full or not
+    writable. ``arrays``: written in this order; put wider dtypes first, for alignment."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    header, _ = make_header(
-        ((name, _NAMES[array.dtype.newbyteorder("<")], array.shape) for name, array in contiguous.items()), metadata
-    )
+    kinds = ((name, _NAMES[array.dtype.newbyteorder("<")], array.shape) for name, array in contiguous.items())
+    header, _ = make_header(kinds, metadata)
     return replace_durably(path, [header, *(array.reshape(-1).view(np.uint8) for array in contiguous.values())])
 
 

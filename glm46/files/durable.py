@@ -22,11 +22,8 @@ class FileRecord:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Length and SHA-256 of a file. A second thread hashes each piece while the next one is read.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Length and SHA-256 of a file. A second thread hashes each piece while the next one is read. Raises OSError if the
+    file cannot be read."""
     digest = hashlib.sha256()
     length = 0
     reading, other = (memoryview(bytearray(_READ_BYTES)) for _ in range(2))
@@ -51,14 +48,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def create_durably(path: Path, blocks: Iterable[Any]) -> FileRecord:
-    """Create a file; its bytes, but not yet its name, are on the disk when this returns.
+    """Create a file; its bytes, but not yet its name, are on the disk when this returns. Raises OSError if the disk is
+    full or not writable.
 
     Args:
         path: must not exist.
         blocks: bytes-like objects, written one after another.
-
-    Raises:
-        OSError: the disk is full or not writable.
     """
     digest, length = hashlib.sha256(), 0
     with path.open("xb") as file:
@@ -110,20 +105,12 @@ class Closer:
             self.finish()
 
     def close(self, close: Callable[[], None]) -> None:
-        """Schedule the closing of a file.
-
-        Raises:
-            OSError: an earlier file could not be closed.
-        """
+        """Schedule the closing of a file. Raises OSError if an earlier file could not be closed."""
         while len(self._waiting) >= _WAITING_FILES:
             self._waiting.popleft().result()
         self._waiting.append(self._thread.submit(close))
 
     def finish(self) -> None:
-        """Wait until every file is closed.
-
-        Raises:
-            OSError: a file could not be closed.
-        """
+        """Wait until every file is closed. Raises OSError if a file could not be closed."""
         while self._waiting:
             self._waiting.popleft().result()

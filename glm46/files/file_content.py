@@ -7,26 +7,15 @@ from typing import Any
 from glm46.config.errors import UserError
 
 _HEADS: tuple[tuple[tuple[bytes, ...], str], ...] = (
-    (
-        (b"version https://git-lfs",),
-        "is a pointer of git-lfs in place of the file; run `git lfs pull` in its folder, or download the file",
-    ),
-    (
-        (
-            b"<!doctype",
-            b"<html",
-            b"<?xml",
-            b'{"error',
-            b"invalid username",
-            b"access to model",
-            b"repository not found",
-        ),
-        "is the answer of a web server in place of the file; download it again, logged in where the model asks for it",
-    ),
+    ((b"version https://git-lfs",),
+     "is a pointer of git-lfs in place of the file; run `git lfs pull` in its folder, or download the file"),
+    ((b"<!doctype", b"<html", b"<?xml", b'{"error', b"invalid username", b"access to model", b"repository not found"),
+     "is the answer of a web server in place of the file; download it again, logged in where the model asks for it"),
     ((b"gguf",), "is a GGUF file, which glm46 does not read; take the safetensors files of the model"),
     ((b"pk\x03\x04",), "is a zip archive, as torch.save writes; convert it to safetensors"),
     ((b"\x80\x02", b"\x80\x04", b"\x80\x05"), "is a pickle, which can run any code; convert it to safetensors"),
-)
+)  # fmt: skip
+"""Begins of files, in lower case, and what such a file is."""
 
 
 def read_json_object(file: Path, remedy: str) -> dict[str, Any]:
@@ -59,14 +48,15 @@ def known_fault(path: Path, error: Exception | None = None, allowed: bytes | tup
     """
     if isinstance(error, FileNotFoundError):
         return None
-    if isinstance(error, OSError) and error.strerror:
-        return f"cannot be read: {error.strerror}; let this user read it, or mount its disk anew"
-    try:
-        with path.open("rb") as file:
-            head = file.read(256)
-    except OSError as failed:
-        return f"cannot be read: {failed.strerror}; let this user read it, or mount its disk anew"
-    head = head.lstrip().lower()
+    reason = error.strerror if isinstance(error, OSError) else None
+    if not reason:
+        try:
+            with path.open("rb") as file:
+                head = file.read(256).lstrip().lower()
+        except OSError as failed:
+            reason = failed.strerror
+    if reason:
+        return f"cannot be read: {reason}; let this user read it, or mount its disk anew"
     if head.startswith(allowed):
         return None
     return next((text for heads, text in _HEADS if head.startswith(heads)), None)

@@ -37,11 +37,8 @@ def space_fault(folder: Path, nbytes: float) -> str | None:
 
 
 def local_disk_fault(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
-    """The reason why the files of a folder cannot be used as memory; None if they can.
-
-    Args:
-        mounts: the table of mounted file systems; tests pass their own.
-    """
+    """The reason why the files of a folder cannot be used as memory; None if they can. ``mounts``: the table of mounted
+    file systems; tests pass their own."""
     if not folder.is_dir():
         return "no such folder"
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -25,16 +25,11 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self, timeout_seconds: float | None) -> bool:
-        """Take the lock.
+        """Take the lock; returns whether this process holds it. Raises OSError if the file cannot be created,
+        or its file system does not support locks.
 
         Args:
             timeout_seconds: how long to wait while another process holds it; None waits without limit.
-
-        Returns:
-            Whether this process now holds the lock.
-
-        Raises:
-            OSError: the file cannot be created, or its file system does not support locks.
         """
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -54,11 +49,8 @@ class FileLock:
             time.sleep(_POLL_SECONDS)
 
     def is_held_elsewhere(self, timeout_seconds: float) -> bool:
-        """True if another process holds the lock during this time. Takes and writes nothing.
-
-        Raises:
-            OSError: the file cannot be read, or its file system does not support locks.
-        """
+        """True if another process holds the lock during this time. Takes and writes nothing. Raises OSError if the file
+        cannot be read, or its file system does not support locks."""
         end = time.monotonic() + timeout_seconds
         while self.path.exists():
             with self.path.open("rb") as file:
@@ -72,11 +64,8 @@ class FileLock:
         return False
 
     def retake(self) -> bool:
-        """Take the lock again if its file was deleted; returns whether this process holds it.
-
-        Raises:
-            OSError: as `acquire`.
-        """
+        """Take the lock again if its file was deleted; returns whether this process holds it. Raises OSError as
+        `acquire` does."""
         if self._descriptor is None or _is_still(self.path, self._descriptor):
             return self._descriptor is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)

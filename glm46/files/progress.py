@@ -5,16 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import TransferSpeedColumn as BytesPerSecond
 from rich.text import Text
 
 _SECONDS_BETWEEN_LINES = 15.0
@@ -27,25 +19,13 @@ def bytes_progress(title: str, total: int, report: Callable[[str], None]):
         total: bytes of the whole work.
         report: prints a line of text; used if stderr is not a terminal.
     """
-    return _progress((DownloadColumn(), TransferSpeedColumn()), _Lines(title, total, report, "MB", 1e6, ".1f"))
+    return _progress(title, total, report, (DownloadColumn(), BytesPerSecond()), "MB", 1e6, ".1f")
 
 
 def tokens_progress(title: str, total: int, report: Callable[[str], None]):
     """As `bytes_progress`, for tokens."""
     done = TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens")
-    return _progress((done, _TokensPerSecond()), _Lines(title, total, report, "tokens", 1, ",.0f"))
-
-
-@contextmanager
-def _progress(columns: tuple[ProgressColumn, ...], lines: "_Lines") -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lines.advance
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(lines.title, total=lines.total)
-        yield lambda done: bar.advance(task, done)
+    return _progress(title, total, report, (done, _TokensPerSecond()), "tokens", 1, ",.0f")
 
 
 class _TokensPerSecond(ProgressColumn):
@@ -53,21 +33,30 @@ class _TokensPerSecond(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:,.0f} tokens/s", style="progress.data.speed")
 
 
-class _Lines:
-    def __init__(self, title: str, total: int, report: Callable[[str], None], unit: str, size: float, rate_form: str):
-        self.title, self.total, self._report = title, total, report
-        self._unit, self._size, self._rate_form = unit, size, rate_form
-        self._done, self._started = 0, time.monotonic()
-        self._last = self._started
+@contextmanager
+def _progress(
+    title: str, total: int, report: Callable[[str], None], columns: tuple[ProgressColumn, ...], unit: str, size: float,
+    rate_form: str,
+) -> Iterator[Callable[[int], None]]:  # fmt: skip
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    started = last = time.monotonic()
+    done = 0
 
-    def advance(self, done: int) -> None:
-        self._done += done
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
         now = time.monotonic()
-        if now - self._last >= _SECONDS_BETWEEN_LINES and self._done:
-            self._last = now
-            rate = self._done / (now - self._started)
-            left = max(0, self.total - self._done) / rate
-            self._report(
-                f"{self.title}: {self._done / self._size:,.0f} of {self.total / self._size:,.0f} {self._unit}, "
-                f"{rate / self._size:{self._rate_form}} {self._unit}/s, {left:.0f} s left"
+        if now - last >= _SECONDS_BETWEEN_LINES and done:
+            last, rate = now, done / (now - started)
+            report(
+                f"{title}: {done / size:,.0f} of {total / size:,.0f} {unit}, {rate / size:{rate_form}} {unit}/s, "
+                f"{max(0, total - done) / rate:.0f} s left"
             )
+
+    yield advance

@@ -8,7 +8,7 @@ Source: github.com/huggingface/safetensors.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ ITEM_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes of an element, by dtype."""
-
 
 _LONGEST_HEADER = 100_000_000
 """Bytes, as in the library."""
@@ -47,34 +46,26 @@ class HeaderEntry:
 def make_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, HeaderEntry]]:
-    """The bytes of a header, and the position of each tensor in the file.
-
-    Args:
-        tensors: name, dtype and shape of each, in the order of the file. Put wider dtypes first, so that every tensor
-            starts at a multiple of its item size.
-    """
+    """The bytes of a header, and the position of each tensor in the file. ``tensors``: name, dtype and shape of each,
+    in the order of the file. Put wider dtypes first, so that every tensor starts at a multiple of its item size."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     entries, end = {}, 0
     for name, dtype, shape in tensors:
-        entry = HeaderEntry(dtype, tuple(shape), end)
+        entries[name] = entry = HeaderEntry(dtype, tuple(shape), end)
         end += entry.nbytes
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [entry.start, end]}
-        entries[name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    placed = {name: HeaderEntry(entry.dtype, entry.shape, first + entry.start) for name, entry in entries.items()}
+    placed = {name: replace(entry, start=8 + len(text) + entry.start) for name, entry in entries.items()}
     return len(text).to_bytes(8, "little") + text, placed
 
 
 def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """The tensors of a file and its metadata, after checking that header and file size match exactly.
+    """The tensors of a file and its metadata, after checking that header and file size match exactly. Raises UserError
+    if the file is missing, truncated, or not in this format.
 
     Args:
         remedy: what the user can do about a damaged file; the end of each message.
-
-    Raises:
-        UserError: the file is missing, truncated, or not in this format.
     """
     try:
         with path.open("rb") as file, safe_open(path, "np") as described:
@@ -83,9 +74,7 @@ def read_header(path: Path, remedy: str) -> tuple[dict[str, HeaderEntry], dict[s
             for name in described.offset_keys():  # the library has checked that no gap lies between them
                 tensor = described.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in ITEM_BYTES:
-                    raise UserError(
-                        f"{path}: tensor {name} has dtype {dtype}, which glm46 cannot read; convert it first"
-                    )
+                    raise UserError(f"{path}: tensor {name} has dtype {dtype}, which glm46 cannot read; convert it")
                 entries[name] = HeaderEntry(dtype, tuple(tensor.get_shape()), start)
                 start += entries[name].nbytes
             return entries, described.metadata() or {}

@@ -21,19 +21,10 @@ Box = tuple[tuple[int, int], ...]
 """Start and length for each dimension."""
 
 _TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 WRITE_BYTES = 1 << 18
@@ -64,11 +55,8 @@ def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tupl
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """The tensors of a file; see `read_header`.
-
-    Raises:
-        UserError: the file is missing, truncated, or not in this format.
-    """
+    """The tensors of a file; see `read_header`. Raises UserError if the file is missing, truncated, or not in this
+    format."""
     entries, _ = read_header(path, "copy or download it again")
     foreign = [f"{path}: tensor {name} has dtype {e.dtype}" for name, e in entries.items() if e.dtype not in _TYPES]
     if foreign:
@@ -93,29 +81,22 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, records: dict[str, Record], *, writable: bool = False):
-        self.path, self.records = path, records
-        self.bytes_moved = 0
+        self.path, self.records, self._writable, self.bytes_moved = path, records, writable, 0
         self._descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-        self._writable = writable
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, as a new tensor on the CPU.
-
-        Raises:
-            OSError: the file ends before the box does, or the disk fails.
-        """
+        """A box of a tensor, as a new tensor on the CPU. Raises OSError if the file ends before the box does, or the
+        disk fails."""
         out = torch.empty([length for _, length in box], dtype=self.records[name].dtype)
         self.fill(name, box, out)
         return out
 
     def fill(self, name: str, box: Box, target: Tensor) -> None:
-        """Read a box of a tensor into an existing tensor, without a copy if dtype, device and strides allow.
+        """Read a box of a tensor into an existing tensor, without a copy if dtype, device and strides allow. Raises
+        OSError if the file ends before the box does, or the disk fails.
 
         Args:
             target: shape of the box; any dtype, device and strides.
-
-        Raises:
-            OSError: the file ends before the box does, or the disk fails.
         """
         record = self.records[name]
         if target.dtype != record.dtype or target.device.type != "cpu" or not target.is_contiguous():
@@ -131,11 +112,8 @@ class TensorFile:
             self.bytes_moved += done
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Write values into a box of a tensor.
-
-        Args:
-            values: shape of the box, dtype of the tensor, contiguous, on the CPU.
-        """
+        """Write values into a box of a tensor. ``values``: shape of the box, dtype of the tensor, contiguous, on the
+        CPU."""
         record = self.records[name]
         assert values.dtype == record.dtype and values.is_contiguous()
         for offset, piece in _pieces(record, box, values):

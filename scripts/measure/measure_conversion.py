@@ -31,7 +31,9 @@ from glm46.config.presets import PRESETS  # noqa: E402
 from glm46.storage.data.tokenizer import load_tokenizer  # noqa: E402
 from glm46.storage.huggingface.config_json import CONFIG, config_of  # noqa: E402
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights  # noqa: E402
-from glm46.storage.huggingface.import_weights import INDEX, FolderReader, check_folder, import_weights  # noqa: E402
+from glm46.storage.huggingface.folder_check import check_folder  # noqa: E402
+from glm46.storage.huggingface.folder_tensors import INDEX  # noqa: E402
+from glm46.storage.huggingface.import_weights import FolderReader, import_weights  # noqa: E402
 from glm46.storage.huggingface.names import HFNames, raise_if  # noqa: E402
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids  # noqa: E402
 

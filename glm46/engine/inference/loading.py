@@ -18,8 +18,9 @@ from glm46.storage.checkpoint.finite import describe, names_not_finite
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
+from glm46.storage.huggingface.folder_check import stored_shape
 from glm46.storage.huggingface.hub import local_tokenizer
-from glm46.storage.huggingface.import_weights import FolderReader, stored_shape
+from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.names import raise_if
 
 

@@ -21,7 +21,7 @@ from glm46.storage.checkpoint.step_tensors import MODEL_PREFIX
 from glm46.storage.checkpoint.stored_values import StoredTensor
 from glm46.storage.huggingface.adapter_origin import changed_files, hash_files
 from glm46.storage.huggingface.boxes import intervals_of, overlaps
-from glm46.storage.huggingface.import_weights import files_of_weights
+from glm46.storage.huggingface.folder_check import files_of_weights
 from glm46.storage.huggingface.names import HFPart, raise_if
 
 _FAULTS_SHOWN = 10
@@ -44,7 +44,7 @@ def load_frozen(network: Network, checkpoints: CheckpointManager) -> dict[str, A
         load_weights(network, folder)
         files = files_of_weights(folder, network.plan.shape)
     else:
-        meta = checkpoints.load_from(folder, {}, ignored=("",))  # verifies all files; nothing is loaded yet
+        meta = checkpoints.load(folder, {}, ignored=("",))  # verifies all files; nothing is loaded yet
         with ranks.stage(f"reading {folder}") as stage:
             stage.value = _fill_from_step(folder, tensors := network.pretrained())
         faults = sorted({fault for faults in stage.values for fault in faults})

@@ -15,7 +15,8 @@ from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.adapter_origin import read_base_files, refuse_other_base
 from glm46.storage.huggingface.config_json import config_of, read_config
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
-from glm46.storage.huggingface.import_weights import find_tensors, import_weights
+from glm46.storage.huggingface.folder_tensors import find_tensors
+from glm46.storage.huggingface.import_weights import import_weights
 from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.storage.huggingface.names import HFNames, has_repeats
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter

@@ -138,7 +138,7 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
     if in_hf or kind is Kind.DCP:
         # imports torch, which the other checks do not need
-        from glm46.storage.huggingface.import_weights import check_folder, check_fp8_folder
+        from glm46.storage.huggingface.folder_check import check_folder, check_fp8_folder
 
         in_fp8 = config.adapter is not None and config.adapter.base_dtype == "float8"
         try:

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,10 +231,9 @@ def _load(
         The metadata of the checkpoint.
     """
     tensors = {name: tensor for name, tensor in checkpoint_tensors(task).items() if name not in ignored}
-    load = partial(checkpoints.load, source) if isinstance(source, int) else partial(checkpoints.load_from, source)
     # Optional: another number of ranks has other generators. No result depends on them.
     try:
-        meta = load(tensors, optional=("rng.",), ignored=(*ignored, "rng."))
+        meta = checkpoints.load(source, tensors, optional=("rng.",), ignored=(*ignored, "rng."))
     except UserError as error:
         faults = _explained(error.faults, task, _folder_of(source, checkpoints))
         raise UserError(*on_first_rank(*faults)) from None

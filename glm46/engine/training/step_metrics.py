@@ -27,7 +27,7 @@ from glm46.engine.training.totals import StepTotals
 from glm46.run.function import function_of_meta, gate_factor
 from glm46.run.parameters import count_parameters
 from glm46.run.schedule import learning_rate_factor, schedule_value
-from glm46.storage.huggingface.import_weights import stored_shape
+from glm46.storage.huggingface.folder_check import stored_shape
 
 _OF_RANKS = tuple(metric.name for metric in METRICS if metric.per == SPREAD)
 _GIT_SECONDS = 5.0

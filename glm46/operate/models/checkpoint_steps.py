@@ -4,16 +4,88 @@ import argparse
 import json
 import math
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
+from glm46.compute.distributed.ranks import ALONE
 from glm46.config.errors import UserError
-from glm46.storage.checkpoint.folder_kind import Kind, require_kind
-from glm46.storage.checkpoint.inspection import CheckpointSummary, contents, summarise
-from glm46.storage.checkpoint.integrity import step_folder
+from glm46.storage.checkpoint.finite import stored_not_finite
+from glm46.storage.checkpoint.folder_kind import Kind, checkpoint_folders, kind_of, require_kind
+from glm46.storage.checkpoint.integrity import (
+    META,
+    check_files,
+    check_hash,
+    published_steps,
+    read_manifest,
+    records_of,
+    step_folder,
+    step_of,
+)
+from glm46.storage.checkpoint.metadata import METADATA, read_checked_metadata, tensor_entries
 from glm46.storage.checkpoint.publish import Retention, remove, steps_to_remove
 
 _EXIT_DAMAGED = 1
 _LONGEST_SHOWN = 200
 """Characters of a value of the meta; longer values are only counted."""
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """One published checkpoint, from its manifest and meta. Fields are None where these cannot be read."""
+
+    path: Path
+    step: int
+    faults: tuple[str, ...]
+    """Empty when the checkpoint is complete."""
+    bytes: int | None = None
+    """All files but the manifest."""
+    saved_at: float | None = None
+    """Seconds since the epoch."""
+    tokens: int | None = None
+    validation_loss: float | None = None
+    is_good: bool = False
+    """True if the last step was applied, not skipped."""
+
+
+def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
+    """The published checkpoints of a folder, oldest first. Changes no file.
+
+    Args:
+        folder: the checkpoint folder of a run, its dump folder, or one step folder.
+        read_contents: hash every file and check values for NaN and infinity; else compare lengths and names only.
+
+    Raises:
+        UserError: the folder is absent, or there is no checkpoint in it.
+    """
+    stated = step_of(folder.absolute())
+    if stated is not None and kind_of(folder) in (Kind.STEP, Kind.OTHER):
+        folders = [(folder, stated)]
+    else:
+        require_kind(folder, Kind.STEPS, Kind.RUN)
+        folders = [(step_folder(of, step), step) for of in checkpoint_folders(folder) for step in published_steps(of)]
+    return [_summary(path, step, read_contents) for path, step in folders]
+
+
+def _summary(path: Path, step: int, read_contents: bool) -> CheckpointSummary:
+    body, faults = read_manifest(path, step)
+    if body is None:
+        return CheckpointSummary(path, step, tuple(faults))
+    records = records_of(body)
+    faults = check_files(path, body)
+    if read_contents and not faults:
+        faults = [fault for name, record in sorted(records.items()) for fault in check_hash(path / name, record)]
+        faults = faults or stored_not_finite(path, records, ALONE)
+    meta = {} if check_hash(path / META, records[META]) else json.loads((path / META).read_bytes())
+    return CheckpointSummary(
+        path,
+        step,
+        tuple(faults),
+        bytes=sum(record.bytes for record in records.values()),
+        saved_at=body["saved_at"],
+        tokens=meta.get("progress", {}).get("tokens"),
+        validation_loss=body["validation_loss"],
+        is_good=body.get("good", True),
+    )
 
 
 def list_steps(arguments: argparse.Namespace) -> int:
@@ -43,17 +115,32 @@ def _size(count: int) -> str:
 
 def show(arguments: argparse.Namespace) -> int:
     """Print the meta and the tensors of a checkpoint. Returns the exit code."""
-    meta, tensors = contents(arguments.folder)
-    for key, value in meta.items():
+    require_kind(arguments.folder, Kind.STEP)
+    body, faults = read_manifest(arguments.folder, step_of(arguments.folder.absolute()))
+    metadata = None
+    if body is not None:
+        records, meta_file = records_of(body), arguments.folder / META
+        faults = check_files(arguments.folder, body) or [
+            fault for name in (META, METADATA) for fault in check_hash(arguments.folder / name, records[name])
+        ]
+        if not faults:
+            metadata, faults = read_checked_metadata(arguments.folder, records)
+    if metadata is None:
+        raise UserError(*faults)
+    for key, value in json.loads(meta_file.read_bytes()).items():
         text = value if isinstance(value, str) else json.dumps(value)
         if "\n" in text or len(text) > _LONGEST_SHOWN:
-            text = f"{len(text):,} characters, in {arguments.folder / 'meta.json'}"
+            text = f"{len(text):,} characters, in {meta_file}"
         print(f"{key:20} {text}")
-    width = max((len(tensor.name) for tensor in tensors), default=0)
-    for tensor in tensors:
-        shape = " x ".join(str(extent) for extent in tensor.shape) or "scalar"
-        print(f"{tensor.name:{width}}  {tensor.dtype:9} {shape:24} {_size(tensor.bytes):>10}  {tensor.parts} part(s)")
-    print(f"{len(tensors)} tensors, {_size(sum(tensor.bytes for tensor in tensors))}")
+    entries, total = tensor_entries(metadata), 0
+    width = max(map(len, entries), default=0)
+    for name, entry in sorted(entries.items()):
+        dtype = entry.properties.dtype
+        nbytes = math.prod(entry.size) * dtype.itemsize
+        total += nbytes
+        shape, kind = " x ".join(map(str, entry.size)) or "scalar", str(dtype).removeprefix("torch.")
+        print(f"{name:{width}}  {kind:9} {shape:24} {_size(nbytes):>10}  {len(entry.chunks)} part(s)")
+    print(f"{len(entries)} tensors, {_size(total)}")
     return 0
 
 

@@ -32,8 +32,10 @@ from glm46.storage.checkpoint.step_tensors import StepTensors, write_model
 from glm46.storage.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
 from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
+from glm46.storage.huggingface.folder_check import stored_shape
+from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.hub import local_tokenizer
-from glm46.storage.huggingface.import_weights import FolderReader, find_tensors, stored_shape
+from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.storage.huggingface.names import HFNames, raise_if
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter

@@ -12,8 +12,8 @@ from rich.console import Console
 from glm46.config.errors import UserError
 from glm46.engine.inference.generation import Continuation
 from glm46.engine.reliability.stop import ENDING_SIGNALS, EXIT_SIGNAL, end_on_signals
+from glm46.operate.models.chat_turn import Part, TurnReader
 from glm46.storage.data.chat import chat_prompt
-from glm46.storage.data.chat_turn import Part, TurnReader
 from glm46.storage.data.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 

@@ -6,14 +6,19 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from glm46.compute.distributed.host_memory import host_bytes
+from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.ranks import CheckpointError, RankLostError, Ranks, describe_fault
 from glm46.storage.checkpoint.save import SaveOutcome, SaveTarget, Snapshot, save_now
-from glm46.storage.checkpoint.staging import Staging
 
 _EXIT_SECONDS = 10.0
 """How long the end of the process waits for a save: a thread that is cut while it holds the interpreter aborts it."""
+
+
+_ALIGNMENT_BYTES = 64
 
 
 class _Save(threading.Thread):
@@ -62,8 +67,7 @@ class BackgroundSaver:
         self._staged: dict[str, Tensor] = {}
         self._stage_seconds = 0.0
         self._save: _Save | None = None
-        self._outcomes: list[SaveOutcome] = []
-        self._errors: list[CheckpointError | RankLostError] = []
+        self._ended: list[SaveOutcome | CheckpointError | RankLostError] = []
 
     @property
     def is_busy(self) -> bool:
@@ -73,7 +77,7 @@ class BackgroundSaver:
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of the tensors to host memory. Not while a save is running."""
         started = time.perf_counter()
-        self._staged = {}
+        self._staged = {}  # or the memory of another layout would not be freed
         self._staged = self._staging.copy(tensors)
         self._stage_seconds = time.perf_counter() - started
 
@@ -97,20 +101,63 @@ class BackgroundSaver:
             RankLostError: a rank has ended or does not answer; training's collectives fail too.
         """
         self._collect()
-        if self._errors:
-            raise self._errors.pop(0)
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes = [one for one in self._ended if isinstance(one, SaveOutcome)]
+        errors = [one for one in self._ended if not isinstance(one, SaveOutcome)]
+        self._ended = [*outcomes, *errors[1:]] if errors else []
+        if errors:
+            raise errors[0]
         return outcomes
 
     def forget_ended(self) -> None:
         """Drop the outcomes that were not taken."""
         self._collect()
-        self._outcomes, self._errors = [], []
+        self._ended = []
 
     def _collect(self) -> None:
-        if self._save is not None and self._save.ended.is_set():
-            if isinstance(result := self._save.result, SaveOutcome):
-                self._outcomes.append(result)
-            elif result is not None:
-                self._errors.append(result)
+        if self._save is not None and self._save.result is not None:
+            self._ended.append(self._save.result)
             self._save = None
+
+
+class Staging:
+    """Host memory for one copy of this rank's tensors, reused by every save because allocating it is slow.
+
+    It is one allocation, pinned when any tensor is on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._layout: list[tuple[str, torch.Size, torch.dtype, bool]] = []
+        self._copies: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy this rank's part of each tensor; the copies are complete on return.
+
+        Returns:
+            Name to CPU tensor of the local shape. The next call overwrites them.
+        """
+        local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+        layout = [(name, tensor.shape, tensor.dtype, tensor.is_cuda) for name, tensor in local.items()]
+        if layout != self._layout:
+            self._copies = {}  # free the old memory before the new is allocated
+            self._copies = _allocate(local)
+            self._layout = layout
+        for name, tensor in local.items():
+            self._copies[name].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in local.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # sync: from here on the optimizer may change the originals
+        return self._copies
+
+
+def _allocate(local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in local.values()]
+    slab = host_bytes(sum(sizes), pin=any(tensor.is_cuda for tensor in local.values()))
+    copies, start = {}, 0
+    for (name, tensor), size in zip(local.items(), sizes, strict=True):
+        if tensor.nbytes == 0:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            continue
+        # Each has a storage of its own: DCP would copy a view before it writes it.
+        values = torch.frombuffer(slab[start : start + tensor.nbytes], dtype=torch.uint8)
+        copies[name] = values.view(tensor.dtype).view(tensor.shape)
+        start += size
+    return copies

@@ -27,21 +27,17 @@ from glm46.files.durable import Closer, FileRecord
 from glm46.files.tensor_file import WRITE_BYTES
 from glm46.storage.checkpoint.metadata import METADATA, check_metadata, read_checked_metadata
 
-_BUFFER_BYTES = WRITE_BYTES
-
 
 class _HashedFile:
     """A file that is written and hashed: one thread hashes each piece while another one writes it."""
 
     def __init__(self, path: Path, hasher: ThreadPoolExecutor):
-        self._file = path.open("xb", buffering=_BUFFER_BYTES)
-        self._digest = hashlib.sha256()
-        self._hasher = hasher
-        self._length = 0
+        self._file = path.open("xb", buffering=WRITE_BYTES)
+        self._digest, self._hasher, self._length = hashlib.sha256(), hasher, 0
 
     def write(self, piece: Any) -> int:
         length = memoryview(piece).nbytes
-        if length < _BUFFER_BYTES:
+        if length < WRITE_BYTES:
             self._digest.update(piece)
             self._file.write(piece)
         else:
@@ -77,8 +73,7 @@ class _HashingFileSystem(FileSystem):
 
     def __init__(self, hasher: ThreadPoolExecutor, closer: Closer):
         self.records: dict[str, FileRecord] = {}
-        self._hasher = hasher
-        self._closer = closer
+        self._hasher, self._closer = hasher, closer
 
     @contextmanager
     def create_stream(self, path: str | PathLike, mode: str) -> Generator[Any, None, None]:
@@ -133,7 +128,8 @@ def write_tensors(
     *,
     file_per_tensor: bool = False,
 ) -> dict[str, FileRecord]:
-    """Write tensors into an empty folder that all ranks see. Collective.
+    """Write tensors into an empty folder that all ranks see. Collective. Raises CheckpointError on all ranks when any
+    rank failed.
 
     Args:
         folder: exists already.
@@ -143,11 +139,8 @@ def write_tensors(
 
     Returns:
         The files written by all ranks. They are on the disk.
-
-    Raises:
-        CheckpointError: on all ranks, when any rank failed.
     """
-    check_replicas(tensors, ranks, staged)
+    _check_replicas(tensors, ranks, staged)
     with ThreadPoolExecutor(1) as hasher, Closer() as closer:
         planner, writer = _Planner(staged), _Writer(folder, hasher, closer, file_per_tensor=file_per_tensor)
         # A plan and the results have a record of each tensor: megabytes, which only the first rank gets from all.
@@ -179,31 +172,24 @@ def write_tensors(
     return {**files, **last.values[0]}
 
 
-def check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[str, Tensor] | None) -> None:
+def _check_replicas(tensors: Mapping[str, Tensor], ranks: Ranks, staged: Mapping[str, Tensor] | None) -> None:
     """Refuse a plain tensor that differs between ranks under one name; DCP would keep one rank's value. Collective.
-
-    Raises:
-        CheckpointError: on all ranks.
-    """
+    Raises CheckpointError on all ranks."""
     if ranks.size == 1:
         return
     plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    with ranks.stage("comparing replicated tensors") as stage:
+    work = "comparing replicated tensors"
+    with ranks.stage(work) as stage:
         stage.value = list(plain)
     owners = Counter(chain(*stage.values))
-    with ranks.stage("comparing replicated tensors") as stage:
-        stage.value = {
-            name: _fingerprint(tensor if staged is None else staged[name])
-            for name, tensor in plain.items()
-            if owners[name] > 1
-        }
-    with ranks.stage("comparing replicated tensors"):
-        first: dict[str, tuple[int, str]] = {}
-        for rank, fingerprints in enumerate(stage.values):
-            for name, found in fingerprints.items():
-                known_rank, known = first.setdefault(name, (rank, found))
-                if found != known and rank == ranks.rank:
-                    raise ValueError(f"{name} differs from the one of rank {known_rank}; give it a name per rank")
+    with ranks.stage(work) as stage:
+        shared = [name for name in plain if owners[name] > 1]
+        stage.value = {name: _fingerprint(plain[name] if staged is None else staged[name]) for name in shared}
+    with ranks.stage(work):
+        for name in shared:
+            known = next(rank for rank, found in enumerate(stage.values) if name in found)
+            if stage.values[known][name] != stage.values[ranks.rank][name]:
+                raise ValueError(f"{name} differs from the one of rank {known}; give it a name per rank")
 
 
 def _fingerprint(tensor: Tensor) -> str:
@@ -248,11 +234,8 @@ def read_tensors(
     asked = ranks.any([name in tensors for name in stored])
     unread = [name for name, is_asked in zip(stored, asked, strict=True) if not is_asked]
     may_stay = (*optional, *ignored)
-    faults = [
-        f"{folder}: holds {name}, which this run does not know" for name in unread if not name.startswith(may_stay)
-    ]
-    if faults:
-        return faults
+    if faults := [name for name in unread if not name.startswith(may_stay)]:
+        return [f"{folder}: holds {name}, which this run does not know" for name in faults]
     wanted = {name: tensor for name, tensor in tensors.items() if name in metadata.state_dict_metadata}
     with ranks.stage("reading tensors"):
         fill_tensors(folder, metadata, wanted, is_first=ranks.is_first)

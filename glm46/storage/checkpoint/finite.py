@@ -22,14 +22,7 @@ class NotFiniteError(CheckpointError):
 
 
 def refuse_not_finite(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Raise if tensors hold NaN or infinity. Collective.
-
-    Args:
-        tensors: this rank's parts.
-
-    Raises:
-        NotFiniteError: on all ranks, when the tensors of any rank hold NaN or infinity.
-    """
+    """Raise NotFiniteError on all ranks if the tensors of any rank hold NaN or infinity. Collective."""
     with ranks.stage("looking for values that are not finite") as stage:
         stage.value = names_not_finite(tensors)
     if names := sorted({name for found in stage.values for name in found}):
@@ -54,11 +47,8 @@ def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Ranks) -> list[str]:
-    """Faults of a checkpoint's values and of their index, one line each. Collective.
-
-    Args:
-        files: the files of the checkpoint, verified.
-    """
+    """Faults of a checkpoint's values and of their index, one line each. Collective. ``files``: the files of the
+    checkpoint, verified."""
     with ranks.stage(f"reading the values of {folder}") as stage:
         metadata, faults = read_checked_metadata(folder, files)
         stage.value = faults, [] if metadata is None else _stored_names(folder, metadata, ranks)
@@ -70,12 +60,13 @@ def stored_not_finite(folder: Path, files: Mapping[str, FileRecord], ranks: Rank
 def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:
     """Names of tensors with values that are not finite, among this rank's share of the checkpoint."""
     entries = tensor_entries(metadata).items()
-    floating = [name for name, entry in entries if entry.properties.dtype.is_floating_point]
-    return [
-        name
-        for name in sorted(floating)[ranks.rank :: ranks.size]
-        if any(names_not_finite({name: piece}) for piece in _pieces(StoredTensor(folder, metadata, name)))
-    ]
+    floating = sorted(name for name, entry in entries if entry.properties.dtype.is_floating_point)
+    mine = floating[ranks.rank :: ranks.size]
+    return [name for name in mine if any(map(_has_bad, _pieces(StoredTensor(folder, metadata, name))))]
+
+
+def _has_bad(piece: Tensor) -> bool:
+    return bool(names_not_finite({"": piece}))
 
 
 def _pieces(stored: StoredTensor) -> Iterable[Tensor]:

@@ -30,11 +30,8 @@ class Kind(Enum):
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind of a path, from names of files alone. An incomplete step folder is one.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The kind of a path, from names of files alone. An incomplete step folder is one. Raises UserError if it cannot be
+    read."""
     try:
         if not path.is_dir():
             return Kind.FILE if path.exists() else Kind.ABSENT
@@ -73,11 +70,7 @@ def _steps_of_run(path: Path) -> Iterator[Path]:
 
 
 def require_kind(path: Path, *wanted: Kind) -> Kind:
-    """The kind of a path.
-
-    Raises:
-        UserError: it is none of the wanted ones; says what it is, and what takes it.
-    """
+    """The kind of a path. Raises UserError if it is none of the wanted ones, with what it is and what takes it."""
     kind = kind_of(path)
     if kind not in wanted:
         raise UserError(f"{path}: {_described(path, kind, wanted)}")
@@ -101,9 +94,13 @@ def _described(path: Path, kind: Kind, wanted: tuple[Kind, ...]) -> str:
     if kind in _TAKERS:
         return f"this is {kind.value}{_TAKERS[kind]}; give {expected} here"
     names = f"neither {Kind.HUGGING_FACE.value} ({_CONFIG}) nor {Kind.STEP.value} ({MANIFEST})"
-    pickles = sorted(file.name for suffix in ("bin", "pt", "pth") for file in path.glob(f"*.{suffix}"))
-    hint = f"; {pickles[0]} is a pickle, which can run any code: convert it to safetensors" if pickles else ""
-    return f"{names}{hint}; give {expected}"
+    return f"{names}{pickle_hint(path)}; give {expected}"
+
+
+def pickle_hint(folder: Path) -> str:
+    """The end of a message for a folder whose weights are pickles; empty if there are none."""
+    pickles = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
+    return f"; {pickles[0]} is a pickle, which can run any code: convert it to safetensors" if pickles else ""
 
 
 _TAKERS = {

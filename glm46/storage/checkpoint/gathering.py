@@ -95,25 +95,25 @@ def gather(node: NodeFolder, output: Path, ranks: "Ranks") -> None:
     if superseded:
         return
     if not gathered:
-        _copy_and_publish(node if has_part else None, output, newest, ranks)
+        with ranks.stage("copying to shared storage") as stage:
+            if has_part:
+                _raise_if(copy_part(node.path, output, newest))
+                stage.value = (step_folder(node.path, newest.step) / MANIFEST).read_bytes()
+        manifest = next(value for value in stage.values if value is not None)
+        with ranks.stage("publishing on shared storage"):
+            if ranks.is_first:
+                _raise_if(publish_gathered(output, newest.step, manifest))
     with ranks.stage("removing node-local files"):
-        if has_part and (faults := remove_part(node.path, output, newest)):
-            raise OSError("; ".join(faults))
+        if has_part:
+            _raise_if(remove_part(node.path, output, newest))
         for part in mine:
             if part.step < newest.step:  # superseded by the one just gathered
                 remove(step_folder(node.path, part.step))
 
 
-def _copy_and_publish(node: NodeFolder | None, output: Path, save: NodePart, ranks: "Ranks") -> None:
-    with ranks.stage("copying to shared storage") as stage:
-        if node is not None:
-            if faults := copy_part(node.path, output, save):
-                raise OSError("; ".join(faults))
-            stage.value = (step_folder(node.path, save.step) / MANIFEST).read_bytes()
-    manifest = next(value for value in stage.values if value is not None)
-    with ranks.stage("publishing on shared storage"):
-        if ranks.is_first and (faults := publish_gathered(output, save.step, manifest)):
-            raise OSError("; ".join(faults))
+def _raise_if(faults: list[str]) -> None:
+    if faults:
+        raise OSError("; ".join(faults))
 
 
 def parts_in(local: Path) -> tuple[list[NodePart], list[str]]:
@@ -148,12 +148,10 @@ def whole_saves(parts: Iterable[NodePart]) -> list[NodePart]:
 
 def copy_part(local: Path, output: Path, save: NodePart) -> list[str]:
     """Copy this node's files of a save to the ``.gather`` folder of the shared storage; whole copies there are kept.
+    Raises OSError if the shared storage refuses.
 
     Returns:
         Faults, one line each; empty when all files of this node have arrived whole.
-
-    Raises:
-        OSError: the shared storage refuses.
     """
     source = step_folder(local, save.step)
     body, faults = read_manifest(source, save.step)
@@ -175,19 +173,15 @@ def _copy_file(source: Path, target: Path, record: FileRecord) -> list[str]:
         return []
     # Every node copies the small files: each writes under a name of its own.
     arriving = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}.part")
-    _copy_durably(source, arriving)
+    with source.open("rb", buffering=0) as read, arriving.open("wb", buffering=0) as write:
+        shutil.copyfileobj(read, write, _COPY_BYTES)
+        os.fsync(write.fileno())
     found = hash_file(arriving)
     if found == record:
         os.replace(arriving, target)
         return []
     arriving.unlink()
     return [f"{source}: arrived with SHA-256 {found.sha256}, expected {record.sha256}"]
-
-
-def _copy_durably(source: Path, target: Path) -> None:
-    with source.open("rb", buffering=0) as read, target.open("wb", buffering=0) as write:
-        shutil.copyfileobj(read, write, _COPY_BYTES)
-        os.fsync(write.fileno())
 
 
 def gather_folder(output: Path, step: int) -> Path:
@@ -230,11 +224,7 @@ def is_superseded(output: Path, part: NodePart) -> bool:
 
 
 def remove_part(local: Path, output: Path, save: NodePart) -> list[str]:
-    """Remove this node's files of a save, if the shared folder has it.
-
-    Returns:
-        The reason if they were not removed.
-    """
+    """Remove this node's files of a save, if the shared folder has it. Returns the reason if they were not removed."""
     path = step_folder(local, save.step)
     if not is_gathered(output, save):
         return [f"{path}: kept, because {step_folder(output, save.step)} is not this save or not whole"]

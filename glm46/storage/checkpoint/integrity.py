@@ -88,10 +88,8 @@ def read_manifest(folder: Path, step: int | None) -> tuple[dict[str, Any] | None
         return None, [f"{path}: format {body['format']}, but this version of glm46 reads format {FORMAT}"]
     if step is not None and body["step"] != step:
         return None, [f"{path}: manifest is for step {body['step']}, the folder name says step {step}"]
-    outside = [name for name in files if Path(name).name != name]
-    if outside:
-        return None, [f"{path}: names a file outside its folder: {name!r}" for name in outside]
-    return body, []
+    outside = [f"{path}: names a file outside its folder: {name!r}" for name in files if Path(name).name != name]
+    return None if outside else body, outside
 
 
 def records_of(body: dict[str, Any]) -> dict[str, FileRecord]:
@@ -133,9 +131,7 @@ def check_hash(path: Path, record: FileRecord) -> list[str]:
         found = hash_file(path)
     except OSError as error:
         return [f"{path}: cannot be read: {error.strerror}"]
-    if found != record:
-        return [f"{path}: SHA-256 {found.sha256}, expected {record.sha256}"]
-    return []
+    return [] if found == record else [f"{path}: SHA-256 {found.sha256}, expected {record.sha256}"]
 
 
 def verify_folder(path: Path, step: int | None, ranks: "Ranks") -> tuple[dict[str, Any] | None, list[str]]:

@@ -33,9 +33,7 @@ class CheckpointManager:
 
     Args:
         folder: holds the step folders; the first save makes it.
-        keep_latest_k: number of newest complete checkpoints to keep; 0 keeps all.
-        keep_every: multiples of this step are kept too; 0 adds none.
-        keep_best_k: number of checkpoints with the lowest validation loss that are kept too.
+        keep_latest_k, keep_every, keep_best_k: see `Retention`.
         node_local_folder: a folder on the node's own disk; saves go there first, and from there to ``folder``.
     """
 
@@ -54,7 +52,7 @@ class CheckpointManager:
         node = None if node_local_folder is None else NodeFolder.of_this_rank(node_local_folder, self._ranks)
         self._target = SaveTarget(self.folder, rule, node)
         self._background = BackgroundSaver()
-        self._verified: dict[int, dict[str, Any]] = {}
+        self._verified: dict[Path, dict[str, Any]] = {}
         self.before_publishing: Callable[[], None] = lambda: None
         """Called on the first rank, by the thread that saves."""
         self._in_use: set[int] = set()
@@ -65,15 +63,7 @@ class CheckpointManager:
         """The step of ``folder`` that was loaded last, if any."""
         return max(self._in_use, default=None)
 
-    def save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: dict[str, Any],
-        *,
-        validation_loss: float | None = None,
-        is_good: bool = True,
-    ) -> SaveOutcome:
+    def save(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], **facts: Any) -> SaveOutcome:
         """Write and publish a checkpoint, then remove old ones. Collective.
 
         Waits for a background save first; if that one failed, the next ``poll`` raises.
@@ -82,8 +72,7 @@ class CheckpointManager:
             tensors: the ranks may hold different names. A plain tensor that several ranks hold under one name must be
                 equal on all of them; what differs (an RNG state) carries the rank in its name.
             meta: JSON values; rank 0's are stored.
-            validation_loss: the value for ``keep_best_k``; rank 0's is used.
-            is_good: whether the last step was applied, not skipped; the newest such checkpoint is never removed.
+            facts: ``validation_loss`` and ``is_good`` of `Snapshot`; rank 0's are used.
 
         Raises:
             CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
@@ -91,32 +80,22 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._wait_for_save()
-        snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
+        snapshot = self._begin(step, tensors, meta, facts)
         size = save_now(self._target, snapshot, self._ranks, self._in_use)
         seconds = time.perf_counter() - started
         return SaveOutcome(step, size, save_seconds=seconds, stall_seconds=seconds)
 
-    def save_in_background(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: dict[str, Any],
-        *,
-        validation_loss: float | None = None,
-        is_good: bool = True,
-    ) -> bool:
+    def save_in_background(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], **facts: Any) -> bool:
         """Copy the tensors to host memory and return; a thread saves the copies. Arguments as ``save``. Collective.
+        Raises CheckpointError on all ranks when copying failed on some rank, such as for lack of memory.
 
         Returns:
             Whether the save was started. No rank starts one while the previous one is running on some rank, so a slow
             disk costs checkpoints, not training time.
-
-        Raises:
-            CheckpointError: on all ranks, when copying failed on some rank, such as for lack of memory.
         """
         if self._is_any_rank_saving():
             return False
-        snapshot = self._begin(step, tensors, meta, validation_loss, is_good)
+        snapshot = self._begin(step, tensors, meta, facts)
         with self._ranks.stage("copying tensors to host memory"):
             self._background.stage(tensors)
         self._background.start(self._target, snapshot, frozenset(self._in_use))
@@ -174,7 +153,7 @@ class CheckpointManager:
                 stage.value = [step for step in published_steps(self.folder) if before is None or step < before]
         bad: list[str] = []
         for step in reversed(stage.values[0]):
-            _, faults = self._verify(step)
+            _, faults = self._verify(step_folder(self.folder, step))
             if not faults:
                 return step
             bad += faults
@@ -182,25 +161,26 @@ class CheckpointManager:
                 for fault in faults:
                     _LOG.warning("checkpoint of step %d is not used: %s", step, fault)
         if bad:
-            raise UserError(
-                *bad, f"{self.folder}: every checkpoint is damaged; move the folder away to start from step 0"
-            )
+            remedy = "move the folder away to start from step 0"
+            raise UserError(*bad, f"{self.folder}: every checkpoint is damaged; {remedy}")
         return None
 
     def load(
         self,
-        step: int,
+        source: int | Path,
         tensors: Mapping[str, Tensor],
         *,
         optional: Sequence[str] = (),
         ignored: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Fill tensors in place from the checkpoint of a step, on any mesh and world size. Collective.
+        """Fill tensors in place from a checkpoint, on any mesh and world size. Collective.
 
         Strict: the checkpoint must hold each name with the same shape and dtype, and some rank must ask for each name
-        of the checkpoint. The next save sets aside later checkpoints, because the run has left their branch.
+        of the checkpoint.
 
         Args:
+            source: a step of this run, or another step folder, such as the last one of the previous phase. After a step
+                of this run the next save sets aside later checkpoints, because the run has left their branch.
             optional: prefixes of names that may be missing from the checkpoint, or from this run.
             ignored: prefixes of names in the checkpoint that may stay unread; "" allows all.
 
@@ -212,53 +192,27 @@ class CheckpointManager:
             CheckpointError: on all ranks, when reading failed on any of them.
         """
         self._wait_for_save()
-        body, faults = self._verify(step)
+        path = step_folder(self.folder, source) if isinstance(source, int) else Path(source)
+        body, faults = self._verify(path)
         if body is None:
             raise UserError(*faults)
-        meta = self._fill(step_folder(self.folder, step), body, tensors, optional, ignored)
-        self._in_use = {step}
-        self._branch_point = step
-        return meta
-
-    def load_from(
-        self, path: Path, tensors: Mapping[str, Tensor], *, optional: Sequence[str] = (), ignored: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Like ``load``, from any checkpoint folder, such as the last one of the previous phase. Collective."""
-        path = Path(path)
-        body, faults = self._verify_folder(path, step_of(path))
-        if body is None:
-            raise UserError(*faults)
-        return self._fill(path, body, tensors, optional, ignored)
-
-    def _fill(
-        self,
-        path: Path,
-        body: dict[str, Any],
-        tensors: Mapping[str, Tensor],
-        optional: Sequence[str],
-        ignored: Sequence[str],
-    ) -> dict[str, Any]:
         files = records_of(body)
         if faults := read_tensors(path, tensors, files, optional=optional, ranks=self._ranks, ignored=ignored):
             raise UserError(*faults)
         with self._ranks.stage("reading meta") as stage:
             if self._ranks.is_first:
                 stage.value = json.loads((path / META).read_bytes())
+        if isinstance(source, int):
+            self._in_use, self._branch_point = {source}, source
         return stage.values[0]
 
-    def _begin(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: dict[str, Any],
-        validation_loss: float | None,
-        is_good: bool,
-    ) -> Snapshot:
+    def _begin(self, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], facts: dict) -> Snapshot:
         """The content of a save that starts now. Collective."""
         self._set_aside_newer()
-        self._verified.pop(step, None)
+        self._verified.pop(step_folder(self.folder, step), None)
         with self._ranks.stage("writing meta as JSON"):
-            return Snapshot(step, dict(tensors), encode_meta(meta), validation_loss, is_good, self.before_publishing)
+            content = step, dict(tensors), encode_meta(meta)
+            return Snapshot(*content, before_publishing=self.before_publishing, **facts)
 
     def _is_any_rank_saving(self) -> bool:
         """True if a background save is running on some rank. Collective."""
@@ -282,18 +236,14 @@ class CheckpointManager:
                         _LOG.warning("%s: belongs to a branch that this run has left; it can be deleted", aside)
         self._branch_point = None
 
-    def _verify(self, step: int) -> tuple[dict[str, Any] | None, list[str]]:
-        if step in self._verified:
-            return self._verified[step], []
-        body, faults = self._verify_folder(step_folder(self.folder, step), step)
-        if body is not None:
-            self._verified[step] = body
-        return body, faults
-
-    def _verify_folder(self, path: Path, step: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+    def _verify(self, path: Path) -> tuple[dict[str, Any] | None, list[str]]:
         """The manifest, None if there are faults, and the faults of a checkpoint. Checks its values too, unless the
         manifest says that the save has. Collective."""
-        body, faults = verify_folder(path, step, self._ranks)
-        if body is not None and not body.get("finite", False):
-            faults = stored_not_finite(path, records_of(body), self._ranks)
-        return None if faults else body, faults
+        if path not in self._verified:
+            body, faults = verify_folder(path, step_of(path), self._ranks)
+            if body is not None and not body.get("finite", False):
+                faults = stored_not_finite(path, records_of(body), self._ranks)
+            if body is None or faults:
+                return None, faults
+            self._verified[path] = body
+        return self._verified[path], []

@@ -21,15 +21,12 @@ from glm46.files.file_content import known_fault
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
+_CLASSES = (
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
 _ALLOWED = {
-    (_DCP + "metadata", "Metadata"),
-    (_DCP + "metadata", "TensorStorageMetadata"),
-    (_DCP + "metadata", "BytesStorageMetadata"),
-    (_DCP + "metadata", "TensorProperties"),
-    (_DCP + "metadata", "ChunkStorageMetadata"),
-    (_DCP + "metadata", "MetadataIndex"),
-    (_DCP + "metadata", "StorageMeta"),
-    (_DCP + "metadata", "_MEM_FORMAT_ENCODING"),
+    *((_DCP + "metadata", name) for name in _CLASSES),
     (_DCP + "filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -105,10 +102,7 @@ def check_metadata(
     folder: Path, metadata: Metadata, files: Mapping[str, FileRecord], names: Collection[str] | None = None
 ) -> list[str]:
     """Faults with which DCP would load wrong values without an error: holes, overlaps, missing or misplaced records.
-
-    Args:
-        names: entries to check; None: all.
-    """
+    ``names``: entries to check; None: all."""
     try:
         return _metadata_faults(folder, metadata, files, metadata.state_dict_metadata if names is None else names)
     except (TypeError, AttributeError, ValueError, MemoryError) as error:  # fields of other types than DCP writes
@@ -124,35 +118,26 @@ def _metadata_faults(
         if not isinstance(entry, TensorStorageMetadata):
             faults.append(f"{folder}: {name} is a pickled object; glm46 saves and loads tensors only")
             continue
-        fault = _coverage_fault(tuple(entry.size), entry.chunks)
-        if fault:
+        if fault := _coverage_fault(tuple(entry.size), entry.chunks):
             faults.append(f"{folder}: {name} {tuple(entry.size)}: {fault}")
         for chunk in entry.chunks:
-            faults += _record_faults(folder, name, entry, chunk, metadata, files)
+            info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if fault := _record_fault(info, math.prod(chunk.sizes) * entry.properties.dtype.itemsize, files):
+                faults.append(f"{folder}: {name} at {tuple(chunk.offsets)}: {fault}")
     return faults
 
 
-def _record_faults(
-    folder: Path,
-    name: str,
-    entry: TensorStorageMetadata,
-    chunk: ChunkStorageMetadata,
-    metadata: Metadata,
-    files: Mapping[str, FileRecord],
-) -> list[str]:
-    where = f"{folder}: {name} at {tuple(chunk.offsets)}"
-    info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+def _record_fault(info: Any, least: int, files: Mapping[str, FileRecord]) -> str | None:
+    """The fault of a record with at least so many bytes; None if there is none."""
     if info is None:
-        return [f"{where}: no stored record"]
-    record = files.get(info.relative_path)
-    if record is None:
-        return [f"{where}: stored in {info.relative_path!r}, which is not a file of this checkpoint"]
+        return "no stored record"
+    if (record := files.get(info.relative_path)) is None:
+        return f"stored in {info.relative_path!r}, which is not a file of this checkpoint"
     if getattr(info, "transform_descriptors", None):
-        return [f"{where}: stored through {', '.join(info.transform_descriptors)}; save it without such extensions"]
-    least = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+        return f"stored through {', '.join(info.transform_descriptors)}; save it without such extensions"
     if not (info.offset >= 0 and info.length >= least and info.offset + info.length <= record.bytes):
-        return [f"{where}: bytes {info.offset} to {info.offset + info.length} of {info.relative_path} cannot hold it"]
-    return []
+        return f"bytes {info.offset} to {info.offset + info.length} of {info.relative_path} cannot hold it"
+    return None
 
 
 def _coverage_fault(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> str | None:
@@ -174,6 +159,4 @@ def _coverage_fault(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -
         grid[tuple(slice(*np.searchsorted(marks, side)) for marks, side in zip(edges, box, strict=True))] += 1
     if (grid == 0).any():
         return "some elements were never saved"
-    if (grid > 1).any():
-        return "some elements were saved twice"
-    return None
+    return "some elements were saved twice" if (grid > 1).any() else None

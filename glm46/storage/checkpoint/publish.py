@@ -7,7 +7,6 @@ completes such an exchange after an interruption. Removal renames to ``step-0001
 half-removed folder looks published. Only rank 0 calls these functions.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -28,11 +27,8 @@ def draft_folder(folder: Path, step: int) -> Path:
 
 
 def open_draft(folder: Path, step: int) -> Path:
-    """Make an empty folder for a save to work in, and remove what interrupted saves of any step have left.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+    """Make an empty folder for a save to work in, and remove what interrupted saves of any step have left. Raises
+    OSError if the file system refuses."""
     make_durably(folder)
     repair(folder)
     for path in folder.iterdir():
@@ -52,11 +48,8 @@ def make_durably(folder: Path) -> None:
 
 
 def publish(draft: Path, step: int, files: dict[str, FileRecord], meta: bytes, facts: dict[str, Any]) -> Path:
-    """Write meta and manifest into a draft whose tensor files are on the disk, and rename it.
-
-    Raises:
-        OSError: the file system refuses; earlier checkpoints are untouched.
-    """
+    """Write meta and manifest into a draft whose tensor files are on the disk, and rename it. Raises OSError if the
+    file system refuses; earlier checkpoints are untouched."""
     record = create_durably(draft / META, [meta])
     write_manifest(draft, step, {**files, META: record}, facts)
     return rename_draft(draft, step)
@@ -90,22 +83,21 @@ def repair(folder: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Rename a published checkpoint to ``.abandoned``, so that no run loads it; returns the new path."""
-    aside = path.with_suffix(".abandoned")
-    if aside.exists():
-        remove(aside)
-    path.rename(aside)
-    sync_folder(path.parent)
-    return aside
+    return _renamed(path, ".abandoned")
 
 
 def remove(path: Path) -> None:
     """Delete a checkpoint folder; it is invisible before the first file goes."""
-    trash = path.with_suffix(".trash")
-    if trash.exists():
-        shutil.rmtree(trash)
-    os.rename(path, trash)
+    shutil.rmtree(_renamed(path, ".trash"))
+
+
+def _renamed(path: Path, suffix: str) -> Path:
+    target = path.with_suffix(suffix)
+    if target.exists():
+        shutil.rmtree(target)
+    path.rename(target)
     sync_folder(path.parent)
-    shutil.rmtree(trash)
+    return target
 
 
 @dataclass(frozen=True)

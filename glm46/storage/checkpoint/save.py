@@ -30,33 +30,21 @@ class Snapshot:
     meta: bytes
     """From `encode_meta`, when the save is requested, because the trainer changes the values afterwards."""
     validation_loss: float | None = None
+    """The value for ``keep_best_k``."""
     is_good: bool = True
     """True if the last step was applied. A step is skipped when its metrics are bad, and then the state may be bad."""
     before_publishing: Callable[[], None] = lambda: None
     """Called on the first rank."""
 
     def facts(self, world_size: int, *, is_finite: bool) -> dict[str, Any]:
-        """The fields of the manifest besides the files, for people and for retention.
-
-        Args:
-            is_finite: whether every value was checked, and is finite.
-        """
-        return {
-            "saved_at": time.time(),
-            "world_size": world_size,
-            "torch": torch.__version__,
-            "validation_loss": self.validation_loss,
-            "good": self.is_good,
-            "finite": is_finite,
-        }
+        """The fields of the manifest besides the files, for people and for retention. ``is_finite``: every value was
+        checked, and is finite."""
+        of_save = {"saved_at": time.time(), "world_size": world_size, "torch": torch.__version__, "finite": is_finite}
+        return of_save | {"validation_loss": self.validation_loss, "good": self.is_good}
 
 
 def encode_meta(meta: dict[str, Any]) -> bytes:
-    """The content of ``meta.json``.
-
-    Raises:
-        TypeError: ``meta`` holds values that JSON cannot hold.
-    """
+    """The content of ``meta.json``. Raises TypeError if ``meta`` holds values that JSON cannot hold."""
     return json.dumps(meta, indent=1).encode() + b"\n"
 
 
@@ -86,10 +74,7 @@ class SaveTarget:
 def save_now(
     target: SaveTarget, snapshot: Snapshot, ranks: Ranks, in_use: Collection[int], staged: dict | None = None
 ) -> int:
-    """Write and publish a checkpoint, then remove old ones. Collective.
-
-    Returns:
-        The bytes of all files.
+    """Write and publish a checkpoint, then remove old ones. Collective. Returns the bytes of all files.
 
     Raises:
         CheckpointError: on all ranks, naming the ranks that failed. Earlier checkpoints are untouched.
@@ -108,14 +93,12 @@ def save_now(
 
 
 def _write(folder: Path, is_leader: bool, snapshot: Snapshot, ranks: Ranks, staged: dict | None) -> int:
-    """Write and publish a checkpoint; on local disks, each node its part. Collective.
+    """Write and publish a checkpoint; on local disks, each node its part. Collective. Returns the bytes of all files,
+    over all nodes.
 
     Args:
         folder: the folder of step folders that this rank sees.
         is_leader: True on one of the ranks that see the same folder, on rank 0 in any case.
-
-    Returns:
-        The bytes of all files, over all nodes.
     """
     draft = draft_folder(folder, snapshot.step)
     with ranks.stage("making the checkpoint folder") as made:

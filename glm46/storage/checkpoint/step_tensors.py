@@ -31,13 +31,11 @@ MODEL_PREFIX = "model."
 
 
 class StepTensors(Mapping[str, Tensor]):
-    """The model of a step folder: glm46 name -> whole tensor, read from the disk on access.
+    """The model of a step folder: glm46 name -> whole tensor, read from the disk on access. Raises UserError if the
+    folder is not a checkpoint, or is damaged.
 
     Attributes:
         meta: the checkpoint's meta.
-
-    Raises:
-        UserError: the folder is not a checkpoint, or is damaged.
     """
 
     def __init__(self, folder: Path, ranks: Ranks = ALONE):
@@ -52,7 +50,7 @@ class StepTensors(Mapping[str, Tensor]):
             raise UserError(*faults)
         self._metadata = metadata
         self.meta: dict[str, Any] = json.loads((folder / META).read_bytes())
-        names = self._metadata.state_dict_metadata
+        names = metadata.state_dict_metadata
         self._names = [name.removeprefix(MODEL_PREFIX) for name in names if name.startswith(MODEL_PREFIX)]
 
     @property
@@ -96,7 +94,7 @@ class ReadAhead(Mapping[str, Tensor]):
         largest = max(prod(size) * dtype.itemsize for size, dtype in kinds.values())
         self._idle, self._used = np.empty(largest, np.uint8), np.empty(largest, np.uint8)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        self._coming: tuple[str | None, Future[Tensor] | None] = (None, None)
+        self._coming: dict[str, Future[Tensor]] = {}
 
     def __enter__(self) -> "ReadAhead":
         return self
@@ -105,15 +103,14 @@ class ReadAhead(Mapping[str, Tensor]):
         self._reader.shutdown(cancel_futures=True)
 
     def __getitem__(self, name: str) -> Tensor:
-        coming, future = self._coming
-        if future is None or coming != name:
-            future = self._reader.submit(self._made, name, self._idle)
-        tensor = future.result()
-        self._idle, self._used = self._used, self._idle
+        tensor = (self._coming.get(name) or self._start(name)).result()
         following = self._next[name]
-        coming_next = None if following is None else self._reader.submit(self._made, following, self._idle)
-        self._coming = following, coming_next
+        self._coming = {} if following is None else {following: self._start(following)}
         return tensor
+
+    def _start(self, name: str) -> Future[Tensor]:
+        self._idle, self._used = self._used, self._idle
+        return self._reader.submit(self._made, name, self._used)
 
     def _made(self, name: str, memory: np.ndarray) -> Tensor:
         size, dtype = self._kinds[name]
@@ -139,13 +136,11 @@ def write_model(
     folder: Path, kinds: Mapping[str, TensorKind], fill: Callable[[str, Tensor], None], meta: dict[str, Any]
 ) -> Path:
     """Write a checkpoint of a model alone, as step 0 of a folder; one tensor is written while the next one is filled.
+    Returns the step folder.
 
     Args:
         kinds: glm46 name -> shape and dtype.
         fill: writes the values of a named tensor into a CPU tensor; called once for each name, in another thread.
-
-    Returns:
-        The step folder.
 
     Raises:
         CheckpointError: writing failed; nothing is published.

@@ -6,6 +6,7 @@ reader and gives the same values; it serves as the fallback for records of anoth
 
 import io
 import zipfile
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,38 +22,51 @@ _LOCAL_HEADER = 30
 """Bytes of a zip entry's local header before its name; its last four are the lengths of name and extra field."""
 
 
-class StoredTensor:
-    """A tensor on the disk. Indexing with an int or a slice for each dimension reads that part.
+class DiskTensor:
+    """A tensor on the disk, of which only the parts are read that are asked for.
+
+    Attributes:
+        shape, dtype: of the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, index: tuple[int | slice, ...]) -> Tensor:
+        """A new tensor on the CPU; an int or a slice for each dimension. Raises what `_fill` raises."""
+        slices = [one if isinstance(one, slice) else slice(one, one + 1) for one in index]
+        ranges = [range(size)[one] for one, size in zip(slices, self.shape, strict=True)]
+        out = torch.empty([len(places) for places in ranges], dtype=self.dtype)
+        self._fill(out, ranges)
+        return out[tuple(slice(None) if isinstance(one, slice) else 0 for one in index)]
+
+    def _fill(self, out: Tensor, ranges: Sequence[range]) -> None:
+        raise NotImplementedError
+
+
+class StoredTensor(DiskTensor):
+    """A tensor of a checkpoint. Indexing raises OSError if a file cannot be read, or ends early.
 
     Args:
         folder: a step folder whose files are verified.
         metadata: of the folder, checked; lists the tensor.
         name: the tensor's name in the checkpoint.
-
-    Attributes:
-        shape, dtype, nbytes: of the whole tensor.
     """
 
     def __init__(self, folder: Path, metadata: Metadata, name: str):
         entry = metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), "the metadata is checked"
         self.shape, self.dtype = tuple(entry.size), entry.properties.dtype
-        self.nbytes = prod(self.shape) * self.dtype.itemsize
         self._folder, self._metadata, self._name = folder, metadata, name
         self._chunks = entry.chunks
         self._places: dict[tuple[int, ...], tuple[Path, Record] | None] = {}
 
-    def __getitem__(self, index: tuple[int | slice, ...]) -> Tensor:
-        """A new tensor on the CPU.
-
-        Raises:
-            OSError: a file cannot be read, or ends early.
-        """
-        ranges = [
-            range(size)[one] if isinstance(one, slice) else range(one, one + 1)
-            for one, size in zip(index, self.shape, strict=True)
-        ]
-        out = torch.empty([len(places) for places in ranges], dtype=self.dtype)
+    def _fill(self, out: Tensor, ranges: Sequence[range]) -> None:
         for chunk in self._chunks:
             shared = [
                 (max(places.start, first), min(places.stop, first + size))
@@ -61,17 +75,16 @@ class StoredTensor:
             if any(start >= stop for start, stop in shared):
                 continue
             target = out[_slices(shared, [places.start for places in ranges])]
-            place = self._place_of(chunk)
-            if place is None:
-                target.copy_(self._by_dcp()[_slices(shared, [0] * len(shared))])
+            if (place := self._place_of(chunk)) is None:
+                whole = torch.empty(self.shape, dtype=self.dtype)
+                fill_tensors(self._folder, self._metadata, {self._name: whole}, is_first=True)
+                target.copy_(whole[_slices(shared, [0] * len(shared))])
                 continue
             path, record = place
-            box = tuple(
-                (start - first, stop - start) for (start, stop), first in zip(shared, chunk.offsets, strict=True)
-            )
+            starts = zip(shared, chunk.offsets, strict=True)
+            box = tuple((start - first, stop - start) for (start, stop), first in starts)
             with TensorFile(path, {self._name: record}) as file:
                 file.fill(self._name, box, target)
-        return out[tuple(slice(None) if isinstance(one, slice) else 0 for one in index)]
 
     def _place_of(self, chunk: ChunkStorageMetadata) -> tuple[Path, Record] | None:
         """File of a chunk and the position of its values there; None when only DCP can read them."""
@@ -82,11 +95,6 @@ class StoredTensor:
             first = _first_byte(path, info.offset, info.length, sizes, self.dtype)
             self._places[key] = None if first is None else (path, Record(self.dtype, sizes, first))
         return self._places[key]
-
-    def _by_dcp(self) -> Tensor:
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        fill_tensors(self._folder, self._metadata, {self._name: whole}, is_first=True)
-        return whole
 
 
 def _slices(box: list[tuple[int, int]], origin: list[int]) -> tuple[slice, ...]:

@@ -54,15 +54,12 @@ class BatchBuilder:
         self._allocate()
 
     def _allocate(self) -> None:
-        rows, length, depth = self._rows, self.seq_len, self.mtp_depth
+        plain, ahead = (self._rows, self.seq_len), (self._rows, self.mtp_depth, self.seq_len)
         self._filled = 0
-        self.input_ids = np.empty((rows, length), np.int64)
-        self.labels = np.empty((rows, length), np.int64)
-        self.positions = np.empty((rows, length), np.int32)
-        self.document_ids = np.empty((rows, length), np.int32)
-        self.mtp_input_ids = np.empty((rows, depth, length), np.int64)
-        self.mtp_labels = np.empty((rows, depth, length), np.int64)
-        self.sample_numbers = np.empty(rows, np.int64)
+        self.input_ids, self.labels = np.empty(plain, np.int64), np.empty(plain, np.int64)
+        self.positions, self.document_ids = np.empty(plain, np.int32), np.empty(plain, np.int32)
+        self.mtp_input_ids, self.mtp_labels = np.empty(ahead, np.int64), np.empty(ahead, np.int64)
+        self.sample_numbers = np.empty(self._rows, np.int64)
 
     def add(self, number: int, row: np.ndarray, used: int, ends: list[np.ndarray], *, is_marked: bool = False) -> None:
         """Append one row.

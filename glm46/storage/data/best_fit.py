@@ -28,6 +28,10 @@ class PackPlan:
     piece_starts: np.ndarray
     piece_lengths: np.ndarray
 
+    @property
+    def rows(self) -> int:
+        return len(self.row_starts) - 1
+
 
 def plan_groups(doc_ends: Iterable[np.ndarray], seq_len: int) -> Iterator[PackPlan]:
     """Pack all documents of a split into rows, group by group. The rows of a group follow those of the previous one.

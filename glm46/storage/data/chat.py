@@ -12,13 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.storage.data.conversation import Conversation, Message, ToolCall
+from glm46.storage.data.conversation import Conversation, Message
 from glm46.storage.data.tokenizer import Tokenizer
 
 TOOLS_HEAD = """
@@ -49,16 +49,13 @@ class _Marker(str):
 _BEGIN = (_Marker("[gMASK]"), _Marker("<sop>"))
 _SYSTEM, _USER, _ASSISTANT, _OBSERVATION = map(_Marker, ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"))
 THINK, END_THINK, _NO_THINK = _Marker("<think>"), _Marker("</think>"), _Marker("/nothink")
-CALL, END_CALL, _RESPONSE, _END_RESPONSE = map(
-    _Marker, ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-)
-KEY, END_KEY, VALUE, END_VALUE = map(_Marker, ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
-_MARKERS = frozenset(
-    (*_BEGIN, _SYSTEM, _USER, _ASSISTANT, _OBSERVATION, THINK, END_THINK, _NO_THINK, CALL, END_CALL, _RESPONSE)
-    + (_END_RESPONSE, KEY, END_KEY, VALUE, END_VALUE)
-)
+_RESPONSE, _END_RESPONSE = _Marker("<tool_response>"), _Marker("</tool_response>")
+CALL_MARKERS = tuple(_Marker(f"<{end}{name}>") for name in ("tool_call", "arg_key", "arg_value") for end in ("", "/"))
+CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE = CALL_MARKERS
+_MARKERS = frozenset((*_BEGIN, _SYSTEM, _USER, _ASSISTANT, _OBSERVATION, THINK, END_THINK, _NO_THINK, *CALL_MARKERS))
+_MARKERS |= {_RESPONSE, _END_RESPONSE}
 _AS_TEXT = re.compile("|".join(map(re.escape, _MARKERS - {_NO_THINK})))
-_TAGS = re.compile(f"({'|'.join(map(re.escape, (CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE)))})")
+_TAGS = re.compile(f"({'|'.join(map(re.escape, CALL_MARKERS))})")
 
 
 @dataclass(frozen=True)
@@ -94,15 +91,10 @@ class Rendered(NamedTuple):
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOptions) -> Rendered:
-    """Make the training documents of a conversation.
-
-    Raises:
-        UserError: the tokenizer lacks one of GLM's special tokens.
-    """
+    """Make the training documents of a conversation. Raises UserError if the tokenizer lacks one of GLM's special
+    tokens."""
     messages = conversation.messages
-    ends = _ends_of_user_turns(messages)
-    starts = [0, *ends[:-1]]
-    spans = list(zip(starts, ends, strict=True))
+    spans = list(pairwise([0, *_ends_of_user_turns(messages)]))
     has_reasoning = [any(message.reasoning.strip() for message in messages[start:end]) for start, end in spans]
     thinks = [reasoned or options.no_reasoning != "nothink" for reasoned in has_reasoning]
     last = len(spans) - 1
@@ -130,19 +122,13 @@ def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOption
 def render_pair(
     halves: Sequence[Conversation], tokenizer: Tokenizer, no_reasoning: Literal["nothink", "mask", "train"]
 ) -> list[ChatDocument]:
-    """Make a document of each half of a pair, with the targets of its last user turn, as `render` does with
-    ``history = "last"``. The prompt is the same in both: with thinking if a half has reasoning.
-
-    Raises:
-        UserError: the tokenizer lacks one of GLM's special tokens.
-    """
-    turns = [range(([0] + _ends_of_user_turns(half.messages))[-2], len(half.messages)) for half in halves]
-    reasons = any(half.messages[i].reasoning.strip() for half, turn in zip(halves, turns, strict=True) for i in turn)
+    """Make a document of each half of a pair, with the targets of its last user turn, as `render` does with ``history =
+    "last"``. The prompt is the same in both: with thinking if a half has reasoning. Raises UserError if the tokenizer
+    lacks one of GLM's special tokens."""
+    turns = [(half, range([0, *_ends_of_user_turns(half.messages)][-2], len(half.messages))) for half in halves]
+    reasons = any(half.messages[i].reasoning.strip() for half, turn in turns for i in turn)
     thinks = reasons or no_reasoning != "nothink"
-    return [
-        _document(half, turn, tokenizer, thinks, no_reasoning == "train")
-        for half, turn in zip(halves, turns, strict=True)
-    ]
+    return [_document(half, turn, tokenizer, thinks, no_reasoning == "train") for half, turn in turns]
 
 
 def _document(
@@ -159,32 +145,25 @@ def _document(
 def chat_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Mapping] = (), thinking: bool
 ) -> list[int]:
-    """Return the token ids of a prompt up to where the assistant's turn is sampled.
+    """Return the token ids of a prompt up to where the assistant's turn is sampled. Raises UserError if the tokenizer
+    lacks one of GLM's special tokens.
 
     Args:
         messages: the conversation so far; the last one is the user's, or a tool's.
         thinking: whether the model may think before it answers.
-
-    Raises:
-        UserError: the tokenizer lacks one of GLM's special tokens.
     """
-    pieces = _pieces(messages, tools, thinking)
-    turn = [_ASSISTANT] if thinking else [_ASSISTANT, "\n", THINK, END_THINK]
-    return _encode([*pieces, *((piece, False) for piece in turn)], tokenizer).ids.tolist()
+    return _ids_before_turn([piece for piece, _ in _pieces(messages, tools, thinking)], tokenizer, thinking)
 
 
 def chat_reply(tokenizer: Tokenizer, content: str, *, from_tool: bool, thinking: bool) -> list[int]:
     """Return the token ids between a sampled turn, whose last token is the marker of the next role, and the next turn:
-    the response of a tool or the user's message, and the begin of the assistant's turn.
+    the response of a tool or the user's message, and the begin of the assistant's turn. Raises UserError if the
+    tokenizer lacks one of GLM's special tokens."""
+    pieces = _response(content) if from_tool else _asked(content, thinking)
+    return _ids_before_turn(pieces, tokenizer, thinking)
 
-    Raises:
-        UserError: the tokenizer lacks one of GLM's special tokens.
-    """
-    if from_tool:
-        pieces = ["\n", _RESPONSE, f"\n{content}\n", _END_RESPONSE]
-    else:
-        text = content.removesuffix(_NO_THINK)
-        pieces = [f"\n{text}", *([] if thinking and text == content else [_NO_THINK])]
+
+def _ids_before_turn(pieces: Sequence[str], tokenizer: Tokenizer, thinking: bool) -> list[int]:
     turn = [_ASSISTANT] if thinking else [_ASSISTANT, "\n", THINK, END_THINK]
     return _encode([(piece, False) for piece in (*pieces, *turn)], tokenizer).ids.tolist()
 
@@ -235,17 +214,14 @@ def _pieces(
         before = messages[index - 1].role if index else None
         sampled = sampled and before == "assistant"
         if message.role == "user":
-            # The one marker that a user may type: GLM's switch at the end of a message.
-            text = message.content.removesuffix(_NO_THINK)
-            switch = [] if thinking and text == message.content else [(_NO_THINK, False)]
-            pieces += [(_USER, sampled), (f"\n{text}", False), *switch]
+            pieces += [(_USER, sampled), *((p, False) for p in _asked(message.content, thinking))]
         elif message.role == "system":
             # The model cannot be asked to stop here: only a user or a tool follows what it samples.
             pieces += [(_SYSTEM, False), (f"\n{message.content}", False)]
         elif message.role == "tool":
             if before != "tool":
                 pieces.append((_OBSERVATION, sampled))
-            pieces += [(p, False) for p in ("\n", _RESPONSE, f"\n{message.content}\n", _END_RESPONSE)]
+            pieces += [(p, False) for p in _response(message.content)]
         else:
             sampled = index in targets
             reasoning = message.reasoning.strip()
@@ -258,20 +234,26 @@ def _pieces(
     return pieces
 
 
+def _asked(content: str, thinking: bool) -> list[str]:
+    # The one marker that a user may type: GLM's switch at the end of a message.
+    text = content.removesuffix(_NO_THINK)
+    return [f"\n{text}", *([] if thinking and text == content else [_NO_THINK])]
+
+
+def _response(content: str) -> list[str]:
+    return ["\n", _RESPONSE, f"\n{content}\n", _END_RESPONSE]
+
+
 def _answer(message: Message) -> list[str]:
     text = message.content.strip()
     pieces = [f"\n{text}"] if text else []
     for call in message.tool_calls:
-        pieces += _call(call)
+        pieces += ["\n", CALL, f"{call.name}\n"]
+        for key, value in call.arguments.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            pieces += [KEY, str(key), END_KEY, "\n", VALUE, text, END_VALUE, "\n"]
+        pieces.append(END_CALL)
     return pieces
-
-
-def _call(call: ToolCall) -> list[str]:
-    pieces = ["\n", CALL, f"{call.name}\n"]
-    for key, value in call.arguments.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        pieces += [KEY, str(key), END_KEY, "\n", VALUE, text, END_VALUE, "\n"]
-    return [*pieces, END_CALL]
 
 
 def _tools(tools: Sequence[Mapping]) -> list[str]:
@@ -300,7 +282,7 @@ def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> ChatDoc
 
 def _counts(conversation: Conversation, documents: list[ChatDocument]) -> Counter:
     turns = [message for message in conversation.messages if message.role == "assistant"]
-    followed = zip(conversation.messages, conversation.messages[1:], strict=False)
+    followed = pairwise(conversation.messages)
     counts = Counter({
         "trailing messages left out": conversation.num_dropped,
         "turns of weight 0": sum(not turn.is_trained for turn in turns),

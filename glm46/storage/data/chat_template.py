@@ -150,19 +150,16 @@ def raise_for_template(tokenizer: Tokenizer) -> None:
         UserError: a marker is missing, or the template fails or renders a probe in another way.
     """
     raise_for_markers(tokenizer)
-    found = template_beside(tokenizer_file(tokenizer.path))
-    if found is None:
+    if (found := template_beside(tokenizer_file(tokenizer.path))) is None:
         return
     file, template = found
     messages = [
         {
-            "role": message.role,
-            "content": message.content,
-            "reasoning_content": message.reasoning,
-            "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls],
+            "role": one.role, "content": one.content, "reasoning_content": one.reasoning,
+            "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in one.tool_calls],
         }
-        for message in _PROBE
-    ]
+        for one in _PROBE
+    ]  # fmt: skip
     remedy = "use the tokenizer of a GLM-4.5 or 4.6 folder, or remove the template"
     for thinking in (True, False):
         want = tokenizer.decode(chat_prompt(tokenizer, _PROBE, tools=_TOOLS, thinking=thinking))
@@ -179,11 +176,8 @@ def raise_for_template(tokenizer: Tokenizer) -> None:
 
 
 def template_beside(file: Path) -> tuple[Path, str] | None:
-    """The chat template that belongs to a ``tokenizer.json``, and its file; None if there is none.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """The chat template that belongs to a ``tokenizer.json``, and its file; None if there is none. Raises UserError if
+    the file is damaged."""
     beside, config = file.with_name(TEMPLATE_FILE), file.with_name(CONFIG_FILE)
     if file.suffix != ".json":
         return None
@@ -200,14 +194,10 @@ def template_beside(file: Path) -> tuple[Path, str] | None:
 
 
 def rendered(template: str, messages: Sequence[Mapping], tools: Sequence[Mapping], options: Mapping) -> str:
-    """The prompt that a template makes, in Jinja's sandbox with what transformers gives it.
-
-    Raises:
-        jinja2.TemplateError: the template fails; it may raise other errors.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    """The prompt that a template makes, in Jinja's sandbox with what transformers gives it. Raises
+    jinja2.TemplateError if the template fails; it may raise other errors."""
+    blocks = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = ImmutableSandboxedEnvironment(**blocks, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = lambda value, ensure_ascii=False: json.dumps(value, ensure_ascii=ensure_ascii)
     given = {"messages": messages, "tools": list(tools), "add_generation_prompt": True}
     return environment.from_string(template).render(**given, **options)

@@ -1,22 +1,11 @@
-"""Conversations: one line of a chat file as checked messages, whatever format the file has.
-
-Sources of the formats: OpenAI's chat and fine-tuning files, Hugging Face chat data sets and ms-swift (``messages``),
-LLaMA-Factory and axolotl (``sharegpt``), TRL (``prompt_completion``), Stanford Alpaca (``alpaca``).
-"""
+"""Conversations: one line of a chat file as checked messages."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
-    "function_call": "call", "tool_call": "call",
-}  # fmt: skip
-"""Our role by each name of it. A "call" is a tool call in a message of its own; it joins the assistant's turn."""
+from glm46.storage.data.chat_rows import ROWS, BadConversation, message_list, role_of, text_of
+from glm46.storage.data.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
 
 _MAY_FOLLOW: dict[str, set[str | None]] = {
     "system": {None, "system", "user", "assistant"},
@@ -25,42 +14,6 @@ _MAY_FOLLOW: dict[str, set[str | None]] = {
     "tool": {"assistant", "tool"},
 }
 """Roles directly before a role; None: the conversation begins with it."""
-
-
-OPEN_THOUGHT, CALL_AS_TEXT, MARKER_AS_TEXT = (
-    "thought that never ends, or with tags of its own", "tool call as text", "control token of a chat as text"
-)  # fmt: skip
-FORMAT_AS_TEXT = frozenset((OPEN_THOUGHT, CALL_AS_TEXT, MARKER_AS_TEXT))
-"""Reasons of turns of the assistant that hold a chat format as characters, in the form of GLM or of another model. A
-model would learn to sample characters where servers read special tokens."""
-
-_CODE = re.compile(r"(```|~~~).*?(?:\1|\Z)|`[^`\n]*`", re.DOTALL)
-"""Code and quoted words of Markdown, which show a marker and do not use it."""
-_CONTROL = r"<[|\uff5c][\w\u2581]+[|\uff5c]>|\[/?INST\]|<(?:start|end)_of_turn>"
-_FORMAT = {
-    OPEN_THOUGHT: r"^[ \t]*(?:</?think>|\u25c1think\u25b7|<\|begin_of_thought\|>)",
-    # A tag at the begin of a line, or before a call.
-    CALL_AS_TEXT: r"^[ \t]*<(?:/?tool_calls?>|/?function_calls?>|/?tool_response>|\|(?:python_tag|tool_call))"
-    r"|<tool_calls?>\s*(?:[\[{]|[\w.-]+\s*<arg_key>)|<function=[\w.-]+>|<invoke name="
-    r"|\[TOOL_CALLS\]\s*(?:[\[{]|\w+\s*[\[{])",
-    MARKER_AS_TEXT: rf"^[ \t]*(?:{_CONTROL})|(?:{_CONTROL})[ \t]*$",
-}
-"""The form of each reason outside of code. A marker inside a sentence is a word of it."""
-_FORMS = {reason: re.compile(form, re.MULTILINE) for reason, form in _FORMAT.items()}
-
-
-class BadConversation(ValueError):
-    """A line that cannot be trained on.
-
-    Attributes:
-        reason: one of a fixed set of short texts, to count lines by.
-        detail: the value, or the place of the message in its conversation; may be empty.
-    """
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        self.detail = detail
 
 
 @dataclass(frozen=True)
@@ -97,25 +50,24 @@ class Conversation:
 
 
 def parse_conversation(record: object, format: str) -> Conversation:
-    """Read one line of a chat file.
+    """Read one line of a chat file. Raises BadConversation if the line is not a conversation of this format that an
+    assistant takes part in.
 
     Args:
-        record: the line as Python values, such as `json.loads` or `glm46.storage.data.parquet_rows` give them.
+        record: the line as Python values, such as `json.loads` or `glm46.storage.prepare.parquet_rows` give them.
         format: one of `glm46.config.text_recipe.CHAT_FORMATS`.
-
-    Raises:
-        BadConversation: the line is not a conversation of this format that an assistant takes part in.
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
-    messages = _joined(_ROWS[format](record))
-    end = max((i for i, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
+    rows = _joined(ROWS[format](record))
+    end = max((i for i, message in enumerate(rows, start=1) if message.role == "assistant"), default=0)
     if not end:
         raise BadConversation("no assistant")
-    _raise_for_order(messages[:end])
+    messages = tuple(rows[:end])
+    _raise_for_order(messages)
     tools = parse_tools(record.get("tools"))
-    _raise_for_bare_calls(messages[:end], tools)
-    return Conversation(tuple(messages[:end]), tools, len(messages) - end)
+    _raise_for_bare_calls(messages, tools)
+    return Conversation(messages, tools, len(rows) - end)
 
 
 def parse_prompt(value: object, tools: Sequence[Mapping] = ()) -> tuple[Message, ...]:
@@ -127,7 +79,7 @@ def parse_prompt(value: object, tools: Sequence[Mapping] = ()) -> tuple[Message,
     Raises:
         BadConversation: it is neither, or no answer may follow: `parse_conversation` refuses the same with one.
     """
-    messages = _joined([{"role": "user", "content": value}] if isinstance(value, str) else _list(value))
+    messages = _joined([{"role": "user", "content": value}] if isinstance(value, str) else message_list(value))
     if messages[-1].role == "assistant":
         raise BadConversation("the last message is neither the user's nor a tool's", "assistant")
     _raise_for_order([*messages, Message("assistant")])
@@ -154,13 +106,12 @@ def _joined(rows: Sequence[object]) -> list[Message]:
 def _results(row: object) -> list:
     """A row; of a tool message with a list of results, as GLM's template takes them, a row for each result. A list of
     parts with a type is one text."""
-    if not isinstance(row, Mapping):
+    if not isinstance(row, Mapping) or role_of(row) != "tool" or not isinstance(row.get("content"), list):
         return [row]
-    name, content = row.get("role"), row.get("content")
-    if not isinstance(name, str) or ROLES.get(name) != "tool" or not isinstance(content, list) or not content:
+    results = [one["output"] if isinstance(one, Mapping) and "output" in one else one for one in row["content"]]
+    if not results or any(not isinstance(one, str) for one in results):
         return [row]
-    results = [one["output"] if isinstance(one, Mapping) and "output" in one else one for one in content]
-    return [{**row, "content": one} for one in results] if all(isinstance(one, str) for one in results) else [row]
+    return [{**row, "content": one} for one in results]
 
 
 def split_thinking(content: str) -> tuple[str, str]:
@@ -175,75 +126,19 @@ def split_thinking(content: str) -> tuple[str, str]:
     return thinking, content.split("</think>")[-1].lstrip("\n")
 
 
-def _list(value: object) -> list:
-    if not isinstance(value, list) or not value:
-        raise BadConversation("no messages")
-    return value
-
-
-def _messages_rows(record: Mapping) -> list:
-    return _list(record.get("messages"))
-
-
-def _sharegpt_rows(record: Mapping) -> list:
-    rows = [
-        {**row, "role": row.get("from"), "content": row.get("value")} if isinstance(row, Mapping) else row
-        for row in _list(record.get("conversations"))
-    ]
-    return _system_row(record) + rows
-
-
-def _prompt_completion_rows(record: Mapping) -> list:
-    prompt, completion = record.get("prompt"), record.get("completion")
-    if isinstance(prompt, list):
-        # An answer inside the prompt was given, not asked for.
-        prompt = [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in prompt]
-    else:
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(completion, list):
-        completion = [{"role": "assistant", "content": completion}]
-    return prompt + completion
-
-
-def _alpaca_rows(record: Mapping) -> list:
-    rows = _system_row(record)
-    history = record.get("history") or []
-    if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
-        raise BadConversation("history is not a list of pairs")
-    for question, answer in history:
-        rows += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    instruction, extra = record.get("instruction"), record.get("input")
-    if extra:
-        instruction = f"{_text(instruction, 'user')}\n{_text(extra, 'user')}"
-    return [*rows, {"role": "user", "content": instruction}, {"role": "assistant", "content": record.get("output")}]
-
-
-_ROWS = {
-    "messages": _messages_rows,
-    "sharegpt": _sharegpt_rows,
-    "prompt_completion": _prompt_completion_rows,
-    "alpaca": _alpaca_rows,
-}
-
-
-def _system_row(record: Mapping) -> list:
-    return [{"role": "system", "content": record["system"]}] if record.get("system") else []
-
-
 def _message(row: object, index: int) -> Message:
     if not isinstance(row, Mapping):
         raise BadConversation("message is not an object", f"message {index}")
-    name = row.get("role")
-    role = ROLES.get(name) if isinstance(name, str) else None
+    role = role_of(row)
     if role is None:
-        raise BadConversation("unknown role", repr(name))
+        raise BadConversation("unknown role", repr(row.get("role")))
     trained = _is_trained(row)
     if role == "call":
         value = row.get("content")
         reasoning, value = split_thinking(value) if isinstance(value, str) else ("", value)
         _raise_for_format(reasoning, index)
         return Message(role, "", reasoning, _calls(_decoded(value, "tool call is not JSON")), trained)
-    content = _text(row.get("content"), role)
+    content = text_of(row.get("content"), role)
     if role != "assistant":
         return Message(role, content)
     # Hugging Face and ms-swift; vLLM; data sets of gpt-oss.
@@ -262,46 +157,8 @@ def _message(row: object, index: int) -> Message:
 
 def _raise_for_format(text: str, index: int) -> None:
     """Raise BadConversation if a text of the assistant holds a chat format as characters."""
-    prose = _CODE.sub("", text)
-    for reason, form in _FORMS.items():
-        if found := form.search(prose):
-            raise BadConversation(reason, f"{found[0].strip()!r}, message {index}")
-
-
-def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
-    """Raise BadConversation where a whole answer is the JSON of calls of the tools, as Llama 3 writes them."""
-    functions = [tool.get("function") or tool for tool in tools]
-    names = [one["name"] for one in functions if isinstance(one, Mapping) and one.get("name")]
-    for index, message in enumerate(messages):
-        if not names or message.role != "assistant" or message.content.lstrip()[:1] not in ("{", "["):
-            continue
-        try:
-            found = json.loads(message.content)
-        except (ValueError, RecursionError):
-            continue
-        calls = found if isinstance(found, list) else [found]
-        calls = [one for one in calls if isinstance(one, Mapping) and {"arguments", "parameters"} & {*one}]
-        if any(one.get("name") in names for one in calls):
-            raise BadConversation(CALL_AS_TEXT, f"JSON, message {index}")
-
-
-def _text(content: object, role: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None and role == "assistant":
-        return ""
-    if not isinstance(content, list):
-        raise BadConversation("content is neither text nor a list of text", type(content).__name__)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else part
-        if isinstance(kind, str) and kind != "text":
-            raise BadConversation("image, audio or other part that is not text", kind)
-        if not isinstance(text, str):
-            raise BadConversation("content is neither text nor a list of text", f"list of {type(text).__name__}")
-        texts.append(text)
-    return "".join(texts)
+    if found := format_as_text(text):
+        raise BadConversation(found[0], f"{found[1]!r}, message {index}")
 
 
 def _is_trained(row: Mapping) -> bool:
@@ -330,11 +187,7 @@ def _calls(value: object) -> tuple[ToolCall, ...]:
 
 
 def parse_tools(value: object) -> tuple[Mapping, ...]:
-    """Descriptions of tools: a list of objects, or its JSON text.
-
-    Raises:
-        BadConversation: it is something else.
-    """
+    """Descriptions of tools: a list of objects, or its JSON text. Raises BadConversation if it is something else."""
     tools = _decoded(value or [], "tools are not JSON")
     tools = [] if tools is None else tools  # the text "null"
     if not isinstance(tools, list) or any(not isinstance(tool, Mapping) for tool in tools):
@@ -353,7 +206,13 @@ def _decoded(value: object, reason: str) -> object:
     return value
 
 
-def _raise_for_order(messages: list[Message]) -> None:
+def _raise_for_bare_calls(messages: Sequence[Message], tools: Sequence[Mapping]) -> None:
+    for index, message in enumerate(messages):
+        if message.role == "assistant" and is_bare_call(message.content, tools):
+            raise BadConversation(CALL_AS_TEXT, f"JSON, message {index}")
+
+
+def _raise_for_order(messages: Sequence[Message]) -> None:
     """Raise BadConversation where a role cannot follow: GLM's next role marker is what ends an assistant's turn."""
     last: Message | None = None
     unanswered = 0

@@ -56,10 +56,10 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
             manifests[source.name] = manifest = load_manifest(Path(source.path))
             if source.recipe is None:
                 faults += messages(config, pair_faults(config, manifest.is_paired, source.path, source.path))
-            if source.recipe is None and manifest.splits["train"].targets is not None:
-                named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
-                faults += messages(config, chat_faults(config, index, longest, named))
-            manifests[source.name].require_tokenizer(tokenizer.fingerprint)
+                if manifest.splits["train"].targets is not None:
+                    named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
+                    faults += messages(config, chat_faults(config, index, longest, named))
+            manifest.require_tokenizer(tokenizer.fingerprint)
             if config.validation.enable and not manifest.splits["validation"].labels:
                 count = sum(split.documents for split in manifest.splits.values())
                 remedy = held_out_remedy(count, manifest.settings.get("held_out"))
@@ -89,14 +89,12 @@ def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]
     plans = []
     for i, source in enumerate(sources):
         manifest, folder = manifests[source.name], plan.config.data.plan_folder
-        split = manifest.splits["train"]
-        epochs = 0.0
+        split, epochs = manifest.splits["train"], 0.0
         for (seq_len, (low, high)), count in rows[i].items():
             if split.targets is None:
                 whole = full_rows(round(split.tokens * (high - low)), seq_len, depth)
             else:  # so few that their rows can be counted
-                packs = plan_of(manifest, seq_len, (low, high), folder=Path(folder) if folder else None)
-                whole = len(packs.row_starts) - 1
+                whole = plan_of(manifest, seq_len, (low, high), Path(folder) if folder else None).rows
             epochs = max(epochs, count / whole if whole else float("inf"))
         plans.append(SourcePlan(source.name, tokens[i], epochs))
     return plans
@@ -119,11 +117,8 @@ def describe_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[str]:
 
 
 def check_epochs(plan: Plan, manifests: dict[str, Manifest]) -> None:
-    """Check that no source is read more often than its ``max_epochs``.
-
-    Raises:
-        UserError: one fault for each such source.
-    """
+    """Check that no source is read more often than its ``max_epochs``. Raises UserError with one fault for each
+    such source."""
     faults = []
     pairs = zip(plan.config.data.sources, plan_sources(plan, manifests), strict=True)
     for index, (source, planned) in enumerate(pairs):

@@ -22,7 +22,7 @@ from glm46.storage.data.best_fit import concatenate, plan_groups
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.mixing import integer_weights, order, permute
 from glm46.storage.data.pack_plans import plan_of
-from glm46.storage.data.packing import ConcatenatedRows, PackedRows, SelectedTokens, TokenStream, full_rows, open_tokens
+from glm46.storage.data.packing import ConcatenatedRows, PackedRows, full_rows, open_tokens
 
 # Samples located at once: for small arrays the calls cost more than the arithmetic. The first block is small, so that
 # the first batch after a seek does not wait for later ones.
@@ -57,9 +57,8 @@ class TrainSource(NamedTuple):
     """One source of a mixture."""
 
     name: str
-    """Name of the source; it decides the order of its samples."""
+    """It decides the order of its samples."""
     manifest: Manifest
-    """Loaded manifest of its shards."""
     weight: float
     """Share of the rows, which is also the share of the tokens."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
@@ -68,7 +67,7 @@ class TrainSource(NamedTuple):
 
 
 class SampleSpan(NamedTuple):
-    """The samples of one stage of a run."""
+    """The samples of one stage of a run; by default those of a whole run."""
 
     first: int = 0
     """Global number of the stage's first sample."""
@@ -87,6 +86,7 @@ class TrainStream(IterableDataset):
     """Endless micro-batches; `__iter__` starts at ``start_sample``.
 
     Micro-batch q of dp_rank r holds the samples start_sample + (q * dp_degree + r) * rows + (0 ... rows - 1).
+    With n workers, each yields every n-th one.
     """
 
     def __init__(
@@ -94,45 +94,30 @@ class TrainStream(IterableDataset):
     ):
         self.sources, self.seed, self.layout, self.start_sample = tuple(sources), seed, layout, start_sample
         self.span = span
-        self.manifests = [source.manifest for source in self.sources]
         self.weights = integer_weights([source.weight for source in self.sources])
-        streams = [self._open(i) for i in range(len(self.sources))]
-        self._plans = [
-            plan_of(manifest, layout.seq_len, span.documents, folder=source.plan_folder)
-            if source.packing == "best_fit"
-            else None
-            for source, manifest in zip(self.sources, self.manifests, strict=True)
-        ]
-        self._tokens = [stream.length for stream in streams]
-        self.rows_per_source = [
-            len(plan.row_starts) - 1 if plan else full_rows(tokens, layout.seq_len, layout.mtp_depth)
-            for plan, tokens in zip(self._plans, self._tokens, strict=True)
-        ]
-        self._require_rows()
-
-    def _open(self, source: int) -> TokenStream | SelectedTokens:
-        manifest = self.manifests[source]
-        return open_tokens(manifest.folder, manifest.splits["train"], self.span.documents, manifest.vocab_size)
-
-    def _require_rows(self) -> None:
-        counts = zip(self.manifests, self._tokens, self.rows_per_source, strict=True)
-        short = [
-            f"{manifest.folder}: {tokens} training tokens, fewer than one row of {self.layout.seq_len} with targets; "
-            "add text, remove the source, or lower training.seq_len"
-            for manifest, tokens, rows in counts
-            if rows == 0
-        ]
+        self._plans, self.rows_per_source, short = [], [], []
+        for source in self.sources:
+            tokens = open_tokens(source.manifest, "train", span.documents).length
+            is_packed = source.packing == "best_fit"
+            plan = plan_of(source.manifest, layout.seq_len, span.documents, source.plan_folder) if is_packed else None
+            rows = full_rows(tokens, layout.seq_len, layout.mtp_depth) if plan is None else plan.rows
+            if not rows:
+                short.append(
+                    f"{source.manifest.folder}: {tokens} training tokens, fewer than one row of {layout.seq_len} with "
+                    "targets; add text, remove the source, or lower training.seq_len"
+                )
+            self._plans.append(plan)
+            self.rows_per_source.append(rows)
         if short:
             raise UserError(*short)
 
-    def __iter__(self):
-        worker = get_worker_info()
-        return _TrainIterator(self, worker.id if worker else 0, worker.num_workers if worker else 1)
-
-    def open_rows(self, source: int) -> ConcatenatedRows | PackedRows:
-        """Open the rows of a source, in the process that reads them."""
-        plan, length, tokens = self._plans[source], self.layout.seq_len, self._open(source)
-        return PackedRows(tokens, length, plan) if plan else ConcatenatedRows(tokens, length)
+    def _open_rows(self) -> list[ConcatenatedRows | PackedRows]:
+        """Open the rows of each source, in the process that reads them."""
+        length, opened = self.layout.seq_len, []
+        for source, plan in zip(self.sources, self._plans, strict=True):
+            tokens = open_tokens(source.manifest, "train", self.span.documents)
+            opened.append(ConcatenatedRows(tokens, length) if plan is None else PackedRows(tokens, length, plan))
+        return opened
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return source and row within it of global sample numbers, both int64 [n]."""
@@ -140,45 +125,26 @@ class TrainStream(IterableDataset):
         places = numbers - self.span.first
         return order(places, self.weights, names, self.rows_per_source, self.seed, self.span.rows_before)
 
-
-class _TrainIterator:
-    """Every ``workers``-th micro-batch of a rank."""
-
-    def __init__(self, stream: TrainStream, worker: int, workers: int):
-        self._stream, self._layout = stream, stream.layout
-        self._sources = [stream.open_rows(i) for i in range(len(stream.manifests))]
-        self._builder = stream.layout.builder(stream.manifests[0].eos_id)
-        self._row = np.empty(stream.layout.seq_len + 1 + stream.layout.mtp_depth, np.int64)
-        self._stride = workers * stream.layout.global_rows
-        self._next = stream.start_sample + worker * stream.layout.global_rows
-        self._located: dict[int, list[tuple[int, int]]] = {}
-        self._block = _FIRST_ORDER_BLOCK
-
     def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self._next not in self._located:
-            self._locate_block()
-        first = self._next + self._layout.dp_rank * self._layout.local_batch_size
-        stop = self._stream.span.stop
-        for j, (source, sample) in enumerate(self._located.pop(self._next)):
-            if stop is not None and first + j >= stop:
-                self._builder.add_padding()
-                continue
-            rows = self._sources[source]
-            self._builder.add(first + j, self._row, *rows.read(sample, self._row), is_marked=rows.is_marked)
-        self._next += self._stride
-        return self._builder.finish()
-
-    def _locate_block(self) -> None:
-        rows = self._layout.local_batch_size
-        starts = self._next + self._stride * np.arange(max(1, self._block // rows))
-        self._block = _ORDER_BLOCK
-        numbers = starts[:, None] + self._layout.dp_rank * rows + np.arange(rows)
-        source, sample = self._stream.locate(numbers.ravel())
-        pairs = list(zip(source.tolist(), sample.tolist(), strict=True))
-        self._located = {start: pairs[i * rows : (i + 1) * rows] for i, start in enumerate(starts.tolist())}
+        worker, layout, stop = get_worker_info(), self.layout, self.span.stop
+        index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        sources, builder = self._open_rows(), layout.builder(self.sources[0].manifest.eos_id)
+        row = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
+        stride, block = workers * layout.global_rows, _FIRST_ORDER_BLOCK
+        start = self.start_sample + index * layout.global_rows
+        while True:
+            starts = start + stride * np.arange(max(1, block // layout.local_batch_size))
+            numbers = starts[:, None] + layout.dp_rank * layout.local_batch_size + np.arange(layout.local_batch_size)
+            located = (places.reshape(numbers.shape) for places in self.locate(numbers.ravel()))
+            for batch in zip(numbers.tolist(), *(places.tolist() for places in located), strict=True):
+                for number, source, sample in zip(*batch, strict=True):
+                    if stop is not None and number >= stop:
+                        builder.add_padding()
+                        continue
+                    rows = sources[source]
+                    builder.add(number, row, *rows.read(sample, row), is_marked=rows.is_marked)
+                yield builder.finish()
+            start, block = start + stride * len(starts), _ORDER_BLOCK
 
 
 def validation_rows(manifest: Manifest, seq_len: int) -> tuple[ConcatenatedRows | PackedRows, list[int]]:
@@ -187,13 +153,13 @@ def validation_rows(manifest: Manifest, seq_len: int) -> tuple[ConcatenatedRows 
     Rows of chats hold whole documents, whatever the packing: the rest of a cut document has lost its prompt.
     """
     split = manifest.splits["validation"]
-    tokens = open_tokens(manifest.folder, split, WHOLE_RUN.documents, manifest.vocab_size)
+    tokens = open_tokens(manifest, "validation")
     if split.targets is None:
         rows: ConcatenatedRows | PackedRows = ConcatenatedRows(tokens, seq_len)
         count = -(-split.tokens // seq_len)
     else:
         plan = concatenate(plan_groups(tokens.doc_ends_by_shard(), seq_len))
-        rows, count = PackedRows(tokens, seq_len, plan), len(plan.row_starts) - 1
+        rows, count = PackedRows(tokens, seq_len, plan), plan.rows
     return rows, permute(np.arange(count), count, "validation").tolist()
 
 
@@ -211,8 +177,7 @@ class ValidationStream(IterableDataset):
         return self.batches
 
     def __iter__(self):
-        layout = self.layout
-        builder = layout.builder(self.manifest.eos_id)
+        layout, builder = self.layout, self.layout.builder(self.manifest.eos_id)
         buffer = np.empty(layout.seq_len + 1 + layout.mtp_depth, np.int64)
         for batch in range(self.batches):
             first = batch * layout.global_rows + layout.dp_rank * layout.local_batch_size
@@ -265,21 +230,14 @@ def build_train_loader(
     sources: Sequence[TrainSource], layout: BatchLayout, *, seed: int, start_sample: int, span: SampleSpan = WHOLE_RUN,
     num_workers: int = 0, prefetch_factor: int = 2, begin_worker: Callable[[int], None] | None = None,
 ) -> TrainLoader:  # fmt: skip
-    """Build the endless training stream of one rank.
+    """Build the endless training stream of one rank: a loader of dicts of tensors, as docs/data.md lists them. Raises
+    UserError if a weight is invalid, or a source is shorter than one row.
 
     Args:
         sources: at least one, with different names, which decide the order of samples.
-        start_sample: global number of the first sample.
-        span: part of the run; by default the whole run.
         num_workers: processes that read ahead; 0 reads in this process.
         prefetch_factor: micro-batches that each worker prefetches.
         begin_worker: called first in each worker, with its number.
-
-    Returns:
-        A loader of dicts of tensors, as docs/data.md lists them.
-
-    Raises:
-        UserError: a weight is invalid, or a source is shorter than one row.
     """
     stream = TrainStream(sources, seed, layout, start_sample, span)
     prefetch = prefetch_factor if num_workers else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import PAIRS
 from glm46.files.durable import hash_file, replace_durably
-from glm46.storage.data.shards import open_shard
+from glm46.storage.data.shards import SHARD_REMEDY, open_shard
 
 FILE_NAME = "manifest.json"
 FORMAT = "glm46-data-1"
@@ -22,8 +22,6 @@ _HASHED_AT_LOAD_BYTES = 2**30
 _USUAL_TARGETS = (0.01, 0.95)
 """Share of the tokens of chats that are targets. Fewer: prompts are long for what they teach. More: a wrong format may
 make prompts targets."""
-
-_REMEDY = "remove the folder and run 'python -m glm46 prepare' again"
 
 
 def held_out_remedy(documents: int, held_out: float | None) -> str:
@@ -80,8 +78,8 @@ class Manifest:
     """A prepared source.
 
     Attributes:
-        folder: folder of the shards; not part of the file.
-        source: name of the source.
+        folder: of the shards; not part of the file.
+        source: its name.
         tokenizer: fingerprint of the tokenizer (`Tokenizer.fingerprint`).
         vocab_size: highest token id plus one; a model needs at least as many rows.
         eos_id: the id that ends every document.
@@ -118,15 +116,12 @@ class Manifest:
 def describe_targets(split: Split) -> str:
     """The share of targets of a split of chats in words, with a warning where it is unusual."""
     share, (low, high) = split.labels / split.tokens, _USUAL_TARGETS
-    unusual = (
-        f"; warning: outside {low:.0%} to {high:.0%}, look at them with inspect" if not low <= share <= high else ""
-    )
+    unusual = "" if low <= share <= high else f"; warning: outside {low:.0%} to {high:.0%}, look at them with inspect"
     return f"targets: {split.labels:,} of {split.tokens:,} tokens, {share:.1%}{unusual}"
 
 
 def save_manifest(manifest: Manifest) -> None:
-    """Write ``manifest.json`` into the folder atomically."""
-    # Without the ``targets`` of text.
+    """Write ``manifest.json`` into the folder atomically, without the ``targets`` of text."""
     fields = asdict(manifest, dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None})
     content = {"format": FORMAT} | {key: value for key, value in fields.items() if key != "folder"}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
@@ -145,6 +140,8 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
     """
     folder = Path(folder)
     manifest = _parse(folder)
+    if full is None:
+        full = 4 * sum(split.tokens for split in manifest.splits.values()) <= _HASHED_AT_LOAD_BYTES
     faults: list[str] = []
     for shard in (shard for split in manifest.splits.values() for shard in split.shards):
         try:
@@ -157,21 +154,15 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
             faults.append(
                 f"{folder / shard.file}: holds {len(opened.tokens)} tokens in {len(opened.doc_ends)} documents, "
                 f"targets {targets}, where the manifest says {shard.tokens} in {shard.documents}, targets "
-                f"{shard.targets}; {_REMEDY}"
+                f"{shard.targets}; {SHARD_REMEDY}"
             )
         elif opened.metadata.get("tokenizer") != manifest.tokenizer:
-            faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {_REMEDY}")
-        elif _hash_is_due(manifest, full) and hash_file(folder / shard.file).sha256 != shard.sha256:
-            faults.append(f"{folder / shard.file}: was changed (SHA-256 differs); {_REMEDY}")
+            faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {SHARD_REMEDY}")
+        elif full and hash_file(folder / shard.file).sha256 != shard.sha256:
+            faults.append(f"{folder / shard.file}: was changed (SHA-256 differs); {SHARD_REMEDY}")
     if faults:
         raise UserError(*faults)
     return manifest
-
-
-def _hash_is_due(manifest: Manifest, full: bool | None) -> bool:
-    if full is not None:
-        return full
-    return 4 * sum(split.tokens for split in manifest.splits.values()) <= _HASHED_AT_LOAD_BYTES
 
 
 def _parse(folder: Path) -> Manifest:
@@ -191,8 +182,8 @@ def _parse(folder: Path) -> Manifest:
         }
         manifest = Manifest(folder=folder, splits=splits, **content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: not a manifest ({type(error).__name__}: {error}); {_REMEDY}") from error
+        raise UserError(f"{file}: not a manifest ({type(error).__name__}: {error}); {SHARD_REMEDY}") from error
     for name, split in splits.items():
         if split != Split.of(split.shards):
-            raise UserError(f"{file}: the totals of split {name} are not the sums over its shards; {_REMEDY}")
+            raise UserError(f"{file}: the totals of split {name} are not the sums over its shards; {SHARD_REMEDY}")
     return manifest

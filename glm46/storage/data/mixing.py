@@ -6,7 +6,8 @@ index, in a random order that needs no table.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,11 +26,8 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Return integers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders).
-
-    Raises:
-        UserError: no weight, a weight that is not positive and finite, or one below a millionth of the sum.
-    """
+    """Return integers that sum to `WEIGHT_TOTAL`, each within one of its exact share (largest remainders). Raises
+    UserError without weights, or for one that is not positive and finite or is below a millionth of the sum."""
     if not weights or any(not (math.isfinite(w) and w > 0) for w in weights):
         raise UserError(f"data.sources: weights {list(weights)}; each must be positive and finite; remove the others")
     exact = [w / math.fsum(weights) * WEIGHT_TOTAL for w in weights]
@@ -61,26 +59,28 @@ def mix(numbers: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.nda
 
     Source: the recursive division of Grain's mixture, with rounding and an order of its own.
     """
-    remaining = sum(weights)
-    low, high = numbers.astype(np.int64), numbers.astype(np.int64) + 1
-    source, index = np.full(low.shape, -1, np.int64), np.zeros(low.shape, np.int64)
-    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        others = remaining - weights[i]
-        low_left, high_left = ((n * others + remaining // 2) // remaining for n in (low, high))
+    source, index = np.full(numbers.shape, -1, np.int64), np.zeros(numbers.shape, np.int64)
+    bounds = (numbers.astype(np.int64), numbers.astype(np.int64) + 1)
+    for (i, low, low_left), (_, high, high_left) in zip(*(_divided(one, weights) for one in bounds), strict=True):
         taken = (low_left == high_left) & (low != high) & (source < 0)
         source[taken], index[taken] = i, (low - low_left)[taken]
-        remaining, low, high = others, low_left, high_left
     return source, index
 
 
 def taken(count: int, weights: Sequence[int]) -> list[int]:
     """Return how many of the first ``count`` samples of `mix` come from each source."""
-    remaining, left, counts = sum(weights), count, [0] * len(weights)
+    return [before - left for _, before, left in sorted(_divided(count, weights))]
+
+
+def _divided(count: Any, weights: Sequence[int]) -> Iterator[tuple[int, Any, Any]]:
+    """Yield each source, heaviest first: of the first ``count`` samples, those that it and later sources take, and
+    those that later sources take. ``count`` is an int, or int64 [n]."""
+    remaining = sum(weights)
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         others = remaining - weights[i]
-        left_behind = (left * others + remaining // 2) // remaining
-        counts[i], remaining, left = left - left_behind, others, left_behind
-    return counts
+        left = (count * others + remaining // 2) // remaining
+        yield i, count, left
+        remaining, count = others, left
 
 
 def permute(indices: np.ndarray, size: int, key: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +25,6 @@ from glm46.storage.data.shards import SHARD_REMEDY
 # Raise it when the same documents are packed differently than before.
 _FORMAT = "glm46-packs-1"
 
-_WHOLE = (0.0, 1.0)
-
 # Errors of a folder that cannot hold a plan: each process then makes the same plan for itself.
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
@@ -35,7 +33,7 @@ _HASHED_AT_LOAD_BYTES = 2**30
 
 
 def plan_of(
-    manifest: Manifest, seq_len: int, share: tuple[float, float] = _WHOLE, *, folder: Path | None = None
+    manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0, 1.0), folder: Path | None = None
 ) -> PackPlan:
     """Return the packing plan of a source's training split, from disk where a folder can hold it.
 
@@ -44,16 +42,15 @@ def plan_of(
         folder: folder of plans; None means the folder of the source.
     """
     try:
-        return keep_plan(manifest, seq_len, share, folder=folder)
+        return keep_plan(manifest, seq_len, share, folder)
     except OSError as error:
         if error.errno not in _NOT_WRITABLE:
             raise
-    tokens = open_tokens(manifest.folder, manifest.splits["train"], share, manifest.vocab_size)
-    return concatenate(plan_groups(tokens.doc_ends_by_shard(), seq_len))
+    return concatenate(_groups(manifest, seq_len, share))
 
 
 def keep_plan(
-    manifest: Manifest, seq_len: int, share: tuple[float, float] = _WHOLE, *, folder: Path | None = None
+    manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0, 1.0), folder: Path | None = None
 ) -> PackPlan:
     """Return the same plan from its file, and make the file if it is missing or damaged.
 
@@ -70,22 +67,17 @@ def keep_plan(
     lock = FileLock(folder / ".packs.lock")
     lock.acquire(timeout_seconds=None)
     try:
-        if (plan := _read(file, key)) is not None:
-            return plan
-        scratch = folder / ".packs.partial"
-        # Left by a process that died; only the holder of the lock uses it.
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
-        try:
-            tokens = open_tokens(manifest.folder, manifest.splits["train"], share, manifest.vocab_size)
-            _write(file, key, plan_groups(tokens.doc_ends_by_shard(), seq_len), scratch)
-        finally:
-            shutil.rmtree(scratch)
+        if _read(file, key) is None:
+            _write(file, key, _groups(manifest, seq_len, share))
     finally:
         lock.release()
     if (plan := _read(file, key)) is None:
         raise OSError(errno.EIO, "a plan that was just written cannot be read", str(file))
     return plan
+
+
+def _groups(manifest: Manifest, seq_len: int, share: tuple[float, float]) -> Iterator[PackPlan]:
+    return plan_groups(open_tokens(manifest, "train", share).doc_ends_by_shard(), seq_len)
 
 
 def _key(manifest: Manifest, seq_len: int, share: tuple[float, float]) -> str:
@@ -100,7 +92,7 @@ def _read(file: Path, key: str) -> PackPlan | None:
         plan = PackPlan(**tensors)
     except (UserError, TypeError):
         return None
-    sizes = [len(tensor) for tensor in (plan.row_starts, plan.piece_starts, plan.piece_lengths)]
+    sizes = [len(tensor) for tensor in vars(plan).values()]
     if (metadata.get("key"), metadata.get("sizes")) != (key, json.dumps(sizes)):
         return None
     if sum(tensor.nbytes for tensor in tensors.values()) <= _HASHED_AT_LOAD_BYTES and metadata["sha256"] != _hash(plan):
@@ -108,22 +100,29 @@ def _read(file: Path, key: str) -> PackPlan | None:
     return plan
 
 
-def _write(file: Path, key: str, groups: Iterable[PackPlan], scratch: Path) -> None:
+def _write(file: Path, key: str, groups: Iterator[PackPlan]) -> None:
     """Write a plan group by group, so that memory does not grow with the documents. The file is complete or absent."""
-    parts = [scratch / name for name in ("row_starts", "piece_starts", "piece_lengths")]
-    rows, pieces = 0, 0
-    with parts[0].open("wb") as row_starts, parts[1].open("wb") as starts, parts[2].open("wb") as lengths:
-        row_starts.write(np.zeros(1, np.int64).data)
-        for group in groups:
-            row_starts.write((group.row_starts[1:] + pieces).data)
-            starts.write(group.piece_starts.data)
-            lengths.write(group.piece_lengths.data)
-            rows += len(group.row_starts) - 1
-            pieces += len(group.piece_starts)
-    sizes = (rows + 1, pieces, pieces)
-    plan = PackPlan(*map(_mapped, parts, sizes))
-    metadata = {"format": _FORMAT, "key": key, "sizes": json.dumps(sizes), "sha256": _hash(plan)}
-    write_arrays(file, vars(plan), metadata)
+    scratch = file.with_name(".packs.partial")
+    # Left by a process that died; only the holder of the lock uses it.
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        parts = [scratch / name for name in ("row_starts", "piece_starts", "piece_lengths")]
+        rows, pieces = 0, 0
+        with parts[0].open("wb") as row_starts, parts[1].open("wb") as starts, parts[2].open("wb") as lengths:
+            row_starts.write(np.zeros(1, np.int64).data)
+            for group in groups:
+                row_starts.write((group.row_starts[1:] + pieces).data)
+                starts.write(group.piece_starts.data)
+                lengths.write(group.piece_lengths.data)
+                rows += group.rows
+                pieces += len(group.piece_starts)
+        sizes = (rows + 1, pieces, pieces)
+        plan = PackPlan(*map(_mapped, parts, sizes))
+        metadata = {"format": _FORMAT, "key": key, "sizes": json.dumps(sizes), "sha256": _hash(plan)}
+        write_arrays(file, vars(plan), metadata)
+    finally:
+        shutil.rmtree(scratch)
 
 
 def _mapped(file: Path, size: int) -> np.ndarray:
@@ -132,6 +131,6 @@ def _mapped(file: Path, size: int) -> np.ndarray:
 
 def _hash(plan: PackPlan) -> str:
     digest = hashlib.sha256()
-    for tensor in (plan.row_starts, plan.piece_starts, plan.piece_lengths):
+    for tensor in vars(plan).values():
         digest.update(tensor.view(np.uint8).data)
     return digest.hexdigest()

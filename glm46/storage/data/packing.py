@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from glm46.storage.data.best_fit import PackPlan
-from glm46.storage.data.manifest import Split
+from glm46.storage.data.manifest import Manifest, Split
 from glm46.storage.data.mixing import MIX_1, MIX_2
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.data.verified import VerifiedShard
@@ -132,10 +132,10 @@ def full_rows(tokens: int, seq_len: int, mtp_depth: int) -> int:
 
 
 def open_tokens(
-    folder: Path, split: Split, share: tuple[float, float], vocab_size: int
+    manifest: Manifest, split: str, share: tuple[float, float] = (0.0, 1.0)
 ) -> TokenStream | SelectedTokens:
     """Open the tokens of a split, or those of its documents in a range of shares, marked (`TokenStream`)."""
-    stream = TokenStream(folder, split, vocab_size, marked=True)
+    stream = TokenStream(manifest.folder, manifest.splits[split], manifest.vocab_size, marked=True)
     return stream if share == (0.0, 1.0) else SelectedTokens(stream, share)
 
 

@@ -9,7 +9,8 @@ as a marker.
 from collections.abc import Mapping
 from typing import Any
 
-from glm46.storage.data.conversation import ROLES, BadConversation, Conversation, parse_conversation
+from glm46.storage.data.chat_rows import BadConversation, role_of, untrained
+from glm46.storage.data.conversation import Conversation, parse_conversation
 
 BEGIN = "[gMASK]"
 """The special token that each half of a pair begins with."""
@@ -21,7 +22,7 @@ _KEYS = ("chosen", "rejected")
 
 
 def parse_pair(record: object) -> tuple[Conversation, Conversation]:
-    """Read one line of a file of pairs.
+    """Read one line of a file of pairs. Raises BadConversation if the line is not a pair.
 
     Args:
         record: the line as Python values. ``prompt`` is a text of the user or a list of messages; ``chosen`` and
@@ -29,9 +30,6 @@ def parse_pair(record: object) -> tuple[Conversation, Conversation]:
 
     Returns:
         The prompt with the chosen completion, and with the rejected one. Nothing of the prompt is a target.
-
-    Raises:
-        BadConversation: the line is not a pair.
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
@@ -43,20 +41,18 @@ def parse_pair(record: object) -> tuple[Conversation, Conversation]:
         raise BadConversation(EQUAL_HALVES)
     halves = [[{"role": "assistant", "content": half}] if isinstance(half, str) else half for half in given]
     prompt = record.get("prompt")
-    if all(isinstance(half, list) and _role(half[0]) not in ("assistant", "call") for half in given):
+    if all(isinstance(half, list) and role_of(half[0]) not in ("assistant", "call") for half in given):
         prompt, halves = _shared_prompt(*halves)  # a prompt beside it repeats it, as a text
     elif isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise BadConversation("no prompt")
     for key, half in zip(_KEYS, halves, strict=True):
-        roles = [_role(row) for row in half]
+        roles = [role_of(row) for row in half]
         if {"user", "system"} & {*roles} or roles[-1] == "tool":
             raise BadConversation("chosen or rejected is not one turn of the assistant", key)
-    prompt = [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in prompt]
-    chosen, rejected = (
-        parse_conversation({"messages": prompt + half, "tools": record.get("tools")}, "messages") for half in halves
-    )
+    tools, prompt = record.get("tools"), untrained(prompt)
+    chosen, rejected = (parse_conversation({"messages": prompt + half, "tools": tools}, "messages") for half in halves)
     return chosen, rejected
 
 
@@ -65,12 +61,6 @@ def _shared_prompt(chosen: list, rejected: list) -> tuple[list, list[list]]:
     shared = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
     if shared is None:
         raise BadConversation("chosen or rejected is not one turn of the assistant", "one begins with all of the other")
-    if not shared or {_role(chosen[shared]), _role(rejected[shared])} & {"user", "system"}:
+    if not shared or {role_of(chosen[shared]), role_of(rejected[shared])} & {"user", "system"}:
         raise BadConversation("chosen and rejected have different prompts", f"message {shared}")
     return chosen[:shared], [chosen[shared:], rejected[shared:]]
-
-
-def _role(row: object) -> str | None:
-    """Our name of the role of a message; None if `parse_conversation` refuses it."""
-    name = row.get("role") if isinstance(row, Mapping) else None
-    return ROLES.get(name) if isinstance(name, str) else None

@@ -63,11 +63,8 @@ def write_shard(file: Path, tokens: np.ndarray, doc_ends: np.ndarray, metadata: 
 
 
 def open_shard(file: Path) -> Shard:
-    """Open one shard as memory maps.
-
-    Raises:
-        UserError: the file is missing or truncated, has another format, or its tensors do not fit each other.
-    """
+    """Open one shard as memory maps. Raises UserError if the file is missing or truncated, has another format, or its
+    tensors do not fit each other."""
     tensors, metadata, places = map_arrays(file, SHARD_REMEDY)
     if metadata.get("format") != FORMAT or set(tensors) != {"tokens", "doc_ends", "checksums"}:
         raise UserError(f"{file}: not a {FORMAT} file (format {metadata.get('format')!r}); {SHARD_REMEDY}")

@@ -6,7 +6,6 @@ ordinary characters.
 """
 
 import base64
-import binascii
 import hashlib
 import re
 from collections.abc import Collection
@@ -72,14 +71,10 @@ class Tokenizer:
         pattern: str,
         ranks: dict[bytes, int],
         special: dict[str, int],
-        *,
-        prefix_space: bool = False,
         control: Collection[str] = GLM_CONTROL_TOKENS,
+        prefix_space: bool = False,
     ):
-        self.path = path
-        self.prefix_space = prefix_space
-        self.pattern = pattern
-        self.ranks = ranks
+        self.path, self.pattern, self.ranks, self.prefix_space = path, pattern, ranks, prefix_space
         self.special = dict(special)
         self.control_ids = frozenset(token_id for name, token_id in special.items() if name in control)
         self._names = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})")
@@ -153,24 +148,19 @@ def load_tokenizer(path: str) -> Tokenizer:
         return Tokenizer(path, GLM_PATTERN, ranks, special)
     content = read_tokenizer_json(file)
     if END_OF_TEXT not in content.special:
-        raise UserError(
-            f"{file}: no added token {END_OF_TEXT}, which ends every document; add it to the special tokens"
-        )
-    read = content.pattern, content.ranks, content.special
-    return Tokenizer(path, *read, prefix_space=content.prefix_space, control=content.control)
+        raise UserError(f"{file}: no added token {END_OF_TEXT}, which ends every document; add it to the special ones")
+    return Tokenizer(path, *content)
 
 
 def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int) -> Tokenizer:
-    """Load the tokenizer that a model was trained with, or the one that the user gives instead.
+    """Load the tokenizer that a model was trained with, or the one that the user gives instead. Raises UserError if the
+    tokenizer does not exist, has another fingerprint, or has more ids than the model.
 
     Args:
         path: tokenizer path in the checkpoint; the file may have changed since.
         stated: value of ``--tokenizer``.
         fingerprint: fingerprint in the checkpoint; None if it holds none.
         vocab_size: rows of the model's embedding.
-
-    Raises:
-        UserError: the tokenizer does not exist, has another fingerprint, or has more ids than the model.
     """
     try:
         loaded = load_tokenizer(stated or path)
@@ -184,9 +174,8 @@ def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str |
             f"{fingerprint[:12]}…; give that tokenizer as --tokenizer"
         )
     if loaded.vocab_size > vocab_size:
-        raise UserError(
-            f"tokenizer '{loaded.path}': {loaded.vocab_size} ids, the model has {vocab_size}; give another --tokenizer"
-        )
+        ids = f"{loaded.vocab_size} ids, the model has {vocab_size}"
+        raise UserError(f"tokenizer '{loaded.path}': {ids}; give another --tokenizer")
     return loaded
 
 
@@ -197,28 +186,22 @@ def tokenizer_file(path: str) -> Path:
 
 
 def read_rank_file(file: Path) -> dict[bytes, int]:
-    """Read a ``.tiktoken`` file: rank by token bytes.
-
-    Raises:
-        UserError: a line is not ``base64 rank``, the ranks are not 0, 1, 2 ..., or a byte has no token.
-    """
+    """Read a ``.tiktoken`` file: rank by token bytes. Raises UserError if a line is not ``base64 rank``, the ranks are
+    not 0, 1, 2 ..., or a byte has no token."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
             encoded, rank = line.split()
-            token = base64.b64decode(encoded, validate=True)
-            ranks[token] = int(rank)
-        except (ValueError, binascii.Error) as error:
+            ranks[base64.b64decode(encoded, validate=True)] = int(rank)
+        except ValueError as error:
             raise UserError(f"{file} line {number}: expected 'base64 rank', got {line[:60]!r}") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise UserError(f"{file}: ranks are not 0 to {len(ranks) - 1}, each once; the file is damaged")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise UserError(
-            f"{file}: no token for byte {missing[0]} and {len(missing) - 1} more; some text has no encoding"
-        )
+        raise UserError(f"{file}: no token for byte {missing[0]} and {len(missing) - 1} more, so text has no encoding")
     return ranks
 
 

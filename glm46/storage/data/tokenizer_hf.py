@@ -42,11 +42,8 @@ class TokenizerJson(NamedTuple):
 
 
 def read_tokenizer_json(file: Path) -> TokenizerJson:
-    """Read a ``tokenizer.json``.
-
-    Raises:
-        UserError: the file is damaged, or tiktoken would not give the same ids for every text.
-    """
+    """Read a ``tokenizer.json``. Raises UserError if the file is damaged, or tiktoken would not give the same ids for
+    every text."""
     content = read_json_object(file, "copy it anew")
     try:
         return _read(content)

@@ -11,7 +11,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -37,10 +37,9 @@ class VerifiedShard:
         self._file, self._vocab_size, self._is_marked = file, vocab_size, "targets" in shard.metadata
         self._handle: BinaryIO | None = None
         self._close: Callable[[], object] = lambda: None
-        self._tokens = _Blocks(shard.tokens, shard.places["tokens"])
-        self._ends = _Blocks(shard.doc_ends, shard.places["doc_ends"])
-        self._ends.checksums = shard.places["checksums"]
-        self._tokens.checksums = self._ends.checksums + 4 * self._ends.blocks
+        first, of_ends = shard.places["checksums"], -(-shard.doc_ends.nbytes // BLOCK_BYTES)
+        self._ends = _Blocks(shard.doc_ends.dtype, len(shard.doc_ends), shard.places["doc_ends"], first)
+        self._tokens = _Blocks(shard.tokens.dtype, len(shard.tokens), shard.places["tokens"], first + 4 * of_ends)
         self._last_ends: list[int] | None = None
 
     def close(self) -> None:
@@ -117,11 +116,10 @@ class VerifiedShard:
         raise UserError(f"{self._file}: bytes {place} to {place + size - 1}: {reason}; {_REMEDY}")
 
 
-class _Blocks:
-    """Position and checksums of a tensor in the file of its shard."""
+class _Blocks(NamedTuple):
+    """Type and length of a tensor, and the first bytes of its values and their checksums in the file of its shard."""
 
-    def __init__(self, array: np.ndarray, place: int):
-        self.dtype, self.length, self.place = array.dtype, len(array), place
-        self.blocks = -(-array.nbytes // BLOCK_BYTES)
-        self.checksums = 0
-        """Offset of the checksums of its blocks in the file, in bytes."""
+    dtype: np.dtype
+    length: int
+    place: int
+    checksums: int

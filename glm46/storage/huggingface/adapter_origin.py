@@ -16,11 +16,8 @@ BASE_FILES = "base_files.json"
 
 
 def hash_files(files: Sequence[Path], ranks: Ranks) -> dict[str, str]:
-    """SHA-256 of each file by its name; each rank reads its share. Collective.
-
-    Raises:
-        CheckpointError: on all ranks, if a file cannot be read.
-    """
+    """SHA-256 of each file by its name; each rank reads its share. Collective. Raises CheckpointError on all ranks if a
+    file cannot be read."""
     with ranks.stage(f"hashing {files[0].parent}") as stage:
         stage.value = {file.name: hash_file(file).sha256 for file in files[ranks.rank :: ranks.size]}
     return {name: value for hashes in stage.values for name, value in sorted(hashes.items())}
@@ -35,10 +32,7 @@ def changed_files(saved: Mapping[str, str], found: Mapping[str, str]) -> str:
 def require_base(base: Path, adapter: Path, ranks: Ranks) -> None:
     """Check that a folder is the base of a PEFT folder, if that names the files of its base and any of them has its
     name in the folder: a step folder and the Hugging Face folder made from it have no file in common. Collective.
-
-    Raises:
-        UserError: on all ranks: a file of the base is missing or has changed, or the list of them is damaged.
-    """
+    Raises UserError on all ranks if a file of the base is missing or has changed, or the list of them is damaged."""
     saved = read_base_files(adapter)
     names = [name for name in sorted(saved) if (base / name).is_file()]
     if names:
@@ -48,9 +42,7 @@ def require_base(base: Path, adapter: Path, ranks: Ranks) -> None:
 def read_base_files(adapter: Path) -> dict[str, str]:
     """The hashes in a PEFT folder; none in a folder of another program. Raises UserError if they are damaged."""
     file = adapter / BASE_FILES
-    if not file.is_file():
-        return {}
-    return read_json_object(file, "export the adapter again")
+    return read_json_object(file, "export the adapter again") if file.is_file() else {}
 
 
 def refuse_other_base(saved: Mapping[str, str], found: Mapping[str, str], base: Path, adapter: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from torch import Tensor
 
@@ -34,11 +35,7 @@ class Overlap:
 
 
 def intervals_of(index: Tensor) -> list[Interval]:
-    """The intervals of a dimension.
-
-    Args:
-        index: int64 [local size]: global indices in local order.
-    """
+    """The intervals of a dimension. ``index``, int64 [local size], holds the global indices in local order."""
     if index.numel() == 0:
         return []
     breaks = (index[1:] != index[:-1] + 1).nonzero().flatten() + 1
@@ -48,11 +45,8 @@ def intervals_of(index: Tensor) -> list[Interval]:
 
 
 def overlaps(part: HFPart, intervals: Sequence[Sequence[Interval]]) -> Iterator[Overlap]:
-    """All boxes that a Hugging Face tensor shares with a local part.
-
-    Args:
-        intervals: for each dimension of our tensor, the intervals that the local part holds.
-    """
+    """All boxes that a Hugging Face tensor shares with a local part. ``intervals``: for each dimension of our tensor,
+    the intervals that the local part holds."""
     stacked = len(part.start) - len(part.hf_shape)
     sizes = (1,) * stacked + part.hf_shape
     shared = [
@@ -61,10 +55,7 @@ def overlaps(part: HFPart, intervals: Sequence[Sequence[Interval]]) -> Iterator[
     ]
     for combination in product(*shared):
         lead, inner = combination[:stacked], combination[stacked:]
-        row_elements = 1
-        for one in inner[1:]:
-            row_elements *= one.length
-        rows_at_once = max(1, _MOST_ELEMENTS // row_elements)
+        rows_at_once = max(1, _MOST_ELEMENTS // prod(one.length for one in inner[1:]))
         for first in range(0, inner[0].length, rows_at_once):
             rows = min(rows_at_once, inner[0].length - first)
             cut = (Interval(inner[0].local + first, inner[0].whole + first, rows), *inner[1:])

@@ -45,11 +45,8 @@ _INERT_ROPE: dict[str, tuple[Any, ...]] = {"truncate": (True,), "finetuned": (Tr
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's ``config.json``.
-
-    Raises:
-        UserError: the file is missing or does not hold a JSON object.
-    """
+    """The content of a folder's ``config.json``. Raises UserError if the file is missing or does not hold a JSON
+    object."""
     file = folder / CONFIG
     if not file.is_file():
         require_kind(folder, Kind.HUGGING_FACE)
@@ -78,9 +75,11 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         if raw.get(key) not in (None, *plain)
     ]
     faults += [f"{file}: {fault}" for fault in _layer_faults(raw)]
-    for key, value in _FIXED.items():
-        if key in raw and raw[key] != value:
-            faults.append(f"{file}: {key} = {raw[key]!r}: not a GLM-4.5/4.6 config; expected {value!r}")
+    faults += [
+        f"{file}: {key} = {raw[key]!r}: not a GLM-4.5/4.6 config; expected {value!r}"
+        for key, value in _FIXED.items()
+        if raw.get(key, value) != value
+    ]
     if "model_type" not in raw:
         faults.append(f"{file}: model_type is missing; expected {_FIXED['model_type']!r}")
     keys, rope_faults = _rope(raw)
@@ -92,15 +91,11 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; remove one of them")
     else:
         keys["num_nextn_predict_layers"] = mtp[0]
-    for name in ModelShape.model_fields:
-        if name in (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0]):
-            continue
-        if name not in raw:
-            faults.append(f"{file}: {name} is missing; add it")
-        else:
-            keys[name] = raw[name]
+    plain = [name for name in ModelShape.model_fields if name not in (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0])]
+    faults += [f"{file}: {name} is missing; add it" for name in plain if name not in raw]
     if faults:
         raise UserError(*faults)
+    keys |= {name: raw[name] for name in plain}
     try:
         return ModelShape.model_validate(keys)
     except ValidationError as error:
@@ -109,11 +104,8 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
 
 
 def stated_ids(config: Mapping[str, Any], file: Path | str) -> list[int]:
-    """The ids of ``eos_token_id`` in a file, which is one id or a list of them.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """The ids of ``eos_token_id`` in a file, which is one id or a list of them. Raises UserError if it is something
+    else."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(one) is not int for one in ids):
@@ -122,7 +114,8 @@ def stated_ids(config: Mapping[str, Any], file: Path | str) -> list[int]:
 
 
 def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list[int], dtype: str) -> dict[str, Any]:
-    """The ``config.json`` of a model.
+    """The ``config.json`` of a model. Raises UserError if the shape has a sliding window, which readers of the export
+    would ignore.
 
     Args:
         shape: of the exported weights.
@@ -130,44 +123,28 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
             `ModelShape` lacks, stay unchanged. None: a new config in the form of GLM's published files.
         eos_ids: ids that end a text, the padding id first; only used without `raw`.
         dtype: type of the exported weights, such as "bfloat16".
-
-    Raises:
-        UserError: the shape has a sliding window, which readers of the export would ignore.
     """
     if shape.sliding_window is not None:
         raise UserError(
-            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: "
-            f"{_FIXED['model_type']} has no sliding window, so readers of the export would attend to all tokens; train "
-            "without a window before exporting"
+            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: {_FIXED['model_type']} "
+            "has none, so readers of the export would attend to all tokens; train without a window before exporting"
         )
+    known = None if raw is None else shape_of(raw)
+    config = dict(_FIXED) if raw is None else json.loads(json.dumps(raw))  # a copy of all levels
+    for name in ModelShape.model_fields:
+        if name not in _OURS_ONLY and (known is None or getattr(known, name) != getattr(shape, name)):
+            _put(config, name, shape)
+    stated = [] if raw is None else stated_ids(raw, CONFIG)
+    # Ids of another tokenizer; a file may list only some.
+    if raw is None or (stated and eos_ids and set(eos_ids).isdisjoint(stated)):
+        config |= {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
     if raw is None:
-        config = _new(shape, eos_ids)
-    else:
-        config = json.loads(json.dumps(raw))  # a copy of all levels
-        known = shape_of(raw)
-        for name in ModelShape.model_fields:
-            if name not in _OURS_ONLY and getattr(known, name) != getattr(shape, name):
-                _put(config, name, shape)
-        stated = stated_ids(raw, CONFIG)
-        if stated and eos_ids and set(eos_ids).isdisjoint(stated):  # of another tokenizer; a file may list only some
-            config |= _stops(eos_ids)
+        config["use_cache"] = True
     config.pop("quantization_config", None)  # describes the imported weights, not the exported ones
     # Keep the file's spelling; a new file gets the one that all versions of transformers read.
     config["dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"] = dtype
     assert shape_of(config) == shape
     return config
-
-
-def _new(shape: ModelShape, eos_ids: list[int]) -> dict[str, Any]:
-    config = dict(_FIXED)
-    for name in ModelShape.model_fields:
-        if name not in _OURS_ONLY:
-            _put(config, name, shape)
-    return config | _stops(eos_ids) | {"use_cache": True}
-
-
-def _stops(eos_ids: list[int]) -> dict[str, Any]:
-    return {"eos_token_id": eos_ids, "pad_token_id": eos_ids[0]}
 
 
 def _put(config: dict[str, Any], name: str, shape: ModelShape) -> None:

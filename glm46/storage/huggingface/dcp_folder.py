@@ -28,16 +28,14 @@ _OF_OPTIMIZER = re.compile(r"(^|\.)(optim\w*|exp_avg\w*|momentum_buffer|param_gr
 
 
 class DcpFolder:
-    """The tensors of a folder that are weights of a model of this shape, as a file with their names.
+    """The tensors of a folder that are weights of a model of this shape, as a file with their names. Raises UserError
+    if the index is missing, damaged or of another kind, or holds no such weights.
 
     Attributes:
         records: name in `form` -> its type and shape.
         form: of the names.
         note: what was found, and what is not loaded, for the user.
         bytes_moved: bytes read so far.
-
-    Raises:
-        UserError: the index is missing, damaged or of another kind, or holds no such weights.
     """
 
     def __init__(self, folder: Path, shape: ModelShape):
@@ -68,14 +66,9 @@ class DcpFolder:
         return [self._folder / METADATA, *sorted(self._folder.glob("*.distcp"))]
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, as a new tensor on the CPU.
-
-        Raises:
-            OSError: a file ends early, or the disk fails.
-        """
-        values = StoredTensor(self._folder, self._metadata, self._stored[name])[
-            tuple(slice(start, start + length) for start, length in box)
-        ]
+        """A box of a tensor, as a new tensor on the CPU. Raises OSError if a file ends early, or the disk fails."""
+        stored = StoredTensor(self._folder, self._metadata, self._stored[name])
+        values = stored[tuple(slice(start, start + length) for start, length in box)]
         self.bytes_moved += values.nbytes
         return values
 

@@ -12,7 +12,8 @@ from glm46.compute.distributed.ranks import Ranks
 from glm46.config.model import ModelShape
 from glm46.files.tensor_file import lay_out
 from glm46.storage.huggingface.config_json import CONFIG
-from glm46.storage.huggingface.import_weights import SINGLE_FILE, ReportBytes
+from glm46.storage.huggingface.folder_tensors import SINGLE_FILE
+from glm46.storage.huggingface.import_weights import ReportBytes
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import Scheme, quantised_names
 from glm46.storage.huggingface.write_folder import OutputFile, Source, drafted_folder, json_bytes, write_tensors
@@ -47,7 +48,8 @@ def export_weights(
     report: ReportBytes | None = None,
     ranks: Ranks | None = None,
 ) -> int:
-    """Write a folder that `transformers`, vLLM and SGLang open. Collective over `ranks`.
+    """Write a folder that `transformers`, vLLM and SGLang open. Collective over `ranks`. Returns the bytes of tensors
+    that this rank wrote.
 
     Args:
         folder: must not exist; on a disk that all ranks share.
@@ -55,9 +57,6 @@ def export_weights(
         tensors: our name -> source of its values; ranks may hold different names. The ranks' parts must cover every
             element of the model.
         ranks: that write it; None: all.
-
-    Returns:
-        Bytes of tensors that this rank wrote.
 
     Raises:
         UserError: the folder exists, or the disk has too little space.

@@ -4,8 +4,7 @@ Export writes two formats, both as `compressed-tensors`, which vLLM and SGLang r
 weights (`X.weight_scale` [O / 128, I / 128]), and "channel", one per row ([O, 1]), as in GLM-4.5-FP8. Import reads both
 and the older `quant_method = "fp8"` with `X.weight_scale_inv`, which is "block" under another name.
 Sources: vLLM `compressed_tensors.py`, `utils.py` and `fp8_utils.py`; compressed-tensors `quant_scheme.py` (FP8_BLOCK,
-FP8_DYNAMIC). The layers that stay in BF16: config.json of GLM-4.5-FP8 and GLM-4.5-Air-FP8, and llm-compressor
-`examples/model_free_ptq/glm_4.6_fp8_block.py`.
+FP8_DYNAMIC).
 
 Scales are powers of two. A dequantised weight is then exact in BF16 and FP32, and quantising it again gives the same
 bytes. This costs no precision: E4M3 has the same relative step in every binade of its normal range.
@@ -64,17 +63,48 @@ class Scheme:
         return {"": (torch.float8_e4m3fn, shape), self.suffix: (torch.float32, self.scale_shape(shape))}
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors that store a weight, FP32 [O, I], by suffix."""
-        values, scales = quantise(weight, self)
-        return {"": values, self.suffix: scales}
+        """The tensors that store a weight, FP32 [O, I] and finite, by suffix: values in E4M3 [O, I], scales in FP32."""
+        rows, columns = self.grid(weight.shape[1])
+        grid = self.scale_shape(tuple(weight.shape))
+        padded = weight.new_zeros(grid[0] * rows, grid[1] * columns)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        blocks = padded.view(grid[0], rows, grid[1], columns)
+        largest = blocks.abs().amax((1, 3))
+        # frexp: largest / 464 = m * 2**e with m in [0.5, 1): the next power of two is 2**e, or itself for 0.5.
+        mantissa, exponent = torch.frexp(largest / _ROUNDS_TO_LARGEST)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        scales = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
+        values = (blocks / scales.view(grid[0], 1, grid[1], 1)).clamp(-_LARGEST, _LARGEST)
+        values = values.view_as(padded)[: weight.shape[0], : weight.shape[1]]
+        return {"": values.to(torch.float8_e4m3fn).contiguous(), self.suffix: scales}
 
     def boxes(self, shape: tuple[int, ...], box: Box) -> dict[str, Box]:
         """Boxes of the stored tensors that a box of the weight needs."""
-        return {"": box, self.suffix: scales_of_box(self, shape[1], box)}
+        of_scales = tuple(
+            (start // step, -(-(start + length) // step) - start // step)
+            for (start, length), step in zip(box, self.grid(shape[1]), strict=True)
+        )
+        return {"": box, self.suffix: of_scales}
 
     def dequantise(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], box: Box) -> Tensor:
         """FP32 weights of a box, from the parts of its `boxes`."""
-        return dequantise(parts[""], parts[self.suffix], self, shape[1], box)
+        return parts[""].float().mul_(self.scales_of_columns(parts, shape, box))
+
+    def scales_of_columns(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, ...], box: Box, group: int = 1
+    ) -> Tensor:
+        """FP32 scales [rows, columns / group] of a box, whose groups of columns have one scale; see `dequantise`."""
+        scales = parts[self.suffix].float()
+        for dim, ((start, length), step) in enumerate(zip(box, self.grid(shape[1]), strict=True)):
+            places = torch.arange(start, start + length, group if dim else 1) // step - start // step
+            scales = scales.index_select(dim, places)
+        return scales
+
+    def matches(self, weight: Tensor, parts: Mapping[str, Tensor], shape: tuple[int, ...], box: Box) -> bool:
+        """True if FP8 values of a box equal the weights up to one step of E4M3: other tools round differently."""
+        step = self.scales_of_columns(parts, shape, box).mul_(2.0**-9)
+        difference = self.dequantise(parts, shape, box).sub_(weight)
+        return bool((difference.abs_() <= weight.abs() / 8 + step).all())
 
     def weights_in(
         self, records: Mapping[str, Any], names: HFNames
@@ -104,73 +134,13 @@ class Scheme:
         """The group of layers in `quantization_config`. Activations are quantised dynamically, so no calibration is
         needed."""
         common = {"num_bits": 8, "type": "float", "symmetric": True}
-        if self.block is None:
-            weights, inputs = {"strategy": "channel"}, {"strategy": "token"}
-        else:
-            weights = {"strategy": "block", "block_structure": list(self.block)}
-            inputs = {"strategy": "group", "group_size": self.block[1]}
-        return {
-            "targets": ["Linear"],
-            "weights": common | {"dynamic": False} | weights,
-            "input_activations": common | {"dynamic": True} | inputs,
-            "output_activations": None,
-        }
+        weights, inputs = common | {"dynamic": False, "strategy": "channel"}, common | {"dynamic": True}
+        if self.block is not None:
+            weights |= {"strategy": "block", "block_structure": list(self.block)}
+        inputs |= {"strategy": "group", "group_size": self.block[1]} if self.block else {"strategy": "token"}
+        return {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
 
 
 def _may_be_fp8(entry: HFEntry, part: HFPart) -> bool:
     """GLM-4.5-FP8 and GLM-4.5-Air-FP8 store the repeat of the head in FP8, but the head itself in BF16."""
     return entry.row.fp8_family is not None or (part.is_repeat and entry.name == "lm_head.weight")
-
-
-def quantise(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Quantise a weight.
-
-    Args:
-        weight: FP32 [O, I], finite.
-
-    Returns:
-        Values, E4M3 [O, I], and scales, FP32 of shape `Scheme.scale_shape`. Weight = value * scale up to rounding.
-    """
-    rows, columns = scheme.grid(weight.shape[1])
-    grid = scheme.scale_shape(tuple(weight.shape))
-    padded = weight.new_zeros(grid[0] * rows, grid[1] * columns)
-    padded[: weight.shape[0], : weight.shape[1]] = weight
-    blocks = padded.view(grid[0], rows, grid[1], columns)
-    largest = blocks.abs().amax((1, 3))
-    # frexp: largest / 464 = m * 2**e with m in [0.5, 1): the next power of two is 2**e, or itself for 0.5.
-    mantissa, exponent = torch.frexp(largest / _ROUNDS_TO_LARGEST)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    scales = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
-    values = (blocks / scales.view(grid[0], 1, grid[1], 1)).clamp(-_LARGEST, _LARGEST)
-    values = values.view_as(padded)[: weight.shape[0], : weight.shape[1]]
-    return values.to(torch.float8_e4m3fn).contiguous(), scales
-
-
-def scales_of_box(scheme: Scheme, columns: int, box: Box) -> Box:
-    """The box of the scales for a box of a weight with this number of columns."""
-    return tuple(
-        (start // step, -(-(start + length) // step) - start // step)
-        for (start, length), step in zip(box, scheme.grid(columns), strict=True)
-    )
-
-
-def dequantise(values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> Tensor:
-    """FP32 weights of a box, from its FP8 values and the scales of the box `scales_of_box`."""
-    return values.float().mul_(scales_of_columns(scales, scheme, columns, box))
-
-
-def scales_of_columns(scales: Tensor, scheme: Scheme, columns: int, box: Box, group: int = 1) -> Tensor:
-    """FP32 scales of the rows of a box and of each ``group`` columns, which have one scale, [rows, columns / group];
-    other arguments of `dequantise`."""
-    scales = scales.float()
-    for dim, ((start, length), step) in enumerate(zip(box, scheme.grid(columns), strict=True)):
-        places = torch.arange(start, start + length, group if dim else 1) // step - start // step
-        scales = scales.index_select(dim, places)
-    return scales
-
-
-def matches(weight: Tensor, values: Tensor, scales: Tensor, scheme: Scheme, columns: int, box: Box) -> bool:
-    """True if FP8 values of a box equal the weights up to one step of E4M3: other tools round differently."""
-    step = dequantise(torch.ones_like(values), scales, scheme, columns, box).mul_(2.0**-9)
-    difference = dequantise(values, scales, scheme, columns, box).sub_(weight)
-    return bool((difference.abs_() <= weight.abs() / 8 + step).all())

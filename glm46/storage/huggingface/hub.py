@@ -19,17 +19,13 @@ _FILES = {
 }
 """Of the top folder. Of models and adapters: weights and their index, config, tokenizer, chat template."""
 
-
 _IN_CACHE = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[^/]+)/?")
 """Source: huggingface_hub `file_download.py`, ``repo_folder_name``."""
 
 
 def fetch_options(arguments: argparse.Namespace, *names: str) -> dict[str, str]:
-    """Replace options that name a repository of the hub by its local folder, see `local_path`.
-
-    Returns:
-        The folder of each id, for `with_folders`.
-    """
+    """Replace options that name a repository of the hub by its local folder, see `local_path`. Returns the folder of
+    each id, for `with_folders`."""
     folders = {}
     for name in names:
         stated = getattr(arguments, name)
@@ -50,11 +46,8 @@ def with_folders(argv: Sequence[str], folders: Mapping[str, str]) -> list[str]:
 
 
 def fetched_keys(config: Section) -> dict[str, str]:
-    """The local folder or file of each key of a config that is an id, by its dotted key; see `local_path`.
-
-    Raises:
-        UserError: with one fault for each key that cannot be had.
-    """
+    """The local folder or file of each key of a config that is an id, by its dotted key; see `local_path`. Raises
+    UserError with one fault for each key that cannot be had."""
     found, faults = {}, []
     for key, mark, value in hub_keys(config):
         try:
@@ -92,14 +85,12 @@ def local_path(stated: Path | str, mark: OnHub, option: str) -> Path:
     is_dataset = mark.kind == "dataset"
     at = f"{option} hf://{'datasets/' * is_dataset}{repository}" + (f"@{revision}" if revision else "")
     patterns = [path, f"{path}/*"] if path else ["*"]
-    wanted = {"allow_patterns": patterns} if is_dataset else {
-        "allow_patterns": [*_FILES[mark.kind]], "ignore_patterns": "*/*"
-    }  # fmt: skip
+    of_model = {"allow_patterns": [*_FILES.get(mark.kind, ())], "ignore_patterns": "*/*"}
+    wanted = {"allow_patterns": patterns} if is_dataset else of_model
     folder = _snapshot(repository, revision, at, repo_type="dataset" if is_dataset else "model", **wanted)
-    place = folder if path is None else folder / path
     if path is not None and not any(folder.glob(path)):
         raise UserError(f"{at}/{path}: the data set has no such file; correct the path, or connect this machine")
-    return place
+    return folder if path is None else folder / path
 
 
 def local_tokenizer(path: str) -> str:
@@ -119,13 +110,10 @@ def repository_of(folder: str) -> tuple[str, str | None]:
 def config_folder(stated: Path) -> Path | None:
     """A folder with the config.json of a model of the hub, which is small; None if it cannot be had, of which
     `local_path` says why."""
-    found = MODEL.parse(str(stated))
-    if found is None:
-        return None
-    repository, revision, _ = found
-    with suppress(UserError):
-        folder = _snapshot(repository, revision, "", repo_type="model", allow_patterns=[CONFIG])
-        return folder if (folder / CONFIG).is_file() else None
+    if found := MODEL.parse(str(stated)):
+        with suppress(UserError):
+            folder = _snapshot(*found[:2], "", repo_type="model", allow_patterns=[CONFIG])
+            return folder if (folder / CONFIG).is_file() else None
     return None
 
 

@@ -39,11 +39,8 @@ class Int4:
     def stored(self, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Suffix of the weight's name -> type and shape of each tensor that stores it."""
         rows, columns = shape
-        return {
-            "_packed": (torch.int32, (rows, columns // _IN_INT32)),
-            "_scale": (torch.bfloat16, (rows, columns // self.group)),
-            "_shape": (torch.int64, (2,)),
-        }
+        packed, scales = (rows, columns // _IN_INT32), (rows, columns // self.group)
+        return {"_packed": (torch.int32, packed), "_scale": (torch.bfloat16, scales), "_shape": (torch.int64, (2,))}
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
         """The tensors that store a weight, by suffix.
@@ -97,11 +94,7 @@ class Int4:
         self, records: Mapping[str, Any], names: HFNames
     ) -> tuple[dict[str, tuple[int, ...]], set[str], list[str]]:
         """Quantised weights of a folder by name, with their shapes; the names of the tensors that store them; and
-        faults.
-
-        Args:
-            records: Hugging Face name -> record with `dtype` and `shape`.
-        """
+        faults. ``records``: Hugging Face name -> record with `dtype` and `shape`."""
         found: dict[str, tuple[int, ...]] = {}
         stored_names: set[str] = set()
         faults = []
@@ -128,12 +121,8 @@ class Int4:
     def group_of_config(self) -> dict[str, Any]:
         """The group of layers in `quantization_config`: weights only."""
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.group}
-        return {
-            "targets": ["Linear"],
-            "weights": weights | {"dynamic": False, "actorder": None},
-            "input_activations": None,
-            "output_activations": None,
-        }
+        weights |= {"dynamic": False, "actorder": None}
+        return {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
 
 
 def _may_hold(suffix: str, dtype: torch.dtype, want: torch.dtype) -> bool:

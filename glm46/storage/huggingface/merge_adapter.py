@@ -15,15 +15,10 @@ from glm46.files.durable import create_durably
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, lay_out
 from glm46.storage.huggingface.adapter_origin import require_base
 from glm46.storage.huggingface.config_json import CONFIG, read_config
-from glm46.storage.huggingface.fp8 import Scheme, dequantise, quantise
-from glm46.storage.huggingface.import_weights import (
-    INDEX,
-    NOT_FINITE,
-    FolderReader,
-    ReportBytes,
-    find_tensors,
-    stored_shape,
-)
+from glm46.storage.huggingface.folder_check import stored_shape
+from glm46.storage.huggingface.folder_tensors import INDEX, find_tensors
+from glm46.storage.huggingface.fp8 import Scheme
+from glm46.storage.huggingface.import_weights import NOT_FINITE, FolderReader, ReportBytes
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import Form, raise_if
 from glm46.storage.huggingface.peft_folder import AdapterFolder
@@ -107,11 +102,7 @@ def merge_lines(folder: Path, errors: dict[str, dict[str, float]]) -> list[str]:
 
 
 class _Merge:
-    """The files of a merged folder, and the writing of each.
-
-    Raises:
-        UserError: see `merge_adapter`.
-    """
+    """The files of a merged folder, and the writing of each. Raises UserError as `merge_adapter` does."""
 
     def __init__(self, base: Path, adapter: Path, target: torch.dtype | Scheme | None):
         shape = stored_shape(base)
@@ -120,10 +111,12 @@ class _Merge:
             raise UserError(f"{base}: its weights are INT4; merge into the folder that it was made from")
         if self.reader.names.form is not Form.PER_EXPERT:
             raise UserError(f"{base}: has {self.reader.names.form.value}; give what convert to-hf writes from it")
+        self.scheme = self.reader.scheme if target is None else target if isinstance(target, Scheme) else None
+        """Of the output's FP8 weights."""
         self.adapter = AdapterFolder(adapter, shape)
         self._stored = find_tensors(base)  # those included that the model does not have
-        places, weights = self.reader.names.places, set(self.adapter.weights)
-        self._changed = frozenset(name for name, (entry, _) in places.items() if entry.name in weights)
+        places, weights = self.reader.names.places.items(), set(self.adapter.weights)
+        self._changed = frozenset(name for name, (entry, _) in places if entry.name in weights)
         self._in_fp8 = quantised_names(self.reader.names, self.scheme) if target is not None else frozenset()
         self._config = read_config(base) if target is None else self._changed_config(base)
         self._has_index = (base / INDEX).is_file()
@@ -138,13 +131,6 @@ class _Merge:
                 scales, suffix = self.scheme.scale_shape(record.shape), self.scheme.suffix
                 in_files[path.name].append((name + suffix, self._scale_type(name), scales))
         self.files = [OutputFile(name, *lay_out(tensors)) for name, tensors in in_files.items()]
-
-    @property
-    def scheme(self) -> Scheme | None:
-        """Of the output's FP8 weights."""
-        if self._target is None:
-            return self.reader.scheme
-        return self._target if isinstance(self._target, Scheme) else None
 
     def _is_scale(self, name: str) -> bool:
         suffix = self.reader.scheme.suffix if self.reader.scheme else None
@@ -215,14 +201,11 @@ class _Merge:
             rounded = values.to(dtype)
             written.write(name, box, rounded)
             return rounded.float()
-        rounded, scales = quantise(values, self.scheme)
-        written.write(name, box, rounded)
-        (first, _), (_, columns) = box
-        suffix, step = self.scheme.suffix, self.scheme.grid(columns)[0]
-        scales = scales.to(written.records[name + suffix].dtype)
-        of_scales = ((first // step, scales.shape[0]), (0, scales.shape[1]))
-        written.write(name + suffix, of_scales, scales)
-        return dequantise(rounded, scales, self.scheme, columns, ((0, values.shape[0]), (0, columns)))
+        parts, shape = self.scheme.quantise(values), written.records[name].shape
+        for suffix, part in self.scheme.boxes(shape, box).items():
+            parts[suffix] = parts[suffix].to(written.records[name + suffix].dtype)
+            written.write(name + suffix, part, parts[suffix])
+        return self.scheme.dequantise(parts, shape, ((0, values.shape[0]), box[1]))
 
     def small_files(self, base: Path, errors: dict[str, dict[str, float]]) -> dict[str, bytes]:
         """Name -> content of all files without tensors."""

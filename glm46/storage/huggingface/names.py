@@ -25,8 +25,8 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.run.parameters import PARAMETERS, Parameter, layer_counts, named_rows
 
-_NAMES_SHOWN = 10
-"""Names listed per fault; the others are counted. A wrong model shape gives tens of thousands."""
+MOST_SHOWN = 10
+"""Names in a fault, and faults of one kind; the others are counted. A wrong model shape gives tens of thousands."""
 
 _WEIGHT_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
@@ -105,26 +105,21 @@ class HFNames:
         if hf_shape != part.hf_shape:
             return f"tensor {hf_name} is {list(hf_shape)} in the checkpoint, the model has {list(part.hf_shape)}"
         if dtype not in _WEIGHT_TYPES:
-            names = " or ".join(_type_name(one) for one in _WEIGHT_TYPES)
-            quantised = ", or restore quantization_config in config.json" if dtype.itemsize == 1 else ""
-            return (
-                f"tensor {hf_name} is {_type_name(dtype)} in the checkpoint, it must be {names}; convert it{quantised}"
-            )
+            known, *names = (str(one).removeprefix("torch.") for one in (dtype, *_WEIGHT_TYPES))
+            remedy = "convert it" + ", or restore quantization_config in config.json" * (dtype.itemsize == 1)
+            return f"tensor {hf_name} is {known} in the checkpoint, it must be {' or '.join(names)}; {remedy}"
         return None
 
     def name_faults(self, hf_names: Iterable[str]) -> list[str]:
         """At most two messages: one lists the missing names, one the unknown names. Repeats may be missing."""
         found = set(hf_names)
-        faults = []
         missing = [name for name, (_, part) in self.places.items() if name not in found and not part.is_repeat]
-        unknown = sorted(name for name in found if name not in self.places)
-        if missing:
-            remedy = "copy or download the folder again, or take one of this shape"
-            faults.append(f"{len(missing)} tensors are missing: {listed(missing)}; {remedy}")
-        if unknown:
-            remedy = "take a folder of this shape, or write one without them"
-            faults.append(f"{len(unknown)} tensors are not part of this model: {listed(unknown)}; {remedy}")
-        return faults
+        unknown = sorted(found - set(self.places))
+        kinds = (
+            (missing, "missing", "copy or download the folder again, or take one of this shape"),
+            (unknown, "not part of this model", "take a folder of this shape, or write one without them"),
+        )
+        return [f"{len(of)} tensors are {what}: {listed(of)}; {remedy}" for of, what, remedy in kinds if of]
 
 
 def stacked_name(row: Parameter) -> str:
@@ -143,14 +138,10 @@ def raise_if(faults: list[str]) -> None:
         raise UserError(*faults)
 
 
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def listed(names: list[str]) -> str:
     """The first names, and the number of the others."""
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MOST_SHOWN
+    return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _hf_prefix(name: str, shape: ModelShape) -> str:

@@ -66,14 +66,8 @@ def is_adaptable(entry: HFEntry) -> bool:
 
 
 def adapter_entries(shape: ModelShape, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, HFEntry]:
-    """Our tensors and the PEFT tensors that they consist of, in the order of the model.
-
-    Args:
-        sizes: our name -> shape of the whole tensor.
-
-    Raises:
-        ValueError: a name is not that of an adapter of this model.
-    """
+    """Our tensors and the PEFT tensors that they consist of, in the order of the model. Raises ValueError if a name is
+    not that of an adapter of this model. ``sizes``: our name -> shape of the whole tensor."""
     names = HFNames(shape, repeat_shared=False).entries
     order = {name: place for place, name in enumerate(names)}
     weights = {name: split_name(name) for name in sizes}

@@ -8,10 +8,13 @@ of the plain rank again if both halves of A are equal. Sources: peft 0.21.2 `tun
 `utils/transformers_weight_conversion.py`.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from math import isfinite, sqrt
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +22,78 @@ from torch import Tensor
 from glm46.compute.model.adapters import merged_rows
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
+from glm46.files.file_content import read_json_object
 from glm46.files.tensor_file import Record, TensorFile, is_finite, read_records
-from glm46.storage.huggingface.names import HFEntry, HFNames, HFPart, listed, raise_if
-from glm46.storage.huggingface.peft_config import CONFIG, PeftConfig
-from glm46.storage.huggingface.peft_export import PREFIX, SUFFIXES, WEIGHTS, is_adaptable, module_of
+from glm46.storage.checkpoint.folder_kind import Kind, require_kind
+from glm46.storage.huggingface.names import MOST_SHOWN, HFEntry, HFNames, HFPart, listed, raise_if
+from glm46.storage.huggingface.peft_export import CONFIG, PREFIX, SUFFIXES, WEIGHTS, is_adaptable, module_of
 
-_TENSORS_SHOWN = 10
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "lora_bias": (), "fan_in_fan_out": (), "modules_to_save": (), "layer_replication": (), "use_qalora": (),
+    "use_bdlora": (), "alora_invocation_tokens": (), "trainable_token_indices": (),
+}  # fmt: skip
+"""Keys that change the computation or the base weights -> values that do not. A value that is absent, None, false or
+empty never does."""
+
 _FUSED = (".mlp.experts", ".mlp.experts.base_layer")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """Rank and scale of each module, and whether it is DoRA."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> "PeftConfig":
+        """The config of a folder. Raises UserError if it is missing or damaged, or has a key that changes the
+        computation and is not supported."""
+        file = folder / CONFIG
+        if not file.is_file():
+            require_kind(folder, Kind.PEFT)
+        raw = read_json_object(file, "save the adapter again")
+        try:
+            faults = [
+                f"{file}: {key} = {raw[key]!r} is not supported; expected {' or '.join(map(repr, plain)) or 'none'}"
+                for key, plain in _PLAIN.items()
+                if raw.get(key) not in (None, False, [], {}, *plain)
+            ]
+            config = cls(
+                int(raw["r"]),
+                float(raw["lora_alpha"]),
+                bool(raw.get("use_rslora")),
+                bool(raw.get("use_dora")),
+                {key: int(rank) for key, rank in dict(raw.get("rank_pattern") or {}).items()},
+                {key: float(alpha) for key, alpha in dict(raw.get("alpha_pattern") or {}).items()},
+            )
+            [re.compile(key) for key in (*config.rank_pattern, *config.alpha_pattern)]
+        except (ValueError, KeyError, TypeError, OverflowError, re.error) as error:
+            raise UserError(f"{file}: damaged ({type(error).__name__}: {error}); save the adapter again") from error
+        ranks = [config.rank, *config.rank_pattern.values()]
+        alphas = [config.alpha, *config.alpha_pattern.values()]
+        if any(rank < 1 for rank in ranks) or not all(isfinite(alpha) for alpha in alphas):
+            faults.append(
+                f"{file}: r = {config.rank}, lora_alpha = {config.alpha}: ranks must be at least 1, alphas finite"
+            )
+        raise_if(faults)
+        return config
+
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """Rank of a module's tensors and factor of their product. ``module`` is its Hugging Face name, such as
+        model.layers.1.self_attn.q_proj; of joined experts, that of the weight."""
+        rank, alpha = _of(self.rank_pattern, module, self.rank), _of(self.alpha_pattern, module, self.alpha)
+        return rank, alpha / (sqrt(rank) if self.use_rslora else rank)
+
+
+def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that matches, as in `get_pattern_key` of peft 0.21.2."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 @dataclass(frozen=True)
@@ -118,17 +186,16 @@ class AdapterFolder:
                 f"{len(unknown)} tensors adapt nothing in this model: {listed(unknown)}; adapters may be on the "
                 "projections of attention, dense layers and experts, but not on MTP layers"
             )
-        return faults[:_TENSORS_SHOWN]
+        return faults[:MOST_SHOWN]
 
     def _shape_faults(self, module: str, part: HFPart, found: Mapping[str, Record]) -> list[str]:
         rows, columns = part.hf_shape
         rank, _ = self._config.rank_and_scale(module)
         expected = {"lora_A": (rank, columns), "lora_B": (rows, rank), "magnitude": (rows,)}
         return [
-            f"{PREFIX}{module}{SUFFIXES[kind]} is {list(record.shape)}, the model and {CONFIG} have "
-            f"{list(expected[kind])}"
-            for kind, record in found.items()
-            if record.shape != expected[kind]
+            f"{PREFIX}{module}{SUFFIXES[kind]} is {list(one.shape)}, the model and {CONFIG} have {list(expected[kind])}"
+            for kind, one in found.items()
+            if one.shape != expected[kind]
         ]
 
     def _take_fused(self, module: str, found: Mapping[str, Record]) -> list[str]:
@@ -140,7 +207,7 @@ class AdapterFolder:
             if entry is None:
                 continue
             experts, rows, columns = entry.shape
-            rank, _ = self._config.rank_and_scale(self._fused_name(entry))
+            rank, _ = self._config.rank_and_scale(_fused_name(entry))
             if (a, b) == ((experts * rank, columns), (rows, rank * experts)):
                 self._parts[entry.name] = [module]
                 return [f"{PREFIX}{module}: DoRA in the fused form is not known"] if self._config.use_dora else []
@@ -149,13 +216,7 @@ class AdapterFolder:
                     f"{PREFIX}{module}: A {list(a)} and B {list(b)} are exchanged, as PEFT 0.17 and 0.18 save them; "
                     "load and save the adapter with the version that wrote it on a model with one Linear per expert"
                 ]
-        return [
-            f"{PREFIX}{module}: A {list(a)} and B {list(b)} fit no experts of this model with the ranks of {CONFIG}"
-        ]
-
-    @staticmethod
-    def _fused_name(entry: HFEntry) -> str:
-        return f"model.{entry.name}_proj"
+        return [f"{PREFIX}{module}: A {list(a)} and B {list(b)} fit no experts of this model with ranks of {CONFIG}"]
 
     def _value(self, module: str, kind: str) -> Tensor:
         """A whole tensor of the file, FP32."""
@@ -168,20 +229,17 @@ class AdapterFolder:
     def _fused(self, weight: str) -> tuple[Tensor, Tensor, float]:
         """A [E, R, I], B [E, O, R] and scale of a weight in the fused form."""
         (module,), entry = self._parts[weight], self._names.entries[weight]
-        rank, scale = self._config.rank_and_scale(self._fused_name(entry))
+        rank, scale = self._config.rank_and_scale(_fused_name(entry))
         experts, rows, columns = entry.shape
         by_expert = self._value(module, "lora_B").view(rows, rank, experts).permute(2, 0, 1).contiguous()
         return self._value(module, "lora_A").view(experts, rank, columns), by_expert, scale
 
     def _product(self, weight: str, expert: int = 0, *, scale: float = 1.0) -> AdapterProduct:
-        """The adapter of a matrix, or of one expert's part of a stack.
+        """The adapter of a matrix, or of one expert's part of a stack. Raises UserError if a value is not finite.
 
         Args:
             weight: one of `weights`.
             scale: B is divided by it.
-
-        Raises:
-            UserError: a value is not finite.
         """
         entry = self._names.entries[weight]
         blocks, magnitude = len(entry.row.hf_names), None
@@ -219,15 +277,17 @@ class AdapterFolder:
         return merged_rows(values, a, b, magnitude, 1.0)
 
     def merge_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add the adapters to whole weights in memory, matrix by matrix, each sum in FP32 and rounded once.
+        """Add the adapters to whole weights in memory, matrix by matrix, each sum in FP32 and rounded once. Raises
+        UserError if a value of the adapter is not finite.
 
         Args:
             tensors: our name -> whole tensor of any type and device; holds all of `weights`.
-
-        Raises:
-            UserError: a value of the adapter is not finite.
         """
         for weight in self.weights:
             for part in self._names.entries[weight].parts:
                 matrix = tensors[weight][part.index()]
                 matrix.copy_(self.merged(part.hf_name, matrix.float()))
+
+
+def _fused_name(entry: HFEntry) -> str:
+    return f"model.{entry.name}_proj"

@@ -11,11 +11,9 @@ from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
-from glm46.storage.huggingface.names import listed, raise_if
+from glm46.storage.huggingface.names import MOST_SHOWN, listed, raise_if
 from glm46.storage.huggingface.peft_export import split_name
 from glm46.storage.huggingface.peft_folder import AdapterFolder
-
-_FAULTS_SHOWN = 10
 
 
 @torch.no_grad()
@@ -50,15 +48,11 @@ def import_adapter(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor
             faults += error.faults if error else ()
         stage.value = faults
     found = {fault for faults in stage.values for fault in faults}
-    raise_if(sorted(found)[:_FAULTS_SHOWN])
+    raise_if(sorted(found)[:MOST_SHOWN])
 
 
 def _fill(adapter: AdapterFolder, name: str, tensor: Tensor, scale: float) -> None:
-    """Fill this rank's part of one of our tensors.
-
-    Raises:
-        UserError: the ranks differ, or a value is not finite.
-    """
+    """Fill this rank's part of one of our tensors. Raises UserError if the ranks differ, or a value is not finite."""
     weight, kind = split_name(name)
     held, local, is_stacked = global_indices(tensor), local_tensor(tensor), adapter.is_stacked(weight)
     rank = tensor.shape[-2 if kind == "lora_A" else -1]
@@ -79,14 +73,8 @@ def _fill(adapter: AdapterFolder, name: str, tensor: Tensor, scale: float) -> No
 
 
 def check_adapter(folder: Path, shape: ModelShape, ours: set[str]) -> None:
-    """Check a folder without reading its values.
-
-    Args:
-        ours: names of all our adapters.
-
-    Raises:
-        UserError: the folder is damaged, or does not adapt exactly these weights in the same way.
-    """
+    """Check a folder without reading its values. Raises UserError if the folder is damaged, or does not adapt exactly
+    these weights in the same way. ``ours``: names of all our adapters."""
     with AdapterFolder(folder, shape) as adapter:
         wanted, found = {split_name(name)[0] for name in ours}, set(adapter.weights)
         faults, remedy = [], "change adapter.targets, layers or expert_rank"
@@ -95,8 +83,6 @@ def check_adapter(folder: Path, shape: ModelShape, ours: set[str]) -> None:
                 faults.append(f"{what} adapters, of {len(weights)} weights: {listed(sorted(weights))}; {remedy}")
         is_dora = any(split_name(name)[1] == "magnitude" for name in ours)
         if is_dora != adapter.is_dora:
-            ours_is, theirs_is = ('"dora"', '"lora"') if is_dora else ('"lora"', '"dora"')
-            faults.append(
-                f"adapter.name = {ours_is}, but the folder is {theirs_is} by its use_dora; set it to {theirs_is}"
-            )
+            own, other = ('"dora"', '"lora"') if is_dora else ('"lora"', '"dora"')
+            faults.append(f"adapter.name = {own}, but the folder is {other} by its use_dora; set it to {other}")
         raise_if([f"{folder}: {fault}" for fault in faults])

@@ -43,11 +43,7 @@ def _unfit_families(names: HFNames, scheme: Scheme) -> list[str]:
 
 
 def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
-    """The `quantization_config` of an export.
-
-    Raises:
-        UserError: no projection of this model fits the scheme.
-    """
+    """The `quantization_config` of an export. Raises UserError if no projection of this model fits the scheme."""
     if not quantised_names(names, scheme):
         multiple = scheme.group if isinstance(scheme, Int4) else scheme.grid(1)[1]
         name = next(name for name, known in SCHEMES.items() if known == scheme)
@@ -55,27 +51,22 @@ def config_of_scheme(scheme: Scheme, names: HFNames) -> dict[str, Any]:
             f"--dtype {name}: no projection of this model has sizes that are multiples of {multiple}; use fp8-channel"
         )
     return {
-        "quant_method": "compressed-tensors",
-        "format": scheme.format,
-        "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": scheme.format, "quantization_status": "compressed",
         "config_groups": {"group_0": scheme.group_of_config()},
         "ignore": _IGNORED + [f"re:.*{family}$" for family in _unfit_families(names, scheme)],
         "kv_cache_scheme": None,
-    }
+    }  # fmt: skip
 
 
 def scheme_of(raw: Mapping[str, Any], file: str) -> Scheme | None:
-    """The scheme of a folder's weights; None if they are not quantised.
+    """The scheme of a folder's weights; None if they are not quantised. Raises UserError if the quantisation is not
+    supported.
 
     Args:
         raw: content of its config.json.
         file: named in the message.
-
-    Raises:
-        UserError: the quantisation is not supported.
     """
-    config = raw.get(CONFIG_KEY)
-    if config is None:
+    if (config := raw.get(CONFIG_KEY)) is None:
         return None
     try:
         if config["quant_method"] == "fp8":

@@ -17,9 +17,7 @@ _STOP_TOKENS = (END_OF_TEXT, "<|user|>", "<|observation|>")
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 
-_COPIED = (
-    TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", TEMPLATE_FILE, GENERATION_CONFIG,
-)  # fmt: skip
+_COPIED = (TOKENIZER_JSON, TOKENIZER_CONFIG, "special_tokens_map.json", TEMPLATE_FILE, GENERATION_CONFIG)
 """Files of a tokenizer folder that are copied; generation_config.json with all stop ids."""
 
 
@@ -67,24 +65,17 @@ def _generation_config(file: Path | None, tokenizer: Tokenizer) -> bytes:
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, bytes]:
-    """As `files_beside_weights`, for a tokenizer that was not loaded from a ``tokenizer.json``.
-
-    Raises:
-        UserError: a token is not the merge of two others, so no list of merges can produce it.
-    """
+    """As `files_beside_weights`, for a tokenizer that was not loaded from a ``tokenizer.json``. Raises UserError if a
+    token is not the merge of two others, so no list of merges can produce it."""
     return _description(tokenizer, max_length) | {TOKENIZER_JSON: _json(_tokenizer_json(tokenizer))}
 
 
 def _description(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     """The files that transformers reads with a ``tokenizer.json``."""
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
-        "model_max_length": max_length,
-        "padding_side": "left",
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "model_max_length": max_length, "padding_side": "left",
+    }  # fmt: skip
     files = {TOKENIZER_CONFIG: _json(config)}
     if not missing_markers(tokenizer):
         files[TEMPLATE_FILE] = CHAT_TEMPLATE.encode()
@@ -100,15 +91,14 @@ def _tokenizer_json(tokenizer: Tokenizer) -> dict:
     written = {piece: "".join(character[byte] for byte in piece) for piece in tokenizer.ranks}
     merges = []
     for piece, rank in sorted(tokenizer.ranks.items(), key=lambda item: item[1]):
-        if len(piece) == 1:
-            continue
         parts = parts_below(tokenizer.ranks, piece, rank)
-        if len(parts) != 2:
+        if len(parts) > 2:
             raise UserError(
                 f"tokenizer '{tokenizer.path}': token {rank} ({piece!r}) is not the merge of two tokens, so "
                 f"{TOKENIZER_JSON} cannot hold it; use a tokenizer that has a {TOKENIZER_JSON}"
             )
-        merges.append([written[part] for part in parts])
+        if len(parts) == 2:  # else a single byte
+            merges.append([written[part] for part in parts])
     added = [
         {
             "id": token_id, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
@@ -119,24 +109,12 @@ def _tokenizer_json(tokenizer: Tokenizer) -> dict:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
+        "post_processor": None, "decoder": byte_level,
         "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {written[piece]: rank for piece, rank in tokenizer.ranks.items()},
-            "merges": merges,
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+            "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": {written[piece]: rank for piece, rank in tokenizer.ranks.items()}, "merges": merges,
         },
-    }
+    }  # fmt: skip

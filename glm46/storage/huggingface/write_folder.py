@@ -22,13 +22,14 @@ from glm46.compute.model.router import folded
 from glm46.files.durable import Closer, create_durably, sync_folder
 from glm46.files.local_disk import space_fault
 from glm46.files.tensor_file import Record, TensorFile, is_finite
-from glm46.storage.checkpoint.stored_values import StoredTensor
+from glm46.storage.checkpoint.stored_values import DiskTensor
 from glm46.storage.huggingface.boxes import Interval, intervals_of, overlaps
-from glm46.storage.huggingface.import_weights import INDEX, NOT_FINITE, FolderTensor, ReportBytes
+from glm46.storage.huggingface.folder_tensors import INDEX
+from glm46.storage.huggingface.import_weights import NOT_FINITE, ReportBytes
 from glm46.storage.huggingface.names import HFEntry, raise_if
 from glm46.storage.huggingface.schemes import ERRORS_FILE, Scheme, error_of
 
-Source = Tensor | StoredTensor | FolderTensor
+Source = Tensor | DiskTensor
 """Source of a tensor's values: a plain tensor, a DTensor (this rank's part of it), or a tensor on the disk."""
 
 
@@ -48,16 +49,14 @@ class OutputFile:
 @contextmanager
 def drafted_folder(folder: Path, nbytes: int, ranks: Ranks) -> Iterator[Path]:
     """An empty folder beside `folder`, which gets this name if the block succeeds, and is removed if it fails.
-    Collective; in the block a failure must reach all ranks (`Ranks.stage`).
-
-    Raises:
-        UserError: on all ranks: the folder exists, or the disk has less space than `nbytes`.
-    """
+    Collective; in the block a failure must reach all ranks (`Ranks.stage`). Raises UserError on all ranks if the folder
+    exists, or the disk has less space than `nbytes`."""
     draft = folder.with_name(folder.name + ".tmp")
     with ranks.stage(f"checking {folder}") as stage:
         if ranks.is_first:
-            stage.value = _target_faults(folder, nbytes)
-    raise_if(stage.values[0])
+            taken = f"{folder}: exists already; choose a new folder" if folder.exists() else None
+            stage.value = taken or space_fault(folder, nbytes)
+    raise_if([fault for fault in stage.values[:1] if fault])
     try:
         with ranks.stage(f"making {draft}"):
             if ranks.is_first:
@@ -88,18 +87,14 @@ def write_tensors(
     router_temperature: float = 1.0,
     report: ReportBytes | None = None,
 ) -> int:
-    """Write the parts of all ranks into the files of a draft, and the small files beside them. Collective.
+    """Write the parts of all ranks into the files of a draft, and the small files beside them. Collective. Returns the
+    bytes of tensors that this rank wrote. Raises CheckpointError on all ranks if writing failed on any of them, or a
+    value is not finite.
 
     Args:
         entries: our name -> its parts in the files, in the order of the model.
         tensors: our name -> source of its values, as for `export_weights`.
         contents: name of a small file -> its content.
-
-    Returns:
-        Bytes of tensors that this rank wrote.
-
-    Raises:
-        CheckpointError: on all ranks, if writing failed on any of them, or a value is not finite.
     """
     mine = _names_to_write(entries, tensors, ranks)
     with ranks.stage(f"making the files of {draft}"):
@@ -120,13 +115,6 @@ def write_tensors(
     return writer.bytes_written
 
 
-def _target_faults(folder: Path, nbytes: int) -> list[str]:
-    if folder.exists():
-        return [f"{folder}: exists already; choose a new folder"]
-    fault = space_fault(folder, nbytes)
-    return [] if fault is None else [fault]
-
-
 def _names_to_write(entries: Mapping[str, HFEntry], tensors: Mapping[str, Source], ranks: Ranks) -> list[str]:
     """The tensors that this rank writes, in the order of the model. Collective.
 
@@ -134,8 +122,7 @@ def _names_to_write(entries: Mapping[str, HFEntry], tensors: Mapping[str, Source
     on part of a mesh does not know its replicas on the rest.
     """
     with ranks.stage("assigning tensors to ranks") as stage:
-        unknown = sorted(set(tensors) - set(entries))
-        if unknown:
+        if unknown := sorted(set(tensors) - set(entries)):
             raise ValueError(f"{unknown[0]} is not a tensor of this model")
         # One process has no replicas, and a mapping that computes its tensors must not compute them twice.
         stage.value = {} if ranks.size == 1 else {name: _intervals(tensor) for name, tensor in tensors.items()}
@@ -193,36 +180,24 @@ class _FolderWriter:
 
     def _write_part(self, entry: HFEntry, tensor: Source) -> None:
         """Write this rank's part of one of our tensors under all of its Hugging Face names."""
-        local = _local(tensor)
-        intervals = _intervals(tensor)
+        local, intervals = _local(tensor), _intervals(tensor)
         for part in entry.parts:
-            if self._scheme is not None and self._is_quantised(part.hf_name, self._scheme):
+            if self._scheme is not None and all(part.hf_name + one in self._file_of for one in self._scheme.suffixes):
                 weight = local[part.index()].float().cpu()
-                self._require_finite(part.hf_name, weight)
-                self._quantise(part.hf_name, weight, self._scheme)
+                _require_finite(part.hf_name, weight)
+                stored = self._scheme.quantise(weight)
+                self.errors[part.hf_name] = error_of(weight, stored, self._scheme)
+                for suffix, values in stored.items():
+                    name = part.hf_name + suffix
+                    self._file(name).write(name, tuple((0, size) for size in values.shape), values)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + prod(part.hf_shape)
                 continue
             dtype = self._file_of[part.hf_name].records[part.hf_name].dtype
             for overlap in overlaps(part, intervals):
                 values = folded(entry.name, local[overlap.local], self._temperature).to(dtype).cpu().contiguous()
-                self._require_finite(part.hf_name, values)
+                _require_finite(part.hf_name, values)
                 self._file(part.hf_name).write(part.hf_name, overlap.box, values)
                 self.elements[entry.name] = self.elements.get(entry.name, 0) + values.numel()
-
-    def _is_quantised(self, hf_name: str, scheme: Scheme) -> bool:
-        return all(hf_name + suffix in self._file_of for suffix in scheme.suffixes)
-
-    @staticmethod
-    def _require_finite(hf_name: str, values: Tensor) -> None:
-        if not is_finite(values):
-            raise ValueError(f"tensor {hf_name} {NOT_FINITE}")
-
-    def _quantise(self, hf_name: str, weight: Tensor, scheme: Scheme) -> None:
-        parts = scheme.quantise(weight)
-        self.errors[hf_name] = error_of(weight, parts, scheme)
-        for suffix, stored in parts.items():
-            name = hf_name + suffix
-            self._file(name).write(name, tuple((0, size) for size in stored.shape), stored)
 
     def _file(self, hf_name: str) -> TensorFile:
         file = self._file_of[hf_name]
@@ -230,6 +205,11 @@ class _FolderWriter:
             writable = TensorFile(self._draft / file.name, file.records, writable=True)
             self._open[file.name] = self._opened.enter_context(writable)
         return self._open[file.name]
+
+
+def _require_finite(hf_name: str, values: Tensor) -> None:
+    if not is_finite(values):
+        raise ValueError(f"tensor {hf_name} {NOT_FINITE}")
 
 
 def _require_whole(entries: Mapping[str, HFEntry], of_ranks: list[dict[str, int]]) -> None:
@@ -243,23 +223,17 @@ def _require_whole(entries: Mapping[str, HFEntry], of_ranks: list[dict[str, int]
 
 def _complete(draft: Path, files: Sequence[OutputFile], contents: Mapping[str, bytes]) -> None:
     """Write the small files, and give each file of tensors its whole length: zeros at its end may not be written."""
-    contents = dict(contents)
     for file in files:
         with (draft / file.name).open("r+b") as written:
             written.truncate(file.nbytes)
             os.fsync(written.fileno())
-    if len(files) > 1:
-        contents[INDEX] = index_of({file.name: file.records for file in files})
-    for name, content in contents.items():
+    index = {INDEX: index_of({file.name: file.records for file in files})} if len(files) > 1 else {}
+    for name, content in {**contents, **index}.items():
         create_durably(draft / name, [content])
 
 
 def index_of(files: Mapping[str, Mapping[str, Record]]) -> bytes:
-    """Content of the index of a folder with several files.
-
-    Args:
-        files: name of each file -> its tensors.
-    """
+    """Content of the index of a folder with several files: name of each file -> its tensors."""
     weight_map = {hf_name: name for name, records in files.items() for hf_name in records}
     total = sum(record.nbytes for records in files.values() for record in records.values())
     return json_bytes({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})

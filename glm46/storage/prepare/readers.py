@@ -13,9 +13,9 @@ from json import loads
 from pathlib import Path
 
 from glm46.config.errors import UserError
-from glm46.storage.data.parquet_rows import parquet_rows
 from glm46.storage.prepare.archives import HEAD_BYTES, format_of, is_compressed, opened, refuse_other_format, suffix_in
 from glm46.storage.prepare.json_rows import JsonText, refuse_object_of_rows, refuse_other_encoding, refuse_rows
+from glm46.storage.prepare.parquet_rows import parquet_rows
 from glm46.storage.prepare.rows import EMPTY, BadDocument, Document, Fields, read_row
 
 # Target size of a part, the unit of parallel work.

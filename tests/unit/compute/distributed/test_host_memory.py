@@ -11,7 +11,7 @@ from glm46.compute.distributed.host_memory import host_tensor
 from glm46.compute.optim.muon_layout import zeros_in_host_memory
 from glm46.compute.optim.state_ring import StateRing
 from glm46.run.sizes import OFFLOAD_SLOTS
-from glm46.storage.checkpoint import staging
+from glm46.storage.checkpoint import background
 
 SIZES = ((3, 7), (1000, 333), (5,))
 
@@ -54,7 +54,7 @@ def test_states_and_their_ring_pin_exactly_their_bytes_and_release_them(pinned):
 def test_staging_pins_one_range(pinned):
     like = {str(size): SimpleNamespace(is_cuda=True, shape=torch.Size(size), dtype=torch.float32,
                                        nbytes=4 * torch.Size(size).numel()) for size in SIZES}  # fmt: skip
-    copies = staging._allocate(like)
+    copies = background._allocate(like)
     # Each tensor begins at a multiple of 64 bytes.
     assert [*pinned.values()] == [128 + 1_332_032 + 64]
     assert [tuple(copy.shape) for copy in copies.values()] == [*SIZES]

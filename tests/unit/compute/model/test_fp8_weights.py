@@ -15,7 +15,9 @@ from glm46.files.tensor_file import TensorFile, read_records
 from glm46.run.parameters import fp8_families, in_float8, named_rows
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
-from glm46.storage.huggingface.import_weights import SINGLE_FILE, check_fp8_folder, import_weights
+from glm46.storage.huggingface.folder_check import check_fp8_folder
+from glm46.storage.huggingface.folder_tensors import SINGLE_FILE
+from glm46.storage.huggingface.import_weights import import_weights
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme, quantised_names
 from tests.unit.compute.model.test_adapters import randomise_adapters

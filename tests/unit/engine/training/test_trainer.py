@@ -36,9 +36,9 @@ from glm46.engine.training import build, loop
 from glm46.engine.training.saving import SaveFailed, SavesFail
 from glm46.engine.training.state import Progress
 from glm46.engine.training.totals import count_step
+from glm46.operate.models.checkpoint_steps import summarise
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint import save
-from glm46.storage.checkpoint.inspection import summarise
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.step_tensors import StepTensors

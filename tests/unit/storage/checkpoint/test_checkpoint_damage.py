@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as stock
 
 from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.errors import UserError
-from glm46.storage.checkpoint.inspection import summarise
+from glm46.operate.models.checkpoint_steps import summarise
 from glm46.storage.checkpoint.manager import CheckpointManager
 
 

@@ -57,4 +57,4 @@ def test_weights_of_a_conversion_are_checked_when_a_run_starts_from_them(tmp_pat
     nan = lambda name, tensor: tensor.fill_(float("nan"))  # noqa: E731
     step = write_model(tmp_path, {"w": ((2, 2), torch.float32)}, nan, {})
     with pytest.raises(UserError, match=r"model\.w holds values that are not finite"):
-        CheckpointManager(tmp_path / "run", keep_latest_k=0).load_from(step, {"model.w": torch.ones(2, 2)})
+        CheckpointManager(tmp_path / "run", keep_latest_k=0).load(step, {"model.w": torch.ones(2, 2)})

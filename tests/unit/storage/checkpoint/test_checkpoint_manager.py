@@ -181,7 +181,7 @@ def test_a_name_that_no_rank_requests_is_a_fault_unless_ignored(tmp_path):
     assert len(caught.value.faults) == 2
     fresh(tmp_path).load(1, weights, ignored=["optimizer.", "rng."])
     assert torch.equal(weights["model.weight"], make_tensors(1)["model.weight"])
-    fresh(tmp_path).load_from(tmp_path / "step-000001", weights, ignored=[""])
+    fresh(tmp_path).load(tmp_path / "step-000001", weights, ignored=[""])
 
 
 def test_optional_names_may_be_missing_and_keep_their_value(tmp_path):

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 from glm46.config.text_recipe import CHAT_FORMATS
 from glm46.storage.data.chat import ChatOptions, render
 from glm46.storage.data.conversation import (
-    CALL_AS_TEXT,
-    MARKER_AS_TEXT,
-    OPEN_THOUGHT,
     BadConversation,
     Conversation,
     Message,
@@ -19,6 +16,7 @@ from glm46.storage.data.conversation import (
     parse_conversation,
     parse_prompt,
 )
+from glm46.storage.data.format_as_text import CALL_AS_TEXT, MARKER_AS_TEXT, OPEN_THOUGHT
 from glm46.storage.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("builtin")

@@ -32,9 +32,7 @@ def equal(one, two):
 
 def planned(folder, seq_len, share=(0.0, 1.0)):
     manifest = load_manifest(folder)
-    return concatenate(
-        plan_groups([open_tokens(folder, manifest.splits["train"], share, manifest.vocab_size).doc_ends()], seq_len)
-    )
+    return concatenate(plan_groups([open_tokens(manifest, "train", share).doc_ends()], seq_len))
 
 
 def unwritable(*_, **__):

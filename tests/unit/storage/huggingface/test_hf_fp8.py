@@ -15,8 +15,10 @@ from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
-from glm46.storage.huggingface.fp8 import Scheme, dequantise, quantise, scales_of_box
-from glm46.storage.huggingface.import_weights import SINGLE_FILE, FolderReader, check_folder
+from glm46.storage.huggingface.folder_check import check_folder
+from glm46.storage.huggingface.folder_tensors import SINGLE_FILE
+from glm46.storage.huggingface.fp8 import Scheme
+from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
 from glm46.storage.huggingface.schemes import FP8_SCHEMES as SCHEMES
@@ -66,29 +68,28 @@ def test_quantising_again_gives_the_same_bytes(scheme):
     weight[:130, :128] = 0.0
     weight[150] = torch.linspace(-1, 1, 300) * 2.0**3  # extremes at powers of two and, below, at the limits of a scale
     weight[151:154] = torch.tensor([[464.0], [463.9], [232.0]]) * torch.linspace(-1, 1, 300)
-    values, scales = quantise(weight, scheme)
+    values, scales = scheme.quantise(weight).values()
     assert scales.shape == scheme.scale_shape(weight.shape) and (torch.frexp(scales)[0] == 0.5).all()
     box = ((0, 200), (0, 300))
-    back = dequantise(values, scales, scheme, 300, box)
+    back = scheme.dequantise({"": values, "_scale": scales}, weight.shape, box)
     assert torch.equal(back, back.bfloat16().float())
-    again, same = quantise(back, scheme)
+    again, same = scheme.quantise(back).values()
     assert torch.equal(again.view(torch.uint8), values.view(torch.uint8)) and torch.equal(same, scales)
     # Half a step of E4M3 is 2**-4 of a number; below its normal range, 2**-10 of the scale.
-    limit = weight.abs() / 16 + dequantise(torch.ones_like(values), scales, scheme, 300, box) * 2.0**-10
+    limit = weight.abs() / 16 + scheme.scales_of_columns({"_scale": scales}, weight.shape, box) * 2.0**-10
     assert ((back - weight).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES.values(), Scheme((48, 64))], ids=str)
 def test_a_dequantised_box_equals_that_of_the_whole_weight(scheme):
-    values, scales = quantise(torch.randn(200, 300), scheme)
-    back = dequantise(values, scales, scheme, 300, ((0, 200), (0, 300)))
+    values, scales = scheme.quantise(torch.randn(200, 300)).values()
+    back = scheme.dequantise({"": values, "_scale": scales}, (200, 300), ((0, 200), (0, 300)))
     for box in (((0, 200), (0, 300)), ((127, 2), (120, 140)), ((199, 1), (299, 1)), ((128, 72), (256, 44))):
         (row, rows), (column, columns) = box
-        (first, count), (left, width) = scales_of_box(scheme, 300, box)
-        piece = dequantise(
-            values[row : row + rows, column : column + columns],
-            scales[first : first + count, left : left + width], scheme, 300, box,
-        )  # fmt: skip
+        (first, count), (left, width) = scheme.boxes((200, 300), box)["_scale"]
+        parts = {"": values[row : row + rows, column : column + columns]}
+        parts["_scale"] = scales[first : first + count, left : left + width]
+        piece = scheme.dequantise(parts, (200, 300), box)
         assert torch.equal(piece, back[row : row + rows, column : column + columns])
 
 
@@ -129,7 +130,7 @@ def test_folders_of_other_tools_are_read(suffix, tensors, tmp_path):
     want = {}
     for name in quantised:
         rows, columns = stored[name].shape
-        _, scales = quantise(stored[name].float(), Scheme())
+        _, scales = Scheme().quantise(stored[name].float()).values()
         stored[name + suffix] = (scales * 0.7).bfloat16()
         each = stored[name + suffix].float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
         stored[name] = (stored[name].float() / each).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -16,7 +16,8 @@ from glm46.config.presets import PRESETS, resolve_shape
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, _lay_out_files, export_weights
-from glm46.storage.huggingface.import_weights import SINGLE_FILE, FolderReader
+from glm46.storage.huggingface.folder_tensors import SINGLE_FILE
+from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of

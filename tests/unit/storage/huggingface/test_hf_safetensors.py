@@ -19,7 +19,9 @@ from glm46.storage.huggingface import boxes
 from glm46.storage.huggingface.boxes import intervals_of, overlaps
 from glm46.storage.huggingface.config_json import config_of, read_config, shape_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
-from glm46.storage.huggingface.import_weights import check_folder, find_tensors, import_weights, stored_shape
+from glm46.storage.huggingface.folder_check import check_folder, stored_shape
+from glm46.storage.huggingface.folder_tensors import find_tensors
+from glm46.storage.huggingface.import_weights import import_weights
 from glm46.storage.huggingface.names import HFNames, HFPart
 
 EOS = [40, 41, 42]

@@ -9,8 +9,8 @@ from glm46.storage.data.chat_template import template_beside
 from glm46.storage.data.tokenizer_hf import read_tokenizer_json
 from glm46.storage.huggingface.adapter_origin import read_base_files
 from glm46.storage.huggingface.config_json import config_of, read_config, shape_of, stated_ids
-from glm46.storage.huggingface.import_weights import find_tensors
-from glm46.storage.huggingface.peft_config import PeftConfig
+from glm46.storage.huggingface.folder_tensors import find_tensors
+from glm46.storage.huggingface.peft_folder import PeftConfig
 from glm46.storage.huggingface.schemes import scheme_of
 from tests.unit.storage.huggingface.test_hf_safetensors import MODELS, make_folder
 

@@ -15,7 +15,8 @@ from glm46.config.presets import PRESETS
 from glm46.files.tensor_file import TensorFile
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
-from glm46.storage.huggingface.import_weights import FolderReader, find_tensors, import_weights
+from glm46.storage.huggingface.folder_tensors import find_tensors
+from glm46.storage.huggingface.import_weights import FolderReader, import_weights
 from glm46.storage.huggingface.merge_adapter import merge_adapter
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.peft_export import export_adapter

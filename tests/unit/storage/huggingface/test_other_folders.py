@@ -9,10 +9,12 @@ import torch
 from transformers import Glm4MoeForCausalLM
 
 from glm46.config.errors import UserError
+from glm46.storage.huggingface.folder_check import check_folder, stored_shape
+from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.hub import repository_of
-from glm46.storage.huggingface.import_weights import check_folder, find_tensors, import_weights, stored_shape
-from glm46.storage.huggingface.peft_config import PeftConfig
+from glm46.storage.huggingface.import_weights import import_weights
 from glm46.storage.huggingface.peft_export import export_adapter
+from glm46.storage.huggingface.peft_folder import PeftConfig
 from tests.unit.storage.huggingface.adapters import SHAPE, adapters
 from tests.unit.storage.huggingface.test_hf_safetensors import MODELS, empty_model, make_folder, read_folder
 

@@ -14,7 +14,7 @@ from glm46.commands.inspect import show_chats
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import CHAT_FORMATS, PAIRS, TextRecipe
 from glm46.run.plan import resolve_plan
-from glm46.storage.data import conversation
+from glm46.storage.data import chat_rows
 from glm46.storage.data.chat import ChatOptions, render
 from glm46.storage.data.conversation import parse_conversation
 from glm46.storage.data.corpus import describe_sources, load_text, plan_sources
@@ -78,7 +78,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_the_recipe_names_the_formats_of_the_reader():
-    assert tuple(conversation._ROWS) == CHAT_FORMATS
+    assert tuple(chat_rows.ROWS) == CHAT_FORMATS
     assert (*CHAT_FORMATS, PAIRS) == tuple(row_reader._CHAT_FIELDS)
 
 

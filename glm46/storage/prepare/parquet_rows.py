@@ -13,13 +13,11 @@ _ROWS = 256
 
 
 def parquet_rows(file: Path | str, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a file, without the keys of structs that are null.
+    """The rows of a file, without the keys of structs that are null. Raises pyarrow.ArrowException if the file is
+    damaged.
 
     Args:
         columns: names of those to read; None: all.
-
-    Raises:
-        pyarrow.ArrowException: the file is damaged.
     """
     import pyarrow.parquet
 

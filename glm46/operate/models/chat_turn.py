@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from glm46.storage.data.chat import CALL, END_CALL, END_KEY, END_THINK, END_VALUE, KEY, THINK, VALUE
+from glm46.storage.data.chat import CALL, CALL_MARKERS, END_CALL, END_KEY, END_THINK, END_VALUE, KEY, THINK, VALUE
 from glm46.storage.data.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
 
@@ -29,9 +29,8 @@ class TurnReader:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        markers = (THINK, END_THINK, CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE)
         self._tokenizer = tokenizer
-        self._names = {tokenizer.special[name]: name for name in markers}
+        self._names = {tokenizer.special[name]: name for name in (THINK, END_THINK, *CALL_MARKERS)}
         self._kind: Kind = "answer"
         self._ids: list[int] = []
         """Of an incomplete character, or of the call that is open."""

@@ -1,0 +1,161 @@
+"""A folder of weights compared with a model, by the names, shapes and types of all tensors, before a weight is read."""
+
+import re
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.config.model import ModelShape
+from glm46.run.parameters import FP8_BLOCK, PARAMETERS, fp8_families
+from glm46.storage.checkpoint.folder_kind import Kind, kind_of
+from glm46.storage.huggingface.config_json import CONFIG, read_config, shape_of
+from glm46.storage.huggingface.dcp_folder import DcpFolder
+from glm46.storage.huggingface.folder_tensors import Places, find_tensors
+from glm46.storage.huggingface.fp8 import Scheme as Fp8
+from glm46.storage.huggingface.names import MOST_SHOWN, Form, HFNames, has_repeats, listed, raise_if, stacked_name
+from glm46.storage.huggingface.schemes import Scheme, scheme_of
+
+_STACKED = tuple(stacked_name(row) for row in PARAMETERS if row.is_expert)
+
+_EXTRA = re.compile(r"rotary_emb\.\w+|(\w+\.)?[qkv]_scale|(\w+\.)?(input|output)_scale|_extra_state")
+"""Ends of names behind a module: what others store beside weights, and this model computes itself or without."""
+
+_MAY_DIFFER = ("rope_theta", "rope_scaling", "max_position_embeddings", "sliding_window", "initializer_range")
+"""Keys of the config that may differ from the folder's: they stretch positions, or have no effect on given weights.
+num_nextn_predict_layers may be smaller; the other prediction layers are then not read."""
+
+
+class CheckedFolder(NamedTuple):
+    """The weights that a folder stores of the model."""
+
+    names: HFNames
+    found: Places
+    """Those of quantised weights included; of DCP by the names of `form`."""
+    scheme: Scheme | None
+    quantised: dict[str, tuple[int, ...]]
+    """Quantised weights and their shapes."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of the folder, a line each."""
+    dcp: DcpFolder | None = None
+    """Reads the tensors, if another program wrote the folder in DCP's format."""
+
+
+def check_folder(folder: Path, shape: ModelShape) -> CheckedFolder:
+    """Check a folder against the model. Raises UserError with all faults of config.json, or else of the
+    tensors."""
+    dcp, raw, notes = None, {}, []
+    if kind_of(folder) is Kind.DCP:
+        dcp = DcpFolder(folder, shape)
+        found, form = {name: (folder, record) for name, record in dcp.records.items()}, dcp.form
+        notes.append(dcp.note)
+    else:
+        raw = read_config(folder)
+        raise_if(_config_faults(raw, shape, folder / CONFIG))
+        found = find_tensors(folder)
+        form = Form.STACKED if any(name.endswith(_STACKED) for name in found) else Form.PER_EXPERT
+    if _lacks_mtp(found, shape):
+        raise UserError(
+            f"{folder}: lacks the multi-token prediction layers (transformers does not save them), but "
+            f"model.num_nextn_predict_layers = {shape.num_nextn_predict_layers}; set it to 0"
+        )
+    names = HFNames(shape, repeat_shared=has_repeats(found, shape), form=form)
+    scheme = scheme_of(raw, str(folder / CONFIG))
+    more = shape_of(raw).num_nextn_predict_layers - shape.num_nextn_predict_layers if raw else 0
+    found, lines = _without_extras(found, names, more)
+    notes += [f"{folder}: {line}" for line in lines]
+    # Some tools save tensors without elements, such as the shared experts if n_shared_experts = 0; others omit them.
+    empty = {name for name, (_, record) in found.items() if name not in names.places and not prod(record.shape)}
+    if isinstance(scheme, Fp8):
+        empty |= {name + scheme.suffix for name in empty}  # one scale per row is not empty
+    found = {name: place for name, place in found.items() if name not in empty}
+    records = {name: record for name, (_, record) in found.items()}
+    quantised, stored_names, faults = scheme.weights_in(records, names) if scheme else ({}, set(), [])
+    weights = {name: (record.shape, record.dtype) for name, record in records.items() if name not in stored_names}
+    weights |= {name: (size, torch.bfloat16) for name, size in quantised.items()}
+    faults += names.name_faults(weights)
+    known = {name: of for name, of in weights.items() if name in names.places}
+    unfit = [fault for name, of in known.items() if (fault := names.fault(name, *of)) is not None]
+    faults += unfit[:MOST_SHOWN]
+    if len(unfit) > MOST_SHOWN:
+        faults.append(f"{len(unfit) - MOST_SHOWN} more tensors differ in shape or type from the model's")
+    raise_if([f"{folder}: {fault}" for fault in faults])
+    rounded = [dtype for name, (_, dtype) in known.items() if names.places[name][0].is_fp32 and dtype.itemsize < 4]
+    if rounded:
+        dtype = str(rounded[0]).removeprefix("torch.")
+        notes.append(f"{folder}: {len(rounded)} selection biases of routers were stored rounded, in {dtype}")
+    return CheckedFolder(names, found, scheme, quantised, tuple(notes), dcp)
+
+
+def _without_extras(found: Places, names: HFNames, more: int) -> tuple[Places, list[str]]:
+    """The tensors without those that are known not to be read, and lines about these. ``more``: prediction layers that
+    config.json has more than the model, which its user left out."""
+    of_layers = {name.removesuffix("eh_proj.weight") for name in found if name.endswith(".eh_proj.weight")}
+    skipped = tuple(prefix for prefix in of_layers if prefix + "eh_proj.weight" not in names.places)
+    of_layers = {name for name in found if skipped and name.startswith(skipped)}
+    extra = sorted(name for name in set(found) - set(names.places) - of_layers if _is_extra(name))
+    notes = []
+    if len(skipped) > more:
+        notes.append(f"holds {counted(len(skipped), 'prediction layer')} beyond those of its config.json: not read")
+    if extra:
+        notes.append(f"not read: {counted(len(extra), 'tensor')}, as this model computes without them: {listed(extra)}")
+    return {name: place for name, place in found.items() if name not in of_layers and name not in extra}, notes
+
+
+def check_fp8_folder(folder: Path, shape: ModelShape) -> None:
+    """`check_folder`, and that the weights which `fp8_families` names are stored in FP8, with a scale for each row or
+    for blocks whose columns are a multiple of 128. Raises UserError as `check_folder` does, or if they are not."""
+    checked, families = check_folder(folder, shape), fp8_families(shape)
+    remedy = "take the published FP8 model, or write one by `python -m glm46 convert to-hf --dtype fp8-block`"
+    if not isinstance(checked.scheme, Fp8) or checked.scheme.grid(FP8_BLOCK)[1] % FP8_BLOCK:
+        expected = f"scales of rows or of blocks of {FP8_BLOCK} columns"
+        raise UserError(f"{folder}: has no FP8 weights with {expected}; {remedy}")
+    wanted = (name for name, (entry, _) in checked.names.places.items() if entry.row.fp8_family in families)
+    if missing := [name for name in wanted if name not in checked.quantised]:
+        raise UserError(f"{folder}: {missing[0]} and {len(missing) - 1} more tensors are not in FP8; {remedy}")
+
+
+def stored_shape(folder: Path, shape: ModelShape | None = None) -> ModelShape:
+    """A model shape, with 0 prediction layers if the files of a folder have none.
+
+    `transformers` saves a model without prediction layers and still counts them in the config.
+
+    Args:
+        shape: None: that of the folder's config.json.
+
+    Raises:
+        UserError: config.json or the files are damaged.
+    """
+    shape = shape or shape_of(read_config(folder), str(folder / CONFIG))
+    found = DcpFolder(folder, shape).records if kind_of(folder) is Kind.DCP else find_tensors(folder)
+    return shape.model_copy(update={"num_nextn_predict_layers": 0}) if _lacks_mtp(found, shape) else shape
+
+
+def files_of_weights(folder: Path, shape: ModelShape) -> list[Path]:
+    """The files that hold the weights of a folder and describe them."""
+    if kind_of(folder) is Kind.DCP:
+        return DcpFolder(folder, shape).files
+    return sorted({folder / CONFIG, *(path for path, _ in find_tensors(folder).values())})
+
+
+def _lacks_mtp(names: Iterable[str], shape: ModelShape) -> bool:
+    first = (f"model.layers.{shape.num_hidden_layers}.", "mtp.0.")
+    return shape.num_nextn_predict_layers > 0 and not any(name.startswith(first) for name in names)
+
+
+def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> list[str]:
+    theirs = shape_of(raw, str(file))
+    values = [(name, getattr(shape, name), getattr(theirs, name)) for name in ModelShape.model_fields]
+    return [
+        f"{file}: {name} = {there!r}, but the config has model.{name} = {ours!r}; set it to the folder's"
+        for name, ours, there in values
+        if ours != there and name not in _MAY_DIFFER and not (name == "num_nextn_predict_layers" and ours < there)
+    ]
+
+
+def _is_extra(name: str) -> bool:
+    return any(_EXTRA.fullmatch(name, match.end()) for match in re.finditer(r"\.|^", name))
