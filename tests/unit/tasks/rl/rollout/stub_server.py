@@ -262,7 +262,7 @@ class StubServer:
     def _given(self, token: int) -> float | None:
         return None if self.fault == "null scores" else self._model(token)
 
-    def _generate(self, name: str, prompt: list[int], seed: int, length: int):
+    def _sample(self, name: str, prompt: list[int], seed: int, length: int):
         """Tokens and finish reason, or the number of an error."""
         if self.fault in ("400", "500"):
             return int(self.fault)
@@ -310,7 +310,7 @@ class StubServer:
         if forced := self.forced(sampling, "max_tokens"):
             return {"choices": [{"token_ids": forced[0], "finish_reason": forced[1]}]}
         name = "generate-tokens-" + body["request_id"]
-        generated = self._generate(name, prompt, sampling["seed"], sampling["max_tokens"])
+        generated = self._sample(name, prompt, sampling["seed"], sampling["max_tokens"])
         if isinstance(generated, int):
             return generated
         tokens, finish = generated
@@ -332,7 +332,7 @@ class StubServer:
         if forced := self.forced(sampling, "max_new_tokens"):
             places = [[0.0, token, None] for token in forced[0]]
             return {"meta_info": {"output_token_logprobs": places, "finish_reason": {"type": forced[1]}}}
-        generated = self._generate(body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
+        generated = self._sample(body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
         if isinstance(generated, int):
             return generated
         tokens, finish = generated
