@@ -173,15 +173,19 @@ def _copy_file(source: Path, target: Path, record: FileRecord) -> list[str]:
         return []
     # Every node copies the small files: each writes under a name of its own.
     arriving = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}.part")
-    with source.open("rb", buffering=0) as read, arriving.open("wb", buffering=0) as write:
-        shutil.copyfileobj(read, write, _COPY_BYTES)
-        os.fsync(write.fileno())
+    _copy_durably(source, arriving)
     found = hash_file(arriving)
     if found == record:
         os.replace(arriving, target)
         return []
     arriving.unlink()
     return [f"{source}: arrived with SHA-256 {found.sha256}, expected {record.sha256}"]
+
+
+def _copy_durably(source: Path, target: Path) -> None:
+    with source.open("rb", buffering=0) as read, target.open("wb", buffering=0) as write:
+        shutil.copyfileobj(read, write, _COPY_BYTES)
+        os.fsync(write.fileno())
 
 
 def gather_folder(output: Path, step: int) -> Path:
