@@ -80,16 +80,16 @@ def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stu
 def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kind):
     pool = make_pool(kind, servers=stubs[:1], most=8, deadline=0.3)
     pool.update(weights(1))
-    stubs[0].fault, draw_one, running, seen = "hang", stubs[0]._generate, [], []
+    stubs[0].fault, sample_one, running, seen = "hang", stubs[0]._sample, [], []
 
     def counted(*request):
         running.append(request)
         seen.append(len(running))
-        generated = draw_one(*request)
+        generated = sample_one(*request)
         running.remove(request)
         return generated
 
-    stubs[0]._generate = counted
+    stubs[0]._sample = counted
     assert len(pool.generate(REQUESTS, RULES)) == len(REQUESTS) == 12
     assert max(seen) == 8
 
