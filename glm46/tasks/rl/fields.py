@@ -30,7 +30,7 @@ def training_fields(
     config: ResolvedRL,
     longest: int,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What `PolicyGradient` and `ValueLoss` read of each token.
+    """Fields of each token that `PolicyGradient` and `ValueLoss` read.
 
     Args:
         given: [T] each, in the order of the samples: ``rollout_logprobs``, and what networks computed before the first

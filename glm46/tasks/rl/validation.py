@@ -35,9 +35,10 @@ def validate_sets(sampler: Sampler, sets: Sequence[PromptSet]) -> dict[str, floa
     Seeds depend on the prompt only, so that two validations differ by the weights.
     """
     columns: dict[str, float] = {}
-    for table, prompts in sets:
+    for one_set in sets:
+        table = one_set.table
         rules = sampler.rules._replace(temperature=table.temperature, routes=False)
-        scored = _answered(sampler, f"validation {table.name}", prompts, table.samples, rules)
+        scored = _answered(sampler, f"validation {table.name}", one_set.prompts, table.samples, rules)
         if scored is None:
             continue
         first = sampler.config.rewards[0].name

@@ -6,15 +6,12 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_state import EngineError, ServerState
-
-if TYPE_CHECKING:
-    from glm46.tasks.rl.rollout.server_pool import ServerPool  # which imports this page
 
 _MOST_FAILURES = 3
 """In a row, of one server; or of one request on all servers."""
@@ -31,13 +28,33 @@ class _Sent(NamedTuple):
     abort_at: float
 
 
+class Servers(Protocol):
+    """The part of `ServerPool`, which imports this file, that a dispatch uses."""
+
+    deadline: float
+    most_running: int
+
+    @property
+    def version(self) -> int:
+        """See `ServerPool.version`."""
+
+    def ready(self) -> list[ServerState]:
+        """See `ServerPool.ready`."""
+
+    def new_name(self) -> str:
+        """See `ServerPool.new_name`."""
+
+    def lose(self, state: ServerState, reason: str) -> None:
+        """See `ServerPool.lose`."""
+
+
 class Dispatch:
     """One call of `ServerPool.generate`. Only the calling thread changes its state: other threads make one HTTP call
     each, and are daemons, so that a server that hangs does not keep the process from ending."""
 
     def __init__(
         self,
-        pool: "ServerPool",
+        pool: Servers,
         requests: Sequence[Request],
         rules: SamplingRules,
         halt: threading.Event | None = None,

@@ -81,18 +81,18 @@ def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stu
 def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kind):
     pool = make_pool(kind, servers=stubs[:1], most=8)
     pool.update(weights(1))
-    draw_one, running, seen = stubs[0]._generate, [], []
+    sample_one, running, seen = stubs[0]._sample, [], []
 
     def counted(*request):
         running.append(request)
         seen.append(len(running))
         wait_until(lambda: len(seen) >= 8)
         time.sleep(0.1)  # for one more than 8
-        generated = draw_one(*request)
+        generated = sample_one(*request)
         running.remove(request)
         return generated
 
-    stubs[0]._generate = counted
+    stubs[0]._sample = counted
     assert len(pool.generate(REQUESTS, RULES)) == len(REQUESTS) == 12
     assert max(seen) == 8
 
