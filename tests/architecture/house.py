@@ -41,71 +41,32 @@ COURT = (
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. A person chose these
 # numbers, and they fall when code goes. `RAISED` holds what was added to them, with its reason.
 LINE_BUDGETS = {
-    "": 25, "__main__": 26, "cli": 110, "commands": 1610, "compat": 410, "config": 5015, "files": 770, "run": 1740,
-    "compute/distributed": 1320, "compute/model": 2690, "compute/optim": 1990, "compute/parallelize": 1335,
-    "storage/data": 3050, "storage/prepare": 2860, "storage/checkpoint": 2280, "storage/huggingface": 3195,
-    "engine/observe": 2455, "engine/reliability": 1265, "engine/inference": 1740, "engine/training": 2720,
-    "engine/evaluation": 1560,
-    "tasks/pretrain": 820, "tasks/finetune": 365, "tasks/rl": 3215, "tasks/rl/rewards": 1050, "tasks/rl/rollout": 2735,
-    "operate/estimate": 3755, "operate/launch": 2570, "operate/ablation": 955, "operate/benchmark": 1135,
-    "operate/cluster": 2630, "operate/models": 1425,
+    "": 20, "__main__": 26, "cli": 105, "commands": 1415, "compat": 500, "config": 4940, "files": 720, "run": 1855,
+    "compute/distributed": 1405, "compute/model": 2700, "compute/optim": 2010, "compute/parallelize": 1695,
+    "storage/data": 2850, "storage/prepare": 3320, "storage/checkpoint": 2040, "storage/huggingface": 2920,
+    "engine/observe": 2460, "engine/reliability": 1290, "engine/inference": 1765, "engine/training": 2810,
+    "engine/evaluation": 1575, "tasks/pretrain": 815, "tasks/finetune": 310, "tasks/rl": 2925,
+    "tasks/rl/rewards": 1420, "tasks/rl/rollout": 2755, "operate/estimate": 3570, "operate/launch": 2635,
+    "operate/ablation": 950, "operate/benchmark": 170, "operate/cluster": 2365, "operate/models": 1440,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
-    ("compat", 40, "no rows reach no grouped kernel; gradients of empty experts"),
-    ("compute/parallelize", 15, "the same in FP8"),
-    ("config", 35, "ids of the hub that were stated; numbers that say which rule they break"),
-    ("engine/inference", 20, "tokenizers of checkpoints whose ids are those of the hub"),
-    ("engine/observe", 30, "a dump folder that is renamed; warnings of loading in log.txt"),
-    ("engine/reliability", 20, "the same for the files of hang reports"),
-    ("engine/training", 10, "the same for log.txt"),
-    ("files", 20, "one reader of JSON objects that other programs wrote"),
-    ("operate/estimate", 85, "a search that counts equal layers once; times in a unit that suits"),
-    ("operate/launch", 100, "one HostGroup; references of another shape"),
-    ("storage/data", 25, "lists of results of a tool"),
-    ("storage/prepare", 300, "results with scales, bases and unions; streams and JSON rows in all their forms"),
-    ("tasks/rl/rewards", 360, "choices by their last decision; labels that a meaningless program passes"),
-    ("compute/parallelize", 220, "tokens travel to experts in two levels"),
-    ("compute/distributed", 85, "the agreement before a step along a tree; groups of hosts"),
-    ("run", 105, "rows of the two levels, the tree, and gradients that are summed once"),
-    ("operate/estimate", 55, "the same in the plan"),
-    ("engine/training", 60, "the same in the first message; networks with and without an optimizer"),
-    ("config", 65, "degrees that a rule would accept; keys of the exchange"),
-    ("files", 20, "links that lead nowhere"),
-    ("engine/inference", 15, "attention kernels that are named at the start"),
-    ("operate/models", 15, "the same"),
-    ("engine/observe", 15, "rows on narrow terminals"),
-    ("engine/evaluation", 45, "task files of other content"),
-    ("storage/prepare", 160, "units of one dimension; bounds, determinants and powers of ten"),
-    ("tasks/rl/rewards", 20, "labels that end their own process"),
-    ("tasks/rl/rollout", 30, "a first broadcast with a limit; two versions of NCCL"),
-    ("compat", 5, "types that mypy checks"),
-    ("compute/model", 10, "types"),
-    ("compute/optim", 20, "types"),
-    ("compute/parallelize", 25, "types"),
-    ("config", 55, "types: [rl] as it is resolved"),
-    ("run", 10, "types"),
-    ("engine/reliability", 5, "types"),
-    ("engine/training", 35, "types"),
-    ("storage/checkpoint", 25, "types"),
-    ("storage/data", 35, "types: `Batch`, field by field"),
-    ("tasks/finetune", 2, "types"),
-    ("tasks/pretrain", 15, "types"),
-    ("compat", 45, "torchao's kernels one by one, for weights that are rounded once in a step"),
-    ("compute/parallelize", 100, "the products around them, and the weights that pipeline stages keep"),
-    ("config", 15, "which runs keep them; one rule for weights that stay gathered"),
-    ("operate/estimate", 10, "their memory"),
+    ("compat", 45, "torchao's kernels one by one; collectives, sums and switches of compiled graphs"),
+    ("compute/distributed", 70, "an exchange that can be awaited later; recomputation that knows itself"),
+    ("compute/model", 55, "attention kernels of packages; experts whose rows come in two chunks"),
+    ("compute/parallelize", 145, "tokens that travel in two chunks; experts rounded once in a step"),
+    ("operate/models", 115, "turns of a chat and inspection, moved from storage"),
+    ("run", 55, "rows, waits and reasons of the exchange"),
+    ("storage/prepare", 50, "rows of Parquet, moved from storage/data"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 59_200
+MOST_LINES = 57_800
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 20_000
-"""Of `COURT`: 19,240, and 380 for tokens that travel in two levels, 80 for the agreement along a tree, 200 for types,
-100 for experts that are rounded once in a step.
-It may only fall; 17,500 is the goal."""
-MOST_OVERSIZED = 45
+MOST_COURT_LINES = 19_800
+"""Of `COURT`. It may only fall; 17,500 is the goal."""
+MOST_OVERSIZED = 40
 """Files, classes and functions that are larger than good ones. It may only fall too."""
-MOST_VERB_LINES = 160
-"""Of a file in `commands`: a verb parses its options and calls a room. 150 is the goal."""
+MOST_VERB_LINES = 150
+"""Of a file in `commands`: a verb parses its options and calls a room."""
 _UNLISTED = 18  # a room that is not in the table may be imported by nobody
 
 ROOT_CONFIG = "glm46.config.run_config"
