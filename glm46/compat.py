@@ -214,6 +214,8 @@ def add_mm_in_fp32(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return (a @ b).float() if total is None else total.add_(a @ b)
     if total is None:
         return torch.mm(a, b, out_dtype=torch.float32)
+    if torch.compiler.is_compiling():  # Inductor of 2.14 has no code for `addmm` with a dtype
+        return total.add_(torch.mm(a, b, out_dtype=torch.float32))
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
