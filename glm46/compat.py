@@ -328,29 +328,34 @@ def scatter_row_sums(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> No
     scatter(out, whole, group=group)
 
 
+Arriving = tuple[Tensor, dist.Work | None]
+"""Rows on their way, see `start_exchange`."""
+
+
 def start_exchange(
     rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup, is_kept: bool = True
-) -> Tensor:
-    """Start an all-to-all of rows; the result must not be read before `wait_for_exchange`. Collective.
+) -> Arriving:
+    """Start an all-to-all of rows; they must not be read before `wait_for_exchange`. Collective.
 
-    Uses a private operator of torch's compiler back end: `torch.distributed.all_to_all_single` writes into a buffer,
-    which activation checkpointing cannot save. So it does if the result shall not be saved.
+    Args:
+        is_kept: selective checkpointing can keep the rows. It keeps what private operators of torch's compiler back end
+            return, which `torch.distributed.all_to_all_single`, with a buffer that it writes into, is not. What a
+            recomputation leaves out goes by the latter: it finds kept results by the number of the call.
     """
     if is_kept:
-        return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name)
-    arrived = rows.new_empty(sum(receive), *rows.shape[1:])
-    work = dist.all_to_all_single(arrived, rows, receive, send, group=group, async_op=True)
-    assert work is not None, "this rank is in the group"
-    torch._C._distributed_c10d._register_work(arrived, work)
-    return arrived
+        return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name), None
+    arriving = rows.new_empty(sum(receive), *rows.shape[1:])
+    return arriving, dist.all_to_all_single(arriving, rows, receive, send, group=group, async_op=True)
 
 
-def wait_for_exchange(rows: Tensor) -> Tensor:
-    """Wait for the result of `start_exchange`. On a GPU the stream waits, not the host."""
-    if torch.compiler.is_compiling():
-        return torch.ops._c10d_functional.wait_tensor(rows)
+def wait_for_exchange(arriving: Tensor, work: dist.Work | None) -> Tensor:
+    """Wait for what `start_exchange` returned. On a GPU the stream waits, not the host."""
     began = time.perf_counter()
-    arrived = torch.ops._c10d_functional.wait_tensor(rows)
+    if work is None:
+        arrived = torch.ops._c10d_functional.wait_tensor(arriving)
+    else:
+        work.wait()
+        arrived = arriving.view_as(arriving)
     _waited.seconds += time.perf_counter() - began
     return arrived
 

@@ -87,15 +87,15 @@ class Links(TorchDispatchMode):
         start, wait, cpu, multiply = compat.start_exchange, compat.wait_for_exchange, Tensor.cpu, compat.grouped_mm
 
         def started(rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup, is_kept: bool = True):
-            result = start(rows, receive, send, group, is_kept)
+            arriving, work = start(rows, receive, send, group, is_kept)
             if not is_kept:
-                self._count(rows, send, group, result)
-            return result
+                self._count(rows, send, group, arriving)
+            return arriving, work
 
-        def awaited(rows: Tensor) -> Tensor:
+        def awaited(rows: Tensor, work: dist.Work | None) -> Tensor:
             if (key := rows.untyped_storage()._cdata) in self._names:
                 self.order.append(f"wait{self._names.pop(key)}")
-            return wait(rows)
+            return wait(rows, work)
 
         def copied(tensor: Tensor) -> Tensor:
             self.waits += 1

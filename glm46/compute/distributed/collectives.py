@@ -21,12 +21,13 @@ class _StartExchange(torch.autograd.Function):
         if exchange.is_left_out:
             return rows.new_empty(sum(exchange.receive), *rows.shape[1:])
         sizes = exchange.receive, exchange.send, exchange.group
-        return compat.start_exchange(rows.contiguous(), *sizes, is_kept=exchange.part == "rows")
+        arriving, exchange.work = compat.start_exchange(rows.contiguous(), *sizes, is_kept=exchange.part == "rows")
+        return arriving
 
     @staticmethod
     def backward(ctx, _: Tensor):
         grad, ctx.exchange.returning = ctx.exchange.returning, None
-        return compat.wait_for_exchange(grad), None
+        return compat.wait_for_exchange(*grad), None
 
 
 class _FinishExchange(torch.autograd.Function):
@@ -36,7 +37,7 @@ class _FinishExchange(torch.autograd.Function):
         if exchange.is_left_out:
             return in_flight.view_as(in_flight)
         with waiting_for_ranks():
-            return compat.wait_for_exchange(in_flight)
+            return compat.wait_for_exchange(in_flight, exchange.work)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -62,7 +63,8 @@ class Exchange:
         self.send, self.receive, self.group, self.part = send, receive, group, part
         self.is_left_out = leaves_out(part)
         """The rows that `finish` returns have any value."""
-        self.returning: Tensor | None = None
+        self.work: dist.Work | None = None
+        self.returning: compat.Arriving | None = None
         """In backward, the gradient of `rows` in transit."""
 
     def start(self, rows: Tensor) -> Tensor:
