@@ -338,9 +338,8 @@ def start_exchange(
     """Start an all-to-all of rows; they must not be read before `wait_for_exchange`. Collective.
 
     Args:
-        is_kept: selective checkpointing can keep the rows. It keeps what private operators of torch's compiler back end
-            return, which `torch.distributed.all_to_all_single`, with a buffer that it writes into, is not. What a
-            recomputation leaves out goes by the latter: it finds kept results by the number of the call.
+        is_kept: True sends by a private operator of torch's compiler back end, whose result selective checkpointing
+            keeps. A recomputation finds it by the number of the call, so rows that it leaves out take another operator.
     """
     if is_kept:
         return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group.group_name), None

@@ -36,7 +36,7 @@ def children_of(process: int) -> list[int]:
 
 
 def is_rank(process: int) -> bool:
-    """Whether a server of ranks has forked it as a rank."""
+    """True for a process that a server of ranks has forked as a rank."""
     try:
         return Path(f"/proc/{process}/comm").read_text().startswith("glm46-rank")
     except (FileNotFoundError, ProcessLookupError):
@@ -44,7 +44,7 @@ def is_rank(process: int) -> bool:
 
 
 def is_alive(process: int) -> bool:
-    """Whether it exists and is no zombie."""
+    """True for a process that exists and is no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -51,7 +51,11 @@ LINE_BUDGETS = {
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
     ("compat", 50, "torchao's kernels one by one; collectives, sums and switches of compiled graphs"),
-    ("compute/distributed", 70, "an exchange that can be awaited later; recomputation that knows itself"),
+    (
+        "compute/distributed",
+        75,
+        "an exchange that can be awaited later, and lets its rows go; recomputation that knows itself",
+    ),
     ("compute/model", 55, "attention kernels of packages; experts whose rows come in two chunks"),
     ("compute/parallelize", 145, "tokens that travel in two chunks; experts rounded once in a step"),
     ("operate/models", 115, "turns of a chat and inspection, moved from storage"),

@@ -36,8 +36,9 @@ class _FinishExchange(torch.autograd.Function):
         ctx.exchange = exchange
         if exchange.is_left_out:
             return in_flight.view_as(in_flight)
+        work, exchange.work = exchange.work, None  # it holds the rows that were sent, and this exchange lives longer
         with waiting_for_ranks():
-            return compat.wait_for_exchange(in_flight, exchange.work)
+            return compat.wait_for_exchange(in_flight, work)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glm46 import compat
-from glm46.run.sizes import LOSS_CHUNK_TOKENS, TRAINED_LOSS_CHUNK_TOKENS
+from glm46.run.sizes import loss_chunk_tokens
 
 IGNORE = -100
 """Label of a position without a target."""
@@ -237,8 +237,7 @@ def _rows(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_tokens(weight: Tensor) -> int:
-    is_trained = torch.is_grad_enabled() and weight.requires_grad
-    return TRAINED_LOSS_CHUNK_TOKENS if is_trained and weight.device.type != "cpu" else LOSS_CHUNK_TOKENS
+    return loss_chunk_tokens(is_trained=torch.is_grad_enabled() and weight.requires_grad, device=weight.device.type)
 
 
 def summed_loss(
@@ -257,7 +256,7 @@ def summed_loss(
         part: None if `weight` is the whole vocabulary. Otherwise collective: each rank returns the sum over its own
             part of the sequence, so that the ranks add up to the whole. Gradients are those of the whole sum; the
             gradient of `hidden` is this rank's summand of it.
-        chunk_tokens: tokens per chunk of logits. None: as `glm46.run.sizes` says.
+        chunk_tokens: tokens per chunk of logits. None: as `loss_chunk_tokens` says.
     """
     is_counted, chunk_tokens = labels != IGNORE, chunk_tokens or _chunk_tokens(weight)
     if part is not None:

@@ -116,7 +116,7 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(E, 2 * width, D))
         self.down = nn.Parameter(torch.empty(E, D, width))
         self.forms: dict[str, tuple[Tensor, ...]] = {}
-        """What `product` keeps of a weight between two changes of it, by the name of the weight."""
+        """Forms of each weight that `product` reuses until the weight changes, by the name of the weight."""
 
     def forward(
         self,

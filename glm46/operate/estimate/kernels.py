@@ -23,7 +23,7 @@ from glm46.run.parameters import (
     mtp_layer,
     part_rows,
 )
-from glm46.run.sizes import LOSS_CHUNK_TOKENS, TRAINED_LOSS_CHUNK_TOKENS
+from glm46.run.sizes import loss_chunk_tokens
 
 Kind = Literal["products", "experts", "attention", "memory"]
 PartOfModel = Literal["embedding", "dense", "moe", "mtp", "head"]
@@ -277,7 +277,7 @@ def _head(batch: MicroBatch, frozen: Frozen | None) -> PartWork:
     product = _product(weight, replace(batch, linear_fp8=False))
     tokens = batch.tokens * batch.layout.tp
     held = weight.numel(batch.shape) / batch.layout.tp
-    chunks = max(tokens / (TRAINED_LOSS_CHUNK_TOKENS if frozen is None else LOSS_CHUNK_TOKENS), 1.0)
+    chunks = max(tokens / loss_chunk_tokens(is_trained=frozen is None), 1.0)
     logits = tokens * held / batch.shape.hidden_size * _PER_LOGIT[batch.param_dtype]
     kernels = round(_HEAD_KERNELS_PER_CHUNK * chunks)
     if frozen is not None:

@@ -49,7 +49,7 @@ from glm46.run.checkpoint_size import STATE_WIDTHS, WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, part_rows
 from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
-from glm46.run.sizes import LOSS_CHUNK_TOKENS, OFFLOAD_SLOTS, PROBE_BYTES, TRAINED_LOSS_CHUNK_TOKENS
+from glm46.run.sizes import OFFLOAD_SLOTS, PROBE_BYTES, loss_chunk_tokens
 
 OFFLOAD_ITEM_BYTES = 512 * 2**20
 """Largest item, unless a single tensor is larger: Muon's default workspace and bucket allow matrices of 256 MiB in
@@ -455,7 +455,7 @@ class _Step:
         """Logits of one chunk, their softmax, and the sum of the gradient of the head's weight over the chunks."""
         head, tokens = self._head_elements(), self._tokens * self._layout.tp
         is_cast, is_trained, has_gpu = self._width != FP32, self._config.adapter is None, self._device == "gpu"
-        chunk = TRAINED_LOSS_CHUNK_TOKENS if is_trained and has_gpu else LOSS_CHUNK_TOKENS
+        chunk = loss_chunk_tokens(is_trained=is_trained, device=self._device)
         logits = min(chunk, tokens) * head / self._shape.hidden_size * (FP32 + self._width * is_cast)
         sums = is_cast * head * (FP32 + self._width * (not has_gpu and tokens > chunk))
         return logits + sums * is_trained

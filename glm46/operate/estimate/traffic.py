@@ -30,7 +30,7 @@ from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
 from glm46.run.plan import Plan, gradients_are_summed_once, replicas_reduce_once
-from glm46.run.sizes import LOSS_CHUNK_TOKENS, TRAINED_LOSS_CHUNK_TOKENS
+from glm46.run.sizes import loss_chunk_tokens
 from glm46.run.stages import rank_of_stage
 
 _FP64 = 8
@@ -332,7 +332,7 @@ class _Step:
             yield _Call("tp", "reduce_scatter", tp, name, calls * self._has_backward, self._hidden * tp)
         if part.has_head:
             is_trained = self._has_backward and part.adapters is None
-            tokens, chunk = self._tokens * tp, TRAINED_LOSS_CHUNK_TOKENS if is_trained else LOSS_CHUNK_TOKENS
+            tokens, chunk = self._tokens * tp, loss_chunk_tokens(is_trained=is_trained)
             for start in range(0, tokens, chunk):
                 # Largest logit, logarithm of the sum, log-probability of the label and prediction of each token.
                 size = min(chunk, tokens - start) * 4 * _FP64 * tp

@@ -55,7 +55,7 @@ def summarise(folder: Path, *, read_contents: bool) -> list[CheckpointSummary]:
         read_contents: hash every file and check values for NaN and infinity; else compare lengths and names only.
 
     Raises:
-        UserError: the folder is absent, or there is no checkpoint in it.
+        UserError: the folder is absent, or has no checkpoint.
     """
     stated = step_of(folder.absolute())
     if stated is not None and kind_of(folder) in (Kind.STEP, Kind.OTHER):

@@ -36,7 +36,7 @@ def training_fields(
         given: [T] each, in the order of the samples: ``rollout_logprobs``, and what networks computed before the first
             update: ``old_logprobs`` (not needed under `ResolvedRL.is_on_policy`), ``reference_logprobs`` and
             ``old_values`` where `ResolvedRL.has_reference` and `ResolvedRL.has_critic` say so.
-        sample: int64 [T]: number of the sample of each token; -1 of tokens that are no targets, such as replies of an
+        sample: int64 [T]: number of the sample of each token; -1 for tokens without a target, such as replies of an
             environment.
         rewards: [N] of the samples; groups: int64 [N], number of the prompt.
         ends: of each optimizer step the number of its last sample + 1.
@@ -44,7 +44,7 @@ def training_fields(
         longest: most tokens of a completion, for the overlong penalty.
 
     Returns:
-        Fields FP32 [T], 0 at tokens that are no targets: ``advantages``, ``sample_tokens``, ``old_logprobs`` of
+        Fields FP32 [T], 0 for tokens without a target: ``advantages``, ``sample_tokens``, ``old_logprobs`` of
         old_policy = "rollout", ``correction`` where there are old log-probabilities, with a critic ``returns``. Columns
         of metrics: with `overlong_share` the mean of that penalty, which is not in the reward of the rollout.
     """

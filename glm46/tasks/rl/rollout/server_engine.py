@@ -89,7 +89,7 @@ class ServerEngine:
 
     def generate_ahead(self, folder: Path, *, goes_on: bool) -> None:
         """Keep `background` in step with the weights from now on: it is halted while servers load, and while
-        `generate` generates, and goes on afterwards.
+        `generate` generates, and continues afterwards.
 
         Args:
             folder: of what it generates.

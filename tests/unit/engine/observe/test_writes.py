@@ -17,7 +17,7 @@ from tests.processes import HANG_SECONDS, wait_until
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """A function that sets how long a call is waited for; for ever, unless a test calls it."""
+    """A function that limits the time for which a call is waited for. Without it there is no limit."""
 
     def set_to(seconds: float) -> None:
         monkeypatch.setattr(writes, "_PATIENCE_SECONDS", seconds)
