@@ -85,12 +85,9 @@ class RolloutLoop:
             given, seconds = read_on_first_rank(partial(self._journal.read_fields, first)), 0.0
         else:
             given, seconds = self._builder.evaluate(rollout, self.steps)
-        arrays, longest = rollout.arrays, self._plan.config.rollout.max_new_tokens
-        rewards, groups = torch.from_numpy(arrays["rewards"]), torch.from_numpy(arrays["groups"])
-        sample, ends = rollout.sample_of_tokens(), step_ends(self._plan, rollout)
-        fields, columns = training_fields(given, sample, rewards, groups, ends, self._config, longest)
+        fields, columns = self._training_fields(rollout, given)
         if rollout.is_demonstration:
-            fields["advantages"] = (sample >= 0).float()
+            fields["advantages"] = (rollout.sample_of_tokens() >= 0).float()
         fields = given | fields
 
         # 4 steps
@@ -111,14 +108,19 @@ class RolloutLoop:
         if self._unwritten is None:
             return
         (fields, record), self._unwritten = self._unwritten, None
-        old, arrays = record.of_all_ranks(), self.rollout.arrays
-        given = {"old_logprobs": old, "rollout_logprobs": torch.from_numpy(arrays["logprobs"])}
-        rewards, groups = torch.from_numpy(arrays["rewards"]), torch.from_numpy(arrays["groups"])
-        sample, ends = self.rollout.sample_of_tokens(), step_ends(self._plan, self.rollout)
-        longest = self._plan.config.rollout.max_new_tokens
-        found, _ = training_fields(fields | given, sample, rewards, groups, ends, self._config, longest)
+        old = record.of_all_ranks()
+        given = {"old_logprobs": old, "rollout_logprobs": torch.from_numpy(self.rollout.arrays["logprobs"])}
+        found, _ = self._training_fields(self.rollout, fields | given)
         fields |= {"old_logprobs": old, "correction": found["correction"]}
         self._journal.write_fields(self.rollout.step, fields)
+
+    def _training_fields(
+        self, rollout: Rollout, given: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        rewards, groups = (torch.from_numpy(rollout.arrays[name]) for name in ("rewards", "groups"))
+        sample, ends = rollout.sample_of_tokens(), step_ends(self._plan, rollout)
+        longest = self._plan.config.rollout.max_new_tokens
+        return training_fields(given, sample, rewards, groups, ends, self._config, longest)
 
     def update_weights(self, version: int) -> None:
         """6 weights: give the engine those of the policy, if it has others.
