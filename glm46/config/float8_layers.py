@@ -70,9 +70,9 @@ def linear_layers(shape: ModelShape, float8: Float8Config, tp: int = 1) -> Itera
 
 def keeps_rounded_experts(config: RunConfig) -> bool:
     """The experts' weights are rounded once in a step and not in each micro-batch: on pipeline stages whose layers stay
-    gathered for the step. Experts with adapters, and torchao's product in MXFP8, round in each micro-batch."""
+    gathered for the step. torchao's product in MXFP8 rounds in each micro-batch."""
     parallelism, recipe = config.parallelism, config.float8.experts_recipe_name
-    is_kept = parallelism.pipeline_parallel_degree > 1 and parallelism.keeps_gathered and config.adapter is None
+    is_kept = parallelism.pipeline_parallel_degree > 1 and parallelism.keeps_gathered
     return is_kept and (recipe == "rowwise" or (recipe is not None and config.float8.emulate))
 
 

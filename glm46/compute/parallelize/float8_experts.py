@@ -130,10 +130,7 @@ def experts_kernels(float8: Float8Config) -> GroupedKernels | None:
 
 class RoundedExperts:
     """Keeps the experts' weights rounded to FP8 for all micro-batches of a step, on stages of a pipeline. Their layers
-    stay gathered for the step; elsewhere a layer is gathered anew in each pass, and rounded anew.
-
-    Experts with adapters are not among them: their products take weights in other types too.
-    """
+    stay gathered for the step; elsewhere a layer is gathered again in each pass, and rounded again."""
 
     def __init__(self, models: Iterable[Transformer], plan: Plan):
         self._experts: list[Experts] = []
