@@ -455,8 +455,9 @@ def own_clock() -> float:
 
 def clone_store() -> dist.Store:
     """A second connection to the store of the default process group, for use in another thread. The store has no public
-    name."""
-    return dist.distributed_c10d._get_default_store().clone()
+    name, and torch's types know its method from 2.14 on."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 @contextlib.contextmanager

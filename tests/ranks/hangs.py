@@ -143,11 +143,14 @@ def run_hang(base: Path, source: Path, hang: str, victim: int) -> dict:
         source, folder, training={"steps": 1000}, checkpoint={"enable": False}, comm={"hang_seconds": 5.0}
     )
     codes = await_ranks(start_ranks(2, log, lambda rank: work(rank, config, hang, victim, moment)))
+    times = [json.loads(line)["step_seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "hang": hang,
         "victim": victim,
         "codes": codes,
         "seconds": time.monotonic() - float(moment.read_text()),
+        "found_seconds": (folder / "hang" / f"stacks-rank{1 - victim}.txt").stat().st_mtime - moment.stat().st_mtime,
+        "slowest_step": max(times[2:]),
         "said": "".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)),
         "files": {path.name: path.stat().st_size for path in (folder / "hang").iterdir()},
         "stacks": (folder / "hang" / f"stacks-rank{victim}.txt").read_text(),

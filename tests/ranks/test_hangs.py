@@ -32,7 +32,7 @@ def test_a_hung_rank_is_found_named_and_ended(server):
         assert row["codes"][other] == 76 and row["codes"][victim] == (-9 if is_mute else 76), row
         assert row["seconds"] < 60.0, row  # without an end it waits until the program is killed
         # Found at the limit, which follows the steps of this run; a busy machine delays one look by seconds.
-        assert row["found_seconds"] < max(2.0, 5 * row["slowest_step"]) + 20.0, row
+        assert row["found_seconds"] < max(5.0, 5 * row["slowest_step"]) + 20.0, row
         assert row["said"].count("error: no progress for") == 1, row
         doing, waiting = "training step", "training step"
         if row["hang"] == "no text":

@@ -66,8 +66,8 @@ def _read(backend: str, trace: dict[str, Any]) -> tuple[dict[str, Position], lis
         if is_batch:  # its sends, recorded before it, stay "scheduled"; its number is that of the last collective
             batches[group, entry["p2p_seq_id"]] = state
         if not entry["is_p2p"]:
-            # Disjoint groups of a mesh may share a name.
-            key = f"{backend} {group} from rank {min(ranks.get(group, [0]))}"
+            # Disjoint groups of a mesh may share a name. The recorder of gloo in torch 2.13 knows no group's ranks.
+            key = f"{backend} {group} from rank {min(ranks.get(group) or [0])}"
             of_group = last.setdefault(key, [0, "", 0, None])
             if state == "completed" or (backend == "gloo" and entry["retired"]):
                 of_group[2] = max(of_group[2], number)
@@ -77,6 +77,8 @@ def _read(backend: str, trace: dict[str, Any]) -> tuple[dict[str, Position], lis
     peers = []
     for entry in (entry for entry in entries if entry["is_p2p"]):
         group = entry["process_group"][0]
+        if not ranks.get(group):
+            continue
         state = batches.get((group, entry["p2p_seq_id"]), entry["state"])
         if state == "started" or (state == "scheduled" and not is_timed):
             named = _PEERS.finditer(entry["profiling_name"])

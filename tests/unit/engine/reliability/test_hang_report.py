@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.flight_recorder.components.types import Op
 
 from glm46.compat import flight_recorders
@@ -30,11 +31,12 @@ def entry(
 
 
 def gloo(number: int, *, waits: bool) -> dict:
-    """gloo never changes a state, and fills pg_config with nothing."""
+    """gloo never changes a state, and fills pg_config with nothing: in torch 2.13 with the group that has no name."""
     entries = [entry("0", "gloo:all_reduce", n, "scheduled", timed=False) for n in range(1, number + 1)]
     for each in entries:
         each["retired"] = not waits or each is not entries[-1]
-    return {"pg_config": {"": {"desc": "", "name": "", "ranks": "[0, 1]"}}, "entries": entries, "version": "2.10"}
+    entries.insert(0, entry("", "gloo:all_reduce", 1, "scheduled", timed=False) | {"retired": True})
+    return {"pg_config": {"": {"desc": "", "name": "", "ranks": "[]"}}, "entries": entries, "version": "2.10"}
 
 
 class Rank:
@@ -151,6 +153,13 @@ def test_without_timing_what_the_host_has_launched_counts(monkeypatch):
         assert find_culprits(answers, 8) == found
 
 
+def test_gloos_collectives_are_read_without_the_ranks_of_its_groups(monkeypatch):
+    text = json.dumps(gloo(12, waits=True))
+    monkeypatch.setattr(hang_report, "flight_recorders", lambda: {"gloo": text})
+    collectives = collectives_here()[0]["collectives"]
+    assert collectives["gloo 0 from rank 0"] == [12, "gloo:all_reduce", 11, [[1024]]]
+
+
 def test_more_than_half_are_not_accused():
     answers = {rank: {"stack": ["glm46/compute/model/block.py:9 forward"], "collectives": {}} for rank in range(4)}
     assert find_culprits(answers, 4) == []
@@ -168,7 +177,7 @@ def test_torch_reads_the_dumps_of_these_tests():
         event = entry("1", name, 3, "started", **options)
         op = Op(event, {"1": {0, 1}}, "1")
         assert op.state == "started" and op.collective_seq_id == 3
-    assert flight_recorders().keys() == {"gloo", "nccl"}
+    assert flight_recorders().keys() == {"gloo", *(["nccl"] if dist.is_nccl_available() else [])}
 
 
 @pytest.mark.parametrize("method", ["cpu", "item", "tolist", "synchronize", "numel"])
