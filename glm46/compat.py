@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -455,9 +455,8 @@ def own_clock() -> float:
 
 def clone_store() -> dist.Store:
     """A second connection to the store of the default process group, for use in another thread. The store has no public
-    name, and torch's types know its method from 2.14 on."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()
+    name, and the types of torch 2.13 do not know its method."""
+    return cast(Any, dist.distributed_c10d._get_default_store()).clone()
 
 
 @contextlib.contextmanager

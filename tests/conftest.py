@@ -180,7 +180,7 @@ EVERY = {
     "tests/unit/operate/launch/test_hosts.py": {
         "test_a_node_that_was_silent_before_a_failure_is_lost_at_once": 0,
     },
-    "tests/unit/storage/data/test_chat_template.py": {
+    "tests/unit/storage/chats/test_chat_template.py": {
         "test_arguments_as_json_text_are_those_of_the_object": 0,
         "test_documents_and_prompts_equal_apply_chat_template": 3,
     },

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from glm46.config.faults import counted
 from glm46.config.options import integer, positive, verb_parser, whole
+from glm46.storage.chats.pairs import BEGIN
 from glm46.storage.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.packing import TokenStream
-from glm46.storage.data.pairs import BEGIN
 from glm46.storage.data.shards import NOT_A_TARGET, open_shard
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.storage.huggingface.hub import fetch_options

@@ -20,18 +20,19 @@ LAYERS = {
     "compute/distributed": 3, "compute/model": 3,
     "compute/optim": 4, "compute/parallelize": 4,
     "storage/data": 5, "storage/checkpoint": 5,
-    "storage/prepare": 6, "storage/huggingface": 6,
-    "engine/observe": 7, "engine/inference": 7,
-    "engine/reliability": 8,
-    "engine/training": 9, "engine/evaluation": 9,
-    "tasks/pretrain": 10, "tasks/rl/rewards": 10, "tasks/rl/rollout": 10,
-    "tasks/finetune": 11, "tasks/rl": 11,
-    "operate/estimate": 12,
-    "operate/launch": 13,
-    "operate/ablation": 14, "operate/benchmark": 14, "operate/cluster": 14, "operate/models": 14,
-    "commands": 15,
-    "cli": 16,
-    "__main__": 17,
+    "storage/chats": 6,
+    "storage/prepare": 7, "storage/huggingface": 7,
+    "engine/observe": 8, "engine/inference": 8,
+    "engine/reliability": 9,
+    "engine/training": 10, "engine/evaluation": 10,
+    "tasks/pretrain": 11, "tasks/rl/rewards": 11, "tasks/rl/rollout": 11,
+    "tasks/finetune": 12, "tasks/rl": 12,
+    "operate/estimate": 13,
+    "operate/launch": 14,
+    "operate/ablation": 15, "operate/benchmark": 15, "operate/cluster": 15, "operate/models": 15,
+    "commands": 16,
+    "cli": 17,
+    "__main__": 18,
 }  # fmt: skip
 WINGS = ("compute", "storage", "engine", "tasks", "operate")
 COURT = (
@@ -43,7 +44,8 @@ COURT = (
 LINE_BUDGETS = {
     "": 20, "__main__": 26, "cli": 105, "commands": 1415, "compat": 500, "config": 4940, "files": 720, "run": 1855,
     "compute/distributed": 1405, "compute/model": 2700, "compute/optim": 2010, "compute/parallelize": 1695,
-    "storage/data": 2850, "storage/prepare": 3320, "storage/checkpoint": 2040, "storage/huggingface": 2920,
+    "storage/data": 1895, "storage/checkpoint": 2040, "storage/chats": 955, "storage/prepare": 3320,
+    "storage/huggingface": 2920,
     "engine/observe": 2460, "engine/reliability": 1290, "engine/inference": 1765, "engine/training": 2810,
     "engine/evaluation": 1575, "tasks/pretrain": 815, "tasks/finetune": 310, "tasks/rl": 2925,
     "tasks/rl/rewards": 1420, "tasks/rl/rollout": 2755, "operate/estimate": 3570, "operate/launch": 2635,
@@ -65,13 +67,13 @@ RAISED: tuple[tuple[str, int, str], ...] = (
 """Room, lines, and what they are for."""
 MOST_LINES = 57_800
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 19_800
+MOST_COURT_LINES = 18_850
 """Of `COURT`. It may only fall; 17,500 is the goal."""
 MOST_OVERSIZED = 40
 """Files, classes and functions that are larger than good ones. It may only fall too."""
 MOST_VERB_LINES = 150
 """Of a file in `commands`: a verb parses its options and calls a room."""
-_UNLISTED = 18  # a room that is not in the table may be imported by nobody
+_UNLISTED = 19  # a room that is not in the table may be imported by nobody
 
 ROOT_CONFIG = "glm46.config.run_config"
 ROOT_CONFIG_ROOMS = {"config", "run", "commands", *(room for room in LAYERS if room.startswith("operate/"))}

@@ -70,7 +70,7 @@ PLANTED = {
     "oversized": ("compute/model/rope.py", "def f(a, b, c, d, e, f, g, h, *, i):\n    pass\n"),
 }
 EXPECTED = {
-    "layer_violations": "glm46.compute.model.rope (layer 3) imports glm46.engine.training.trainer (layer 9)",
+    "layer_violations": "glm46.compute.model.rope (layer 3) imports glm46.engine.training.trainer (layer 10)",
     "root_config_readers": "glm46.compute.model.rope imports glm46.config.run_config; take a section, or the Plan",
     "unlisted_rooms": "novelty",
     "cycles": "glm46.compute.model.block -> glm46.compute.model.rope -> glm46.compute.model.block",

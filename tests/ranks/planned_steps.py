@@ -41,7 +41,7 @@ from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.run import activations
 from glm46.run.layout import Layout
 from glm46.run.plan import Plan, resolve_plan
-from glm46.storage.data.pairs import BEGIN
+from glm46.storage.chats.pairs import BEGIN
 from glm46.tasks.finetune.preference_loss import split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
 from tests.ranks.forked_ranks import run_cases

@@ -14,8 +14,8 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.engine.inference.generation import continue_tokens
-from glm46.storage.data.chat import chat_prompt
-from glm46.storage.data.conversation import Message
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights

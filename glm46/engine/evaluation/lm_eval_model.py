@@ -15,8 +15,8 @@ from glm46.config.errors import UserError
 from glm46.engine.evaluation.answers import Answering, EvaluationPrompt, Keys
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.inference.scoring import ContinuationRequest
-from glm46.storage.data.chat import chat_prompt
-from glm46.storage.data.conversation import BadConversation, parse_prompt
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import BadConversation, parse_prompt
 from glm46.storage.data.tokenizer import END_OF_TEXT, Tokenizer
 
 _MAX_NEW_TOKENS = 256

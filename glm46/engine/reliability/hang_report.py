@@ -75,10 +75,8 @@ def _read(backend: str, trace: dict[str, Any]) -> tuple[dict[str, Position], lis
                 sizes = entry["input_sizes"] if name.endswith(_EQUAL_SIZES) else None
                 of_group[:2], of_group[3] = [number, name], sizes
     peers = []
-    for entry in (entry for entry in entries if entry["is_p2p"]):
+    for entry in (entry for entry in entries if entry["is_p2p"] and ranks.get(entry["process_group"][0])):
         group = entry["process_group"][0]
-        if not ranks.get(group):
-            continue
         state = batches.get((group, entry["p2p_seq_id"]), entry["state"])
         if state == "started" or (state == "scheduled" and not is_timed):
             named = _PEERS.finditer(entry["profiling_name"])

@@ -2,8 +2,8 @@
 
 from typing import Literal, NamedTuple
 
-from glm46.storage.data.chat import CALL, CALL_MARKERS, END_CALL, END_KEY, END_THINK, END_VALUE, KEY, THINK, VALUE
-from glm46.storage.data.conversation import Message, ToolCall
+from glm46.storage.chats.chat import CALL, CALL_MARKERS, END_CALL, END_KEY, END_THINK, END_VALUE, KEY, THINK, VALUE
+from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
 
 Kind = Literal["thought", "answer", "call"]

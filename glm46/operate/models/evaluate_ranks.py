@@ -32,8 +32,8 @@ from glm46.files.progress import tokens_progress
 from glm46.operate.models.evaluate_options import PICTURE, RESULTS, require_prediction, row_lengths
 from glm46.operate.models.loaded_model import load_model, on_all_ranks
 from glm46.run.curriculum import plan_stages
+from glm46.storage.chats.chat_template import raise_for_template
 from glm46.storage.checkpoint.integrity import META
-from glm46.storage.data.chat_template import raise_for_template
 from glm46.storage.data.manifest import Manifest, load_manifest
 
 

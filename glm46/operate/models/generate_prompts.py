@@ -9,9 +9,9 @@ from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
-from glm46.storage.data.chat import chat_prompt
-from glm46.storage.data.chat_template import raise_for_template
-from glm46.storage.data.conversation import BadConversation, Message, parse_tools
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.chat_template import raise_for_template
+from glm46.storage.chats.conversation import BadConversation, Message, parse_tools
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 

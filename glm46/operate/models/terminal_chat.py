@@ -13,8 +13,8 @@ from glm46.config.errors import UserError
 from glm46.engine.inference.generation import Continuation
 from glm46.engine.reliability.stop import ENDING_SIGNALS, EXIT_SIGNAL, end_on_signals
 from glm46.operate.models.chat_turn import Part, TurnReader
-from glm46.storage.data.chat import chat_prompt
-from glm46.storage.data.conversation import Message
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 
 _HELP = """Ctrl-C stops an answer; Ctrl-D or /exit ends the chat; /new begins a new one; /help shows these lines.
@@ -30,7 +30,7 @@ class _Ended(Exception):
 
 @dataclass
 class TerminalChat:
-    """A conversation between standard input and a model, in the chat format of `glm46.storage.data.chat`.
+    """A conversation between standard input and a model, in the chat format of `glm46.storage.chats.chat`.
 
     Args:
         answer: begins an answer to a prompt; each round adds tokens to the continuation. It ends early when the

@@ -101,7 +101,7 @@ class Manifest:
 
     @property
     def is_paired(self) -> bool:
-        """True if each document is a pair, see `storage/data/pairs.py`."""
+        """True if each document is a pair, see `storage/chats/pairs.py`."""
         return self.settings.get("format") == PAIRS
 
     def require_tokenizer(self, fingerprint: str) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
-from glm46.storage.data.chat import missing_markers
-from glm46.storage.data.chat_template import CHAT_TEMPLATE, TEMPLATE_FILE
+from glm46.storage.chats.chat import missing_markers
+from glm46.storage.chats.chat_template import CHAT_TEMPLATE, TEMPLATE_FILE
 from glm46.storage.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_file
 from glm46.storage.data.tokenizer_hf import byte_characters, parts_below
 from glm46.storage.huggingface.config_json import stated_ids

@@ -14,9 +14,9 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.files.array_file import map_arrays, write_arrays
-from glm46.storage.data.chat import ChatOptions, render, render_pair
-from glm46.storage.data.format_as_text import FORMAT_AS_TEXT
-from glm46.storage.data.pairs import EQUAL_HALVES
+from glm46.storage.chats.chat import ChatOptions, render, render_pair
+from glm46.storage.chats.format_as_text import FORMAT_AS_TEXT
+from glm46.storage.chats.pairs import EQUAL_HALVES
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.storage.prepare.documents import document_fault, encode_document, normalize

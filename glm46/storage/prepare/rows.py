@@ -6,8 +6,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from glm46.config.text_recipe import PAIRS, Recipe
-from glm46.storage.data.conversation import BadConversation, Conversation, parse_conversation
-from glm46.storage.data.pairs import parse_pair
+from glm46.storage.chats.conversation import BadConversation, Conversation, parse_conversation
+from glm46.storage.chats.pairs import parse_pair
 
 # The reason of a document that holds only white space.
 EMPTY = "empty"

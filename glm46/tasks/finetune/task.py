@@ -18,11 +18,11 @@ from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import stage_at
 from glm46.run.plan import Plan
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import Message
+from glm46.storage.chats.pairs import BEGIN
 from glm46.storage.data.batches import Batch
-from glm46.storage.data.chat import chat_prompt
-from glm46.storage.data.conversation import Message
 from glm46.storage.data.manifest import Manifest
-from glm46.storage.data.pairs import BEGIN
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.tasks.finetune.preference_loss import REFERENCE, PreferenceLoss, split_pairs
 from glm46.tasks.pretrain.network_rows import greedy_answers

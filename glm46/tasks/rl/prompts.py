@@ -9,8 +9,8 @@ import numpy as np
 
 from glm46.config.errors import UserError
 from glm46.config.rl_data import PromptsConfig
-from glm46.storage.data.chat import chat_prompt
-from glm46.storage.data.conversation import BadConversation, parse_prompt, parse_tools
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import BadConversation, parse_prompt, parse_tools
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.prepare.readers import file_rows

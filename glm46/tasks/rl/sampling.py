@@ -17,7 +17,7 @@ from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig as RolloutSection
-from glm46.storage.data.chat import chat_reply
+from glm46.storage.chats.chat import chat_reply
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.advantages import differing_groups
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels, prompt_at

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.storage.data.chat_template import template_beside
+from glm46.storage.chats.chat_template import template_beside
 from glm46.storage.data.tokenizer_hf import read_tokenizer_json
 from glm46.storage.huggingface.adapter_origin import read_base_files
 from glm46.storage.huggingface.config_json import config_of, read_config, shape_of, stated_ids

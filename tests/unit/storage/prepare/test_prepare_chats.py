@@ -14,9 +14,9 @@ from glm46.commands.inspect import show_chats
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import CHAT_FORMATS, PAIRS, TextRecipe
 from glm46.run.plan import resolve_plan
-from glm46.storage.data import chat_rows
-from glm46.storage.data.chat import ChatOptions, render
-from glm46.storage.data.conversation import parse_conversation
+from glm46.storage.chats import chat_rows
+from glm46.storage.chats.chat import ChatOptions, render
+from glm46.storage.chats.conversation import parse_conversation
 from glm46.storage.data.corpus import describe_sources, load_text, plan_sources
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.shards import NOT_A_TARGET, open_shard

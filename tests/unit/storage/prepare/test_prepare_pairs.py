@@ -9,10 +9,10 @@ from glm46.commands.inspect import show_chats
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.engine.evaluation.rows import held_out
-from glm46.storage.data.chat import ChatOptions, render, render_pair
-from glm46.storage.data.conversation import BadConversation, parse_conversation
+from glm46.storage.chats.chat import ChatOptions, render, render_pair
+from glm46.storage.chats.conversation import BadConversation, parse_conversation
+from glm46.storage.chats.pairs import BEGIN, parse_pair
 from glm46.storage.data.packing import TokenStream
-from glm46.storage.data.pairs import BEGIN, parse_pair
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.prepare.pipeline import prepare_text

@@ -13,9 +13,9 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.engine.inference.generation import Continuation, Generation, decoder_for
 from glm46.engine.inference.loading import load_for_inference
 from glm46.engine.inference.sampling import Sampling
-from glm46.storage.data import chat
-from glm46.storage.data.chat import chat_prompt
-from glm46.storage.data.conversation import Message
+from glm46.storage.chats import chat
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.tasks.finetune.task import train

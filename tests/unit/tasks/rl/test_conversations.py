@@ -12,8 +12,8 @@ from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
 from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig as RolloutSection
-from glm46.storage.data.chat import ChatOptions, chat_prompt, render
-from glm46.storage.data.conversation import Conversation, Message, ToolCall
+from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
+from glm46.storage.chats.conversation import Conversation, Message, ToolCall
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.config.text_recipe import CHAT_FORMATS
-from glm46.storage.data.chat import ChatOptions, render
-from glm46.storage.data.conversation import (
+from glm46.storage.chats.chat import ChatOptions, render
+from glm46.storage.chats.conversation import (
     BadConversation,
     Conversation,
     Message,
@@ -16,7 +16,7 @@ from glm46.storage.data.conversation import (
     parse_conversation,
     parse_prompt,
 )
-from glm46.storage.data.format_as_text import CALL_AS_TEXT, MARKER_AS_TEXT, OPEN_THOUGHT
+from glm46.storage.chats.format_as_text import CALL_AS_TEXT, MARKER_AS_TEXT, OPEN_THOUGHT
 from glm46.storage.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("builtin")

@@ -21,9 +21,9 @@ from glm46.config.text_recipe import TextRecipe
 from glm46.engine.inference.generation import Continuation
 from glm46.operate.models import generate_prompts
 from glm46.operate.models.terminal_chat import TerminalChat
-from glm46.storage.data.chat import ChatOptions, chat_prompt, render
-from glm46.storage.data.chat_template import CHAT_TEMPLATE, rendered
-from glm46.storage.data.conversation import BadConversation, Conversation, parse_prompt, parse_tools
+from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
+from glm46.storage.chats.chat_template import CHAT_TEMPLATE, rendered
+from glm46.storage.chats.conversation import BadConversation, Conversation, parse_prompt, parse_tools
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.data.tokenizer import load_tokenizer

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.storage.data.conversation import Conversation, Message
+from glm46.storage.chats.conversation import Conversation, Message
 from glm46.storage.data.tokenizer import Tokenizer
 
 TOOLS_HEAD = """

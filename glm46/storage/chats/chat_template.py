@@ -13,8 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
-from glm46.storage.data.chat import TOOLS_HEAD, TOOLS_TAIL, chat_prompt, raise_for_markers
-from glm46.storage.data.conversation import Message, ToolCall
+from glm46.storage.chats.chat import TOOLS_HEAD, TOOLS_TAIL, chat_prompt, raise_for_markers
+from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer, tokenizer_file
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from glm46.storage.data.chat_rows import ROWS, BadConversation, message_list, role_of, text_of
-from glm46.storage.data.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
+from glm46.storage.chats.chat_rows import ROWS, BadConversation, message_list, role_of, text_of
+from glm46.storage.chats.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
 
 _MAY_FOLLOW: dict[str, set[str | None]] = {
     "system": {None, "system", "user", "assistant"},

@@ -3,8 +3,8 @@
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.storage.data.chat import ChatOptions, chat_prompt, render
-from glm46.storage.data.conversation import Message, ToolCall, parse_conversation
+from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
+from glm46.storage.chats.conversation import Message, ToolCall, parse_conversation
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER = load_tokenizer("builtin")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from glm46.config.errors import UserError
-from glm46.storage.data.chat import ChatOptions, chat_prompt, render
-from glm46.storage.data.chat_template import CHAT_TEMPLATE, raise_for_template, rendered
-from glm46.storage.data.conversation import parse_conversation
+from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
+from glm46.storage.chats.chat_template import CHAT_TEMPLATE, raise_for_template, rendered
+from glm46.storage.chats.conversation import parse_conversation
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights
 

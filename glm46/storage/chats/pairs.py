@@ -9,8 +9,8 @@ as a marker.
 from collections.abc import Mapping
 from typing import Any
 
-from glm46.storage.data.chat_rows import BadConversation, role_of, untrained
-from glm46.storage.data.conversation import Conversation, parse_conversation
+from glm46.storage.chats.chat_rows import BadConversation, role_of, untrained
+from glm46.storage.chats.conversation import Conversation, parse_conversation
 
 BEGIN = "[gMASK]"
 """The special token that each half of a pair begins with."""
