@@ -117,8 +117,8 @@ class StopConfig(Section):
     ends with the reason. Each step with a row of metrics is looked at (metrics.log_freq)."""
 
     max_mismatch_kl: float = Field(0.0, ge=0.0)
-    """Largest ``mismatch_kl``: the KL divergence of the policy that drew the samples from the trainer's, as estimated
-    before the first step of a rollout. 0: no bound."""
+    """Largest ``mismatch_kl``: the KL divergence of the policy that generated the samples from the trainer's, as
+    estimated before the first step of a rollout. 0: no bound."""
 
     min_entropy: float = Field(0.0, ge=0.0)
     """Smallest ``entropy``, the mean over tokens in nats. 0: no bound."""

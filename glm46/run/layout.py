@@ -89,7 +89,7 @@ class Layout:
 
 
 def generation_layout(degrees: Degrees, world_size: int) -> Layout:
-    """The layout of ranks that generate; ``dp_shard`` is the number of those that draw different samples. A rule has
+    """The layout of ranks that generate; ``dp_shard`` is the number of those with different samples. A rule has
     checked the degrees."""
     replicas = world_size // degrees.ranks
     return Layout(degrees.pipeline_parallel, 1, replicas, 1, degrees.tensor_parallel, degrees.expert_parallel)

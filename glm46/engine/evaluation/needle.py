@@ -67,8 +67,8 @@ class Needle:
 
     def _sentence(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens of the needle up to its value, of the value, and of the rest of its line."""
-        draw = random.Random(f"{self._seed} {key}")
-        name, value = draw.choice(_KEYS), " ".join(draw.sample(_VALUES, 2))
+        chance = random.Random(f"{self._seed} {key}")
+        name, value = chance.choice(_KEYS), " ".join(chance.sample(_VALUES, 2))
         # Encoded apart, so that the value has the same tokens in the needle and behind the question.
         parts = (f"\nThe secret words of {name} are", f" {value}", ".\n")
         return tuple(self._tokenizer.encode(part).astype(np.int64) for part in parts)
@@ -94,9 +94,9 @@ class Needle:
 
     def _haystack(self, key: str, tokens: int) -> np.ndarray:
         """Held-out text from a place that the key decides, without document ends; a short source is repeated."""
-        draw = random.Random(f"{self._seed} text {key}")
-        stream = draw.choice(self._streams)
-        start, parts, missing = draw.randrange(stream.length), [np.empty(0, np.int64)], tokens
+        chance = random.Random(f"{self._seed} text {key}")
+        stream = chance.choice(self._streams)
+        start, parts, missing = chance.randrange(stream.length), [np.empty(0, np.int64)], tokens
         while missing:
             buffer = np.empty(missing, np.int64)
             used, _ = stream.read(start, buffer)

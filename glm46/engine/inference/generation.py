@@ -12,7 +12,7 @@ from torch import Tensor
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.engine.inference.sampling import Sampling, draw, signed
+from glm46.engine.inference.sampling import Sampling, sample, signed
 
 
 @dataclass
@@ -23,12 +23,12 @@ class Continuation:
     """Token ids, at least one."""
     max_new_tokens: int
     seed: int = 0
-    """With the position of a token, it decides its draw: nothing else in the batch matters, and a continuation of this
-    prompt and its first tokens goes on with the same tokens."""
+    """With the position of a token, it decides the sample: nothing else in the batch matters, and a continuation of
+    this prompt and its first tokens goes on with the same tokens."""
     tokens: list[int] = field(default_factory=list)
     """What was written, with the stop id."""
     logprobs: list[float] = field(default_factory=list)
-    """Logarithm of the probability of each token, see `draw`."""
+    """Logarithm of the probability of each token, see `sample`."""
     finish: Literal["stop", "length", "abort"] | None = None
     """None until the end."""
     routes: Tensor | None = None
@@ -78,8 +78,8 @@ class Generation:
 
     A row of the decoder that has ended gets the next continuation that waits. The rows of one prompt share its
     computation: their keys and values are copied. If the decoder drafts, a round also checks the tokens that the
-    prediction layers drafted in the round before: those that equal what is drawn are kept. So drafts change neither the
-    tokens nor their log-probabilities, but for the rounding of longer calls.
+    prediction layers drafted in the round before: those that equal what is sampled are kept. So drafts change neither
+    the tokens nor their log-probabilities, but for the rounding of longer calls.
 
     Args:
         decoder: nobody else uses it until the end. Its rows are long enough for every continuation and its drafts. On a
@@ -172,7 +172,7 @@ class Generation:
             self._cached[row] = self._rows[row].kind
 
     def _round(self) -> None:
-        """Run the model on the last token and the drafts of each row, and take what is drawn."""
+        """Run the model on the last token and the drafts of each row, and take what is sampled."""
         rows, decoder = self._rows, self._decoder
         if not rows:
             decoder.idle()
@@ -185,10 +185,10 @@ class Generation:
                 tokens.shape[1], device=tokens.device
             )
             seeds = self._tensor([[row.seed] for row in rows]).expand_as(places)
-            drawing = draw(decoder.logits(hidden)[..., : self._vocab], self._sampling, seeds, places)
-            found = torch.stack([x.double() for x in drawing])
-        drawn, logprobs = decoder.mesh.share(found, (2, *tokens.shape))
-        of_rows = zip(rows, drawn.long().tolist(), logprobs.tolist(), strict=True)
+            sampled = sample(decoder.logits(hidden)[..., : self._vocab], self._sampling, seeds, places)
+            found = torch.stack([x.double() for x in sampled])
+        chosen, logprobs = decoder.mesh.share(found, (2, *tokens.shape))
+        of_rows = zip(rows, chosen.long().tolist(), logprobs.tolist(), strict=True)
         taken = [self._take(row, tokens, of) for row, tokens, of in of_rows]
         self._keep_routes()
         if decoder.depth:
@@ -201,17 +201,17 @@ class Generation:
             if row.of.finish is not None and row.of.routes is None:
                 row.of.routes = self._decoder.routes(number, row.position)
 
-    def _take(self, row: _Row, drawn: list[int], logprobs: list[float]) -> list[int]:
+    def _take(self, row: _Row, chosen: list[int], logprobs: list[float]) -> list[int]:
         """Append the accepted drafts and one more token, up to a stop id or the end; returns what is known after the
         token that was fed.
 
         Args:
-            drawn: for each number of drafts the token after them.
+            chosen: for each number of drafts the token after them.
         """
         agreed = 0
-        while agreed < len(row.drafts) and row.drafts[agreed] == drawn[agreed]:
+        while agreed < len(row.drafts) and row.drafts[agreed] == chosen[agreed]:
             agreed += 1
-        one, known = row.of, drawn[: agreed + 1]
+        one, known = row.of, chosen[: agreed + 1]
         one.drafted += len(row.drafts)
         one.accepted += agreed
         for token, logprob in zip(known, logprobs, strict=False):
@@ -277,7 +277,7 @@ def continue_tokens(
     Args:
         logits_of: the model, int64 [1, S] to [1, S, V].
         prompt: token ids, at least one.
-        temperature: 0 takes the most likely token; otherwise draw with a fixed seed, the same on every rank.
+        temperature: 0 takes the most likely token; otherwise sample with a fixed seed, the same on every rank.
         stop: ids that end the text.
         vocab_size: ids from here on are padding rows of the head and are never taken.
         is_stopped: called before each token; true ends the text. All ranks must get the same answer.
@@ -291,7 +291,7 @@ def continue_tokens(
             break
         logits = logits_of(torch.tensor([tokens], device=device))[0, -1:, :vocab_size].float()
         place = torch.tensor([len(tokens)], device=device)
-        token = int(draw(logits, sampling, torch.zeros_like(place), place)[0])  # sync: the next call needs the token
+        token = int(sample(logits, sampling, torch.zeros_like(place), place)[0])  # sync: the next call needs the token
         if token in stop:
             break
         tokens.append(token)

@@ -129,8 +129,8 @@ class ModelMesh:
     def share(self, values: Tensor | None, size: Sequence[int]) -> Tensor:
         """Numbers of the first rank with the head, on all ranks with the same rows: FP64 on the CPU. Collective.
 
-        Ranks would draw different tokens if a sum differed in the last bit, and would then wait for each other without
-        end.
+        Ranks would sample different tokens if a sum differed in the last bit, and would then wait for each other
+        without end.
 
         Args:
             values: [*size]; None on other stages.

@@ -1,4 +1,4 @@
-"""Drawing of tokens from logits: every draw is a function of its own logits, seed and position."""
+"""Sampling of tokens from logits: each token is a function of its own logits, seed and position."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ class Sampling:
     """Options of sampling."""
 
     temperature: float = 0.0
-    """0 takes the most likely token; otherwise logits are divided by it and a token is drawn."""
+    """0 takes the most likely token; otherwise logits are divided by it and a token is sampled."""
     top_k: int | None = None
-    """Draw only among this many most likely tokens."""
+    """Sample only among this many most likely tokens."""
     top_p: float = 1.0
-    """Draw only among the fewest most likely tokens whose probabilities sum to at least this."""
+    """Sample only among the fewest most likely tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
-    """Draw only among tokens whose probability is at least this fraction of the largest one."""
+    """Sample only among tokens whose probability is at least this fraction of the largest one."""
 
     @property
     def is_greedy(self) -> bool:
@@ -25,7 +25,7 @@ class Sampling:
 
 
 def scores(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits of the distribution to draw from, FP32 [..., V]: -inf for what the filters exclude, which apply in the
+    """Logits of the distribution to sample from, FP32 [..., V]: -inf for what the filters exclude, which apply in the
     order of the fields of `Sampling`. At temperature 0 the logits themselves.
 
     Args:
@@ -47,8 +47,8 @@ def scores(logits: Tensor, sampling: Sampling) -> Tensor:
     return found
 
 
-def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token of each row, or take the most likely one.
+def sample(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample one token of each row, or take the most likely one.
 
     The token is that at which the running sum of the probabilities, in FP64, passes `uniform(seeds, positions)`.
 
@@ -59,7 +59,7 @@ def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -
 
     Returns:
         Tokens, int64 [...], and the logarithm of their probability, FP32 [...], in the distribution that they were
-        drawn from; for the most likely tokens in that of the logits.
+        sampled from; for the most likely tokens in that of the logits.
     """
     of = scores(logits, sampling)
     chances = of.softmax(-1)
@@ -76,7 +76,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """Numbers uniform in [0, 1 - 2**-52], FP64: a hash of seed and position, both int64.
 
     Each is an output of SplitMix64 (doi 10.1145/2660193.2660195), whose state starts with its output for the seed:
-    draws of neighbouring seeds and positions are not related.
+    samples of neighbouring seeds and positions are not related.
     """
     return _mixed(_mixed(seeds) + positions * _GOLDEN).bitwise_and(2**52 - 1).double() * 2.0**-52
 

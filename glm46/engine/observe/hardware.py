@@ -150,7 +150,7 @@ class ThroughputMeter:
             flops: of forward and backward over all ranks.
             budget_tokens: what the step takes of ``training.tokens``: others than `tokens` where rows hold several
                 samples.
-            model_seconds: of draws, forward and backward.
+            model_seconds: of generation, forward and backward.
         """
         self._tokens += tokens
         self._budget_tokens += budget_tokens

@@ -40,7 +40,7 @@ class StepBatches(NamedTuple):
     note: str = ""
     """Message for the log, such as the begin of a stage."""
     model_seconds: float = 0.0
-    """Time in which `Task.prepare` drew samples for this step, and computed with networks."""
+    """Time in which `Task.prepare` generated samples for this step, and computed with networks."""
     packed_tokens: int | None = None
     """`computed_tokens`, if rows hold several sequences; None if each is a row."""
 

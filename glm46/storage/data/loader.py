@@ -195,7 +195,7 @@ class _BatchLoader(StatefulDataLoader):
 
     def __init__(self, stream: IterableDataset, **options):
         quiet_libraries()
-        # Each iterator draws a seed. Drawing it from the generator of the process would change its state, and a resumed
+        # Each iterator takes a seed. Taking it from the generator of the process would change its state, and a resumed
         # run, which makes more iterators, would differ from an uninterrupted one.
         super().__init__(stream, batch_size=None, generator=torch.Generator(), **options)
 

@@ -134,7 +134,7 @@ def require_fim_tokens(recipe: TextRecipe, tokenizer: Tokenizer) -> None:
 def encode_document(text: str, digest: bytes, recipe: TextRecipe, tokenizer: Tokenizer) -> np.ndarray:
     """Encode a document, rearranged for fill-in-the-middle with probability ``fim_rate``; uint32 [tokens].
 
-    The document is cut at two places and its middle moved to the end (arXiv 2207.14255). The random choices are drawn
+    The document is cut at two places and its middle moved to the end (arXiv 2207.14255). The random choices are made
     from ``digest``, the document's own hash. GLM trains with its three code tokens; its rate and order are not
     published. CodeGeeX4's guide puts the suffix first.
     """

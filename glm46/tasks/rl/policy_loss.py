@@ -20,7 +20,7 @@ class TokenLosses(NamedTuple):
 
 
 def kl_estimate(logprobs: Tensor, others: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate of KL(policy | other) at tokens drawn from the policy (J. Schulman, "Approximating KL Divergence").
+    """Estimate of KL(policy | other) at tokens sampled from the policy (J. Schulman, "Approximating KL Divergence").
 
     Args:
         logprobs, others: log-probabilities of the same tokens, of one shape.
