@@ -59,7 +59,8 @@ def micro_batches_fit_the_schedule(config: RunConfig, world_size: int | None) ->
     rows, name = config.training.local_batch_size * degree, config.parallelism.pipeline_parallel_schedule
     key, batch = "training.global_batch_size", config.training.global_batch_size
     counts = _micro_batch_counts(batch, rows, 2 * ranks)
-    for count in [count for count in counts if _wanted(name, ranks, count)][:1]:
+    count = next((count for count in counts if _wanted(name, ranks, count)), None)
+    if count is not None:
         stated = "absent" if batch is None else show(batch) if isinstance(batch, tuple) else f"{batch:g}"
         fitting = rows * -(-max(count, _least(name, ranks)) // ranks) * ranks
         yield fault(
@@ -71,8 +72,8 @@ def micro_batches_fit_the_schedule(config: RunConfig, world_size: int | None) ->
 
 
 def _micro_batch_counts(batch: Schedule | None, rows: int, most: int) -> Iterator[int]:
-    """Numbers of micro-batches of ``rows`` sequences in a step: those of each value, and of each ramp, which takes
-    every multiple between its values, the smallest and the next ``most``: if any of it is wrong, one of these is."""
+    """Numbers of micro-batches of ``rows`` sequences in a step: at each value, and the smallest ``most`` of each ramp,
+    which takes every number between two values. If a number of a ramp breaks the rule, one of these does."""
     points = batch if isinstance(batch, tuple) else ((0, rows if batch is None else batch),)
     ramps = [(one, other) for (start, one), (stop, other) in pairwise(points) if start < stop]
     for low, high in [*((value, value) for _, value in points), *(sorted(ramp) for ramp in ramps)]:
@@ -90,5 +91,5 @@ def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:
     if micro_batches < _least(schedule, ranks):
         return f"at least {_least(schedule, ranks)}"
     if schedule.startswith("Interleaved") and micro_batches % max(micro_batches // ranks, 1):
-        return f"a multiple of {ranks}"
+        return f"a number that divides into {micro_batches // ranks} equal rounds"
     return None

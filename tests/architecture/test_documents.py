@@ -31,12 +31,36 @@ def test_named_files_and_verbs_exist(document):
     assert set(verbs) - VERBS == set()
 
 
+def test_links_lead_to_files_and_headings():
+    """Links between pages, and to their headings by GitHub's rule; ``docs/index.md`` lists every page beside it."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    broken = []
+    for page in pages:
+        text = re.sub(r"(?s)```.*?```", "", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            file, _, heading = target.partition("#")
+            there = page if not file else (page.parent / file).resolve()
+            if re.match(r"[a-z]+://", target) or (there.exists() and (not heading or heading in headings(there))):
+                continue
+            broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\((\w+\.md)\)", index)) | {"index.md"}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - listed == set()
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    titles = re.findall(r"(?m)^#+ (.+)$", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
 def test_stops_of_the_ways_exist():
     """``file: name`` in docs/architecture.md: the file defines the name at its top level."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     stops = re.findall(r"`([\w/]+\.py): (\w+)`", text)
     ways = re.split(r"\n\*\*(?:A|An) [\w ]+\*\*\n", text)[1:]
-    assert len(ways) == 5 and [len(re.findall(r"(?m)^\d\. `", way)) for way in ways] == [6] * 5
+    assert len(ways) == 6 and [len(re.findall(r"(?m)^\d\. `", way)) for way in ways] == [6] * 6
     unknown = []
     for file, name in stops:
         path = ROOT / "glm46" / file

@@ -25,7 +25,7 @@ def global_grad_norm(
         pipeline: the ranks that hold other parameters.
 
     Returns:
-        FP32 scalar, equal on all ranks.
+        FP32 scalar, equal on all ranks of a mesh; replicas may differ in the last bits.
     """
     squares: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:

@@ -160,8 +160,8 @@ def pad_weights(weights_N: Tensor, place_N: Tensor, places: int) -> Tensor:
 
 
 def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-    """The token of each sorted assignment, [N, D]; `place_TA` holds the places of each token's assignments. Dropped
-    assignments are sorted last; `token_N` leaves them out."""
+    """The token of each sorted assignment, [N, D]; `place_TA` holds the places of each token's assignments. Between
+    ranks, dropped assignments are sorted last and `token_N` leaves them out; on one rank they are rows of weight 0."""
     return _Gather.apply(x_TD, token_N, place_TA)
 
 

@@ -41,7 +41,8 @@ class _Entry:
 
 
 class AdamW:
-    """``param_groups``, ``state`` and ``step`` as in torch; all states exist from the start."""
+    """AdamW over this rank's parts, with ``param_groups``, ``state`` and ``step`` as in torch: torch's fused kernel for
+    FP32 states on the device, plain operations for other states. All states exist from the start."""
 
     def __init__(
         self,

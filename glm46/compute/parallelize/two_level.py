@@ -147,7 +147,7 @@ class TwoLevelDispatcher(AllToAllDispatcher):
         return [self._sizes_of(numbers_RX) for numbers_RX in numbers_RCX.cpu().unbind(1)]
 
     def _sizes_of(self, counts_RX: Tensor) -> "_Sizes":
-        """``counts_RX``: as of `plan`, of each rank; on the CPU."""
+        """``counts_RX``: the counts of `_plan`, of each rank; on the CPU."""
         parts = counts_RX.view(self._hosts, self._of_host, -1).split([self._hosts, self._ranks, self._ranks], 2)
         by_host, by_rank, assigned = parts[0], *(part.unflatten(2, (self._hosts, -1)) for part in parts[1:])
         # What ranks with the same number on their hosts send to this host goes through the one that is here.

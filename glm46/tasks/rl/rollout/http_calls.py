@@ -13,7 +13,7 @@ _LONGEST_REASON = 400
 
 
 class CallError(Exception):
-    """A call failed or its reply makes no sense; the message says why. The server may be at fault, or the network."""
+    """A call failed or its reply makes no sense, by the server, the network or the request; the message says why."""
 
 
 class StatusError(CallError):
@@ -49,7 +49,7 @@ def call(url: str, path: str, body: Any = None, *, seconds: float) -> Any:
 
 
 class _Timed(io.RawIOBase):
-    """The bytes that come from a socket before a moment."""
+    """The bytes that come from a socket before a deadline."""
 
     def __init__(self, sock: socket.socket, end: float):
         self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
@@ -69,7 +69,7 @@ class _Timed(io.RawIOBase):
 
 
 class _Reply(http.client.HTTPResponse):
-    """A reply whose status line, headers and body come before a moment."""
+    """A reply whose status line, headers and body come before a deadline."""
 
     def __init__(self, end: float, sock: socket.socket, **options: Any):
         super().__init__(sock, **options)
@@ -78,7 +78,7 @@ class _Reply(http.client.HTTPResponse):
 
 
 def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
-    """The reply of `call` as it is."""
+    """The bytes of the reply; arguments and errors as for `call`."""
     parts, end = urlsplit(url), time.monotonic() + seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=seconds)
