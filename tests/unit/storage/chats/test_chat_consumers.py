@@ -22,7 +22,8 @@ from glm46.engine.inference.generation import Continuation
 from glm46.operate.models import generate_prompts
 from glm46.operate.models.terminal_chat import TerminalChat
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
-from glm46.storage.chats.chat_template import CHAT_TEMPLATE, rendered
+from glm46.storage.chats.chat_format import GLM_45
+from glm46.storage.chats.chat_template import chat_template, rendered
 from glm46.storage.chats.conversation import BadConversation, Conversation, parse_prompt, parse_tools
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import NOT_A_TARGET
@@ -237,7 +238,7 @@ def template_tokens(template):
     return found
 
 
-WANTED = template_tokens(CHAT_TEMPLATE)
+WANTED = template_tokens(chat_template(GLM_45))
 
 
 def test_the_prompts_are_those_of_the_original_template():
