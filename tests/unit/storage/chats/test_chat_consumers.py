@@ -559,8 +559,8 @@ def test_a_chat_in_the_terminal_in_the_format_of_glm_47(monkeypatch, capsys):
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_a_conversation_of_rl_goes_on_behind_what_was_sampled(thinking, one_rank):
-    """An ended thought without text stays ``<think></think>``, which the template would write ``</think>``; rewards read
-    whole turns, with the tag that the prompt holds."""
+    """An ended thought without text stays ``<think></think>``, which the template would write ``</think>``. Rewards
+    read whole turns, with the tag that the prompt holds."""
     config = RLConfig.model_validate({
         "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl", "thinking": thinking},
         "rewards": [{"name": "exact"}],
