@@ -188,7 +188,10 @@ def find_format(tokenizer: Tokenizer) -> ChatFormat:
     raise_for_markers(tokenizer)
     if (found := template_beside(tokenizer_file(tokenizer.path))) is None:
         return format_of_flavor(tokenizer.flavor)
-    file, template = found
+    return _format_of_template(*found)
+
+
+def _format_of_template(file: Path, template: str) -> ChatFormat:
     remedy = "use the tokenizer of a GLM-4.5 or 4.6 folder, or of a GLM-4.7 one, or remove the template"
     try:
         got = [rendered(template, _PROBE, _TOOLS, options) for options in _OPTIONS]
@@ -206,6 +209,18 @@ def find_format(tokenizer: Tokenizer) -> ChatFormat:
         f"{file}: this chat template is not that of GLM-4.5 and 4.6, nor that of GLM-4.7; beside the nearest, of "
         f"{nearest.models}, it renders {theirs[at : at + 30]!r} where they render {ours[at : at + 30]!r}; {remedy}"
     )
+
+
+def raise_for_model(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the template in the folder of a model has another format than the tokenizer, which may lie
+    elsewhere."""
+    if (found := template_beside(folder / "tokenizer.json")) is None:
+        return
+    if (format := _format_of_template(*found)) is not format_of(tokenizer):
+        raise UserError(
+            f"{found[0]}: the model has the chat format of {format.models}, but the tokenizer {tokenizer.path!r} that "
+            f"of {format_of(tokenizer).models}; set model.tokenizer_path = {str(folder)!r}"
+        )
 
 
 format_of = lru_cache(maxsize=4)(find_format)

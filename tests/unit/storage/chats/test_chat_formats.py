@@ -13,7 +13,7 @@ from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, chat_reply, render, render_pair
 from glm46.storage.chats.chat_format import FORMATS, GLM_45, GLM_47
-from glm46.storage.chats.chat_template import chat_template, find_format, raise_for_source
+from glm46.storage.chats.chat_template import chat_template, find_format, raise_for_model, raise_for_source
 from glm46.storage.chats.conversation import Message, parse_conversation
 from glm46.storage.chats.pairs import parse_pair
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -158,6 +158,17 @@ def test_the_format_is_that_of_the_template_beside_the_tokenizer(format, tmp_pat
         find_format(load_tokenizer(str(tmp_path)))
     (tmp_path / "chat_template.jinja").unlink()
     assert find_format(load_tokenizer(str(tmp_path), format.name)) is format
+
+
+@both
+def test_the_folder_of_the_model_has_the_format_of_its_tokenizer(format, tmp_path):
+    (other,) = set(FORMATS) - {format}
+    raise_for_model(tmp_path, TOKENIZERS[format])  # no template
+    (tmp_path / "chat_template.jinja").write_text(chat_template(format))
+    raise_for_model(tmp_path, TOKENIZERS[format])
+    said = f"has the chat format of {format.models}, but .* set model.tokenizer_path = '{tmp_path}"
+    with pytest.raises(UserError, match=said):
+        raise_for_model(tmp_path, TOKENIZERS[other])
 
 
 def test_sampling_of_a_new_folder_follows_the_format():
