@@ -16,6 +16,7 @@ _GLM_45: dict[str, Any] = dict(
 
 PRESETS: dict[str, ModelShape] = {
     "GLM-4.6": ModelShape(**_GLM_45 | dict(max_position_embeddings=202752)),
+    "GLM-4.7": ModelShape(**_GLM_45 | dict(max_position_embeddings=202752)),
     "GLM-4.5": ModelShape(**_GLM_45),
     "GLM-4.5-Air": ModelShape(
         **_GLM_45 | dict(
@@ -53,6 +54,10 @@ PRESETS: dict[str, ModelShape] = {
         )
     ),
 }  # fmt: skip
+
+REPEATING = ("GLM-4.7",)
+"""Presets whose exports repeat embedding and head in the prediction layers, as they are published. GLM-4.7 differs from
+4.6 in this and in its chat format."""
 
 
 @lru_cache(maxsize=64)  # one object for equal tables: a search of layouts compares shapes millions of times

@@ -37,15 +37,16 @@ class Recipe(Section):
     the model samples are the targets (docs/finetuning.md lists the fields), and a source of them, of chats in short,
     needs packing = "best_fit" and data.document_mask = true."""
 
-    history: Annotated[Literal["expand", "last", "all"], _CHATS] = "expand"
+    history: Annotated[Literal["expand", "last", "all", "keep"], _CHATS] = "expand"
     """Chats: reasoning is removed from the turns before the last user message. expand: a document for each user turn
     with reasoning, so that every turn is trained as it was sampled. last: only the last user turn is trained. all: one
-    document, in which every turn is trained."""
+    document, in which every turn is trained. keep: one document, in which every turn is trained and keeps its
+    reasoning; for the format of GLM-4.7, served with clear_thinking = false."""
 
     no_reasoning: Annotated[Literal["nothink", "mask", "train"], _MARKED] = "nothink"
     """Chats: turns without reasoning. nothink: as answers to a prompt that forbids thinking. mask: an empty thought
-    without targets. train: an empty thought that is a target, so that the model may stop thinking. Both answers of a
-    pair have one prompt: it allows thinking if one of them has reasoning."""
+    without targets, the same in the format of GLM-4.7. train: an empty thought that is a target, so that the model may
+    stop thinking. Both answers of a pair have one prompt: it allows thinking if one of them has reasoning."""
 
     max_tokens: Annotated[int | None, _MARKED] = Field(None, ge=2)
     """Chats: most tokens of a document, at most the shortest seq_len that reads the source, because documents are not

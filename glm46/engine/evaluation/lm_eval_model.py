@@ -15,7 +15,8 @@ from glm46.config.errors import UserError
 from glm46.engine.evaluation.answers import Answering, EvaluationPrompt, Keys
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.inference.scoring import ContinuationRequest
-from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.chat import chat_prompt, opened_thought
+from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.conversation import BadConversation, parse_prompt
 from glm46.storage.data.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -66,9 +67,11 @@ class LmEvalModel(TemplateLM):
             raise UserError(
                 f"{self._keys.names}: examples that are no chat ({error}); leave out --apply-chat-template"
             ) from error
-        prompt = self._tokenizer.decode(chat_prompt(self._tokenizer, messages, thinking=self._thinking))
-        closed = "\n<think></think>" if begun and self._thinking else ""
-        return prompt + closed + "".join(f"\n{message['content'].strip()}" for message in begun)
+        format = format_of(self._tokenizer)
+        thinking = self._thinking and not (begun and format.opens_thought)
+        prompt = self._tokenizer.decode(chat_prompt(self._tokenizer, messages, thinking=thinking))
+        closed = "\n<think></think>" if begun and thinking else ""
+        return prompt + closed + "".join(f"{format.line}{message['content'].strip()}" for message in begun)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Log-probability of each continuation, and whether greedy decoding writes it.
@@ -124,7 +127,8 @@ class LmEvalModel(TemplateLM):
             seed = repeats[context] = repeats.get(context, -1) + 1
             ends = [until] if isinstance(until, str) else until
             ends = tuple(end for end in (*ends, END_OF_TEXT) if end)
-            seed, thinks = 0 if sampling.is_greedy else seed, self._thinking and context.endswith("<|assistant|>")
+            opening = f"<|assistant|>{opened_thought(self._tokenizer, self._thinking)}"
+            seed, thinks = 0 if sampling.is_greedy else seed, self._thinking and context.endswith(opening)
             prompts.append(EvaluationPrompt(tokens or (self.eot_token_id,), most, ends, sampling, seed, thinks))
         return self._answers.texts(prompts)
 

@@ -70,15 +70,17 @@ def load_on_mesh(
         held = shape if drafts else shape.model_copy(update={"num_nextn_predict_layers": 0})
         return mesh.part_of_model(held, dtype).to_empty(device=device), mesh
 
-    model, mesh, known, fingerprint = load(folder, empty)
-    known = known if tokenizer else local_tokenizer(known)
-    found = tokenizer_of_checkpoint(known, stated=tokenizer, fingerprint=fingerprint, vocab_size=model.shape.vocab_size)
+    model, mesh, known, fingerprint, flavor = load(folder, empty)
+    known, vocab_size = known if tokenizer else local_tokenizer(known), model.shape.vocab_size
+    found = tokenizer_of_checkpoint(
+        known, stated=tokenizer, fingerprint=fingerprint, vocab_size=vocab_size, flavor=flavor
+    )
     return Loaded(model, found, mesh)
 
 
 _Empty = Callable[[ModelShape], tuple[Transformer, ModelMesh]]
-_Filled = tuple[Transformer, ModelMesh, str, str | None]
-"""Model, mesh, where its tokenizer is, the fingerprint of the tokenizer."""
+_Filled = tuple[Transformer, ModelMesh, str, str | None, str]
+"""Model, mesh, where its tokenizer is, the fingerprint of the tokenizer, the preset of the run."""
 
 
 @torch.no_grad()
@@ -88,7 +90,7 @@ def _from_hugging_face(folder: Path, empty: _Empty) -> _Filled:
     with FolderReader(folder, shape) as reader:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             raise_if(reader.fill(name, local_tensor(tensor), global_indices(tensor)))
-    return model, mesh, str(folder), None
+    return model, mesh, str(folder), None, ""
 
 
 @torch.no_grad()
@@ -106,4 +108,5 @@ def _from_step(folder: Path, empty: _Empty) -> _Filled:
     if names := names_not_finite({name: local_tensor(tensor) for name, tensor in own.items()}):
         raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
     model.compute_as(function, local_tensor(next(model.parameters())).device)
-    return model, mesh, table.get("tokenizer_path", "builtin"), tensors.meta.get(TOKENIZER_KEY)
+    path, flavor = table.get("tokenizer_path", "builtin"), table.get("flavor", "")
+    return model, mesh, path, tensors.meta.get(TOKENIZER_KEY), flavor

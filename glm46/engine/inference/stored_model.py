@@ -26,6 +26,8 @@ class StoredModel(NamedTuple):
     tokenizer_path: str
     fingerprint: str | None
     """Of the tokenizer that a run trained with."""
+    flavor: str = ""
+    """The preset of the run."""
 
     def tokenizer(self, stated: str | None) -> Tokenizer:
         """The tokenizer of the model, or the one that the user states; see `tokenizer_of_checkpoint`."""
@@ -34,6 +36,7 @@ class StoredModel(NamedTuple):
             stated=stated,
             fingerprint=self.fingerprint,
             vocab_size=self.shape.vocab_size,
+            flavor=self.flavor,
         )
 
 
@@ -45,8 +48,9 @@ def stored_model(folder: Path) -> StoredModel:
         meta = json.loads((folder / META).read_bytes())
         config = tomli.loads(meta["config"])
         require_whole_model(folder, config)
-        path = config["model"].get("tokenizer_path", "builtin")
-        return StoredModel(function_of_meta(meta).shape, path, meta.get(TOKENIZER_KEY))
+        table = {"tokenizer_path": "builtin", "flavor": ""} | config["model"]
+        fingerprint = meta.get(TOKENIZER_KEY)
+        return StoredModel(function_of_meta(meta).shape, table["tokenizer_path"], fingerprint, table["flavor"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / META}: cannot be read ({error}); take another checkpoint") from error
 

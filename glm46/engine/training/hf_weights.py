@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.config.presets import REPEATING
 from glm46.engine.training.network import Network
 from glm46.engine.training.state import Progress
 from glm46.files.local_disk import real_path
@@ -100,7 +101,7 @@ def export_options(
         UserError: no projection of the model fits the scheme.
     """
     config, shape = network.plan.config, network.shape
-    raw, repeat_shared = None, False
+    raw, repeat_shared = None, config.model.flavor in REPEATING
     if config.checkpoint.initial_load_in_hf:
         origin = config.checkpoint.initial_folder
         raw, repeat_shared = read_config(origin), has_repeats(find_tensors(origin), shape)

@@ -2,7 +2,17 @@
 
 from typing import Literal, NamedTuple
 
-from glm46.storage.chats.chat import CALL, CALL_MARKERS, END_CALL, END_KEY, END_THINK, END_VALUE, KEY, THINK, VALUE
+from glm46.storage.chats.chat_format import (
+    CALL,
+    CALL_MARKERS,
+    END_CALL,
+    END_KEY,
+    END_THINK,
+    END_VALUE,
+    KEY,
+    THINK,
+    VALUE,
+)  # fmt: skip
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
 
@@ -26,12 +36,13 @@ class TurnReader:
 
     Args:
         tokenizer: with the special tokens of the chat format.
+        in_thought: whether the prompt has opened the thought.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, in_thought: bool = False):
         self._tokenizer = tokenizer
         self._names = {tokenizer.special[name]: name for name in (THINK, END_THINK, *CALL_MARKERS)}
-        self._kind: Kind = "answer"
+        self._kind: Kind = "thought" if in_thought else "answer"
         self._ids: list[int] = []
         """Of an incomplete character, or of the call that is open."""
         self._texts = {"thought": "", "answer": ""}

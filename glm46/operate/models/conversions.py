@@ -18,7 +18,7 @@ from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelConfig, ModelShape
-from glm46.config.presets import PRESETS
+from glm46.config.presets import PRESETS, REPEATING
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.resume import BASES_KEY
 from glm46.files.local_disk import real_path, space_fault
@@ -37,7 +37,7 @@ from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.hub import local_tokenizer
 from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
-from glm46.storage.huggingface.names import HFNames, raise_if
+from glm46.storage.huggingface.names import HFNames, has_repeats, raise_if
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
@@ -65,9 +65,10 @@ def _to_hf(arguments: argparse.Namespace) -> int:
                 f"--checkpoint {arguments.checkpoint}: this is a Hugging Face folder already; state the type of the "
                 f"new one with --dtype, such as {', '.join(SCHEMES)}"
             )
-        shape = stored_shape(arguments.checkpoint)
-        with FolderReader(arguments.checkpoint, shape) as reader:
-            return _export(arguments, reader, shape, read_config(arguments.checkpoint), str(arguments.checkpoint))
+        shape, folder = stored_shape(arguments.checkpoint), arguments.checkpoint
+        flavor = _flavor_of(shape, has_repeats(find_tensors(folder), shape))
+        with FolderReader(folder, shape) as reader:
+            return _export(arguments, reader, shape, read_config(folder), (str(folder), None, flavor))
     tensors = StepTensors(arguments.checkpoint)
     config, raw = tomli.loads(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
     shape, temperature = tensors.function
@@ -76,7 +77,8 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
     tokenizer = config["model"].get("tokenizer_path", "builtin")
     tokenizer = tokenizer if arguments.tokenizer else local_tokenizer(tokenizer)
-    code = _export(arguments, tensors, shape, raw, tokenizer, tensors.meta.get(TOKENIZER_KEY), temperature)
+    origin = tokenizer, tensors.meta.get(TOKENIZER_KEY), config["model"].get("flavor", "")
+    code = _export(arguments, tensors, shape, raw, origin, temperature)
     for line in capacity_lines(moe_of_meta(tensors.meta), "what reads this folder"):
         _report(line)
     return code
@@ -87,14 +89,15 @@ def _export(
     source: StepTensors | FolderReader,
     shape: ModelShape,
     raw: dict[str, Any] | None,
-    tokenizer_path: str,
-    fingerprint: str | None = None,
+    origin: tuple[str, str | None, str],
     router_temperature: float = 1.0,
 ) -> int:
-    dtype = arguments.dtype or "bfloat16"
-    names = HFNames(shape, repeat_shared=arguments.mtp_copies)
+    """Write a Hugging Face folder; returns the exit code. ``origin``: path and fingerprint of the tokenizer, preset."""
+    path, fingerprint, flavor = origin
+    dtype, repeat_shared = arguments.dtype or "bfloat16", arguments.mtp_copies or flavor in REPEATING
+    names = HFNames(shape, repeat_shared=repeat_shared)
     tokenizer = tokenizer_of_checkpoint(
-        tokenizer_path, stated=arguments.tokenizer, fingerprint=fingerprint, vocab_size=shape.vocab_size
+        path, stated=arguments.tokenizer, fingerprint=fingerprint, vocab_size=shape.vocab_size, flavor=flavor
     )
     if arguments.config:
         raw = read_config(arguments.config)
@@ -103,7 +106,7 @@ def _export(
     options = ExportOptions(
         dtype=torch.float32 if dtype == "float32" else torch.bfloat16,
         scheme=SCHEMES.get(dtype),
-        repeat_shared=arguments.mtp_copies,
+        repeat_shared=repeat_shared,
         router_temperature=router_temperature,
         max_file_bytes=int(arguments.max_file_gb * 1e9),
         other_files=files_beside_weights(tokenizer, max_length=shape.max_position_embeddings),
@@ -159,7 +162,8 @@ def _import(
             raise_if([f"{source}: {fault}" for fault in reader.fill(name, tensor, global_indices(tensor))])
             report(tensor.nbytes)
 
-        meta = {"config": dump_config(RunConfig(model=_table_of(shape, tokenizer))), _HF_CONFIG: raw}
+        repeats = arguments.kind == "from_hf" and has_repeats(find_tensors(source), shape)
+        meta = {"config": dump_config(RunConfig(model=_table_of(shape, tokenizer, repeats))), _HF_CONFIG: raw}
         folder = write_model(arguments.output, kinds, fill, meta)
     print(f"{folder}: checkpoint.initial_load_path for a run with initial_load_model_only = true")
     return 0
@@ -201,17 +205,22 @@ def _merge(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _table_of(shape: ModelShape, folder: Path) -> ModelConfig:
+def _table_of(shape: ModelShape, folder: Path, repeats: bool) -> ModelConfig:
     """[model] of a shape: the nearest preset, the keys that differ from it, and the folder's tokenizer."""
-
-    def differences(flavor: str) -> dict[str, Any]:
-        preset: Mapping[str, Any] = PRESETS[flavor].model_dump()
-        return {key: value for key, value in shape.model_dump().items() if preset[key] != value}
-
-    flavor = min(PRESETS, key=lambda flavor: len(differences(flavor)))
+    flavor = _flavor_of(shape, repeats)
     return ModelConfig.model_validate(
-        {"flavor": flavor, "tokenizer_path": str(real_path(folder))} | differences(flavor)
+        {"flavor": flavor, "tokenizer_path": str(real_path(folder))} | _differences(shape, flavor)
     )
+
+
+def _flavor_of(shape: ModelShape, repeats: bool) -> str:
+    """The nearest preset; of presets with one shape the one that is published with repeats, or without."""
+    return min(PRESETS, key=lambda flavor: (len(_differences(shape, flavor)), (flavor in REPEATING) is not repeats))
+
+
+def _differences(shape: ModelShape, flavor: str) -> dict[str, Any]:
+    preset: Mapping[str, Any] = PRESETS[flavor].model_dump()
+    return {key: value for key, value in shape.model_dump().items() if preset[key] != value}
 
 
 def _report(line: str) -> None:

@@ -32,7 +32,7 @@ from glm46.files.progress import tokens_progress
 from glm46.operate.models.evaluate_options import PICTURE, RESULTS, require_prediction, row_lengths
 from glm46.operate.models.loaded_model import load_model, on_all_ranks
 from glm46.run.curriculum import plan_stages
-from glm46.storage.chats.chat_template import raise_for_template
+from glm46.storage.chats.chat_template import find_format, raise_for_source
 from glm46.storage.checkpoint.integrity import META
 from glm46.storage.data.manifest import Manifest, load_manifest
 
@@ -114,7 +114,7 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     loaded = load_model(arguments, drafts="drafts" in arguments.tasks)
     model, tokenizer, mesh = loaded
     if arguments.apply_chat_template:
-        raise_for_template(tokenizer)
+        find_format(tokenizer)
     if "drafts" in arguments.tasks:
         require_prediction(model.shape, arguments.model or arguments.checkpoint)
     training = _training(arguments.checkpoint)
@@ -126,6 +126,7 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
         raise error if sources else UserError(*(f"{fault}; or give --data" for fault in error.faults)) from error
     for manifest in manifests.values():
         manifest.require_tokenizer(tokenizer.fingerprint)
+        raise_for_source(manifest, tokenizer)
     lengths = row_lengths(arguments.lengths, training.window, model.shape.max_position_embeddings)
     measures = _measures(arguments, manifests, loaded, training, lengths)
     other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None

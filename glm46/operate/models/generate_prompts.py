@@ -10,7 +10,7 @@ from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
 from glm46.storage.chats.chat import chat_prompt
-from glm46.storage.chats.chat_template import raise_for_template
+from glm46.storage.chats.chat_template import find_format
 from glm46.storage.chats.conversation import BadConversation, Message, parse_tools
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
@@ -45,7 +45,7 @@ def read_prompts(
             prompt is empty.
     """
     if arguments.chat:
-        raise_for_template(tokenizer)
+        find_format(tokenizer)
     if arguments.speculative and not shape.num_nextn_predict_layers:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
     prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]

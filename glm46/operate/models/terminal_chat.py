@@ -13,7 +13,8 @@ from glm46.config.errors import UserError
 from glm46.engine.inference.generation import Continuation
 from glm46.engine.reliability.stop import ENDING_SIGNALS, EXIT_SIGNAL, end_on_signals
 from glm46.operate.models.chat_turn import Part, TurnReader
-from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.chat import chat_prompt, opened_thought
+from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 
@@ -84,9 +85,11 @@ class TerminalChat:
             )
             print(f"error: {line.split()[0]}: not a command; {remedy}", file=sys.stderr)
         elif line.strip():
-            # /nothink at the end of a message is a token of the format, so it stays.
             text, before = line.removesuffix(" /think"), list(self._messages)
             thinks = self.thinks or text != line
+            # /nothink at the end of a message is a token of GLM-4.5 and 4.6, so it stays there.
+            if format_of(self.tokenizer).opens_thought and text.endswith("/nothink"):
+                text, thinks = text.removesuffix("/nothink").rstrip(), False
             self._messages.append(Message("user", text))
             try:
                 while self._write(thinks):
@@ -102,7 +105,8 @@ class TerminalChat:
     def _write(self, thinks: bool) -> bool:
         """Write and show the assistant's turn; returns whether it waits for results of calls."""
         prompt = chat_prompt(self.tokenizer, self._messages, tools=self.tools, thinking=thinks)
-        reader, shown, kind = TurnReader(self.tokenizer), 0, None
+        is_open, shown, kind = bool(opened_thought(self.tokenizer, thinks)), 0, None
+        reader = TurnReader(self.tokenizer, in_thought=is_open)
         with _stoppable() as is_stopped:
             one, rounds = self.answer(prompt, is_stopped)
             for _ in rounds:

@@ -1,10 +1,10 @@
-"""The chat format of GLM-4.5 and 4.6: training documents with their targets, and prompts of generation.
+"""Conversations in the chat format of a tokenizer: training documents with their targets, and prompts of generation.
 
-Source of the format: GLM-4.6's chat template, as in llama.cpp's models/templates/GLM-4.6.jinja; the tests compare the
-ids. Special tokens are written by id, and text is encoded as text: a marker inside a message is ordinary characters,
-except for ``/nothink`` at the end of a user's message, which is GLM's switch.
+The tests compare the ids with those of the templates of the releases. Special tokens are written by id, and text is
+encoded as text: a marker inside a message is ordinary characters, except for ``/nothink`` at the end of a user's
+message, which is the switch of GLM-4.5 and 4.6.
 
-The format has no token that ends a turn: a turn ends where the model samples the marker of the next role.
+The formats have no token that ends a turn: a turn ends where the model samples the marker of the next role.
 """
 
 import json
@@ -17,44 +17,34 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from glm46.config.errors import UserError
+from glm46.storage.chats.chat_format import (
+    ASSISTANT,
+    BEGIN,
+    CALL,
+    CALL_MARKERS,
+    END_CALL,
+    END_KEY,
+    END_RESPONSE,
+    END_THINK,
+    END_VALUE,
+    KEY,
+    MARKERS,
+    NO_THINK,
+    OBSERVATION,
+    RESPONSE,
+    SYSTEM,
+    THINK,
+    TOOLS_HEAD,
+    USER,
+    VALUE,
+    ChatFormat,
+    Marker,
+)  # fmt: skip
+from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.conversation import Conversation, Message
 from glm46.storage.data.tokenizer import Tokenizer
 
-TOOLS_HEAD = """
-# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-"""
-TOOLS_TAIL = """</tools>
-
-For each function call, output the function name and arguments within the following XML format:
-<tool_call>{function-name}
-<arg_key>{arg-key-1}</arg_key>
-<arg_value>{arg-value-1}</arg_value>
-<arg_key>{arg-key-2}</arg_key>
-<arg_value>{arg-value-2}</arg_value>
-...
-</tool_call>"""
-"""What the model reads before and behind the descriptions of its tools, one a line. Its tags are special tokens."""
-
-
-class _Marker(str):
-    """The name of a special token, where other strings are text."""
-
-
-_BEGIN = (_Marker("[gMASK]"), _Marker("<sop>"))
-_SYSTEM, _USER, _ASSISTANT, _OBSERVATION = map(_Marker, ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"))
-THINK, END_THINK, _NO_THINK = _Marker("<think>"), _Marker("</think>"), _Marker("/nothink")
-_RESPONSE, _END_RESPONSE = _Marker("<tool_response>"), _Marker("</tool_response>")
-CALL_MARKERS = tuple(_Marker(f"<{end}{name}>") for name in ("tool_call", "arg_key", "arg_value") for end in ("", "/"))
-CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE = CALL_MARKERS
-_MARKERS = frozenset((*_BEGIN, _SYSTEM, _USER, _ASSISTANT, _OBSERVATION, THINK, END_THINK, _NO_THINK, *CALL_MARKERS))
-_MARKERS |= {_RESPONSE, _END_RESPONSE}
-_AS_TEXT = re.compile("|".join(map(re.escape, _MARKERS - {_NO_THINK})))
+_AS_TEXT = re.compile("|".join(map(re.escape, MARKERS - {NO_THINK})))
 _TAGS = re.compile(f"({'|'.join(map(re.escape, CALL_MARKERS))})")
 
 
@@ -62,13 +52,15 @@ _TAGS = re.compile(f"({'|'.join(map(re.escape, CALL_MARKERS))})")
 class ChatOptions:
     """Options by which conversations become documents."""
 
-    history: Literal["expand", "last", "all"] = "expand"
-    """The format removes reasoning from turns before the last user message. expand: a document for each user turn with
+    history: Literal["expand", "last", "all", "keep"] = "expand"
+    """The formats remove reasoning from turns before the last user message. expand: a document for each user turn with
     reasoning, so that every turn is a target as it was sampled. last: only the last user turn is a target. all: one
-    document in which every turn is a target, behind an empty thought where its reasoning was removed."""
+    document in which every turn is a target, behind an empty thought where its reasoning was removed. keep: one
+    document in which every turn keeps its reasoning and is a target; of formats that open thoughts."""
     no_reasoning: Literal["nothink", "mask", "train"] = "nothink"
     """Turns without reasoning. nothink: as answers to a prompt that forbids thinking. mask: an empty thought that is
-    not a target. train: an empty thought that is a target; the model may stop thinking."""
+    not a target; the same where a format opens thoughts. train: an empty thought that is a target; the model may stop
+    thinking."""
 
 
 class ChatDocument(NamedTuple):
@@ -91,29 +83,33 @@ class Rendered(NamedTuple):
 
 
 def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOptions) -> Rendered:
-    """Make the training documents of a conversation. Raises UserError if the tokenizer lacks one of GLM's special
-    tokens."""
-    messages = conversation.messages
+    """Make the training documents of a conversation. Raises UserError if the tokenizer has no chat format."""
+    messages, format = conversation.messages, format_of(tokenizer)
     spans = list(pairwise([0, *_ends_of_user_turns(messages)]))
     has_reasoning = [any(message.reasoning.strip() for message in messages[start:end]) for start, end in spans]
-    thinks = [reasoned or options.no_reasoning != "nothink" for reasoned in has_reasoning]
+    allowed, is_trained = _allows_thought(options.no_reasoning, format), options.no_reasoning == "train"
+    thinks = [allowed or (reasoned and not format.opens_thought) for reasoned in has_reasoning]
+    # Turns that read otherwise in a later document: a sampled empty thought too, where prompts open it.
+    is_alone = [reasoned or (format.opens_thought and is_trained) for reasoned in has_reasoning]
+    keeps = options.history == "keep"
     last = len(spans) - 1
     # Each document is the last user turn in it, and the turns that are targets.
-    groups: list[tuple[int, list[int]]] = [(last, list(range(last + 1)) if options.history == "all" else [last])]
-    if options.history == "all":
+    is_one = options.history in ("all", "keep")
+    groups: list[tuple[int, list[int]]] = [(last, list(range(last + 1)) if is_one else [last])]
+    if is_one:
         thinks[last] = any(thinks)
     elif options.history == "expand":
         # Turns without reasoning read the same in every later document of their mode, so they share one.
         groups, open_ = [], {True: list[int](), False: list[int]()}
         for k in range(last + 1):
             open_[thinks[k]].append(k)
-            if has_reasoning[k] or thinks[k] not in thinks[k + 1 :]:
+            if is_alone[k] or thinks[k] not in thinks[k + 1 :]:
                 groups.append((k, open_[thinks[k]]))
                 open_[thinks[k]] = []
     documents = []
     for k, turns in groups:
         trained = [index for turn in turns for index in range(*spans[turn])]
-        document = _document(conversation, trained, tokenizer, thinks[k], options.no_reasoning == "train")
+        document = _document(conversation, trained, tokenizer, thinks[k], is_trained, keeps)
         if document.is_target.any():
             documents.append(document)
     return Rendered(documents, _counts(conversation, documents))
@@ -124,21 +120,33 @@ def render_pair(
 ) -> list[ChatDocument]:
     """Make a document of each half of a pair, with the targets of its last user turn, as `render` does with ``history =
     "last"``. The prompt is the same in both: with thinking if a half has reasoning. Raises UserError if the tokenizer
-    lacks one of GLM's special tokens."""
+    has no chat format."""
+    format = format_of(tokenizer)
     turns = [(half, range([0, *_ends_of_user_turns(half.messages)][-2], len(half.messages))) for half in halves]
     reasons = any(half.messages[i].reasoning.strip() for half, turn in turns for i in turn)
-    thinks = reasons or no_reasoning != "nothink"
+    thinks = reasons or _allows_thought(no_reasoning, format)
     return [_document(half, turn, tokenizer, thinks, no_reasoning == "train") for half, turn in turns]
 
 
+def _allows_thought(no_reasoning: str, format: ChatFormat) -> bool:
+    """Whether the prompt of a turn without reasoning allows thinking. An opened thought must be ended by the model."""
+    return no_reasoning == "train" or (no_reasoning == "mask" and not format.opens_thought)
+
+
 def _document(
-    conversation: Conversation, trained: Sequence[int], tokenizer: Tokenizer, thinks: bool, train_empty_thought: bool
+    conversation: Conversation,
+    trained: Sequence[int],
+    tokenizer: Tokenizer,
+    thinks: bool,
+    train_empty_thought: bool,
+    keeps_thoughts: bool = False,
 ) -> ChatDocument:
     """The document that ends with the last of the ``trained`` messages, which are in their order."""
     messages = conversation.messages[: trained[-1] + 1]
     targets = {index for index in trained if messages[index].is_trained}
-    pieces = _pieces(messages, conversation.tools, thinks, targets, train_empty_thought)
-    stop = _OBSERVATION if messages[-1].tool_calls else _USER
+    tools, format = conversation.tools, format_of(tokenizer)
+    pieces = _pieces(messages, tools, thinks, format, targets, train_empty_thought, keeps_thoughts)
+    stop = OBSERVATION if messages[-1].tool_calls else USER
     return _encode([*pieces, (stop, trained[-1] in targets)], tokenizer)
 
 
@@ -146,40 +154,37 @@ def chat_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Mapping] = (), thinking: bool
 ) -> list[int]:
     """Return the token ids of a prompt up to where the assistant's turn is sampled. Raises UserError if the tokenizer
-    lacks one of GLM's special tokens.
+    has no chat format.
 
     Args:
         messages: the conversation so far; the last one is the user's, or a tool's.
         thinking: whether the model may think before it answers.
     """
-    return _ids_before_turn([piece for piece, _ in _pieces(messages, tools, thinking)], tokenizer, thinking)
+    pieces = [piece for piece, _ in _pieces(messages, tools, thinking, format_of(tokenizer))]
+    return _ids_before_turn(pieces, tokenizer, thinking)
 
 
 def chat_reply(tokenizer: Tokenizer, content: str, *, from_tool: bool, thinking: bool) -> list[int]:
     """Return the token ids between a sampled turn, whose last token is the marker of the next role, and the next turn:
     the response of a tool or the user's message, and the begin of the assistant's turn. Raises UserError if the
-    tokenizer lacks one of GLM's special tokens."""
-    pieces = _response(content) if from_tool else _asked(content, thinking)
+    tokenizer has no chat format."""
+    format = format_of(tokenizer)
+    pieces = _response(content, format) if from_tool else _asked(content, thinking, format)
     return _ids_before_turn(pieces, tokenizer, thinking)
 
 
 def _ids_before_turn(pieces: Sequence[str], tokenizer: Tokenizer, thinking: bool) -> list[int]:
-    turn = [_ASSISTANT] if thinking else [_ASSISTANT, "\n", THINK, END_THINK]
-    return _encode([(piece, False) for piece in (*pieces, *turn)], tokenizer).ids.tolist()
+    if (format := format_of(tokenizer)).opens_thought:
+        opening = [THINK if thinking else END_THINK]
+    else:
+        opening = [] if thinking else [format.line, THINK, END_THINK]
+    return _encode([(piece, False) for piece in (*pieces, ASSISTANT, *opening)], tokenizer).ids.tolist()
 
 
-def missing_markers(tokenizer: Tokenizer) -> list[str]:
-    """Special tokens of the chat format that a tokenizer lacks."""
-    return sorted(_MARKERS - tokenizer.special.keys())
-
-
-def raise_for_markers(tokenizer: Tokenizer) -> None:
-    """Raise UserError if a tokenizer lacks one of the special tokens of the chat format."""
-    if missing := missing_markers(tokenizer):
-        raise UserError(
-            f"tokenizer '{tokenizer.path}': has no {', '.join(missing)}; chats need GLM's special tokens: use the "
-            "tokenizer of a GLM-4.5 or 4.6 folder, or 'builtin'"
-        )
+def opened_thought(tokenizer: Tokenizer, thinking: bool) -> str:
+    """The begin of a turn that stands at the end of its prompt already. Raises UserError if the tokenizer has no chat
+    format."""
+    return THINK if thinking and format_of(tokenizer).opens_thought else ""
 
 
 def _ends_of_user_turns(messages: Sequence[Message]) -> list[int]:
@@ -198,78 +203,87 @@ def _pieces(
     messages: Sequence[Message],
     tools: Sequence[Mapping],
     thinking: bool,
+    format: ChatFormat,
     targets: Collection[int] = (),
     train_empty_thought: bool = False,
+    keeps_thoughts: bool = False,
 ) -> list[tuple[str, bool]]:
     """Markers and texts of the messages, in order, each with whether it is a target.
 
     Args:
         targets: indices of the assistant's messages that are sampled, with the marker behind each.
         train_empty_thought: whether the empty thought of a turn that had no reasoning is sampled too.
+        keeps_thoughts: those before the last user message too.
     """
-    pieces = [(piece, False) for piece in (*_BEGIN, *_tools(tools))]
+    pieces = [(piece, False) for piece in (*BEGIN, *_tools(tools, format))]
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     sampled = False
     for index, message in enumerate(messages):
         before = messages[index - 1].role if index else None
         sampled = sampled and before == "assistant"
         if message.role == "user":
-            pieces += [(_USER, sampled), *((p, False) for p in _asked(message.content, thinking))]
+            pieces += [(USER, sampled), *((p, False) for p in _asked(message.content, thinking, format))]
         elif message.role == "system":
             # The model cannot be asked to stop here: only a user or a tool follows what it samples.
-            pieces += [(_SYSTEM, False), (f"\n{message.content}", False)]
+            pieces += [(SYSTEM, False), (f"{format.line}{message.content}", False)]
         elif message.role == "tool":
             if before != "tool":
-                pieces.append((_OBSERVATION, sampled))
-            pieces += [(p, False) for p in _response(message.content)]
+                pieces.append((OBSERVATION, sampled))
+            pieces += [(p, False) for p in _response(message.content, format)]
         else:
             sampled = index in targets
-            reasoning = message.reasoning.strip()
-            thought = reasoning if index > last_user else ""
+            shown = message.reasoning if keeps_thoughts or index > last_user else ""
+            # A prompt opens the thought of what is sampled behind it, which may be empty.
+            opened = format.opens_thought and thinking and sampled and (keeps_thoughts or index > last_user)
+            is_open = bool(shown) or opened or not format.opens_thought
             # An empty thought in the place of a removed one was never sampled.
-            sampled_thought = sampled and (bool(thought) or (train_empty_thought and not reasoning))
-            pieces.append((_ASSISTANT, False))
-            pieces += [(p, sampled_thought) for p in ("\n", THINK, thought, END_THINK)]
-            pieces += [(p, sampled) for p in _answer(message)]
+            may_be_empty = train_empty_thought and is_open and not message.reasoning.strip()
+            sampled_thought = sampled and (bool(shown.strip()) or may_be_empty)
+            pieces.append((ASSISTANT, False))
+            if is_open:
+                pieces += [(p, sampled_thought and not format.opens_thought) for p in (format.line, THINK)]
+            pieces += [(p, sampled_thought) for p in (shown.strip(), END_THINK)]
+            pieces += [(p, sampled) for p in _answer(message, format)]
     return pieces
 
 
-def _asked(content: str, thinking: bool) -> list[str]:
+def _asked(content: str, thinking: bool, format: ChatFormat) -> list[str]:
+    if format.opens_thought:
+        return [f"{format.line}{content}"]
     # The one marker that a user may type: GLM's switch at the end of a message.
-    text = content.removesuffix(_NO_THINK)
-    return [f"\n{text}", *([] if thinking and text == content else [_NO_THINK])]
+    text = content.removesuffix(NO_THINK)
+    return [f"{format.line}{text}", *([] if thinking and text == content else [NO_THINK])]
 
 
-def _response(content: str) -> list[str]:
-    return ["\n", _RESPONSE, f"\n{content}\n", _END_RESPONSE]
+def _response(content: str, format: ChatFormat) -> list[str]:
+    return [format.line, RESPONSE, f"{format.line}{content}{format.line}", END_RESPONSE]
 
 
-def _answer(message: Message) -> list[str]:
-    text = message.content.strip()
-    pieces = [f"\n{text}"] if text else []
+def _answer(message: Message, format: ChatFormat) -> list[str]:
+    text, line = message.content.strip(), format.line
+    pieces = [f"{line}{text}"] if text else []
     for call in message.tool_calls:
-        pieces += ["\n", CALL, f"{call.name}\n"]
+        pieces += [line, CALL, f"{call.name}{line}"]
         for key, value in call.arguments.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            pieces += [KEY, str(key), END_KEY, "\n", VALUE, text, END_VALUE, "\n"]
+            pieces += [KEY, str(key), END_KEY, line, VALUE, text, END_VALUE, line]
         pieces.append(END_CALL)
     return pieces
 
 
-def _tools(tools: Sequence[Mapping]) -> list[str]:
+def _tools(tools: Sequence[Mapping], format: ChatFormat) -> list[str]:
     if not tools:
         return []
     lines = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in tools)
     # The tags of the explanation are tokens, as in the calls that it explains; those of a description are text.
-    tail = (_Marker(part) if part in _MARKERS else part for part in _TAGS.split(TOOLS_TAIL))
-    return [_SYSTEM, TOOLS_HEAD + lines, *tail]
+    tail = (Marker(part) if part in MARKERS else part for part in _TAGS.split(format.tools_tail))
+    return [SYSTEM, TOOLS_HEAD + lines, *tail]
 
 
 def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> ChatDocument:
     """Markers by id; adjacent texts as one text, as if the whole document were one string."""
-    raise_for_markers(tokenizer)
     ids, flags = [], []
-    for (is_marker, target), group in groupby(pieces, lambda piece: (isinstance(piece[0], _Marker), piece[1])):
+    for (is_marker, target), group in groupby(pieces, lambda piece: (isinstance(piece[0], Marker), piece[1])):
         texts = [text for text, _ in group]
         if is_marker:
             part = np.array([tokenizer.special[name] for name in texts], dtype=np.uint32)

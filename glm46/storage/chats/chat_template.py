@@ -1,11 +1,14 @@
-"""The chat format as a Jinja template, which servers read; and the check that a folder's template is this format.
+"""The chat formats as Jinja templates, which servers read; and the format of a folder, by what its template renders.
 
 A trained model is served through the template of its folder. If that template renders another format than the one the
-model was trained in, nothing fails and answers are bad: so both are compared before work starts.
+model was trained in, nothing fails and answers are bad: so the template decides the format, before work starts.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 
 import jinja2
@@ -13,14 +16,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
-from glm46.storage.chats.chat import TOOLS_HEAD, TOOLS_TAIL, chat_prompt, raise_for_markers
-from glm46.storage.chats.conversation import Message, ToolCall
+from glm46.storage.chats.chat_format import FORMATS, GLM_45, GLM_47, MARKERS, TOOLS_HEAD, ChatFormat, format_of_flavor
+from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import Tokenizer, tokenizer_file
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+FORMAT_KEY = "chat_format"
+"""Setting of the manifest of a source of chats; absent: the format of GLM-4.5."""
 
-CHAT_TEMPLATE = (
-    r"""
+_TEMPLATE = r"""
 {%- macro text(content) -%}
 {%- if content is string -%}{{ content }}
 {%- else -%}
@@ -33,7 +37,7 @@ CHAT_TEMPLATE = (
 {%- endif -%}
 {%- endmacro -%}
 {%- macro argument(key, value) -%}
-{{ '<arg_key>' + key + '</arg_key>\n<arg_value>' + value + '</arg_value>\n' }}
+{{ '<arg_key>' + key + '</arg_key>LINE<arg_value>' + value + '</arg_value>LINE' }}
 {%- endmacro -%}
 {%- macro decoded(json) -%}
 {%- set at = namespace(depth=0, quoted=false, escape='', high=0, key=none, part='') -%}
@@ -81,17 +85,16 @@ CHAT_TEMPLATE = (
 {{ TAIL }}
 {%- endif -%}
 {%- for message in messages -%}
-{%- if message.role in ['system', 'developer'] -%}<|system|>{{ '\n' + text(message.content) }}
+{%- if message.role in ['system', 'developer'] -%}<|system|>{{ 'LINE' + text(message.content) }}
 {%- elif message.role == 'user' -%}
 {%- set users.seen = users.seen + 1 -%}
-<|user|>{{ '\n' + text(message.content) }}
-{%- if no_thinking and not text(message.content).endswith('/nothink') -%}/nothink{%- endif -%}
-{%- elif message.role == 'tool' -%}
+<|user|>{{ 'LINE' + text(message.content) }}
+SWITCH{%- elif message.role == 'tool' -%}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}<|observation|>{%- endif -%}
 {%- set given = message.content -%}
 {%- set is_list = given is iterable and given is not string and given is not mapping and given -%}
 {%- for one in (given if is_list and given[0].type is not defined else [given]) -%}
-{{ '\n<tool_response>\n' + text(one.output if one.output is defined else one) + '\n</tool_response>' }}
+{{ 'LINE<tool_response>LINE' + text(one.output if one.output is defined else one) + 'LINE</tool_response>' }}
 {%- endfor -%}
 {%- elif message.role == 'assistant' -%}
 {%- set content = text(message.content) -%}
@@ -99,17 +102,16 @@ CHAT_TEMPLATE = (
 {%- if thought is not string -%}
 {%- set thought = '' -%}
 {%- if '</think>' in content -%}
-{%- set thought = content.split('</think>')[0].split('<think>')[-1] -%}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1]BARE -%}
 {%- set content = content.split('</think>')[-1] -%}
 {%- endif -%}
 {%- endif -%}
-<|assistant|>{{ '\n<think>' }}
-{%- if users.seen == users.all -%}{{ thought.strip() }}{%- endif -%}
+<|assistant|>THOUGHT
 </think>
-{%- if content.strip() -%}{{ '\n' + content.strip() }}{%- endif -%}
+{%- if content.strip() -%}{{ 'LINE' + content.strip() }}{%- endif -%}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function or call -%}
-{{ '\n<tool_call>' + function.name + '\n' }}
+{{ 'LINE<tool_call>' + function.name + 'LINE' }}
 {%- if function.arguments is string -%}{{ decoded(function.arguments) }}
 {%- else -%}
 {%- for key, value in (function.arguments or {}).items() -%}
@@ -121,58 +123,134 @@ CHAT_TEMPLATE = (
 {%- else -%}{{ raise_exception('no role of GLM: ' + message.role) }}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{{ '\n<think></think>' if no_thinking else '' }}{%- endif -%}
+{%- if add_generation_prompt -%}<|assistant|>{{ OPENING }}{%- endif -%}
 """.lstrip()
-    .replace("HEAD", json.dumps(TOOLS_HEAD))
-    .replace("TAIL", json.dumps(TOOLS_TAIL))
-)
-"""For an export whose tokenizer has no template of its own. It gives the text of `render` and `chat_prompt`."""
+_PARTS = {
+    GLM_45: {
+        "SWITCH": """
+{%- if no_thinking and not text(message.content).endswith('/nothink') -%}/nothink{%- endif -%}
+""".lstrip(),
+        "BARE": "",
+        "THOUGHT": r"""
+{{ '\n<think>' }}
+{%- if users.seen == users.all -%}{{ thought.strip() }}{%- endif -%}
+""".strip(),
+        "OPENING": r"'\n<think></think>' if no_thinking else ''",
+    },
+    GLM_47: {
+        "SWITCH": "",
+        "BARE": r".strip('\n')",
+        "THOUGHT": """
+{%- if thought and (users.seen == users.all or (clear_thinking is defined and not clear_thinking)) -%}
+{{ '<think>' + thought.strip() }}
+{%- endif -%}
+""".strip(),
+        "OPENING": "'</think>' if no_thinking else '<think>'",
+    },
+}
+"""What stands for the words in capitals of the template."""
+
+
+def chat_template(format: ChatFormat) -> str:
+    """The template of a format, for an export whose tokenizer has none of its own. It gives the text of `chat.render`
+    and `chat.chat_prompt`."""
+    parts = _PARTS[format] | {"LINE": format.line.replace("\n", r"\n")}
+    parts |= {"HEAD": json.dumps(TOOLS_HEAD), "TAIL": json.dumps(format.tools_tail)}
+    return re.sub("|".join(parts), lambda found: parts[found[0]], _TEMPLATE)
+
 
 _TOOLS = ({"type": "function", "function": {"name": "now", "parameters": {"zone": "é"}}},)
+_CALLS = [{"name": "now", "arguments": {"zone": "é", "deep": [1, True]}}, {"name": "now", "arguments": {}}]
 _PROBE = (
-    Message("system", "Be brief."),
-    Message("user", "Hi"),
-    Message("assistant", "Hello", "old"),
-    Message("user", "When?"),
-    Message("assistant", "Wait.", "look", (ToolCall("now", {"zone": "é", "deep": [1, True]}), ToolCall("now"))),
-    Message("tool", "1"),
-    Message("tool", "2"),
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello", "reasoning_content": "old"},
+    {"role": "user", "content": "When?"},
+    {"role": "assistant", "content": "Wait.", "reasoning_content": "look", "tool_calls": _CALLS},
+    {"role": "tool", "content": "1"},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "Two.", "reasoning_content": ""},
+    {"role": "tool", "content": "3"},
 )
 """A prompt in which the formats of GLM-4, 4.5, 4.7 and 5 and of other models differ."""
+_OPTIONS: tuple[Mapping, ...] = ({}, {"enable_thinking": False}, {"clear_thinking": False})
 
 
-def raise_for_template(tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer has the markers of the chat format, and that a template beside it is this format.
+def find_format(tokenizer: Tokenizer) -> ChatFormat:
+    """The chat format of a tokenizer: that of the template beside it, by what it renders; without a template that of
+    the model that it was loaded for.
 
     The template runs in Jinja's sandbox, with what transformers gives it.
 
     Raises:
-        UserError: a marker is missing, or the template fails or renders a probe in another way.
+        UserError: a marker is missing, or the template fails or renders a probe in neither way.
     """
     raise_for_markers(tokenizer)
     if (found := template_beside(tokenizer_file(tokenizer.path))) is None:
+        return format_of_flavor(tokenizer.flavor)
+    return _format_of_template(*found)
+
+
+def _format_of_template(file: Path, template: str) -> ChatFormat:
+    remedy = "use the tokenizer of a GLM-4.5 or 4.6 folder, or of a GLM-4.7 one, or remove the template"
+    try:
+        got = [rendered(template, _PROBE, _TOOLS, options) for options in _OPTIONS]
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise UserError(f"{file}: chat template fails ({error}); {remedy}") from error
+    differs: list[tuple[int, str, str, ChatFormat]] = []
+    for format in FORMATS:
+        want = [rendered(chat_template(format), _PROBE, _TOOLS, options) for options in _OPTIONS]
+        if got == want:
+            return format
+        ours, theirs = next(pair for pair in zip(want, got, strict=True) if pair[0] != pair[1])
+        differs.append((len(commonprefix([ours, theirs])), ours, theirs, format))
+    at, ours, theirs, nearest = max(differs, key=lambda one: one[0])
+    raise UserError(
+        f"{file}: this chat template is not that of GLM-4.5 and 4.6, nor that of GLM-4.7; beside the nearest, of "
+        f"{nearest.models}, it renders {theirs[at : at + 30]!r} where they render {ours[at : at + 30]!r}; {remedy}"
+    )
+
+
+def raise_for_model(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the template in the folder of a model has another format than the tokenizer, which may lie
+    elsewhere."""
+    if (found := template_beside(folder / "tokenizer.json")) is None:
         return
-    file, template = found
-    messages = [
-        {
-            "role": one.role, "content": one.content, "reasoning_content": one.reasoning,
-            "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in one.tool_calls],
-        }
-        for one in _PROBE
-    ]  # fmt: skip
-    remedy = "use the tokenizer of a GLM-4.5 or 4.6 folder, or remove the template"
-    for thinking in (True, False):
-        want = tokenizer.decode(chat_prompt(tokenizer, _PROBE, tools=_TOOLS, thinking=thinking))
-        try:
-            got = rendered(template, messages, _TOOLS, {} if thinking else {"enable_thinking": False})
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise UserError(f"{file}: chat template fails ({error}); {remedy}") from error
-        if got != want:
-            at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
-            raise UserError(
-                f"{file}: this chat template is not that of GLM-4.5 and 4.6: it renders {got[at : at + 30]!r} where "
-                f"they render {want[at : at + 30]!r}; {remedy}"
-            )
+    if (format := _format_of_template(*found)) is not format_of(tokenizer):
+        raise UserError(
+            f"{found[0]}: the model has the chat format of {format.models}, but the tokenizer {tokenizer.path!r} that "
+            f"of {format_of(tokenizer).models}; set model.tokenizer_path = {str(folder)!r}"
+        )
+
+
+format_of = lru_cache(maxsize=4)(find_format)
+"""As `find_format`, once for a tokenizer: its files do not change while it is in memory."""
+
+
+def missing_markers(tokenizer: Tokenizer) -> list[str]:
+    """Special tokens of the chat formats that a tokenizer lacks."""
+    return sorted(MARKERS - tokenizer.special.keys())
+
+
+def raise_for_markers(tokenizer: Tokenizer) -> None:
+    """Raise UserError if a tokenizer lacks one of the special tokens of the chat formats."""
+    if missing := missing_markers(tokenizer):
+        raise UserError(
+            f"tokenizer '{tokenizer.path}': has no {', '.join(missing)}; chats need GLM's special tokens: use the "
+            "tokenizer of a GLM-4.5, 4.6 or 4.7 folder, or 'builtin'"
+        )
+
+
+def raise_for_source(manifest: Manifest, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a source of chats has another format than the model of this tokenizer."""
+    if manifest.splits["train"].targets is None:
+        return
+    format, made = format_of(tokenizer), manifest.settings.get(FORMAT_KEY, GLM_45.name)
+    if made != format.name:
+        raise UserError(
+            f"{manifest.folder}: its chats have the format of {made}, but the tokenizer {tokenizer.path!r} that of "
+            f"{format.name}; prepare the source again with this tokenizer, or take a model of that format"
+        )
 
 
 def template_beside(file: Path) -> tuple[Path, str] | None:

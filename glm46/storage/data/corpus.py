@@ -36,7 +36,7 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
         UserError: all faults at once.
     """
     config, vocab_size, positions = plan.config, plan.shape.vocab_size, plan.shape.max_position_embeddings
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.flavor)
     manifests, faults = {}, []
     if tokenizer.vocab_size > vocab_size:
         faults.append(

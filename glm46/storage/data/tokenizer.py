@@ -62,6 +62,8 @@ class Tokenizer:
         control_ids: ids of those that are no part of a text: transformers leaves them out on request.
         eos_id: id of ``<|endoftext|>``, which ends every document.
         prefix_space: whether a space is added before text that does not begin with one.
+        flavor: preset of the model that reads its ids, as far as it is known; chats take their format from it where
+            the tokenizer's folder has no template.
         fingerprint: SHA-256 in hex of pattern, ranks and special tokens. Equal fingerprints give equal ids.
     """
 
@@ -74,7 +76,7 @@ class Tokenizer:
         control: Collection[str] = GLM_CONTROL_TOKENS,
         prefix_space: bool = False,
     ):
-        self.path, self.pattern, self.ranks, self.prefix_space = path, pattern, ranks, prefix_space
+        self.path, self.pattern, self.ranks, self.prefix_space, self.flavor = path, pattern, ranks, prefix_space, ""
         self.special = dict(special)
         self.control_ids = frozenset(token_id for name, token_id in special.items() if name in control)
         self._names = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})")
@@ -128,8 +130,9 @@ class Tokenizer:
         return lengths
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Load ``"builtin"``, a ``.tiktoken`` rank file, or a Hugging Face ``tokenizer.json`` (or its folder).
+def load_tokenizer(path: str, flavor: str = "") -> Tokenizer:
+    """Load ``"builtin"``, a ``.tiktoken`` rank file, or a Hugging Face ``tokenizer.json`` (or its folder), for a model
+    of this flavor.
 
     A rank file holds neither pattern nor special tokens: GLM's pattern is used, and GLM's special tokens follow the
     highest rank in GLM's order, as in GLM-4's own tokenizer.
@@ -145,14 +148,20 @@ def load_tokenizer(path: str) -> Tokenizer:
     if file.suffix != ".json":
         ranks = read_rank_file(file)
         special = {name: len(ranks) + i for i, name in enumerate(GLM_SPECIAL_TOKENS)}
-        return Tokenizer(path, GLM_PATTERN, ranks, special)
-    content = read_tokenizer_json(file)
-    if END_OF_TEXT not in content.special:
-        raise UserError(f"{file}: no added token {END_OF_TEXT}, which ends every document; add it to the special ones")
-    return Tokenizer(path, *content)
+        tokenizer = Tokenizer(path, GLM_PATTERN, ranks, special)
+    else:
+        content = read_tokenizer_json(file)
+        if END_OF_TEXT not in content.special:
+            fault = f"no added token {END_OF_TEXT}, which ends every document; add it to the special ones"
+            raise UserError(f"{file}: {fault}")
+        tokenizer = Tokenizer(path, *content)
+    tokenizer.flavor = flavor
+    return tokenizer
 
 
-def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int) -> Tokenizer:
+def tokenizer_of_checkpoint(
+    path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int, flavor: str = ""
+) -> Tokenizer:
     """Load the tokenizer that a model was trained with, or the one that the user gives instead. Raises UserError if the
     tokenizer does not exist, has another fingerprint, or has more ids than the model.
 
@@ -161,9 +170,10 @@ def tokenizer_of_checkpoint(path: str, *, stated: str | None, fingerprint: str |
         stated: value of ``--tokenizer``.
         fingerprint: fingerprint in the checkpoint; None if it holds none.
         vocab_size: rows of the model's embedding.
+        flavor: preset in the checkpoint.
     """
     try:
-        loaded = load_tokenizer(stated or path)
+        loaded = load_tokenizer(stated or path, flavor)
     except UserError as error:
         if stated:
             raise

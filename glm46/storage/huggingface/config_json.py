@@ -33,6 +33,17 @@ _FIXED: dict[str, Any] = {
 }
 """Keys that select a computation -> the only implemented value."""
 
+_IMAGES = (
+    ", GLM-4.5V or 4.6V, of images and text: missing here are the vision tower, its projector, the rotary positions of "
+    "images and data with images"
+)
+_RELATIVES = {
+    "glm4v_moe": _IMAGES, "glm4v_moe_text": _IMAGES,
+    "glm_moe_dsa": ", GLM-5: missing here are latent attention and the indexer that chooses its keys",
+    "glm4_moe_lite": ", GLM-4.7-Flash: missing here is latent attention",
+}  # fmt: skip
+"""Other models of the family, by model_type: their names, and what they need."""
+
 _INERT: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (), "clip_qkv": (), "embedding_multiplier": (1,), "final_logit_softcapping": (),
     "index_topk": (), "kv_lora_rank": (), "logit_scale": (1,), "logits_scaling": (1,), "mlp_bias": (False,),
@@ -66,8 +77,8 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     if (kind := raw.get("model_type", _FIXED["model_type"])) != _FIXED["model_type"]:
         of_images = ", of images and text" if "vision_config" in raw else ""
         raise UserError(
-            f"{file}: model_type = {kind!r}: another model{of_images}; glm46 computes {_FIXED['model_type']!r}, which "
-            "GLM-4.5, 4.5-Air, 4.6 and 4.7 have; take one of them"
+            f"{file}: model_type = {kind!r}: another model{_RELATIVES.get(kind, of_images)}; glm46 computes "
+            f"{_FIXED['model_type']!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have; take one of them"
         )
     faults = [
         f"{file}: {key} = {raw[key]!r}: glm46 computes the model without it; take a model that does not have it"

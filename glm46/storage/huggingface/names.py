@@ -11,7 +11,7 @@ numbers, so the same table serves whole tensors and shards: a shard needs the bo
     norm.weight, lm_head.weight                model.norm.weight, lm_head.weight
     embed_tokens.weight, lm_head.weight again  model.layers.{N + k}.{embed_tokens,shared_head.head}.weight, "repeats"
 
-GLM-4.5 and GLM-4.5-Air are published with the repeats, GLM-4.6 without. transformers 5 has the experts of a layer in
+GLM-4.5, 4.5-Air and 4.7 are published with the repeats, GLM-4.6 without. transformers 5 has the experts of a layer in
 two tensors, which are ours: ``model.layers.{i}.mlp.experts.gate_up_proj`` and ``down_proj``.
 """
 

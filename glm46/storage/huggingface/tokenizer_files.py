@@ -5,8 +5,8 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
-from glm46.storage.chats.chat import missing_markers
-from glm46.storage.chats.chat_template import CHAT_TEMPLATE, TEMPLATE_FILE
+from glm46.storage.chats.chat_format import format_of_flavor
+from glm46.storage.chats.chat_template import TEMPLATE_FILE, chat_template, missing_markers
 from glm46.storage.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_file
 from glm46.storage.data.tokenizer_hf import byte_characters, parts_below
 from glm46.storage.huggingface.config_json import stated_ids
@@ -55,6 +55,7 @@ def _generation_config(file: Path | None, tokenizer: Tokenizer) -> bytes:
     others. Raises UserError if it is damaged."""
     ids = stop_ids(tokenizer)
     config = {"_from_model_config": True, "eos_token_id": ids, "pad_token_id": ids[0]}
+    config |= format_of_flavor(tokenizer.flavor).sampling
     if file is not None:
         config = read_json_object(file, "copy it anew, or remove it")
         stated = stated_ids(config, file)
@@ -78,7 +79,7 @@ def _description(tokenizer: Tokenizer, max_length: int) -> dict[str, bytes]:
     }  # fmt: skip
     files = {TOKENIZER_CONFIG: _json(config)}
     if not missing_markers(tokenizer):
-        files[TEMPLATE_FILE] = CHAT_TEMPLATE.encode()
+        files[TEMPLATE_FILE] = chat_template(format_of_flavor(tokenizer.flavor)).encode()
     return files
 
 

@@ -47,10 +47,10 @@ class _WorkerState:
 _worker: _WorkerState | None = None
 
 
-def start_worker(recipe: TextRecipe, key: str) -> None:
+def start_worker(recipe: TextRecipe, key: str, flavor: str) -> None:
     """Load the tokenizer and the evaluation text, once per process."""
     global _worker
-    tokenizer = load_tokenizer(recipe.tokenizer)
+    tokenizer = load_tokenizer(recipe.tokenizer, flavor)
     _worker = _WorkerState(recipe, tokenizer, key, _evaluation(recipe, tokenizer), tokenizer.token_bytes())
 
 

@@ -24,7 +24,8 @@ from glm46.files.local_disk import leads_nowhere
 from glm46.files.lock import FileLock
 from glm46.files.progress import bytes_progress
 from glm46.run.plan import Plan
-from glm46.storage.chats.chat_template import raise_for_template
+from glm46.storage.chats.chat_format import GLM_45, ChatFormat
+from glm46.storage.chats.chat_template import FORMAT_KEY, find_format, raise_for_source
 from glm46.storage.data.corpus import load_text
 from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest, save_manifest
 from glm46.storage.data.pack_plans import keep_plan
@@ -58,16 +59,18 @@ def prepare_run(
         UserError: all faults of the tokenizer and the sources. Faults that do not depend on missing sources are raised
             before any source is made.
     """
-    sources, tokenizer = plan.config.data.sources, plan.config.model.tokenizer_path
+    sources, model = plan.config.data.sources, plan.config.model
     missing = [source for source in sources if source.recipe is not None and not Path(source.path).exists()]
     present = [source for source in sources if source not in missing]
-    _, manifests = load_text(plan, present)
+    tokenizer, manifests = load_text(plan, present)
     for source in present:
+        raise_for_source(manifests[source.name], tokenizer)
         if source.recipe is not None:
-            require_recipe(manifests[source.name], _text_recipe(source, tokenizer))
+            require_recipe(manifests[source.name], _text_recipe(source, model.tokenizer_path))
     for source in missing:
-        recipe = _text_recipe(source, tokenizer)
-        prepare_text(recipe.model_copy(update={"input": local_inputs(recipe.input)}), report=report)
+        recipe = _text_recipe(source, model.tokenizer_path)
+        recipe = recipe.model_copy(update={"input": local_inputs(recipe.input)})
+        prepare_text(recipe, report=report, flavor=model.flavor)
     return load_text(plan)[1] if missing else manifests
 
 
@@ -75,23 +78,24 @@ def _text_recipe(source: SourceConfig, tokenizer: str) -> TextRecipe:
     return TextRecipe(**source.recipe.model_dump(), output=source.path, name=source.name, tokenizer=tokenizer)
 
 
-def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manifest:
+def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None], flavor: str = "") -> Manifest:
     """Make the shards of a recipe unless they exist, and return their manifest.
 
     Two processes may call this at once for one output: one works, the other waits and uses the result.
 
     Args:
         report: receives lines of text for the user. On a terminal a progress bar is shown too.
+        flavor: preset of the model that will read them, see `Tokenizer.flavor`.
 
     Raises:
         UserError: a setting or a file cannot be used, more bad documents than ``max_bad``, or ``output`` holds
             something else. Finished work is kept for the next start.
     """
-    tokenizer = load_tokenizer(recipe.tokenizer)
+    tokenizer = load_tokenizer(recipe.tokenizer, flavor)
     recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
     require_fim_tokens(recipe, tokenizer)
     if recipe.is_chat:
-        raise_for_template(tokenizer)
+        _raise_for_history(recipe, find_format(tokenizer))
         if recipe.max_tokens is None:
             raise UserError(
                 f'max_tokens: absent, and format = "{recipe.format}" needs it; set it to at most the shortest seq_len '
@@ -101,11 +105,20 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None]) -> Manife
         manifest = _existing(recipe, tokenizer)
         if manifest:
             require_recipe(manifest, recipe)
+            raise_for_source(manifest, tokenizer)
             report(f"{recipe.output}: already prepared; remove the folder to make it again")
             _plan_packs(recipe, manifest)
             return manifest
         require_compiler(recipe.verify)
         return _prepare(recipe, tokenizer, report)
+
+
+def _raise_for_history(recipe: TextRecipe, format: ChatFormat) -> None:
+    if recipe.history == "keep" and not format.opens_thought:
+        raise UserError(
+            f'history = "keep": the tokenizer {recipe.tokenizer!r} has the chat format of {format.models}, which '
+            'removes past thoughts; set "expand", "last" or "all", or take the tokenizer of a GLM-4.7 folder'
+        )
 
 
 def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
@@ -153,6 +166,8 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     output, parts = Path(recipe.output), parts_of(files, Fields.of(recipe))
     settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
+    if recipe.is_chat and (format := find_format(tokenizer)) is not GLM_45:
+        settings[FORMAT_KEY] = format.name
     if version := verifier_version(recipe.verify):
         settings["verifier"] = version
     # The cuts into parts and pieces do not change the shards, but unfinished work with other cuts cannot be continued.
@@ -161,7 +176,7 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     partial = _partial_folder(output, key)
     total = sum(part.size_bytes for part in parts)
     report(f"preparing {recipe.name}: {counted(len(files), 'file')}, {amount(total, 'B')}, into {output}")
-    pieces, tally = _make_parts(parts, partial, key, recipe, report)
+    pieces, tally = _make_parts(parts, partial, key, recipe, tokenizer.flavor, report)
     metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
     splits = write_splits(pieces, partial, recipe, metadata, tally)
     count = sum(split.documents for split in splits.values())
@@ -210,7 +225,12 @@ def _plan_packs(recipe: TextRecipe, manifest: Manifest) -> None:
 
 
 def _make_parts(
-    parts: Sequence[InputPart], partial: Path, key: str, recipe: TextRecipe, report: Callable[[str], None]
+    parts: Sequence[InputPart],
+    partial: Path,
+    key: str,
+    recipe: TextRecipe,
+    flavor: str,
+    report: Callable[[str], None],
 ) -> tuple[list[Path], Tally]:
     """Tokenize all parts in worker processes; return the files of their pieces in order, and the tally.
 
@@ -222,7 +242,7 @@ def _make_parts(
     stems = [folder / f"part-{number:06d}" for number in range(len(parts))]
     workers = max(1, min(recipe.processes or len(os.sched_getaffinity(0)), len(parts)))
     items = list(zip(parts, stems, strict=True))
-    results = call_in_workers(workers, start_worker, (recipe, key), make_part, items)
+    results = call_in_workers(workers, start_worker, (recipe, key, flavor), make_part, items)
     tallies: dict[int, Tally] = {}
     bad = 0
     total = sum(part.size_bytes for part in parts)

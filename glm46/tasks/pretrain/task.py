@@ -22,6 +22,7 @@ from glm46.engine.training.task import StepBatches, Task
 from glm46.run.curriculum import stage_at
 from glm46.run.function import capacity_lines
 from glm46.run.plan import Plan
+from glm46.storage.chats.chat_template import raise_for_source
 from glm46.storage.checkpoint.integrity import step_folder
 from glm46.storage.data.corpus import check_epochs, describe_sources, load_text
 from glm46.storage.data.tokenizer import TOKENIZER_KEY
@@ -46,6 +47,7 @@ class Pretraining(Task):
         """
         self.plan, self.cluster = plan, cluster
         self.tokenizer, self.manifests = run_on_all_ranks(lambda: load_text(plan))
+        run_on_all_ranks(lambda: [raise_for_source(one, self.tokenizer) for one in self.manifests.values()])
         check_epochs(plan, self.manifests)
         self.measures = run_on_all_ranks(lambda: validation_measures(plan, self.manifests, self.tokenizer))
         self.network = build_network(plan, cluster)

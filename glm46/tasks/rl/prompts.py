@@ -10,6 +10,7 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.rl_data import PromptsConfig
 from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.conversation import BadConversation, parse_prompt, parse_tools
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.tokenizer import Tokenizer
@@ -142,7 +143,8 @@ def _first(label: Any) -> Any:
 def answers_of_labels(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
     """Labels as answers without a thought, as the chat format writes them: token ids with the stop token."""
     texts = [str(p.label[0] if isinstance(p.label, list) else p.label) for p in prompts]
-    return [[*tokenizer.encode(f"\n{text}").tolist(), tokenizer.special["<|user|>"]] for text in texts]
+    line, stop = format_of(tokenizer).line, tokenizer.special["<|user|>"]
+    return [[*tokenizer.encode(f"{line}{text}").tolist(), stop] for text in texts]
 
 
 def prompt_at(number: int, count: int, seed: int) -> int:

@@ -17,7 +17,7 @@ from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig as RolloutSection
-from glm46.storage.chats.chat import chat_reply
+from glm46.storage.chats.chat import chat_reply, opened_thought
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.advantages import differing_groups
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels, prompt_at
@@ -191,10 +191,12 @@ class Sampler:
     def _answer(self, prompt: Prompt, completion: Completion) -> Answer:
         is_finished, thinking = completion.finish == "stop", self.config.prompts.thinking
         decode, tokens, history, start = self.tokenizer.decode, completion.tokens, [], 0
+        # A thought that the prompt opens belongs to the turn: rewards read the same text in each chat format.
+        opened = opened_thought(self.tokenizer, thinking)
         for first, end in completion.replies:
-            history += [decode(tokens[start : first - 1]), decode(tokens[first:end])]
+            history += [opened + decode(tokens[start : first - 1]), decode(tokens[first:end]).removesuffix(opened)]
             start = end
-        text = decode(tokens[start : len(tokens) - is_finished])
+        text = opened + decode(tokens[start : len(tokens) - is_finished])
         return Answer(prompt.text, text, prompt.label, thinking, len(tokens), is_finished, tuple(history))
 
 

@@ -24,6 +24,7 @@ from glm46.engine.training.task import Objective, StepBatches, Task
 from glm46.files.durable import hash_file
 from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
+from glm46.storage.chats.chat_template import raise_for_model
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
@@ -106,6 +107,8 @@ class Reinforcement(Task):
         config = self.plan.config
         needs_label = any(reward.name in READ_LABELS for reward in self._config.rewards)
         most = config.training.seq_len - config.rollout.max_new_tokens
+        if config.checkpoint.initial_load_in_hf:
+            raise_for_model(config.checkpoint.initial_folder, self.tokenizer)
 
         def read(file: str) -> list[Prompt]:
             keys = self._config.prompts

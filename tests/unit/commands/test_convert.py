@@ -15,12 +15,18 @@ from glm46.cli import main
 from glm46.compute.model.transformer import Transformer
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelConfig
-from glm46.config.presets import resolve_shape
+from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
+from glm46.engine.inference.stored_model import stored_model
 from glm46.files import progress
+from glm46.operate.models.conversions import _table_of
+from glm46.storage.chats.chat_format import GLM_47
+from glm46.storage.chats.chat_template import find_format
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.step_tensors import ReadAhead, StepTensors, write_model
 from glm46.storage.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_tokenizer
+from glm46.storage.huggingface.folder_tensors import find_tensors
+from glm46.storage.huggingface.names import has_repeats
 from glm46.storage.huggingface.tokenizer_files import tokenizer_files
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,6 +93,29 @@ def test_a_round_trip_keeps_every_bit_of_the_model(trained, tmp_path, capsys):
         assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
     said = capsys.readouterr().out
     assert "bytes of weights in bfloat16" in said and f"vllm serve {tmp_path}" in said and "sglang" in said
+
+
+def test_a_model_of_glm_47_has_its_repeats_template_and_sampling(trained, tmp_path):
+    """Its shape is that of 4.6: the name of a run decides, then the folder, by repeats and template."""
+    folder, table = tmp_path / "steps", resolve_shape(TABLE).model_dump()
+    tensors = {f"model.{name}": t.detach() for name, t in [*trained[1].named_parameters(), *trained[1].named_buffers()]}
+    config = dump_config(RunConfig(model=ModelConfig.model_validate(table | {"flavor": "GLM-4.7"})))
+    CheckpointManager(folder, keep_latest_k=0).save(1, tensors, {"config": config})
+    step, out = folder / "step-000001", tmp_path / "hf"
+    assert stored_model(step).tokenizer(None).flavor == "GLM-4.7"
+    assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(out)]) == 0
+    shape = stored_model(out).shape
+    assert has_repeats(find_tensors(out), shape)
+    assert json.loads((out / "generation_config.json").read_text())["top_p"] == 0.95
+    assert find_format(stored_model(out).tokenizer(None)) is GLM_47
+    assert main(["convert", "from-hf", "--model", str(out), "--output", str(tmp_path / "back")]) == 0
+
+
+@pytest.mark.parametrize("repeats, flavor", [(True, "GLM-4.7"), (False, "GLM-4.6")])
+def test_the_preset_of_an_imported_folder(repeats, flavor):
+    table = _table_of(PRESETS["GLM-4.7"], Path("builtin"), repeats)
+    assert table.flavor == flavor and table.stated_shape == {}
+    assert _table_of(PRESETS["debug"], Path("builtin"), repeats).flavor == "debug"
 
 
 def step_with(folder, trained, tokenizer_path, fingerprint=None):

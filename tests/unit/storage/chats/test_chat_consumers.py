@@ -22,7 +22,8 @@ from glm46.engine.inference.generation import Continuation
 from glm46.operate.models import generate_prompts
 from glm46.operate.models.terminal_chat import TerminalChat
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
-from glm46.storage.chats.chat_template import CHAT_TEMPLATE, rendered
+from glm46.storage.chats.chat_format import GLM_45, GLM_47
+from glm46.storage.chats.chat_template import chat_template, rendered
 from glm46.storage.chats.conversation import BadConversation, Conversation, parse_prompt, parse_tools
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import NOT_A_TARGET
@@ -32,8 +33,9 @@ from glm46.storage.prepare.pipeline import prepare_text
 from glm46.storage.prepare.readers import file_rows
 from glm46.storage.prepare.rows import Fields, read_row
 from glm46.tasks.rl.prompts import Prompt, read_prompts
-from glm46.tasks.rl.rewards.answer import RewardRule
+from glm46.tasks.rl.rewards.answer import Answer, RewardRule
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
+from glm46.tasks.rl.rewards.text import well_formed
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.sampling import Sampler
 from tests.small_run import call_here
@@ -237,7 +239,7 @@ def template_tokens(template):
     return found
 
 
-WANTED = template_tokens(CHAT_TEMPLATE)
+WANTED = template_tokens(chat_template(GLM_45))
 
 
 def test_the_prompts_are_those_of_the_original_template():
@@ -494,3 +496,98 @@ def test_nulls_of_extension_types_and_values_that_json_lacks(tmp_path):
         assert read_row(row, "", Fields("", None, "messages")).args[0] == reason
         with pytest.raises(UserError, match=f"row 0: 'prompt' .*{reason}"):
             read_prompts(file, PromptsConfig(file=str(file)), TOKENIZER, most_tokens=10_000, needs_label=False)
+
+
+OF_47 = load_tokenizer("builtin", "GLM-4.7")
+"""The tokenizer of a model whose prompts open the thought."""
+
+
+def text_of_47(messages, tools, **options):
+    plain = [{**one, "role": one["role"].replace("developer", "system")} for one in messages]
+    return rendered(chat_template(GLM_47), plain, tools or (), options)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_prompts_of_rl_and_of_evaluation_in_the_format_of_glm_47(thinking, tmp_path):
+    pytest.importorskip("lm_eval", reason="not installed; pip install '.[eval]'")
+    from glm46.engine.evaluation.answers import Keys
+    from glm46.engine.evaluation.lm_eval_model import LmEvalModel
+
+    file, options = tmp_path / "rows.jsonl", {} if thinking else {"enable_thinking": False}
+    rows = [{"prompt": messages, "tools": tools} for messages, tools in CONVERSATIONS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = PromptsConfig(file=str(file), thinking=thinking)
+    found = read_prompts(file, keys, OF_47, most_tokens=10_000, needs_label=False)
+    wanted = [text_of_47(*row, **options) for row in CONVERSATIONS]
+    assert [OF_47.decode(prompt.tokens) for prompt in found] == wanted
+    model = LmEvalModel(None, OF_47, 10_000, Keys(), thinking=thinking)
+    assert [model.apply_chat_template(m) for m, tools in CONVERSATIONS if not tools] == [
+        text for text, (_, tools) in zip(wanted, CONVERSATIONS, strict=True) if not tools
+    ]
+    # A begun answer stands behind an ended thought, as the template writes it.
+    begun = model.apply_chat_template(
+        [user("Hi"), {"role": "assistant", "content": " A "}], add_generation_prompt=False
+    )
+    assert begun == "[gMASK]<sop><|user|>Hi<|assistant|></think>A"
+
+
+def test_a_chat_in_the_terminal_in_the_format_of_glm_47(monkeypatch, capsys):
+    """Three turns: with a thought, with one that the model ends at once, and one that the user forbids."""
+    typed = iter(["Hi", "And?", "No? /nothink"])
+    turns = iter(["why</think>Hello<|user|>", "</think>B<|user|>", "C<|user|>"])
+    asked = []
+
+    def answer(prompt, is_stopped):
+        asked.append(OF_47.decode(prompt))
+        one = Continuation(prompt, 100, finish="stop")
+        return one, map(one.tokens.append, OF_47.encode_with_special(next(turns)).tolist())
+
+    def line(*_):
+        if (found := next(typed, None)) is None:
+            raise EOFError
+        return found
+
+    monkeypatch.setattr(builtins, "input", line)
+    chat = TerminalChat(OF_47, answer, frozenset(stop_ids(OF_47)), thinks=True)
+    chat.run()
+    first = "[gMASK]<sop><|user|>Hi<|assistant|>"
+    second = f"{first}</think>Hello<|user|>And?<|assistant|>"
+    assert asked == [f"{first}<think>", f"{second}<think>", f"{second}</think>B<|user|>No?<|assistant|></think>"]
+    assert [(one.reasoning, one.content) for one in chat._messages[1::2]] == [("why", "Hello"), ("", "B"), ("", "C")]
+    assert capsys.readouterr().out == "why\nHello\nB\nC\n"
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_conversation_of_rl_goes_on_behind_what_was_sampled(thinking, one_rank):
+    """An ended thought without text stays ``<think></think>``, which the template would write ``</think>``. Rewards
+    read whole turns, with the tag that the prompt holds."""
+    config = RLConfig.model_validate({
+        "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl", "thinking": thinking},
+        "rewards": [{"name": "exact"}],
+        "environment": {"function": "a:b", "max_turns": 9},
+    }).resolved()  # fmt: skip
+    texts = ["</think>A<|user|>", "why</think>B<|user|>"] if thinking else ["A<|user|>", "B<|user|>"]
+    engine = Scripted([OF_47.encode_with_special(text).tolist() for text in texts])
+    replies, seen = iter([Reply("And?"), Reply(None)]), []
+
+    def reply(answers):
+        seen.extend(answers)
+        return [next(replies)]
+
+    section, scorer = RolloutConfig.model_validate({"max_new_tokens": 500}), FunctionPool([RewardRule("exact")])
+    rules = SamplingRules(1.0, frozenset(), OF_47.vocab_size)
+    sampler = Sampler(config, section, OF_47, engine, [], rules, 0, scorer, SimpleNamespace(replies=reply))
+    prompt = Prompt(chat_prompt(OF_47, parse_prompt("Hi"), thinking=thinking), "Hi", None)
+    sampler.generate([(0, prompt)], [Request(prompt.tokens, 0, 500)], rules)
+    opening, opened = ("<think>", "<think>") if thinking else ("</think>", "")
+    asked = f"[gMASK]<sop><|user|>Hi<|assistant|>{opening}{texts[0]}And?<|assistant|>{opening}"
+    assert OF_47.decode(engine.asked[-1].prompt) == asked
+    turns = [opened + text.removesuffix("<|user|>") for text in texts]
+    assert [one.text for one in seen] == turns and seen[0].spoken == "A" and seen[1].spoken == "B"
+    assert seen[1].history == (turns[0], f"And?<|assistant|>{opening.removesuffix(opened) if opened else opening}")
+    assert seen[1].thinking == thinking and well_formed(seen[1], {}) == 1.0
+
+
+def test_a_second_tag_in_an_opened_thought_is_malformed():
+    texts = {"<think>why</think>A": 1.0, "<think><think>why</think>A": 0.0, "<think>why": 0.0}
+    assert [well_formed(Answer("", text, None, True, 9, True), {}) for text in texts] == [*texts.values()]

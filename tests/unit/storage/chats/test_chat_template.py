@@ -11,15 +11,17 @@ from transformers import PreTrainedTokenizerFast
 
 from glm46.config.errors import UserError
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
-from glm46.storage.chats.chat_template import CHAT_TEMPLATE, raise_for_template, rendered
+from glm46.storage.chats.chat_format import GLM_45
+from glm46.storage.chats.chat_template import chat_template, find_format, rendered
 from glm46.storage.chats.conversation import parse_conversation
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights
 
+TEMPLATE = chat_template(GLM_45)
 TOKENIZER = load_tokenizer("builtin")
 _ORIGINAL = Path(__file__).resolve().parents[4].parent / "shared" / "cases" / "templates" / "glm45.jinja"
 _TRL = importlib.util.find_spec("trl")
-JUDGES = {"ours": CHAT_TEMPLATE}
+JUDGES = {"ours": TEMPLATE}
 if _TRL is not None:
     # TRL's copy of the template of zai-org/GLM-4.5; TRL itself is not imported.
     JUDGES["trl"] = (Path(_TRL.origin).parent / "chat_templates" / "glm4moe.jinja").read_text(encoding="utf-8")
@@ -137,7 +139,7 @@ def test_arguments_as_json_text_are_those_of_the_object(arguments, form):
     def render(given):
         call = {"type": "function", "function": {"name": "now", "arguments": given}}
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        return rendered(CHAT_TEMPLATE, messages, (), {})
+        return rendered(TEMPLATE, messages, (), {})
 
     assert render(json.dumps(arguments, **form)) == render(arguments)
     assert render("") == render({})
@@ -147,13 +149,13 @@ def test_the_template_beside_a_tokenizer_is_compared(folder, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     other = load_tokenizer(str(tmp_path))
-    raise_for_template(TOKENIZER)
-    raise_for_template(other)  # no template
-    no_switch = CHAT_TEMPLATE.replace("/nothink{%- endif", "{%- endif")
+    find_format(TOKENIZER)
+    find_format(other)  # no template
+    no_switch = TEMPLATE.replace("/nothink{%- endif", "{%- endif")
     for template, words in (
-        (CHAT_TEMPLATE.replace("<|assistant|>{{ '\\n<think></think>'", "<|assistant|><think>{{ ''"), ["<think>"]),
+        (TEMPLATE.replace("<|assistant|>{{ '\\n<think></think>'", "<|assistant|><think>{{ ''"), ["<think>"]),
         (no_switch, ["renders '<|assistant|>", "they render '/nothink"]),
-        (CHAT_TEMPLATE + "{{ messages.clear() }}", ["fails"]),
+        (TEMPLATE + "{{ messages.clear() }}", ["fails"]),
         ("{% for", ["fails"]),
     ):
         for file, content in (
@@ -163,10 +165,10 @@ def test_the_template_beside_a_tokenizer_is_compared(folder, tmp_path):
         ):
             (tmp_path / file).write_text(content, encoding="utf-8")
             with pytest.raises(UserError) as refused:
-                raise_for_template(other)
+                find_format(other)
             said = str(refused.value)
             assert all(word in said for word in [str(tmp_path / file), "GLM-4.5 or 4.6", *words]), said
             (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(UserError, match="tokenizer_config.json: damaged"):
-        raise_for_template(other)
+        find_format(other)

@@ -1,6 +1,7 @@
 """config.json in both forms of the rotary keys: read without defaults, written back without loss."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, Glm4MoeConfig
@@ -199,6 +200,20 @@ def test_the_config_of_another_model_has_one_line(kind):
     (fault,) = error.value.faults
     assert f"m/config.json: model_type = '{kind}': another model" in fault and "take one of them" in fault
     assert ("of images and text" in fault) == (kind == "glm4v_moe")
+    known = {"glm4v_moe": "GLM-4.5V or 4.6V", "glm_moe_dsa": "GLM-5", "glm4_moe_lite": "GLM-4.7-Flash"}
+    assert (f", {known.get(kind)}" in fault and "missing here" in fault) == (kind in known)
+
+
+def test_a_published_config_of_glm_5_has_one_line():
+    """Many of its keys select a computation that is not here."""
+    facts = Path(__file__).resolve().parents[4].parent / "shared" / "reference" / "family_facts.json"
+    if not facts.is_file():
+        pytest.skip("the published configs are not at hand")
+    configs = json.loads(facts.read_text(encoding="utf-8"))["configs"]
+    (config,) = [one["config"] for name, one in configs.items() if name.startswith("zai-org/GLM-5.2@")]
+    with pytest.raises(UserError, match="another model, GLM-5: missing here are latent attention") as error:
+        shape_of(config)
+    assert len(error.value.faults) == 1
 
 
 @pytest.mark.parametrize("key", sorted(set(PRESETS["GLM-4.6"].model_dump()) - {"rope_scaling", "sliding_window"}))

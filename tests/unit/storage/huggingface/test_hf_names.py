@@ -40,7 +40,8 @@ def to_hf(names, tensors):
 
 
 @pytest.mark.parametrize("preset, repeat_shared, tensors, parameters", [
-    ("GLM-4.5", True, 44_691, 358_337_791_296), ("GLM-4.6", False, 44_689, 356_785_898_816),
+    ("GLM-4.5", True, 44_691, 358_337_791_296), ("GLM-4.7", True, 44_691, 358_337_791_296),
+    ("GLM-4.6", False, 44_689, 356_785_898_816),
     ("GLM-4.5-Air", True, 18_329, 110_468_824_832), ("GLM-4.5-Air", False, 18_327, 109_227_310_848),
 ])  # fmt: skip
 @pytest.mark.slow

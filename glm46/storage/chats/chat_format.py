@@ -1,0 +1,74 @@
+"""The two chat formats of the family: that of GLM-4.5, 4.5-Air and 4.6, and that of GLM-4.7.
+
+Sources: the chat templates of the releases. `chat_template.format_of` finds the format of a tokenizer's folder.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_CALL = (
+    "<tool_call>{function-name}", "<arg_key>{arg-key-1}</arg_key>", "<arg_value>{arg-value-1}</arg_value>",
+    "<arg_key>{arg-key-2}</arg_key>", "<arg_value>{arg-value-2}</arg_value>", "...", "</tool_call>",
+)  # fmt: skip
+
+TOOLS_HEAD = """
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+"""
+"""What the model reads before the descriptions of its tools, one a line."""
+
+
+class Marker(str):
+    """The name of a special token, where other strings are text."""
+
+
+BEGIN = (Marker("[gMASK]"), Marker("<sop>"))
+SYSTEM, USER, ASSISTANT, OBSERVATION = map(Marker, ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"))
+THINK, END_THINK, NO_THINK = Marker("<think>"), Marker("</think>"), Marker("/nothink")
+RESPONSE, END_RESPONSE = Marker("<tool_response>"), Marker("</tool_response>")
+CALL_MARKERS = tuple(Marker(f"<{end}{name}>") for name in ("tool_call", "arg_key", "arg_value") for end in ("", "/"))
+CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE = CALL_MARKERS
+MARKERS = frozenset((*BEGIN, SYSTEM, USER, ASSISTANT, OBSERVATION, THINK, END_THINK, NO_THINK, *CALL_MARKERS))
+MARKERS |= {RESPONSE, END_RESPONSE}
+"""All that the formats use, in one vocabulary."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """What differs between the formats."""
+
+    name: str
+    """The first model that has it; stands in the manifest of a source of chats."""
+    models: str
+    """All models of this package that have it, for messages."""
+    line: str
+    """What stands behind the marker of a role, behind a thought, and between the parts of a call."""
+    opens_thought: bool
+    """False: thinking is forbidden by ``/nothink`` behind the user's messages, an empty thought is ``<think></think>``,
+    and past thoughts are always removed. True: a prompt ends with ``<think>`` or, where thinking is forbidden, with
+    ``</think>``; an empty thought is ``</think>`` alone; past thoughts are kept on request (``clear_thinking`` =
+    false). A sampled turn ``<think></think>A`` is then written ``</think>A`` in the next prompt of a server."""
+    sampling: Mapping[str, object] = field(default_factory=dict, compare=False)
+    """What a new ``generation_config.json`` states of sampling."""
+
+    @property
+    def tools_tail(self) -> str:
+        """What the model reads behind the descriptions of its tools. Its tags are special tokens."""
+        how = "output the function name and arguments within the following XML format"
+        return f"</tools>\n\nFor each function call, {how}:\n{self.line.join(_CALL)}"
+
+
+GLM_45 = ChatFormat("GLM-4.5", "GLM-4.5 or 4.6", "\n", opens_thought=False)
+GLM_47 = ChatFormat(
+    "GLM-4.7", "GLM-4.7", "", opens_thought=True, sampling={"do_sample": True, "temperature": 1.0, "top_p": 0.95}
+)
+FORMATS = (GLM_45, GLM_47)
+
+
+def format_of_flavor(flavor: str) -> ChatFormat:
+    """The format of a preset, for a tokenizer without a template."""
+    return GLM_47 if flavor.startswith(GLM_47.name) else GLM_45
