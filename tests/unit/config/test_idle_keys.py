@@ -118,6 +118,35 @@ def test_a_chunk_has_tokens(tmp_path):
         load_config(write(tmp_path, *lines))
 
 
+DEEPEP = [
+    ("training.mixed_precision_param", '"float32"', "DeepEP sends BF16; set training.mixed_precision_param"),
+    (
+        "parallelism.expert_exchange_chunks",
+        "2",
+        "DeepEP sends all tokens at once; remove parallelism.expert_exchange_c",
+    ),
+    ("model.hidden_size", "264", "a multiple of 32 bytes, and model.hidden_size is 264; take 272"),
+    ("model.num_experts_per_tok", "33", "at most 32 experts; lower model.num_experts_per_tok"),
+    ("rl.algorithm", '"grpo"', "those of samples vary"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), DEEPEP)
+def test_what_deepep_does_not_send_is_refused(key, value, reason, tmp_path):
+    lines = (
+        "parallelism.expert_parallel_degree = 2",
+        'parallelism.expert_exchange = "deepep"',
+        "model.n_routed_experts = 64",
+    )
+    lines += 'model.flavor = "debug"', 'training.mixed_precision_param = "bfloat16"'
+    assert load_config(write(tmp_path, *lines))
+    with pytest.raises(UserError) as refused:
+        load_config(write(tmp_path, *(line for line in lines if key not in line), f"{key} = {value}"))
+    (said,) = [each for each in refused.value.faults if "DeepEP" in each]
+    assert said.startswith('parallelism.expert_exchange = "deepep": ') and reason in said
+    assert said.endswith('set parallelism.expert_exchange = "two_level"')
+
+
 def test_command_line_switches_off_what_the_file_sets_up(tmp_path):
     """`--optimizer.name AdamW` tries another rule with the same file; the keys of the first one are not in the way."""
     path = write(tmp_path, "optimizer.momentum = 0.9", "validation.enable = true", "validation.freq = 5")
