@@ -5,13 +5,21 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from glm46.compute.parallelize import deepep
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.model.moe import MoE
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize import deepep, expert
+from glm46.compute.parallelize.plan import parallelize
 from glm46.config.errors import UserError
+from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.run.plan import resolve_plan
 
 CUDA = torch.device("cuda", 0)
+SHAPE = PRESETS["debug"].model_copy(update={"num_hidden_layers": 2, "n_routed_experts": 8})
 
 
 @pytest.fixture
@@ -67,6 +75,31 @@ def test_a_machine_without_deepep_is_refused(machine, monkeypatch, tmp_path, dev
     text = str(refused.value)
     assert text.startswith('parallelism.expert_exchange = "deepep": ') and "\n" not in text
     assert rule in text and remedy in text and text.endswith('or use "two_level"') and not machine.opened
+
+
+@pytest.fixture
+def eight_ranks():
+    """A process group of eight ranks whose collectives do nothing; this process is rank 0."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_run_takes_the_buffer_or_ends_before_its_first_step(machine, monkeypatch, eight_ranks):
+    plan, process = plan_of(), SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=8)
+    cluster = build_cluster(plan, process)
+    assert cluster.meshes.expert_hosts is None  # no groups that nobody uses
+
+    def model() -> Transformer:
+        with torch.device("meta"):
+            return Transformer(SHAPE)
+
+    with pytest.raises(UserError, match="the run is on cpu"):
+        parallelize(model(), plan, cluster)
+    layers = model()
+    expert.apply(layers, cluster.meshes.expert, None, 1, machine.package.ElasticBuffer(num_max_tokens_per_rank=1))
+    found = [module.dispatcher for module in layers.modules() if isinstance(module, MoE)]
+    assert found and all(isinstance(each, deepep.DeepEPDispatcher) for each in found)
 
 
 def test_layers_of_a_group_share_one_buffer_for_the_largest_micro_batch(machine):
