@@ -31,7 +31,8 @@ def open_buffer(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> A
         raise UserError(f'parallelism.expert_exchange = "deepep": {reason}; or use "two_level"')
     if torch.are_deterministic_algorithms_enabled():
         # Filling would run beside the kernels that write into the same memory; DeepEP refuses it.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        switches: Any = torch.utils.deterministic
+        switches.fill_uninitialized_memory = False
     return _open(group, plan.most_tokens, plan.shape.hidden_size, plan.shape.num_experts_per_tok)
 
 
@@ -69,7 +70,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 class _Sent:
-    """What a dispatch leaves for the exchanges after it, and for a recomputation."""
+    """Results of a dispatch that the exchanges after it need, and a recomputation."""
 
     def __init__(self) -> None:
         self.handle: Any = None
@@ -182,8 +183,8 @@ class DeepEPDispatcher:
         experts_MA, total = way.sent.experts_MA, sum(way.sent.handle.num_recv_tokens_per_expert_list)
         key_MA = experts_MA.masked_fill(experts_MA < 0, experts_here)
         places = place_at_experts(key_MA, experts_here, 1, total)
-        *rows, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
-        return *rows, (copies, way, tokens)
+        x_ND, weights_N, offsets, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
+        return x_ND, weights_N, offsets, (copies, way, tokens)
 
     def rest(self, context: Any) -> tuple:
         """See `TokenDispatcher.rest`: none."""

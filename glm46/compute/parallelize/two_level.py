@@ -187,8 +187,8 @@ class TwoLevelDispatcher(AllToAllDispatcher):
         key_MA = self._keys(in_flight.finish(0).long(), from_rank_R, experts_here)
         places = place_at_experts(key_MA, experts_here, self._ranks, sizes.assigned)
         weights_MA, x_MD = in_flight.finish(1), in_flight.finish(2)
-        *rows, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
-        return *rows, (copies, hops)
+        x_ND, weights_N, offsets, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
+        return x_ND, weights_N, offsets, (copies, hops)
 
     def _send_back(self, y_ND: Tensor, context: Any) -> Any:
         copies, hops = context
