@@ -169,7 +169,9 @@ class DeepEPDispatcher:
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
         """See `TokenDispatcher.start`. Collective."""
         way, most = _Way(self._buffer), self._buffer.num_max_tokens_per_rank
-        assert len(x_TD) <= most, f"{len(x_TD)} tokens in a buffer of {most}"
+        if len(x_TD) > most:
+            why = f"a rank has {len(x_TD):,} tokens at once, and a micro-batch, for which its buffer is, {most:,}"
+            raise UserError(f'parallelism.expert_exchange = "deepep": {why}; use "two_level"')
         # Weight 0: dropped by padding or the capacity, and not sent.
         experts_TA = torch.where(routing.weights > 0, routing.experts, -1).to(torch.int64)
         in_flight = _Start.apply(x_TD, routing.weights, experts_TA, num_experts, way)
@@ -181,8 +183,7 @@ class DeepEPDispatcher:
         in_flight, way, experts_here, tokens = pending
         x_MD, weights_MA = _Finish.apply(*in_flight, way)
         experts_MA, total = way.sent.experts_MA, sum(way.sent.handle.num_recv_tokens_per_expert_list)
-        key_MA = experts_MA.masked_fill(experts_MA < 0, experts_here)
-        places = place_at_experts(key_MA, experts_here, 1, total)
+        places = place_at_experts(experts_MA, experts_MA >= 0, experts_here, 1, total)
         x_ND, weights_N, offsets, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
         return x_ND, weights_N, offsets, (copies, way, tokens)
 

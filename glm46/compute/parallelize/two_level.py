@@ -184,8 +184,8 @@ class TwoLevelDispatcher(AllToAllDispatcher):
 
     def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         in_flight, hops, sizes, from_rank_R, experts_here = pending
-        key_MA = self._keys(in_flight.finish(0).long(), from_rank_R, experts_here)
-        places = place_at_experts(key_MA, experts_here, self._ranks, sizes.assigned)
+        keys = self._keys(in_flight.finish(0).long(), from_rank_R, experts_here)
+        places = place_at_experts(*keys, experts_here, self._ranks, sizes.assigned)
         weights_MA, x_MD = in_flight.finish(1), in_flight.finish(2)
         x_ND, weights_N, offsets, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
         return x_ND, weights_N, offsets, (copies, hops)
@@ -204,30 +204,32 @@ class TwoLevelDispatcher(AllToAllDispatcher):
         in_flight, (hop,) = returning
         return hop.finish_back(in_flight)
 
-    def _keys(self, experts_MA: Tensor, from_rank_R: Tensor, experts_here: int) -> Tensor:
-        """The order of assignments by expert of this rank, then by the rank they come from."""
+    def _keys(self, experts_MA: Tensor, from_rank_R: Tensor, experts_here: int) -> tuple[Tensor, Tensor]:
+        """Keys of assignments, by expert of this rank, then by the rank they come from; and those that are here."""
         local_MA = experts_MA - experts_here * (self._host * self._of_host + self._local)
         is_here_MA = (local_MA >= 0) & (local_MA < experts_here)
         # Rows came by the number of their rank on its host, then by host.
         rank_R = torch.arange(self._ranks, device=experts_MA.device).view(self._hosts, self._of_host).t().flatten()
         rank_M = rank_R.repeat_interleave(from_rank_R[rank_R], output_size=len(experts_MA))
-        return torch.where(is_here_MA, local_MA * self._ranks + rank_M.unsqueeze(1), experts_here * self._ranks)
+        return local_MA * self._ranks + rank_M.unsqueeze(1), is_here_MA
 
 
-def place_at_experts(key_MA: Tensor, experts: int, parts: int, total: int) -> tuple[Copies, Tensor, Tensor]:
+def place_at_experts(
+    key_MA: Tensor, is_here_MA: Tensor, experts: int, parts: int, total: int
+) -> tuple[Copies, Tensor, Tensor]:
     """Places of the rows on this rank at its experts.
 
     Args:
-        key_MA: int64: expert * parts + part of each assignment, by which they are sorted; experts * parts for the
-            assignments of other ranks.
+        key_MA: int64: expert * parts + part of each assignment, by which they are sorted.
+        is_here_MA: False for assignments to other ranks, whose key is not read.
         total: assignments to this rank.
 
     Returns:
         Copies of the rows, the assignment at each place, and the offsets of the experts.
     """
+    key_MA = torch.where(is_here_MA, key_MA, experts * parts)
     order_N, place_N, sizes = sort_assignments(key_MA.flatten(), experts * parts + 1)
     order_N, offsets = order_N[:total], sizes[:-1].view(experts, -1).sum(1).cumsum(0).to(torch.int32)
-    is_here_MA = key_MA < experts * parts
     copies = Copies(order_N // key_MA.shape[1], _kept(place_N, is_here_MA.flatten(), total), _begins(is_here_MA))
     return copies, order_N, offsets
 

@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.model.moe import MoE
+from glm46.compute.model.router import Routing
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import deepep, expert
 from glm46.compute.parallelize.plan import parallelize
@@ -100,6 +101,13 @@ def test_a_run_takes_the_buffer_or_ends_before_its_first_step(machine, monkeypat
     expert.apply(layers, cluster.meshes.expert, None, 1, machine.package.ElasticBuffer(num_max_tokens_per_rank=1))
     found = [module.dispatcher for module in layers.modules() if isinstance(module, MoE)]
     assert found and all(isinstance(each, deepep.DeepEPDispatcher) for each in found)
+
+
+def test_more_tokens_than_a_micro_batch_are_refused_before_they_are_sent(eight_ranks):
+    dispatcher = deepep.DeepEPDispatcher(dist.group.WORLD, SimpleNamespace(num_max_tokens_per_rank=4))
+    routing = Routing(torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64), None)
+    with pytest.raises(UserError, match=r'"deepep": a rank has 5 tokens at once, .* is, 4; use "two_level"'):
+        dispatcher.start(torch.zeros(5, 32), routing, 8)
 
 
 def test_layers_of_a_group_share_one_buffer_for_the_largest_micro_batch(machine):
