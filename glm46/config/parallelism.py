@@ -79,12 +79,13 @@ class ParallelismConfig(Section):
     expert_parallel_degree: int = Field(1, ge=1)
     """Ranks over which the experts of a layer are spread, borrowed from data_parallel_shard * context * tensor."""
 
-    expert_exchange: Annotated[Literal["auto", "all_to_all", "two_level"], Needs("expert_parallel_degree", above=1)] = (
-        "auto"
-    )
+    expert_exchange: Annotated[
+        Literal["auto", "all_to_all", "two_level", "deepep"], Needs("expert_parallel_degree", above=1)
+    ] = "auto"
     """The way of tokens to their experts. all_to_all: a row for each expert of a token. two_level: a row to each host,
     and there one to each rank, with sums on the way back; ranks that share experts must be on whole hosts of equal
-    size, or on one. auto: two_level where it is possible, else all_to_all."""
+    size, or on one. deepep: the same by the kernels of DeepEP 2, a package for NVIDIA GPUs, in BF16. auto: two_level
+    where it is possible, else all_to_all."""
 
     expert_exchange_chunks: Annotated[int | None, Needs("expert_parallel_degree", above=1)] = Field(None, ge=1, le=2)
     """Parts in which the tokens of a micro-batch travel to their experts. 2: the rows of one travel while the experts

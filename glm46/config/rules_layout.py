@@ -132,6 +132,30 @@ def chunks_have_tokens(config: RunConfig) -> Faults:
 
 
 @rule
+def deepep_takes_the_rows(config: RunConfig, shape: ModelShape) -> Faults:
+    """Rows that DeepEP sends are of a type, width and number that it has kernels for, all tokens at once."""
+    key, remedy = "parallelism.expert_exchange", 'or set parallelism.expert_exchange = "two_level"'
+    if config.parallelism.expert_exchange != "deepep":
+        return
+    if config.training.mixed_precision_param != "bfloat16":
+        other = "training.mixed_precision_param"
+        yield fault(f'`{key}`: DeepEP sends BF16; set {other} = "bfloat16", {remedy}', other)
+    if config.parallelism.expert_exchange_chunks == 2:
+        other = "parallelism.expert_exchange_chunks"
+        yield fault(f"`{key}`: DeepEP sends all tokens at once; remove {other}, {remedy}", other)
+    if width := shape.hidden_size % 16:
+        other, below = "model.hidden_size", shape.hidden_size - width
+        why = f"DeepEP sends rows of a multiple of 32 bytes, and {other} is {shape.hidden_size}"
+        yield fault(f"`{key}`: {why}; take {below + 16}, {remedy}", other)
+    if shape.num_experts_per_tok > 32:
+        other = "model.num_experts_per_tok"
+        yield fault(f"`{key}`: DeepEP sends a token to at most 32 experts; lower {other}, {remedy}", other)
+    if config.rl is not None:
+        why = "DeepEP needs to know the most tokens of a micro-batch, and those of samples vary"
+        yield fault(f"`{key}`: {why}; {remedy.removeprefix('or ')}", "rl")
+
+
+@rule
 def degrees_multiply_to_the_processes(config: RunConfig, world_size: int | None) -> Faults:
     """The degrees multiply to the number of processes."""
     if world_size is None:

@@ -131,10 +131,10 @@ def expert_levels(parallelism: ParallelismConfig, host_ranks: int | None) -> Exp
 
     Args:
         host_ranks: ranks of this run on each host; 0 if hosts have unequal numbers. None if they are not known: taken
-            for one host if two levels are stated.
+            for one host if two levels or DeepEP are stated.
 
     Raises:
-        UserError: two levels are stated, and the ranks that share experts are not whole hosts or inside one.
+        UserError: two levels or DeepEP are stated, and the ranks that share experts are not whole hosts or inside one.
     """
     ranks, exchange = parallelism.expert_parallel_degree, parallelism.expert_exchange
     if ranks == 1 or exchange == "all_to_all" or (host_ranks is None and exchange == "auto"):
@@ -144,7 +144,7 @@ def expert_levels(parallelism: ParallelismConfig, host_ranks: int | None) -> Exp
         return ExpertLevels(ranks // of_host, of_host)
     if exchange == "auto":
         return None
-    raise UserError(f'parallelism.expert_exchange = "two_level": {reason}; use "all_to_all"')
+    raise UserError(f'parallelism.expert_exchange = "{exchange}": {reason}; use "all_to_all"')
 
 
 def why_not_in_levels(ranks: int, host_ranks: int | None) -> str | None:

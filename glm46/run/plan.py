@@ -96,10 +96,19 @@ class Plan:
         """Parts in which the tokens of a micro-batch travel to their experts: by default two where that pays, which on
         one host it does not, as the gradients of two chunks must be added."""
         stated, levels = self.config.parallelism.expert_exchange_chunks, self.expert_levels
-        if stated is not None or self.layout.ep == 1 or levels is None or levels.hosts == 1:
+        is_deepep = self.config.parallelism.expert_exchange == "deepep"  # a rule refuses two chunks
+        if stated is not None or self.layout.ep == 1 or levels is None or levels.hosts == 1 or is_deepep:
             return stated or 1
         lengths = [stage.seq_len for stage in self.text_stages]
         return 2 if min(map(self.rows_of_expert, lengths)) / 2 >= LEAST_ROWS_OF_EXPERT else 1
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest micro-batch of a rank, in training and validation."""
+        config = self.config
+        rows = max(config.training.local_batch_size, config.validation.local_batch_size or 0)
+        longest = max([config.training.seq_len, *(stage.seq_len for stage in self.text_stages)])
+        return -(-rows * longest // (self.layout.cp * self.layout.tp))
 
     def rows_of_expert(self, seq_len: int) -> float:
         """Rows of a micro-batch for each expert, on average."""
@@ -158,11 +167,12 @@ def describe_exchange(plan: Plan) -> str:
     to_hosts, to_ranks = (places_of_token(shape, parts) for parts in (levels.hosts, ep))
     of_all = f"(all to all {chosen * (levels.of_host - 1) / ep:.1f})"
     inside = f"{to_ranks * (1 - 1 / levels.of_host):.1f} inside them {of_all}"
+    way = "DeepEP" if plan.config.parallelism.expert_exchange == "deepep" else "two levels"
     if levels.hosts == 1:
-        return f"two levels, one host of {ep} ranks{chunks}: rows of a token {inside}; {waits}"
+        return f"{way}, one host of {ep} ranks{chunks}: rows of a token {inside}; {waits}"
     between = 1 - 1 / levels.hosts
     return (
-        f"two levels, {levels.hosts} hosts x {levels.of_host} ranks{chunks}: {to_hosts * between:.1f} rows of a token "
+        f"{way}, {levels.hosts} hosts x {levels.of_host} ranks{chunks}: {to_hosts * between:.1f} rows of a token "
         f"between hosts (all to all {chosen * between:.1f}), {inside}; {waits}"
     )
 

@@ -65,7 +65,8 @@ class Cluster:
 
 def build_cluster(plan: Plan, process: Process) -> Cluster:
     """The cluster of this plan. Collective."""
-    return Cluster(process, plan.layout, build_meshes(plan.layout, process.device.type, plan.expert_levels))
+    levels = None if plan.config.parallelism.expert_exchange == "deepep" else plan.expert_levels
+    return Cluster(process, plan.layout, build_meshes(plan.layout, process.device.type, levels))
 
 
 def build_meshes(layout: Layout, device_type: str, levels: ExpertLevels | None = None) -> Meshes:

@@ -15,14 +15,14 @@ def recomputation(
     """The contexts of the forward of a layer and of its recomputation, as `torch.utils.checkpoint` takes them, around
     two other ones. ``left_out``: exchanges whose results the recomputation has, or does not read."""
     values: list[Any] = []
-    return _Run(values, None, inner[0]), _Run(values, left_out, inner[1])
+    return _Run(values, left_out, False, inner[0]), _Run(values, left_out, True, inner[1])
 
 
 class _Run:
     """A context that can be entered again, as those of `contextlib.contextmanager` cannot."""
 
-    def __init__(self, values: list[Any], left_out: tuple[Part, ...] | None, inner: AbstractContextManager):
-        self.values, self.left_out, self.read, self._inner = values, left_out, 0, inner
+    def __init__(self, values: list[Any], left_out: tuple[Part, ...], is_again: bool, inner: AbstractContextManager):
+        self.values, self.left_out, self.is_again, self.read, self._inner = values, left_out, is_again, 0, inner
 
     def __enter__(self) -> None:
         self.read, self._before = 0, _running.set(self)
@@ -39,7 +39,7 @@ _running: ContextVar[_Run | None] = ContextVar("recomputation", default=None)
 def recalled(make: Callable[[], Any]) -> Any:
     """The result of ``make`` in the forward that is computed again here; or the present one."""
     running = _running.get()
-    if running is None or running.left_out is None:
+    if running is None or not running.is_again:
         value = make()
         if running is not None:
             running.values.append(value)
@@ -51,4 +51,10 @@ def recalled(make: Callable[[], Any]) -> Any:
 def leaves_out(part: Part) -> bool:
     """True in a recomputation that does not repeat an exchange."""
     running = _running.get()
-    return running is not None and part in (running.left_out or ())
+    return running is not None and running.is_again and part in running.left_out
+
+
+def will_leave_out(part: Part) -> bool:
+    """True in a forward whose recomputation, if there is one, does not repeat an exchange."""
+    running = _running.get()
+    return running is not None and part in running.left_out

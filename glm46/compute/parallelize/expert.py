@@ -1,5 +1,7 @@
 """Expert parallelism: each rank of a group holds whole experts, and tokens are sent to them and back."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -7,6 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.deepep import DeepEPDispatcher
 from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher
 
@@ -16,9 +19,10 @@ def apply(
     ep_mesh: DeviceMesh,
     hosts: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None = None,
     chunks: int = 1,
+    buffer: Any = None,
 ) -> None:
     """Shard the experts of every MoE layer over `ep_mesh` and dispatch tokens to them; in place. ``hosts``: as of
-    `Meshes.expert_hosts`. ``chunks``: as of `Plan.exchange_chunks`."""
+    `Meshes.expert_hosts`. ``chunks``: as of `Plan.exchange_chunks`. ``buffer``: of DeepEP, which then sends them."""
     group = ep_mesh.get_group()
     for module in model.modules():
         if isinstance(module, MoE):
@@ -26,7 +30,9 @@ def apply(
                 whole_experts = distribute_tensor(parameter.data, ep_mesh, [Shard(0)])
                 own = nn.Parameter(whole_experts, requires_grad=parameter.requires_grad)
                 module.experts.register_parameter(name, own)
-            if hosts is None:
+            if buffer is not None:
+                module.dispatcher = DeepEPDispatcher(group, buffer)
+            elif hosts is None:
                 module.dispatcher = AllToAllDispatcher(group, chunks)
             else:
                 module.dispatcher = TwoLevelDispatcher(group, *hosts, chunks)

@@ -8,7 +8,7 @@ from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.transformer import Transformer
-from glm46.compute.parallelize import activation_checkpoint, compile, context, expert, float8, fsdp, tensor
+from glm46.compute.parallelize import activation_checkpoint, compile, context, deepep, expert, float8, fsdp, tensor
 from glm46.config.errors import UserError
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.run.plan import Plan
@@ -36,7 +36,9 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary:
         add_adapters(model, adapter, trained_type)  # before sharding, and before FSDP2 asks what is frozen
     if meshes.expert is not None:
         # Before compile, which must see the token dispatch.
-        expert.apply(model, meshes.expert, meshes.expert_hosts, plan.exchange_chunks)
+        is_deepep = config.parallelism.expert_exchange == "deepep"
+        buffer = deepep.open_buffer(plan, meshes.expert.get_group(), cluster.device) if is_deepep else None
+        expert.apply(model, meshes.expert, meshes.expert_hosts, plan.exchange_chunks, buffer)
     if meshes.sequence is not None:
         context.apply(model, meshes.sequence)  # before compile, which must see the gather of keys and values
     if meshes.tensor is not None:

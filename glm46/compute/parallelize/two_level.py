@@ -18,7 +18,7 @@ from glm46.compute.model.router import Routing
 from glm46.compute.parallelize.exchange import AllToAllDispatcher, Planned
 
 
-class _Copies(NamedTuple):
+class Copies(NamedTuple):
     """Rows [R, ...] that are each copied to some of N places."""
 
     row_N: Tensor
@@ -32,7 +32,7 @@ class _Copies(NamedTuple):
 class _Hop(NamedTuple):
     """One exchange of rows: copies by rank of a group, and the numbers of rows to and from each."""
 
-    copies: _Copies
+    copies: Copies
     send: list[int]
     receive: list[int]
     group: dist.ProcessGroup
@@ -40,7 +40,7 @@ class _Hop(NamedTuple):
     def start(self, x: Tensor, weights: Tensor, experts: Tensor, part: Part) -> "_InFlight":
         """Send rows with all their weights and experts. The small ones go first: the next hop is planned by them."""
         exchanges = tuple(Exchange(self.send, self.receive, self.group, each) for each in ("rows", part, part))
-        copied = (_Copy.apply(each, *self.copies) for each in (experts, weights, x))
+        copied = (Copy.apply(each, *self.copies) for each in (experts, weights, x))
         sent = tuple(exchange.start(each) for exchange, each in zip(exchanges, copied, strict=True))
         return _InFlight(sent, exchanges)
 
@@ -51,7 +51,7 @@ class _Hop(NamedTuple):
 
     def finish_back(self, returning: "_InFlight") -> Tensor:
         """Sum what came back of each row."""
-        return _Sum.apply(returning.finish(0), *self.copies)
+        return Sum.apply(returning.finish(0), *self.copies)
 
 
 class _InFlight(NamedTuple):
@@ -76,7 +76,7 @@ class _Sizes(NamedTuple):
     """Assignments to the experts of this rank."""
 
 
-class _Copy(torch.autograd.Function):
+class Copy(torch.autograd.Function):
     """The rows at their places. Backward sums the copies of a row in a fixed order, in FP32, and rounds once."""
 
     @staticmethod
@@ -89,8 +89,8 @@ class _Copy(torch.autograd.Function):
         return _sum_copies(grad, *ctx.saved_tensors), None, None, None
 
 
-class _Sum(torch.autograd.Function):
-    """Transpose of `_Copy`. Its index is no saved tensor, for the reason given in `_Combine` of
+class Sum(torch.autograd.Function):
+    """Transpose of `Copy`. Its index is no saved tensor, for the reason given in `_Combine` of
     `compute/model/dispatch.py`."""
 
     @staticmethod
@@ -184,18 +184,15 @@ class TwoLevelDispatcher(AllToAllDispatcher):
 
     def _arrive(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         in_flight, hops, sizes, from_rank_R, experts_here = pending
-        experts_MA = in_flight.finish(0).long()
-        copies, order_N, offsets = self._of_experts(experts_MA, from_rank_R, sizes.assigned, experts_here)
-        weights_N = in_flight.finish(1).flatten()[order_N]
-        if self.multiple > 1:
-            row_P, padded_N, offsets = pad_groups(len(order_N), offsets, self.multiple)
-            weights_N = pad_weights(weights_N, padded_N, len(row_P))
-            copies = copies._replace(row_N=copies.row_N[row_P], place_M=padded_N[copies.place_M])
-        return _Copy.apply(in_flight.finish(2), *copies), weights_N, offsets, (copies, hops)
+        keys = self._keys(in_flight.finish(0).long(), from_rank_R, experts_here)
+        places = place_at_experts(*keys, experts_here, self._ranks, sizes.assigned)
+        weights_MA, x_MD = in_flight.finish(1), in_flight.finish(2)
+        x_ND, weights_N, offsets, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
+        return x_ND, weights_N, offsets, (copies, hops)
 
     def _send_back(self, y_ND: Tensor, context: Any) -> Any:
         copies, hops = context
-        return hops[-1].start_back(_Sum.apply(y_ND, *copies)), hops
+        return hops[-1].start_back(Sum.apply(y_ND, *copies)), hops
 
     def _pass_back(self, returning: Any) -> Any:
         in_flight, hops = returning
@@ -207,21 +204,46 @@ class TwoLevelDispatcher(AllToAllDispatcher):
         in_flight, (hop,) = returning
         return hop.finish_back(in_flight)
 
-    def _of_experts(
-        self, experts_MA: Tensor, from_rank_R: Tensor, total: int, experts_here: int
-    ) -> tuple[_Copies, Tensor, Tensor]:
-        """Copies of the rows on this rank by its experts, the assignment of each, and the offsets of the experts."""
-        M, A = experts_MA.shape
+    def _keys(self, experts_MA: Tensor, from_rank_R: Tensor, experts_here: int) -> tuple[Tensor, Tensor]:
+        """Keys of assignments, by expert of this rank, then by the rank they come from; and those that are here."""
         local_MA = experts_MA - experts_here * (self._host * self._of_host + self._local)
         is_here_MA = (local_MA >= 0) & (local_MA < experts_here)
         # Rows came by the number of their rank on its host, then by host.
         rank_R = torch.arange(self._ranks, device=experts_MA.device).view(self._hosts, self._of_host).t().flatten()
-        rank_M = rank_R.repeat_interleave(from_rank_R[rank_R], output_size=M)
-        keys = experts_here * self._ranks
-        key_MA = torch.where(is_here_MA, local_MA * self._ranks + rank_M.unsqueeze(1), keys)
-        order_N, place_N, sizes = sort_assignments(key_MA.flatten(), keys + 1)
-        order_N, offsets = order_N[:total], sizes[:-1].view(experts_here, -1).sum(1).cumsum(0).to(torch.int32)
-        return _Copies(order_N // A, _kept(place_N, is_here_MA.flatten(), total), _begins(is_here_MA)), order_N, offsets
+        rank_M = rank_R.repeat_interleave(from_rank_R[rank_R], output_size=len(experts_MA))
+        return local_MA * self._ranks + rank_M.unsqueeze(1), is_here_MA
+
+
+def place_at_experts(
+    key_MA: Tensor, is_here_MA: Tensor, experts: int, parts: int, total: int
+) -> tuple[Copies, Tensor, Tensor]:
+    """Places of the rows on this rank at its experts.
+
+    Args:
+        key_MA: int64: expert * parts + part of each assignment, by which they are sorted.
+        is_here_MA: False for assignments to other ranks, whose key is not read.
+        total: assignments to this rank.
+
+    Returns:
+        Copies of the rows, the assignment at each place, and the offsets of the experts.
+    """
+    key_MA = torch.where(is_here_MA, key_MA, experts * parts)
+    order_N, place_N, sizes = sort_assignments(key_MA.flatten(), experts * parts + 1)
+    order_N, offsets = order_N[:total], sizes[:-1].view(experts, -1).sum(1).cumsum(0).to(torch.int32)
+    copies = Copies(order_N // key_MA.shape[1], _kept(place_N, is_here_MA.flatten(), total), _begins(is_here_MA))
+    return copies, order_N, offsets
+
+
+def copy_to_experts(
+    x_MD: Tensor, weights_MA: Tensor, copies: Copies, order_N: Tensor, offsets: Tensor, multiple: int
+) -> tuple[Tensor, Tensor, Tensor, Copies]:
+    """Rows, weights and offsets as of `TokenDispatcher.arrived`, and the copies with those of padding."""
+    weights_N = weights_MA.flatten()[order_N]
+    if multiple > 1:
+        row_P, padded_N, offsets = pad_groups(len(order_N), offsets, multiple)
+        weights_N = pad_weights(weights_N, padded_N, len(row_P))
+        copies = copies._replace(row_N=copies.row_N[row_P], place_M=padded_N[copies.place_M])
+    return Copy.apply(x_MD, *copies), weights_N, offsets, copies
 
 
 def _marked(numbers_MA: Tensor, count: int) -> Tensor:
@@ -230,13 +252,13 @@ def _marked(numbers_MA: Tensor, count: int) -> Tensor:
     return marks.scatter_(1, numbers_MA.clamp(max=count), True)[:, :count]
 
 
-def _copies(goes_RP: Tensor, total: int) -> _Copies:
+def _copies(goes_RP: Tensor, total: int) -> Copies:
     """Copies of rows to the places where they go: first all rows of the first place, and so on; ``total`` of them."""
     rows, places = goes_RP.shape
     goes_PR = goes_RP.t().reshape(-1)
     row_N = _kept(torch.arange(rows, device=goes_RP.device).repeat(places), goes_PR, total)
     number_RP = (goes_PR.cumsum(0) - 1).view(places, rows).t()
-    return _Copies(row_N, _kept(number_RP.reshape(-1), goes_RP.reshape(-1), total), _begins(goes_RP))
+    return Copies(row_N, _kept(number_RP.reshape(-1), goes_RP.reshape(-1), total), _begins(goes_RP))
 
 
 def _begins(goes_RP: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
 """Conversations in the chat format of a tokenizer: training documents with their targets, and prompts of generation.
 
-The tests compare the ids with those of the templates of the releases. Special tokens are written by id, and text is
-encoded as text: a marker inside a message is ordinary characters, except for ``/nothink`` at the end of a user's
-message, which is the switch of GLM-4.5 and 4.6.
-
-The formats have no token that ends a turn: a turn ends where the model samples the marker of the next role.
+Special tokens are written by id, and text is encoded as text: a marker inside a message is ordinary characters, except
+for ``/nothink`` at the end of a user's message, which is the switch of GLM-4.5 and 4.6. No token
+ends a turn: it ends where the model samples the marker of the next role.
 """
 
 import json
@@ -39,7 +37,7 @@ from glm46.storage.chats.chat_format import (
     VALUE,
     ChatFormat,
     Marker,
-)  # fmt: skip
+)
 from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.conversation import Conversation, Message
 from glm46.storage.data.tokenizer import Tokenizer
@@ -87,11 +85,10 @@ def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOption
     messages, format = conversation.messages, format_of(tokenizer)
     spans = list(pairwise([0, *_ends_of_user_turns(messages)]))
     has_reasoning = [any(message.reasoning.strip() for message in messages[start:end]) for start, end in spans]
-    allowed, is_trained = _allows_thought(options.no_reasoning, format), options.no_reasoning == "train"
+    allowed = _allows_thought(options, format)
     thinks = [allowed or (reasoned and not format.opens_thought) for reasoned in has_reasoning]
     # Turns that read otherwise in a later document: a sampled empty thought too, where prompts open it.
-    is_alone = [reasoned or (format.opens_thought and is_trained) for reasoned in has_reasoning]
-    keeps = options.history == "keep"
+    is_alone = [reasoned or (format.opens_thought and allowed) for reasoned in has_reasoning]
     last = len(spans) - 1
     # Each document is the last user turn in it, and the turns that are targets.
     is_one = options.history in ("all", "keep")
@@ -109,7 +106,7 @@ def render(conversation: Conversation, tokenizer: Tokenizer, options: ChatOption
     documents = []
     for k, turns in groups:
         trained = [index for turn in turns for index in range(*spans[turn])]
-        document = _document(conversation, trained, tokenizer, thinks[k], is_trained, keeps)
+        document = _document(conversation, trained, tokenizer, thinks[k], options)
         if document.is_target.any():
             documents.append(document)
     return Rendered(documents, _counts(conversation, documents))
@@ -121,31 +118,25 @@ def render_pair(
     """Make a document of each half of a pair, with the targets of its last user turn, as `render` does with ``history =
     "last"``. The prompt is the same in both: with thinking if a half has reasoning. Raises UserError if the tokenizer
     has no chat format."""
-    format = format_of(tokenizer)
+    options = ChatOptions("last", no_reasoning)
     turns = [(half, range([0, *_ends_of_user_turns(half.messages)][-2], len(half.messages))) for half in halves]
     reasons = any(half.messages[i].reasoning.strip() for half, turn in turns for i in turn)
-    thinks = reasons or _allows_thought(no_reasoning, format)
-    return [_document(half, turn, tokenizer, thinks, no_reasoning == "train") for half, turn in turns]
+    thinks = reasons or _allows_thought(options, format_of(tokenizer))
+    return [_document(half, turn, tokenizer, thinks, options) for half, turn in turns]
 
 
-def _allows_thought(no_reasoning: str, format: ChatFormat) -> bool:
-    """Whether the prompt of a turn without reasoning allows thinking. An opened thought must be ended by the model."""
-    return no_reasoning == "train" or (no_reasoning == "mask" and not format.opens_thought)
+def _allows_thought(options: ChatOptions, format: ChatFormat) -> bool:
+    """True if the prompt of a turn without reasoning allows thinking. An opened thought must be ended by the model."""
+    return options.no_reasoning == "train" or (options.no_reasoning == "mask" and not format.opens_thought)
 
 
 def _document(
-    conversation: Conversation,
-    trained: Sequence[int],
-    tokenizer: Tokenizer,
-    thinks: bool,
-    train_empty_thought: bool,
-    keeps_thoughts: bool = False,
+    conversation: Conversation, trained: Sequence[int], tokenizer: Tokenizer, thinks: bool, options: ChatOptions
 ) -> ChatDocument:
     """The document that ends with the last of the ``trained`` messages, which are in their order."""
     messages = conversation.messages[: trained[-1] + 1]
     targets = {index for index in trained if messages[index].is_trained}
-    tools, format = conversation.tools, format_of(tokenizer)
-    pieces = _pieces(messages, tools, thinks, format, targets, train_empty_thought, keeps_thoughts)
+    pieces = _pieces(messages, conversation.tools, thinks, format_of(tokenizer), targets, options)
     stop = OBSERVATION if messages[-1].tool_calls else USER
     return _encode([*pieces, (stop, trained[-1] in targets)], tokenizer)
 
@@ -160,7 +151,7 @@ def chat_prompt(
         messages: the conversation so far; the last one is the user's, or a tool's.
         thinking: whether the model may think before it answers.
     """
-    pieces = [piece for piece, _ in _pieces(messages, tools, thinking, format_of(tokenizer))]
+    pieces = [piece for piece, _ in _pieces(messages, tools, thinking, format_of(tokenizer), (), ChatOptions())]
     return _ids_before_turn(pieces, tokenizer, thinking)
 
 
@@ -174,10 +165,9 @@ def chat_reply(tokenizer: Tokenizer, content: str, *, from_tool: bool, thinking:
 
 
 def _ids_before_turn(pieces: Sequence[str], tokenizer: Tokenizer, thinking: bool) -> list[int]:
-    if (format := format_of(tokenizer)).opens_thought:
-        opening = [THINK if thinking else END_THINK]
-    else:
-        opening = [] if thinking else [format.line, THINK, END_THINK]
+    format = format_of(tokenizer)
+    empty = [END_THINK] if format.opens_thought else [format.line, THINK, END_THINK]
+    opening: Sequence[str] = [opened_thought(tokenizer, thinking)] if thinking else empty
     return _encode([(piece, False) for piece in (*pieces, ASSISTANT, *opening)], tokenizer).ids.tolist()
 
 
@@ -204,16 +194,13 @@ def _pieces(
     tools: Sequence[Mapping],
     thinking: bool,
     format: ChatFormat,
-    targets: Collection[int] = (),
-    train_empty_thought: bool = False,
-    keeps_thoughts: bool = False,
+    targets: Collection[int],
+    options: ChatOptions,
 ) -> list[tuple[str, bool]]:
     """Markers and texts of the messages, in order, each with whether it is a target.
 
     Args:
         targets: indices of the assistant's messages that are sampled, with the marker behind each.
-        train_empty_thought: whether the empty thought of a turn that had no reasoning is sampled too.
-        keeps_thoughts: those before the last user message too.
     """
     pieces = [(piece, False) for piece in (*BEGIN, *_tools(tools, format))]
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
@@ -232,12 +219,13 @@ def _pieces(
             pieces += [(p, False) for p in _response(message.content, format)]
         else:
             sampled = index in targets
-            shown = message.reasoning if keeps_thoughts or index > last_user else ""
+            keeps_thought = options.history == "keep" or index > last_user
+            shown = message.reasoning if keeps_thought else ""
             # A prompt opens the thought of what is sampled behind it, which may be empty.
-            opened = format.opens_thought and thinking and sampled and (keeps_thoughts or index > last_user)
+            opened = format.opens_thought and thinking and sampled and keeps_thought
             is_open = bool(shown) or opened or not format.opens_thought
             # An empty thought in the place of a removed one was never sampled.
-            may_be_empty = train_empty_thought and is_open and not message.reasoning.strip()
+            may_be_empty = options.no_reasoning == "train" and is_open and not message.reasoning.strip()
             sampled_thought = sampled and (bool(shown.strip()) or may_be_empty)
             pieces.append((ASSISTANT, False))
             if is_open:

@@ -19,7 +19,7 @@ You may call one or more functions to assist with the user query.
 You are provided with function signatures within <tools></tools> XML tags:
 <tools>
 """
-"""What the model reads before the descriptions of its tools, one a line."""
+"""The text before the descriptions of its tools, one a line."""
 
 
 class Marker(str):
@@ -39,25 +39,25 @@ MARKERS |= {RESPONSE, END_RESPONSE}
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What differs between the formats."""
+    """The differences between the formats."""
 
     name: str
     """The first model that has it; stands in the manifest of a source of chats."""
     models: str
     """All models of this package that have it, for messages."""
     line: str
-    """What stands behind the marker of a role, behind a thought, and between the parts of a call."""
+    """The text behind the marker of a role, behind a thought, and between the parts of a call."""
     opens_thought: bool
     """False: thinking is forbidden by ``/nothink`` behind the user's messages, an empty thought is ``<think></think>``,
     and past thoughts are always removed. True: a prompt ends with ``<think>`` or, where thinking is forbidden, with
     ``</think>``; an empty thought is ``</think>`` alone; past thoughts are kept on request (``clear_thinking`` =
     false). A sampled turn ``<think></think>A`` is then written ``</think>A`` in the next prompt of a server."""
     sampling: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """What a new ``generation_config.json`` states of sampling."""
+    """Keys of sampling in a new ``generation_config.json``."""
 
     @property
     def tools_tail(self) -> str:
-        """What the model reads behind the descriptions of its tools. Its tags are special tokens."""
+        """The text behind the descriptions of its tools. Its tags are special tokens."""
         how = "output the function name and arguments within the following XML format"
         return f"</tools>\n\nFor each function call, {how}:\n{self.line.join(_CALL)}"
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shlex
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class Pretraining(Task):
         """
         self.plan, self.cluster = plan, cluster
         self.tokenizer, self.manifests = run_on_all_ranks(lambda: load_text(plan))
-        run_on_all_ranks(lambda: [raise_for_source(one, self.tokenizer) for one in self.manifests.values()])
+        for manifest in self.manifests.values():
+            run_on_all_ranks(partial(raise_for_source, manifest, self.tokenizer))
         check_epochs(plan, self.manifests)
         self.measures = run_on_all_ranks(lambda: validation_measures(plan, self.manifests, self.tokenizer))
         self.network = build_network(plan, cluster)

@@ -1,5 +1,7 @@
 """A key that a person states has an effect, or is refused; a default that nobody stated never is."""
 
+from pathlib import Path
+
 import pytest
 
 from glm46.commands.prepare import read_recipe
@@ -116,6 +118,40 @@ def test_a_chunk_has_tokens(tmp_path):
     lines += ("parallelism.tensor_parallel_degree = 2",)
     with pytest.raises(UserError, match=r"expert_exchange_chunks = 2: a rank has 1 token per micro-batch; take 1"):
         load_config(write(tmp_path, *lines))
+
+
+DEEPEP = [
+    ("training.mixed_precision_param", '"float32"', "DeepEP sends BF16; set training.mixed_precision_param"),
+    (
+        "parallelism.expert_exchange_chunks",
+        "2",
+        "DeepEP sends all tokens at once; remove parallelism.expert_exchange_c",
+    ),
+    ("model.hidden_size", "264", "a multiple of 32 bytes, and model.hidden_size is 264; take 272"),
+    ("model.num_experts_per_tok", "33", "at most 32 experts; lower model.num_experts_per_tok"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), DEEPEP)
+def test_what_deepep_does_not_send_is_refused(key, value, reason, tmp_path):
+    lines = "parallelism.expert_parallel_degree = 2", 'parallelism.expert_exchange = "deepep"'
+    lines += ('training.mixed_precision_param = "bfloat16"',)
+    assert load_config(write(tmp_path, *lines))
+    with pytest.raises(UserError) as refused:
+        load_config(write(tmp_path, *(line for line in lines if key not in line), f"{key} = {value}"))
+    (said,) = [each for each in refused.value.faults if "DeepEP" in each]
+    assert 'parallelism.expert_exchange = "deepep": ' in said and reason in said
+    assert said.endswith('set parallelism.expert_exchange = "two_level"')
+
+
+def test_samples_do_not_go_by_deepep():
+    path = Path(__file__).parents[3] / "train_configs" / "glm46_rl_grpo.toml"
+    stated = ["--parallelism.expert_parallel_degree", "2", "--parallelism.expert_exchange"]
+    assert load_config(path, [*stated, "two_level"])
+    with pytest.raises(
+        UserError, match='most tokens of a micro-batch, and those of samples vary; set .* = "two_level"'
+    ):
+        load_config(path, [*stated, "deepep"])
 
 
 def test_command_line_switches_off_what_the_file_sets_up(tmp_path):

@@ -20,22 +20,29 @@ def levels(exchange: str, ranks: int, host_ranks: int | None):
         ("auto", 8, 8, (1, 8)), ("auto", 4, 8, (1, 4)), ("auto", 16, 8, (2, 8)), ("auto", 16, 1, (16, 1)),
         ("auto", 32, None, None), ("auto", 32, 0, None), ("auto", 12, 8, None), ("auto", 6, 8, None),
         ("two_level", 8, 8, (1, 8)), ("two_level", 4, 8, (1, 4)), ("two_level", 16, 8, (2, 8)),
-        ("two_level", 16, None, (1, 16)), ("all_to_all", 16, 8, None), ("auto", 1, 8, None),
+        ("two_level", 16, None, (1, 16)), ("deepep", 16, 8, (2, 8)), ("deepep", 16, None, (1, 16)),
+        ("all_to_all", 16, 8, None), ("auto", 1, 8, None),
     ],
 )  # fmt: skip
 def test_levels_are_whole_hosts_or_one(exchange, ranks, host_ranks, expected):
     assert levels(exchange, ranks, host_ranks) == expected
 
 
+@pytest.mark.parametrize("exchange", ["two_level", "deepep"])
 @pytest.mark.parametrize(
     ("ranks", "host_ranks", "named"),
     [(12, 8, "each host has 8 ranks"), (6, 8, "each host has 8 ranks"), (8, 0, "unequal")],
 )
-def test_two_levels_on_other_hosts_are_refused(ranks, host_ranks, named):
+def test_two_levels_on_other_hosts_are_refused(exchange, ranks, host_ranks, named):
     with pytest.raises(UserError) as refused:
-        levels("two_level", ranks, host_ranks)
+        levels(exchange, ranks, host_ranks)
     text = str(refused.value)
-    assert "parallelism.expert_exchange" in text and f"{ranks} ranks" in text and named in text and "all_to_all" in text
+    assert (
+        f'parallelism.expert_exchange = "{exchange}"' in text
+        and f"{ranks} ranks" in text
+        and named in text
+        and "all_to_all" in text
+    )
 
 
 @pytest.mark.parametrize("flavor", ["GLM-4.5-Air", "GLM-4.6"])

@@ -54,6 +54,10 @@ def test_the_core_of_attention_is_named(source_folder, tmp_path, monkeypatch, de
         ({"expert_exchange": "all_to_all"}, 8, "all to all: 7.0 rows of a token to 8 ranks; 1 host wait per layer"),
         ({"expert_parallel_degree": 32}, 8, "two levels, 4 hosts x 8 ranks, 2 chunks: 2.7 rows of a token between "
          "hosts (all to all 6.0), 6.4 inside them (all to all 1.8); 1 host wait per layer"),
+        ({"expert_exchange": "deepep"}, 8, "DeepEP, one host of 8 ranks: rows of a token 4.7 inside them (all to all "
+         "7.0); 1 host wait per layer"),
+        ({"expert_exchange": "deepep", "expert_parallel_degree": 32}, 8, "DeepEP, 4 hosts x 8 ranks: 2.7 rows of a "
+         "token between hosts (all to all 6.0), 6.4 inside them (all to all 1.8); 1 host wait per layer"),
         ({"expert_exchange_chunks": 2}, 8, "two levels, one host of 8 ranks, 2 chunks: rows of a token 4.7 inside them "
          "(all to all 7.0); 1 host wait per layer; 128 rows of an expert at a time: products of fewer than 512 are "
          "slow"),

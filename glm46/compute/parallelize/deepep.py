@@ -1,0 +1,198 @@
+"""Exchange of tokens between experts by DeepEP, a package of kernels that send a row to each host, and there to each
+rank. It is imported on request. No GPU has run this file: a test holds its calls to DeepEP's contract.
+
+In backward the gradient of what arrived goes back as results do, and the gradient of results arrives as tokens do.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm46.compute.distributed.device_time import waiting_for_ranks
+from glm46.compute.distributed.recomputation import leaves_out, recalled, will_leave_out
+from glm46.compute.model.router import Routing
+from glm46.compute.parallelize.two_level import Sum, copy_to_experts, place_at_experts
+from glm46.config.errors import UserError
+from glm46.run.plan import Plan
+
+LEAST_CAPABILITY, LEAST_NCCL = (9, 0), (2, 30, 4)
+
+
+def open_buffer(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """DeepEP's buffer for the ranks of a group, which all layers share. Collective.
+
+    Raises:
+        UserError: DeepEP cannot run here.
+    """
+    if (reason := why_not(device)) is not None:
+        raise UserError(f'parallelism.expert_exchange = "deepep": {reason}; or use "two_level"')
+    if torch.are_deterministic_algorithms_enabled():
+        # Filling would run beside the kernels that write into the same memory; DeepEP refuses it.
+        switches: Any = torch.utils.deterministic
+        switches.fill_uninitialized_memory = False
+    return _open(group, plan.most_tokens, plan.shape.hidden_size, plan.shape.num_experts_per_tok)
+
+
+@functools.cache
+def _open(group: dist.ProcessGroup, tokens: int, width: int, chosen: int) -> Any:
+    import deep_ep
+
+    # deterministic: rows arrive in the order of their ranks and tokens, so that sums do not depend on timing.
+    return deep_ep.ElasticBuffer(
+        group, num_max_tokens_per_rank=tokens, hidden=width, num_topk=chosen, deterministic=True
+    )
+
+
+def why_not(device: torch.device) -> str | None:
+    """The reason why DeepEP cannot run on this device, with a remedy, if there is one."""
+    if device.type != "cuda":
+        return f"it needs GPUs, and the run is on {device.type}; train on GPUs"
+    if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        return f"it needs GPUs of compute capability 9.0 or more, and this one has {'.'.join(map(str, capability))}"
+    if (nccl := torch.cuda.nccl.version()) < LEAST_NCCL:
+        needed, found = (".".join(map(str, version)) for version in (LEAST_NCCL, nccl))
+        return f"it needs NCCL {needed} or newer, and torch has {found}; install a newer torch"
+    try:
+        import deep_ep
+    except ModuleNotFoundError as error:
+        missing = "deep_ep" if error.name == "deep_ep" else f"{error.name}, which deep_ep imports,"
+        return f"{missing} is not installed; install version 2 or newer of deep_ep and what it needs"
+    except (ImportError, AssertionError, OSError) as error:  # it compares libraries and looks for nvcc
+        return f"deep_ep cannot be imported ({' '.join(str(error).split()) or type(error).__name__}); repair it"
+    if not hasattr(deep_ep, "ElasticBuffer"):
+        return "this deep_ep has no ElasticBuffer; install version 2 or newer"
+    if deep_ep.topk_idx_t != torch.int64:
+        return f"deep_ep was built for experts of type {deep_ep.topk_idx_t}; build it for torch.int64, its default"
+    return None
+
+
+class _Sent:
+    """Results of a dispatch that the exchanges after it need, and a recomputation."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.experts_MA: Tensor | None = None
+        """int64: of this rank, counted from its first one; -1 for others."""
+        self.weights_MA: Tensor | None = None
+        self.rows_MD: Tensor | None = None
+        """Kept where a recomputation does not send them again."""
+
+
+class _Way:
+    """The way of the tokens of a layer to their experts and back. It is used once, by a forward or a recomputation."""
+
+    def __init__(self, buffer: Any):
+        self.buffer, self.sent, self.event = buffer, recalled(_Sent), None
+        self.returning: tuple | None = None
+        """In backward, the gradients of rows and weights in transit."""
+
+    def dispatch(self, x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, num_experts: int) -> Tensor:
+        """Start to send tokens; a recomputation sends them by the handle of the first run, without weights."""
+        sent = self.sent
+        if sent.rows_MD is not None:
+            return sent.rows_MD.detach()
+        if sent.handle is None:
+            rows_MD, sent.experts_MA, sent.weights_MA, sent.handle, self.event = self.buffer.dispatch(
+                x_TD, topk_idx=experts_TA, topk_weights=weights_TA, num_experts=num_experts,
+                async_with_compute_stream=True,
+            )  # fmt: skip
+            # What selective checkpointing keeps: the last rows on the way there.
+            sent.rows_MD = rows_MD if will_leave_out("first hop") else None
+        else:
+            rows_MD, *_, self.event = self.buffer.dispatch(x_TD, handle=sent.handle, async_with_compute_stream=True)
+        return rows_MD.detach()
+
+    def wait(self) -> None:
+        """Let kernels wait for what `dispatch` started."""
+        event, self.event = self.event, None
+        if event is not None:
+            with waiting_for_ranks():
+                event.current_stream_wait()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, num_experts: int, way: _Way):
+        ctx.way = way
+        rows_MD = way.dispatch(x_TD.contiguous(), weights_TA.contiguous(), experts_TA, num_experts)
+        return rows_MD, way.sent.weights_MA.detach()
+
+    @staticmethod
+    def backward(ctx, *_: Tensor):
+        (grad_TD, grad_TA, event), ctx.way.returning = ctx.way.returning, None
+        event.current_stream_wait()
+        return grad_TD, grad_TA, None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_MD: Tensor, weights_MA: Tensor, way: _Way):
+        ctx.way = way
+        way.wait()
+        return rows_MD.view_as(rows_MD), weights_MA.view_as(weights_MA)
+
+    @staticmethod
+    def backward(ctx, grad_MD: Tensor, grad_MA: Tensor):
+        way = ctx.way
+        way.returning = way.buffer.combine(
+            grad_MD.contiguous(), way.sent.handle, topk_weights=grad_MA.contiguous(), async_with_compute_stream=True
+        )
+        return grad_MD, grad_MA, None  # reach only `_Start`; autograd requires the shapes of what arrived
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_MD: Tensor, way: _Way, tokens: int) -> Tensor:
+        ctx.way = way
+        if leaves_out("back"):
+            return y_MD.new_empty(tokens, y_MD.shape[1])
+        with waiting_for_ranks():
+            return way.buffer.combine(y_MD.contiguous(), way.sent.handle)[0]
+
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor):
+        return ctx.way.buffer.dispatch(grad_TD.contiguous(), handle=ctx.way.sent.handle)[0], None, None
+
+
+class DeepEPDispatcher:
+    """A `TokenDispatcher` by a buffer of DeepEP, for BF16. Experts see the rows that `AllToAllDispatcher` gives them,
+    in the same order. DeepEP sums the results of a token by host, then on its rank, and rounds each sum."""
+
+    def __init__(self, group: dist.ProcessGroup, buffer: Any):
+        self._ranks, self._buffer = dist.get_world_size(group), buffer
+        self.multiple = 1
+
+    @torch.compiler.disable
+    def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
+        """See `TokenDispatcher.start`. Collective."""
+        way, most = _Way(self._buffer), self._buffer.num_max_tokens_per_rank
+        if len(x_TD) > most:
+            why = f"a rank has {len(x_TD):,} tokens at once, and a micro-batch, for which its buffer is, {most:,}"
+            raise UserError(f'parallelism.expert_exchange = "deepep": {why}; use "two_level"')
+        # Weight 0: dropped by padding or the capacity, and not sent.
+        experts_TA = torch.where(routing.weights > 0, routing.experts, -1).to(torch.int64)
+        in_flight = _Start.apply(x_TD, routing.weights, experts_TA, num_experts, way)
+        return in_flight, way, num_experts // self._ranks, len(x_TD)
+
+    @torch.compiler.disable
+    def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """See `TokenDispatcher.arrived`."""
+        in_flight, way, experts_here, tokens = pending
+        x_MD, weights_MA = _Finish.apply(*in_flight, way)
+        experts_MA, total = way.sent.experts_MA, sum(way.sent.handle.num_recv_tokens_per_expert_list)
+        places = place_at_experts(experts_MA, experts_MA >= 0, experts_here, 1, total)
+        x_ND, weights_N, offsets, copies = copy_to_experts(x_MD, weights_MA, *places, self.multiple)
+        return x_ND, weights_N, offsets, (copies, way, tokens)
+
+    def rest(self, context: Any) -> tuple:
+        """See `TokenDispatcher.rest`: none."""
+        return ()
+
+    @torch.compiler.disable
+    def combine(self, y: Any, context: Any) -> Tensor:
+        """See `TokenDispatcher.combine`. Collective."""
+        copies, way, tokens = context
+        return _Back.apply(Sum.apply(y, *copies), way, tokens)
