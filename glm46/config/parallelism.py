@@ -156,3 +156,11 @@ class ActivationCheckpointConfig(Section):
     mode: Literal["none", "selective", "full"] = "none"
     """none keeps every activation. full keeps the input of each block and recomputes the block in backward. selective
     also keeps the results of attention, experts and token exchanges, and recomputes the rest."""
+
+    every_n_layers: Annotated[int, Needs("mode", ("selective", "full"))] = Field(1, ge=1)
+    """Apply the mode to the first of every n layers of a pipeline stage, prediction layers included, and keep every
+    activation of the others: each n is a step between the memory and the speed of none and of the mode."""
+
+    def mode_of(self, index: int) -> Literal["none", "selective", "full"]:
+        """The mode of a layer, by its place in its pipeline stage."""
+        return "none" if index % self.every_n_layers else self.mode

@@ -35,13 +35,14 @@ _SAVED_OPERATORS = {
 }
 
 
-def apply(model: Transformer, mode: str) -> None:
-    """Checkpoint the activations of every layer in place. A layer returns the routing statistics of its first run.
+def apply(model: Transformer, mode: str, every_n_layers: int = 1) -> None:
+    """Checkpoint the activations of layers in place. A layer returns the routing statistics of its first run.
 
     Args:
         mode: "full" saves the input of a layer; "selective" also saves the results that cost most to recompute.
+        every_n_layers: only the first of so many layers is checkpointed.
     """
-    for layer in (*model.layers.values(), *model.mtp.values()):
+    for layer in (*model.layers.values(), *model.mtp.values())[::every_n_layers]:
         # Recomputation stops at the last tensor that backward needs: in a decoder layer before the exchange back. In a
         # prediction layer a norm follows the exchange, so "selective" recomputes only the decoder layer inside it.
         module = layer.block if mode == "selective" and isinstance(layer, MTPLayer) else layer

@@ -23,6 +23,7 @@ IDLE = {
     'parallelism.expert_exchange = "all_to_all"': ("parallelism.expert_parallel_degree above 1", ""),
     "parallelism.expert_exchange_chunks = 1": ("parallelism.expert_parallel_degree above 1", ""),
     "parallelism.pipeline_parallel_stages_per_rank = 1": ("parallelism.pipeline_parallel_degree above 1", ""),
+    "activation_checkpoint.every_n_layers = 2": ('activation_checkpoint.mode = "selective" or "full"', ""),
     "checkpoint.interval = 5": ("checkpoint.enable = true", "checkpoint.enable = false"),
     'checkpoint.load_path = "x"': ("checkpoint.enable = true", "checkpoint.enable = false"),
     "checkpoint.load_step = 3": ("checkpoint.enable = true", "checkpoint.enable = false"),
@@ -116,6 +117,20 @@ def test_a_chunk_has_tokens(tmp_path):
     lines += ("parallelism.tensor_parallel_degree = 2",)
     with pytest.raises(UserError, match=r"expert_exchange_chunks = 2: a rank has 1 token per micro-batch; take 1"):
         load_config(write(tmp_path, *lines))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "the model has 5 layers, of which it would recompute one; take at most 5"),
+        (("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size = 8"),
+         "a pipeline stage has 3 layers, of which it would recompute one; take at most 3"),
+    ],
+)  # fmt: skip
+def test_every_nth_layer_is_one_of_a_stage(lines, message, tmp_path):
+    lines = (*lines, "training.local_batch_size = 1", 'activation_checkpoint.mode = "full"')
+    with pytest.raises(UserError, match=f"activation_checkpoint.every_n_layers = 9: {message}"):
+        load_config(write(tmp_path, *lines, "activation_checkpoint.every_n_layers = 9"))
 
 
 def test_command_line_switches_off_what_the_file_sets_up(tmp_path):
