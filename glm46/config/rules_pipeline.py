@@ -36,6 +36,17 @@ def steps_of_recomputation_fit_a_stage(config: RunConfig, shape: ModelShape) -> 
 
 
 @rule
+def recomputed_results_exist(config: RunConfig) -> Faults:
+    """Each result that is recomputed by name is named once, and exists."""
+    key, named = "activation_checkpoint.recompute", config.activation_checkpoint.recompute
+    if len(set(named)) < len(named):
+        yield fault(f"`{key}`: one is there twice; remove it")
+    if "exchange" in named and config.parallelism.expert_parallel_degree == 1:
+        other = "parallelism.expert_parallel_degree"
+        yield fault(f'`{key}`: no rows come from other ranks with `{other}`; remove "exchange"', other)
+
+
+@rule
 def stages_fit_the_schedule(config: RunConfig) -> Faults:
     """The stages per rank fit the schedule: V-shaped schedules have two, some others one."""
     name, stated = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_stages_per_rank

@@ -88,6 +88,8 @@ class Layout(NamedTuple):
     checkpointing: str = "none"
     every: int = 1
     """The first of so many layers is checkpointed."""
+    recompute: tuple[str, ...] = ()
+    """Results that selective checkpointing does not keep."""
     micro_batches: int = 2
     document_mask: bool = True
     window: int | None = None
@@ -146,6 +148,7 @@ class Layout(NamedTuple):
             *([f"reshard_{self.reshard}"] if self.reshard != "default" else []),
             *([f"{self.checkpointing}_ac"] if self.checkpointing != "none" else []),
             *([f"every{self.every}"] if self.every > 1 else []),
+            *(f"no_{name}" for name in self.recompute),
             *([] if self.document_mask else ["no_documents"]),
             *([f"window{self.window}"] if self.window else []),
             *(["compiled"] if self.compiled else []),
@@ -207,6 +210,11 @@ _LAYOUTS = {
         Layout(experts_over=2, checkpointing="full", every=2, compiled=True),
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, checkpointing="selective", every=2),
         Layout(tensor=2, checkpointing="selective", every=2, adapter="lora"),
+        Layout(
+            pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, checkpointing="selective",
+            recompute=("core_attn", "experts"),
+        ),
+        Layout(experts_over=2, chunks=2, checkpointing="selective", recompute=("exchange",), adapter="lora"),
     ],
     4: [
         Layout(context=2, replicate=2, experts_over=2),
@@ -238,7 +246,11 @@ _LAYOUTS = {
         Layout(replicate=2, tensor=2, experts_over=2, adapter="dora"),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="dora"),
         Layout(
-            pipeline=2, tensor=2, experts_over=2, schedule="DualPipeV", micro_batches=4, checkpointing="full", every=2,
+            pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, checkpointing="full", every=2,
+        ),
+        Layout(
+            context=2, experts_over=4, num_experts=12, of_host=2, checkpointing="selective",
+            recompute=("experts", "exchange"), compiled=True,
         ),
         Layout(context=2, experts_over=2, checkpointing="selective", every=2, compiled=True),
     ],
@@ -549,7 +561,11 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                 "mtp": {"loss_weight": MTP_WEIGHT},
                 "data": {"document_mask": layout.document_mask},
                 "compile": {"enable": layout.compiled},
-                "activation_checkpoint": {"mode": layout.checkpointing, "every_n_layers": layout.every},
+                "activation_checkpoint": {
+                    "mode": layout.checkpointing,
+                    "every_n_layers": layout.every,
+                    "recompute": layout.recompute,
+                },
                 "parallelism": {
                     "data_parallel_replicate_degree": layout.replicate,
                     "expert_parallel_degree": layout.experts_over,

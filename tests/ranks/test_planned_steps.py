@@ -111,7 +111,7 @@ def _recomputed(plan: Plan, rank: int) -> float:
         return 0.0
     layout, training = plan.layout, plan.config.training
     width, ranks = WIDTHS[training.mixed_precision_param], {"tp": layout.tp, "ep": layout.ep}
-    mode_of = plan.config.activation_checkpoint.mode_of
+    mode_of = plan.config.activation_checkpoint.mode_of  # what has been computed again is whole
     layers = [
         layer_bytes(plan.shape, width, block, "none", **ranks, frozen=part.adapters and Frozen(part.adapters[index]))
         for part in parts_of_ranks(plan)[rank]

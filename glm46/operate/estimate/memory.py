@@ -394,7 +394,12 @@ class _Step:
     def _layers(self, part: StagePart, modes: list[str] | None = None) -> list[float]:
         """Bytes that each block that has a backward keeps, per token of a rank; ``modes``: other than `_modes`."""
         modes = self._modes(part) if modes is None else modes
-        of_ranks = {"tp": self._layout.tp, "ep": self._layout.ep, "hops": self._hops}
+        of_ranks = {
+            "tp": self._layout.tp,
+            "ep": self._layout.ep,
+            "hops": self._hops,
+            "recompute": self._checkpointing.recompute,
+        }
         kept = [
             layer_bytes(self._shape, self._width, block, mode, frozen=rows, **of_ranks)
             for (block, rows), mode in zip(self._backward_blocks(part), modes, strict=True)

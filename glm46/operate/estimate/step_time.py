@@ -239,18 +239,18 @@ def _rank(
 ) -> _Rank:
     """``offloaded``: bytes of optimizer states that a step copies from host memory or a file, and back."""
     batch = _micro_batch(plan, stage_index)
-    forward, backward, costs = {}, {}, {}
+    forward, backward, costs, checkpointing = {}, {}, {}, plan.config.activation_checkpoint
     for stage in stages:
         forward[stage.index], backward[stage.index] = _Cost(), _Cost()
         for name, frozen, has_backward, mode in _kernel_parts(stage, plan):
             if (name, frozen, mode) not in costs:
-                work = part_work(name, batch, mode, frozen)
+                work = part_work(name, batch, mode, frozen, checkpointing.recompute)
                 costs[name, frozen, mode] = tuple(map(roofline.kernels, (work.forward, work.backward, work.recomputed)))
             of_forward, of_backward, recomputed = costs[name, frozen, mode]
             forward[stage.index].add(of_forward)
             again, waits = recomputed.seconds, (0.0, 0.0)
             if name in ("moe", "mtp") and plan.layout.ep > 1:
-                waits = _waits_for_tokens(plan, roofline, batch, again, repeats=mode == "full")
+                waits = _waits_for_tokens(plan, roofline, batch, again, repeats=checkpointing.sends_again(mode))
                 forward[stage.index].add({"waiting for ep": waits[0]})
             if has_backward:
                 backward[stage.index].add(of_backward)
@@ -264,7 +264,7 @@ def _rank(
     once.update({"waiting for the agreement": agreeing} if agreeing > 0 else {})
     beside = _Cost()
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
-    of_layers = [plan.config.activation_checkpoint.mode_of(i) for stage in stages for i in range(len(stage.blocks))]
+    of_layers = [checkpointing.mode_of(i) for stage in stages for i in range(len(stage.blocks))]
     shares = (1, 2 - of_layers.count("none") / len(of_layers))
     for each in (each for each in traffic if each.what not in (MUON, *TOKENS)):
         seconds = roofline.traffic(each)

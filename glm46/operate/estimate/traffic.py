@@ -206,7 +206,7 @@ class _Step:
             if block != "dense":
                 yield from self._balance(runs) if self._has_backward else ()
                 if layout.ep > 1:
-                    yield from self._tokens_to_experts(block, runs, repeats=mode == "full")
+                    yield from self._tokens_to_experts(block, runs, mode)
         if layout.tp > 1:
             yield from self._vocabulary(part)
         if part.has_head and layout.cp > 1:
@@ -344,16 +344,13 @@ class _Step:
             for axis, ranks in (("cp", self._layout.cp), ("tp", self._layout.tp)):
                 yield _Call(axis, "all_reduce", ranks, "balance of experts", runs.forward + 1, size)
 
-    def _tokens_to_experts(self, block: Block, runs: _Runs, *, repeats: bool) -> Iterator[_Call]:
-        """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes.
-
-        Args:
-            repeats: the recomputation sends rows again. Selective checkpointing keeps what was received; both keep the
-                numbers.
-        """
-        ep, chunks, again = self._layout.ep, self._plan.exchange_chunks, int(repeats)
-        # Recomputation needs the rows that come back only where a norm follows.
-        back = 1 + runs.backward + (again if block == "mtp" else 0)
+    def _tokens_to_experts(self, block: Block, runs: _Runs, mode: str) -> Iterator[_Call]:
+        """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes. A
+        recomputation has the numbers, and selective checkpointing keeps what was received."""
+        ep, chunks = self._layout.ep, self._plan.exchange_chunks
+        again = int(self._plan.config.activation_checkpoint.sends_again(mode))
+        # Recomputation needs the rows that come back only where a norm follows, which "selective" does not recompute.
+        back = 1 + runs.backward + (block == "mtp" and mode == "full")
         sizes, numbers = self._shape.n_routed_experts, 0
         if (levels := self._plan.expert_levels) is not None:
             sizes, numbers = ep * (levels.hosts + 2 * ep), 1 + again

@@ -116,6 +116,8 @@ def test_compile_takes_every_layer_and_no_other_module(monkeypatch):
     ("options", "runs"),
     [
         ({"mode": "full"}, (2, 2, 2, 2)), ({"mode": "selective"}, (2, 2, 2, 2)),
+        ({"mode": "selective", "recompute": ("core_attn",)}, (2, 2, 2, 2)),
+        ({"mode": "selective", "recompute": ("core_attn", "experts", "exchange")}, (2, 2, 2, 2)),
         ({"mode": "full", "every_n_layers": 2}, (2, 1, 2, 1)),
         ({"mode": "selective", "every_n_layers": 3}, (2, 1, 1, 2)),
     ],
