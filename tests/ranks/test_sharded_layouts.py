@@ -52,6 +52,9 @@ GRAPHS = {
     "tp2-ep8-experts16-selective_ac-compiled-hosts_of_2": (12, 12),
     "ep2-compiled-chunks2": (16, 16),
     "tp2-ep4-experts12-full_ac-compiled-hosts_of_2-chunks2": (21, 21),
+    "ep2-full_ac-every2-compiled": (10, 11),
+    "cp2-ep2-selective_ac-every2-compiled": (15, 16),
+    "cp2-ep4-experts12-selective_ac-no_experts-no_exchange-compiled-hosts_of_2": (13, 14),
 }
 """Graph breaks and graphs of compiled layouts on a rank. A layer is one graph of its kind, dense, MoE or prediction;
 each exchange with other ranks is a break, and so is the call of experts, which are compiled by themselves for any

@@ -284,8 +284,9 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
         longest = max(waits, key=waits.__getitem__, default="")
         rows.append((
             str(layout.tp), str(layout.pp), schedule, *map(str, (layout.cp, layout.ep, layout.dp_shard)),
-            _step_name(config.activation_checkpoint), amount(each.cost.days * SECONDS_PER_DAY / unit), f"{each.cost.mfu:.1%}",
-            amount(each.memory / _GIB), f"{step.parts.get('pipeline bubble', 0.0) / step.seconds:.0%}",
+            _step_name(config.activation_checkpoint), amount(each.cost.days * SECONDS_PER_DAY / unit),
+            f"{each.cost.mfu:.1%}", amount(each.memory / _GIB),
+            f"{step.parts.get('pipeline bubble', 0.0) / step.seconds:.0%}",
             f"{_SHORT.get(longest, longest)} {waits[longest] / step.seconds:.0%}" if longest else "-",
         ))  # fmt: skip
     return rows
