@@ -157,3 +157,20 @@ class ActivationCheckpointConfig(Section):
     mode: Literal["none", "selective", "full"] = "none"
     """none keeps every activation. full keeps the input of each block and recomputes the block in backward. selective
     also keeps the results of attention, experts and token exchanges, and recomputes the rest."""
+
+    recompute: Annotated[tuple[Literal["core_attn", "experts", "exchange"], ...], Needs("mode", "selective")] = ()
+    """Results that selective does not keep but recomputes too, for steps between its memory and that of full: core_attn
+    of attention between its projections, experts of the products of routed experts, exchange of the rows that came from
+    other ranks, which are sent again."""
+
+    every_n_layers: Annotated[int, Needs("mode", ("selective", "full"))] = Field(1, ge=1)
+    """Apply the mode to the first of every n layers of a pipeline stage, prediction layers included, and keep every
+    activation of the others: each n is a step between the memory and the speed of none and of the mode."""
+
+    def mode_of(self, index: int) -> Literal["none", "selective", "full"]:
+        """The mode of a layer, by its place in its pipeline stage."""
+        return "none" if index % self.every_n_layers else self.mode
+
+    def sends_again(self, mode: str) -> bool:
+        """True if the recomputation of a layer under a mode sends its tokens to their experts again."""
+        return mode == "full" or (mode == "selective" and "exchange" in self.recompute)

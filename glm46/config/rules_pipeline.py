@@ -25,6 +25,28 @@ def every_stage_has_a_layer(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 @rule
+def steps_of_recomputation_fit_a_stage(config: RunConfig, shape: ModelShape) -> Faults:
+    """Every n-th layer is one of a pipeline stage."""
+    layout, key = config.parallelism, "activation_checkpoint.every_n_layers"
+    stages = layout.stages if layout.pipeline_parallel_degree > 1 else 1
+    layers = -(-(shape.num_hidden_layers + shape.num_nextn_predict_layers) // stages)
+    if config.activation_checkpoint.every_n_layers > layers:
+        has = ("a pipeline stage has" if stages > 1 else "the model has") + f" {counted(layers, 'layer')}"
+        yield fault(f"`{key}`: {has}, of which it would recompute one; take at most {layers}")
+
+
+@rule
+def recomputed_results_exist(config: RunConfig) -> Faults:
+    """Each result that is recomputed by name is named once, and exists."""
+    key, named = "activation_checkpoint.recompute", config.activation_checkpoint.recompute
+    if len(set(named)) < len(named):
+        yield fault(f"`{key}`: one is there twice; remove it")
+    if "exchange" in named and config.parallelism.expert_parallel_degree == 1:
+        other = "parallelism.expert_parallel_degree"
+        yield fault(f'`{key}`: no rows come from other ranks with `{other}`; remove "exchange"', other)
+
+
+@rule
 def stages_fit_the_schedule(config: RunConfig) -> Faults:
     """The stages per rank fit the schedule: V-shaped schedules have two, some others one."""
     name, stated = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_stages_per_rank

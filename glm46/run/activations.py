@@ -177,11 +177,13 @@ def layer_bytes(
     ep: int,
     hops: tuple[float, ...] = (),
     frozen: Frozen | None = None,
+    recompute: tuple[str, ...] = (),
 ) -> float:
     """Bytes that forward keeps of a block, per token of a rank, under a mode of activation checkpointing.
 
     Args:
         hops: rows for each token of the exchanges of two levels, see `Plan.hops`.
+        recompute: what selective checkpointing does not keep, as in [activation_checkpoint].
     """
     shape = with_key_copies(shape, tp)
     if block == "mtp":
@@ -193,15 +195,16 @@ def layer_bytes(
     inputs = shape.hidden_size * width
     if mode == "full":
         # Besides, the order of its assignments and of those that it received, and the embeddings of a prediction depth.
-        copies = shape.num_experts_per_tok * (3 if ep > 1 and not hops else 1) + sum(hops)
-        indices = 0 if block == "dense" else copies * INDEX
+        indices = 0 if block == "dense" else _order_bytes(shape, ep, hops)
         return (2 * inputs if block == "mtp" else inputs) + indices
-    kept = inputs + selective_attention_bytes(shape, width)
+    kept = inputs + selective_attention_bytes(shape, width) * ("core_attn" not in recompute)
     if block == "dense":
         return kept
-    experts = () if frozen is None else tuple(row for row in frozen.adapters if row.is_expert and row.rank)
-    low = tuple(row for row in experts if row.group == "adapter A")  # kept beside the results of grouped products
-    kept += selective_experts_bytes(shape, width, ep=ep, hops=hops) + adapter_bytes(shape, width, tp, Frozen(low))
+    kept += selective_experts_bytes(shape, width, ep=ep, hops=hops, recompute=recompute)
+    if frozen is not None and "experts" not in recompute:
+        # Kept beside the results of grouped products.
+        low = tuple(row for row in frozen.adapters if row.is_expert and row.rank and row.group == "adapter A")
+        kept += adapter_bytes(shape, width, tp, Frozen(low))
     # Selective checkpointing covers only the decoder layer inside an MTP layer.
     return kept + whole - moe_layer_bytes(shape, width, tp) if block == "mtp" else kept
 
@@ -270,13 +273,25 @@ def selective_attention_bytes(shape: ModelShape, width: int) -> float:
     return shape.num_attention_heads * (shape.head_dim * width + FP32)
 
 
-def selective_experts_bytes(shape: ModelShape, width: int, *, ep: int, hops: tuple[float, ...] = ()) -> float:
+def _order_bytes(shape: ModelShape, ep: int, hops: tuple[float, ...]) -> float:
+    """Indices of one layer, per token, by which backward finds the rows of each assignment, and of each hop."""
+    return (shape.num_experts_per_tok * (3 if ep > 1 and not hops else 1) + sum(hops)) * INDEX
+
+
+def selective_experts_bytes(
+    shape: ModelShape, width: int, *, ep: int, hops: tuple[float, ...] = (), recompute: tuple[str, ...] = ()
+) -> float:
     """Bytes of one layer's experts that selective checkpointing keeps, per token: gate and up, results, chosen experts
     with scores, an index per assignment; under expert parallelism also the received rows and weights, and a second
-    index. Of rows that are passed on to other ranks of a host it keeps the numbers of the experts."""
-    per_assignment = (2 * shape.moe_intermediate_size + shape.hidden_size) * width + FP32 + 2 * INDEX
+    index. Of rows that are passed on to other ranks of a host it keeps the numbers of the experts. ``recompute``: see
+    `layer_bytes`."""
+    chosen = shape.num_experts_per_tok
+    total = chosen * (FP32 + INDEX)
+    total += chosen * (2 * shape.moe_intermediate_size + shape.hidden_size) * width * ("experts" not in recompute)
+    if "exchange" in recompute:
+        return total + _order_bytes(shape, ep, hops)
+    total += chosen * INDEX
     if ep > 1 and not hops:
-        per_assignment += shape.hidden_size * width + FP32 + INDEX
-    of_all = sum(hops) * (shape.num_experts_per_tok * EXPERT_NUMBER + INDEX)
-    received = sum(hops[-1:]) * (shape.hidden_size * width + shape.num_experts_per_tok * FP32)
-    return shape.num_experts_per_tok * per_assignment + of_all + received
+        total += chosen * (shape.hidden_size * width + FP32 + INDEX)
+    of_all = sum(hops) * (chosen * EXPERT_NUMBER + INDEX)
+    return total + of_all + sum(hops[-1:]) * (shape.hidden_size * width + chosen * FP32)

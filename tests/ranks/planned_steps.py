@@ -71,6 +71,8 @@ class Case(NamedTuple):
     schedule: str = "1F1B"
     reshard: str = "default"
     checkpointing: str = "none"
+    every: int = 1
+    recompute: tuple[str, ...] = ()
     micro_batches: int = 1
     rows: int = 1
     dtype: str = "float32"
@@ -107,7 +109,9 @@ class Case(NamedTuple):
         return RunConfig.model_validate(adapted | {
             "model": model,
             "parallelism": parallelism,
-            "activation_checkpoint": {"mode": self.checkpointing},
+            "activation_checkpoint": {
+                "mode": self.checkpointing, "every_n_layers": self.every, "recompute": self.recompute,
+            },
             "training": {
                 "seq_len": LENGTH, "local_batch_size": self.rows, "mixed_precision_param": self.dtype,
                 "mixed_precision_reduce": self.reduce,
@@ -145,6 +149,34 @@ CASES = {
         float8=TENSORWISE | {"filter_fqns": ("layers.1.", "mtp.0.block")},
     ),
     "fsdp-never": Case(4, reshard="never", micro_batches=2),
+    "fsdp-every-second": Case(4, checkpointing="full", every=2, dtype=BF16, rows=2),
+    "fsdp-every-third-selective": Case(4, checkpointing="selective", every=3),
+    "tp-cp-ep-every-second": Case(8, context=2, tensor=2, experts_over=2, checkpointing="full", every=2, dtype=BF16),
+    "interleaved-every-second": Case(
+        8, pipeline=2, experts_over=2, schedule="Interleaved1F1B", checkpointing="full", every=2, micro_batches=4
+    ),
+    "dual-every-second": Case(
+        8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), checkpointing="selective", every=2,
+        micro_batches=4, dtype=BF16,
+    ),
+    "lora-every-second": Case(4, adapter=LORA | {"layers": [2, 4]}, checkpointing="full", every=2, dtype=BF16),
+    "fsdp-experts-again": Case(4, checkpointing="selective", recompute=("experts",), dtype=BF16),
+    "ep-exchange-kept": Case(
+        4, experts_over=2, checkpointing="selective", recompute=("core_attn", "experts"), dtype=BF16
+    ),
+    "ep-chunks-exchange-again": Case(
+        8, experts_over=2, chunks=2, checkpointing="selective", recompute=("exchange",), dtype=BF16
+    ),
+    "levels-exchange-again": Case(
+        8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="selective", recompute=("exchange",)
+    ),
+    "zbv-tp-attention-again": Case(
+        4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), checkpointing="selective", micro_batches=4,
+        recompute=("core_attn",),
+    ),
+    "lora-ep-experts-again": Case(
+        8, adapter=LORA, experts_over=2, checkpointing="selective", recompute=("experts", "exchange"), dtype=BF16
+    ),
     "one-rank-groups": Case(2, experts_over=2, checkpointing="full"),
     "hsdp": Case(4, replicate=2, micro_batches=3),
     "deferred": Case(4, micro_batches=3, dtype=BF16, deferred=True),

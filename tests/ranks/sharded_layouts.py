@@ -86,6 +86,10 @@ class Layout(NamedTuple):
     schedule: str = "1F1B"
     reshard: str = "default"
     checkpointing: str = "none"
+    every: int = 1
+    """The first of so many layers is checkpointed."""
+    recompute: tuple[str, ...] = ()
+    """Results that selective checkpointing does not keep."""
     micro_batches: int = 2
     document_mask: bool = True
     window: int | None = None
@@ -143,6 +147,8 @@ class Layout(NamedTuple):
             *([f"micro{self.micro_batches}"] if self.micro_batches != 2 else []),
             *([f"reshard_{self.reshard}"] if self.reshard != "default" else []),
             *([f"{self.checkpointing}_ac"] if self.checkpointing != "none" else []),
+            *([f"every{self.every}"] if self.every > 1 else []),
+            *(f"no_{name}" for name in self.recompute),
             *([] if self.document_mask else ["no_documents"]),
             *([f"window{self.window}"] if self.window else []),
             *(["compiled"] if self.compiled else []),
@@ -164,7 +170,7 @@ class Layout(NamedTuple):
 _LAYOUTS = {
     1: [
         Layout(), Layout(reshard="never"), Layout(checkpointing="full"), Layout(checkpointing="selective"),
-        Layout(offload=True),
+        Layout(offload=True), Layout(checkpointing="full", every=2),
     ],
     2: [
         Layout(), Layout(replicate=2), Layout(experts_over=2),
@@ -201,6 +207,14 @@ _LAYOUTS = {
         Layout(experts_over=2, chunks=2, reshard="never"), Layout(experts_over=2, chunks=2, compiled=True),
         Layout(experts_over=2, of_host=2, chunks=2, checkpointing="full", offload=True),
         Layout(experts_over=2, of_host=1, chunks=2, checkpointing="selective", adapter="lora"),
+        Layout(experts_over=2, checkpointing="full", every=2, compiled=True),
+        Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, checkpointing="selective", every=2),
+        Layout(tensor=2, checkpointing="selective", every=2, adapter="lora"),
+        Layout(
+            pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, checkpointing="selective",
+            recompute=("core_attn", "experts"),
+        ),
+        Layout(experts_over=2, chunks=2, checkpointing="selective", recompute=("exchange",), adapter="lora"),
     ],
     4: [
         Layout(context=2, replicate=2, experts_over=2),
@@ -231,6 +245,14 @@ _LAYOUTS = {
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),
         Layout(replicate=2, tensor=2, experts_over=2, adapter="dora"),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="dora"),
+        Layout(
+            pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, checkpointing="full", every=2,
+        ),
+        Layout(
+            context=2, experts_over=4, num_experts=12, of_host=2, checkpointing="selective",
+            recompute=("experts", "exchange"), compiled=True,
+        ),
+        Layout(context=2, experts_over=2, checkpointing="selective", every=2, compiled=True),
     ],
     8: [
         Layout(pipeline=2, tensor=2, context=2, experts_over=2),
@@ -539,7 +561,11 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                 "mtp": {"loss_weight": MTP_WEIGHT},
                 "data": {"document_mask": layout.document_mask},
                 "compile": {"enable": layout.compiled},
-                "activation_checkpoint": {"mode": layout.checkpointing},
+                "activation_checkpoint": {
+                    "mode": layout.checkpointing,
+                    "every_n_layers": layout.every,
+                    "recompute": layout.recompute,
+                },
                 "parallelism": {
                     "data_parallel_replicate_degree": layout.replicate,
                     "expert_parallel_degree": layout.experts_over,

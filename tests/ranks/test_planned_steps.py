@@ -8,6 +8,7 @@ import torch
 
 from glm46.config.float8 import Float8Config
 from glm46.config.loader import load_config
+from glm46.config.parallelism import ActivationCheckpointConfig
 from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
@@ -68,6 +69,9 @@ def test_planned_memory_is_what_a_rank_holds(measured):
     kept = planned.activations - _recomputed(plan, rank) + planned.loss
     if plan.config.activation_checkpoint.mode == "none" and not plan.keys_travel(plan.shape, (1, 1)):
         kept += planned.gathered_keys
+    if plan.config.activation_checkpoint.every_n_layers > 1:  # those of the layers that are not computed again
+        every = plan.config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode="full")})
+        kept += planned.gathered_keys - rank_memory(resolve_plan(every, plan.layout.world_size))[rank].gathered_keys
     # Tables, counts and masks do not grow with the width, which is small here.
     if plan.layout.pp == 1 or TORCH < (2, 15):
         # Stages of torch 2.11 hold up to 13 % more than planned.
@@ -107,10 +111,11 @@ def _recomputed(plan: Plan, rank: int) -> float:
         return 0.0
     layout, training = plan.layout, plan.config.training
     width, ranks = WIDTHS[training.mixed_precision_param], {"tp": layout.tp, "ep": layout.ep}
+    mode_of = plan.config.activation_checkpoint.mode_of  # what has been computed again is whole
     layers = [
         layer_bytes(plan.shape, width, block, "none", **ranks, frozen=part.adapters and Frozen(part.adapters[index]))
         for part in parts_of_ranks(plan)[rank]
         for index, block in enumerate(part.blocks)
-        if index >= part.backward_from
+        if index >= part.backward_from and mode_of(index) != "none"
     ]
     return training.local_batch_size * training.seq_len / (layout.cp * layout.tp) * max(layers, default=0.0)

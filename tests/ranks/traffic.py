@@ -42,15 +42,18 @@ class Case(NamedTuple):
     context: int = 1
     tensor: int = 1
     checkpointing: str = "none"
+    recompute: tuple[str, ...] = ()
     window: int | None = None
     ring: bool = False
 
 
+RECOMPUTED = [("core_attn",), ("experts",), ("exchange",), ("core_attn", "experts", "exchange")]
 CASES = {
     2: [
         Case(), Case(replicate=2), Case(context=2), Case(tensor=2),
         Case(context=2, ring=True), Case(context=2, window=5), Case(context=2, window=5, checkpointing="full"),
         *(Case(experts_over=2, checkpointing=mode) for mode in ("none", "selective", "full")),
+        *(Case(experts_over=2, checkpointing="selective", recompute=some) for some in RECOMPUTED),
     ],
     4: [Case(), Case(replicate=2), Case(replicate=2, experts_over=2), Case(experts_over=4),
         Case(context=2), Case(context=2, experts_over=2), Case(context=2, experts_over=2, checkpointing="selective"),
@@ -120,7 +123,7 @@ def measure(process: Process, case: Case) -> dict:
             {
                 "model": {"flavor": "debug"},
                 "training": {"mixed_precision_param": "float32"},
-                "activation_checkpoint": {"mode": case.checkpointing},
+                "activation_checkpoint": {"mode": case.checkpointing, "recompute": case.recompute},
                 "parallelism": {
                     "data_parallel_replicate_degree": case.replicate,
                     "expert_parallel_degree": case.experts_over,

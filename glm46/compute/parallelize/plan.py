@@ -62,7 +62,7 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary:
         compat.overlap_tensor_parallel(meshes.tensor.get_group())
     if config.activation_checkpoint.mode != "none":
         # Before FSDP2, whose hooks must gather weights around the whole layer.
-        activation_checkpoint.apply(model, config.activation_checkpoint.mode)
+        activation_checkpoint.apply(model, **config.activation_checkpoint.model_dump())
     # Last transform: it shards the parameters that the others have split.
     fsdp.apply(model, meshes, config.parallelism, config.training)
     # Allocates memory for this rank's shards only. FSDP2 pins those that stay in host memory.

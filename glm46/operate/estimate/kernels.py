@@ -129,7 +129,13 @@ class MicroBatch:
         return WIDTHS[self.param_dtype]
 
 
-def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: Frozen | None = None) -> PartWork:
+def part_work(
+    part: PartOfModel,
+    batch: MicroBatch,
+    checkpointing: str,
+    frozen: Frozen | None = None,
+    recompute: tuple[str, ...] = (),
+) -> PartWork:
     """The kernels of one layer, or of embedding or head, for one micro-batch on one rank.
 
     Args:
@@ -137,6 +143,7 @@ def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: 
             which are made in forward.
         checkpointing: [activation_checkpoint] mode.
         frozen: the adapters, if all other weights are frozen.
+        recompute: [activation_checkpoint] recompute.
     """
     if part == "embedding":
         return _embedding(batch, frozen)
@@ -158,8 +165,10 @@ def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: 
     of_all = [work for _, work in converted]
     forward = (*of_all, *products, core, moved[0])
     backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes)]
-    selective = [work for is_expert, work in converted if not is_expert]
-    selective += [*(work for work in products if work.kind == "products"), moved[0]]
+    experts_again = "experts" in recompute
+    selective = [work for is_expert, work in converted if experts_again or not is_expert]
+    selective += [*(work for work in products if experts_again or work.kind == "products"), moved[0]]
+    selective += [core] if "core_attn" in recompute else []
     again = {"none": (), "full": forward, "selective": selective}
     return PartWork(forward, (*backward, moved[1]), tuple(again[checkpointing]))
 

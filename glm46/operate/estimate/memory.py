@@ -214,7 +214,8 @@ class _Step:
         self._config, self._layout, self._shape, self._length = plan.config, plan.layout, stage.shape, stage.seq_len
         self._micro_batches = plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
         training = plan.config.training
-        self._rows, self._mode = training.local_batch_size, plan.config.activation_checkpoint.mode
+        self._rows, self._checkpointing = training.local_batch_size, plan.config.activation_checkpoint
+        self._mode = self._checkpointing.mode
         self._width, self._master = WIDTHS[training.mixed_precision_param], WIDTHS[training.dtype]
         self._reduce = WIDTHS[training.mixed_precision_reduce]
         self._tokens = self._rows * self._length / (self._layout.cp * self._layout.tp)
@@ -336,14 +337,16 @@ class _Step:
     def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
         """Bytes that a stage keeps of the forward of a micro-batch, on a rank with these stages."""
         shape, layout, heads = self._shape, self._layout, 1 + self._shape.num_nextn_predict_layers
-        of_token = sum(self._layers(part, self._mode))
+        of_token = sum(self._layers(part))
         of_token += shape.head_dim * shape.partial_rotary_factor * self._width * layout.tp  # cosines and sines
         if part.has_embedding:
             of_token += heads * INDEX * layout.tp * (part.adapters is None)
         elif self._width == FP32 or self._mode != "none":
             # What came from the stage before is in a buffer already, where it is not kept as an FP32 copy.
-            keeps_embeddings = part.has_head and (self._width == FP32 or self._mode == "full")
-            of_token -= (heads if keeps_embeddings else 1) * shape.hidden_size * self._width
+            # The first layer of a stage is checkpointed if any is; prediction layers keep embeddings as they came.
+            modes = [self._checkpointing.mode_of(i) for i, block in enumerate(part.blocks) if block == "mtp"]
+            embeddings = len(modes) if self._width == FP32 else modes.count("full")
+            of_token -= (1 + embeddings) * shape.hidden_size * self._width
         if not part.has_head:  # what it sends is kept until backward; on the same rank, in the buffer of the next stage
             is_sent = part.index + 1 not in here
             return self._tokens * (of_token + is_sent * heads * shape.hidden_size * self._width)
@@ -361,7 +364,7 @@ class _Step:
         stages receive in."""
         size = 0.0
         if self._mode != "none":
-            size = self._tokens * max((each for part in parts for each in self._layers(part, "none")), default=0.0)
+            size = self._tokens * max((each for part in parts for each in self._again(part)), default=0.0)
         if self._layout.pp > 1:
             depths, schedule = self._shape.num_nextn_predict_layers, self._config.parallelism.pipeline_parallel_schedule
             is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
@@ -378,22 +381,30 @@ class _Step:
         frozen = [None] * len(part.blocks) if part.adapters is None else [Frozen(rows) for rows in part.adapters]
         return list(zip(part.blocks, frozen, strict=True))[part.backward_from :]
 
-    def _layers(self, part: StagePart, mode: str) -> list[float]:
-        """Bytes that each block that has a backward keeps, per token of a rank."""
+    def _modes(self, part: StagePart) -> list[str]:
+        """How each block that has a backward is checkpointed."""
+        return [self._checkpointing.mode_of(index) for index in range(part.backward_from, len(part.blocks))]
+
+    def _again(self, part: StagePart) -> list[float]:
+        """Bytes of each block that is computed again, per token of a rank, once it has been."""
+        modes = self._modes(part)
+        whole = self._layers(part, ["none"] * len(modes))
+        return [size for size, mode in zip(whole, modes, strict=True) if mode != "none"]
+
+    def _layers(self, part: StagePart, modes: list[str] | None = None) -> list[float]:
+        """Bytes that each block that has a backward keeps, per token of a rank; ``modes``: other than `_modes`."""
+        modes = self._modes(part) if modes is None else modes
+        of_ranks = {
+            "tp": self._layout.tp,
+            "ep": self._layout.ep,
+            "hops": self._hops,
+            "recompute": self._checkpointing.recompute,
+        }
         kept = [
-            layer_bytes(
-                self._shape,
-                self._width,
-                block,
-                mode,
-                tp=self._layout.tp,
-                ep=self._layout.ep,
-                hops=self._hops,
-                frozen=rows,
-            )
-            for block, rows in self._backward_blocks(part)
+            layer_bytes(self._shape, self._width, block, mode, frozen=rows, **of_ranks)
+            for (block, rows), mode in zip(self._backward_blocks(part), modes, strict=True)
         ]
-        if kept and part.adapters is not None and not part.index and mode == "none":
+        if kept and part.adapters is not None and not part.index and modes[0] == "none":
             kept[0] -= self._shape.hidden_size * FP32  # the input of the first norm, which has no gradient
         return kept
 
@@ -402,7 +413,8 @@ class _Step:
         layout, shape = self._layout, self._shape
         part = {"rows": self._rows, "length": self._length, "cp": layout.cp, "tp": layout.tp}
         heads = max(shape.num_key_value_heads / layout.tp, 1)
-        layers = sum(counts[p.index] * len(p.blocks) for p in parts) if self._mode == "none" else 1
+        modes = {p.index: [self._checkpointing.mode_of(index) for index in range(len(p.blocks))] for p in parts}
+        layers = sum(counts[index] * each.count("none") for index, each in modes.items()) + (self._mode != "none")
         if layout.cp == 1:
             if self._config.rl is None or shape.sliding_window is not None:
                 return 0.0

@@ -1,14 +1,16 @@
 """``plan --search``: the best layouts of a run on a cluster, of all that the rules allow, and why others fall."""
 
+import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from glm46.config.check import find_faults
+from glm46.config.faults import show
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES, ActivationCheckpointConfig, ParallelismConfig
 from glm46.config.presets import resolve_shape
@@ -22,7 +24,13 @@ from glm46.operate.estimate.units import aligned, amount, binary_size, time_unit
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan, resolve_plan
 
-_MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+_STEPS = (
+    ActivationCheckpointConfig(),
+    ActivationCheckpointConfig(mode="selective"),
+    ActivationCheckpointConfig(mode="full", every_n_layers=2),
+    ActivationCheckpointConfig(mode="selective", recompute=("experts",)),
+    ActivationCheckpointConfig(mode="full"),
+)
 """Recomputation, from the fastest to the smallest: a layout that fits with one is not tried with the next."""
 _SIMULATED = 12
 """Layouts whose pipelines are simulated after a first ranking with the bubbles of equal stages."""
@@ -50,6 +58,7 @@ def options_of(plan: Plan, config: RunConfig) -> list[str]:
             if getattr(old, key) != getattr(new, key):
                 # A default is set by taking the key out: some keys may only stand beside others.
                 value = "" if getattr(new, key) == field.default else getattr(new, key)
+                value = show(value) if isinstance(value, tuple) else value
                 options.append(f"--{section}.{key}={value}")
     return options
 
@@ -89,15 +98,15 @@ def search_layouts(
     layouts = list(_layouts(config, cluster))
     for done, parallelism in enumerate(layouts):
         report(done, len(layouts))
-        candidate = config.model_copy(update={"parallelism": parallelism})
+        candidate = config.model_copy(update={"parallelism": parallelism, "activation_checkpoint": _STEPS[0]})
         if faults := find_faults(candidate, cluster.gpus):
             refused[faults[0].keys[0]] += 1
             continue
-        for mode in _MODES:
-            with_mode = candidate.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode=mode)})
-            plan = resolve_plan(with_mode, cluster.gpus, document_tokens, host_ranks=cluster.host_ranks)
+        for step in _STEPS:
+            with_step = candidate.model_copy(update={"activation_checkpoint": step})
+            plan = resolve_plan(with_step, cluster.gpus, document_tokens, host_ranks=cluster.host_ranks)
             memory = largest_stage(stage_memory(plan)).total
-            if memory <= usable:
+            if memory <= usable and not find_faults(with_step, cluster.gpus):  # a stage may have a single layer
                 best.append(Candidate(plan, memory, run_cost(plan, cluster, None)))
                 break
         else:
@@ -239,13 +248,19 @@ def _plan_numbers(plan: Plan, config: RunConfig) -> dict:
     return {
         "layout": asdict(plan.layout),
         "schedule": plan.config.parallelism.pipeline_parallel_schedule if plan.layout.pp > 1 else None,
-        "recomputation": plan.config.activation_checkpoint.mode,
+        "recomputation": _step_name(plan.config.activation_checkpoint),
         "options": options_of(plan, config),
     }
 
 
+def _step_name(step: ActivationCheckpointConfig) -> str:
+    """The mode, or "full/2" for every second layer, or "+experts" for what is recomputed besides "selective"."""
+    every = f"/{step.every_n_layers}" if step.every_n_layers > 1 else ""
+    return "".join(f"+{name}" for name in step.recompute) or step.mode + every
+
+
 def _options(title: str, plan: Plan, config: RunConfig) -> str:
-    return f"{title}\n  {' '.join(options_of(plan, config)) or 'none: the config has them'}"
+    return f"{title}\n  {shlex.join(options_of(plan, config)) or 'none: the config has them'}"
 
 
 def _summary(found: Search) -> str:
@@ -269,8 +284,9 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
         longest = max(waits, key=waits.__getitem__, default="")
         rows.append((
             str(layout.tp), str(layout.pp), schedule, *map(str, (layout.cp, layout.ep, layout.dp_shard)),
-            config.activation_checkpoint.mode, amount(each.cost.days * SECONDS_PER_DAY / unit), f"{each.cost.mfu:.1%}",
-            amount(each.memory / _GIB), f"{step.parts.get('pipeline bubble', 0.0) / step.seconds:.0%}",
+            _step_name(config.activation_checkpoint), amount(each.cost.days * SECONDS_PER_DAY / unit),
+            f"{each.cost.mfu:.1%}", amount(each.memory / _GIB),
+            f"{step.parts.get('pipeline bubble', 0.0) / step.seconds:.0%}",
             f"{_SHORT.get(longest, longest)} {waits[longest] / step.seconds:.0%}" if longest else "-",
         ))  # fmt: skip
     return rows

@@ -239,19 +239,18 @@ def _rank(
 ) -> _Rank:
     """``offloaded``: bytes of optimizer states that a step copies from host memory or a file, and back."""
     batch = _micro_batch(plan, stage_index)
-    mode = plan.config.activation_checkpoint.mode
-    forward, backward, costs = {}, {}, {}
+    forward, backward, costs, checkpointing = {}, {}, {}, plan.config.activation_checkpoint
     for stage in stages:
         forward[stage.index], backward[stage.index] = _Cost(), _Cost()
-        for name, frozen, has_backward in _kernel_parts(stage, 1 + plan.shape.num_nextn_predict_layers):
-            if (name, frozen) not in costs:
-                work = part_work(name, batch, mode, frozen)
-                costs[name, frozen] = tuple(map(roofline.kernels, (work.forward, work.backward, work.recomputed)))
-            of_forward, of_backward, recomputed = costs[name, frozen]
+        for name, frozen, has_backward, mode in _kernel_parts(stage, plan):
+            if (name, frozen, mode) not in costs:
+                work = part_work(name, batch, mode, frozen, checkpointing.recompute)
+                costs[name, frozen, mode] = tuple(map(roofline.kernels, (work.forward, work.backward, work.recomputed)))
+            of_forward, of_backward, recomputed = costs[name, frozen, mode]
             forward[stage.index].add(of_forward)
             again, waits = recomputed.seconds, (0.0, 0.0)
             if name in ("moe", "mtp") and plan.layout.ep > 1:
-                waits = _waits_for_tokens(plan, roofline, batch, again)
+                waits = _waits_for_tokens(plan, roofline, batch, again, repeats=checkpointing.sends_again(mode))
                 forward[stage.index].add({"waiting for ep": waits[0]})
             if has_backward:
                 backward[stage.index].add(of_backward)
@@ -265,7 +264,8 @@ def _rank(
     once.update({"waiting for the agreement": agreeing} if agreeing > 0 else {})
     beside = _Cost()
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
-    shares = (1, 1) if mode == "none" else (1, 2)
+    of_layers = [checkpointing.mode_of(i) for stage in stages for i in range(len(stage.blocks))]
+    shares = (1, 2 - of_layers.count("none") / len(of_layers))
     for each in (each for each in traffic if each.what not in (MUON, *TOKENS)):
         seconds = roofline.traffic(each)
         if each.axis in _OVERLAPPED:
@@ -285,9 +285,11 @@ def _rank(
     return rank
 
 
-def _waits_for_tokens(plan: Plan, roofline: Roofline, batch: MicroBatch, again: float) -> tuple[float, float]:
+def _waits_for_tokens(
+    plan: Plan, roofline: Roofline, batch: MicroBatch, again: float, *, repeats: bool = False
+) -> tuple[float, float]:
     """Seconds in which one layer waits for tokens in forward, and in backward with its recomputation of ``again``
-    seconds."""
+    seconds, which sends rows again if it ``repeats`` the exchange."""
     found = exchanges(plan, batch.shape, batch.tokens / batch.chunks)
 
     def sends(first: int) -> dict[tuple[int, bool], float]:
@@ -307,21 +309,22 @@ def _waits_for_tokens(plan: Plan, roofline: Roofline, batch: MicroBatch, again: 
     order, of_forward = (batch.chunks, len(found)), computed(False)
     waits = exposed_seconds(forward_steps(*order), of_forward, forward, slowed)
     backward = exposed_seconds(backward_steps(*order), computed(True), sends(1), slowed)
-    if plan.config.activation_checkpoint.mode == "full":
+    if repeats:
         backward += exposed_seconds(forward_steps(*order, returns=False), of_forward, forward, slowed)
     return waits, backward
 
 
-def _kernel_parts(stage: StagePart, heads: int) -> Iterator[tuple[PartOfModel, Frozen | None, bool]]:
-    """The parts of a stage as `part_work` takes them, and whether they have a backward; a head for each depth."""
-    frozen = None if stage.adapters is None else Frozen()
+def _kernel_parts(stage: StagePart, plan: Plan) -> Iterator[tuple[PartOfModel, Frozen | None, bool, str]]:
+    """The parts of a stage as `part_work` takes them, whether they have a backward, and how they are checkpointed; a
+    head for each depth."""
+    frozen, heads = None if stage.adapters is None else Frozen(), 1 + plan.shape.num_nextn_predict_layers
     if stage.has_embedding:
-        yield "embedding", frozen, True
+        yield "embedding", frozen, True, "none"
     for index, block in enumerate(stage.blocks):
         adapters = frozen if stage.adapters is None else Frozen(stage.adapters[index], stage.base_in_float8)
-        yield block, adapters, index >= stage.backward_from
+        yield block, adapters, index >= stage.backward_from, plan.config.activation_checkpoint.mode_of(index)
     for _ in range(heads * stage.has_head):
-        yield "head", frozen, True
+        yield "head", frozen, True, "none"
 
 
 def _exposed(beside: _Cost, rank: _Rank, micro_batches: int, is_piped: bool, overlap: float) -> float:

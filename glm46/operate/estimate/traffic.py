@@ -155,7 +155,6 @@ class _Step:
         self._layout: Layout = plan.layout
         training = plan.config.training
         self._rows, length, shape = training.local_batch_size, stage.seq_len, stage.shape
-        self._mode = plan.config.activation_checkpoint.mode if has_backward else "none"
         self._width = WIDTHS[training.mixed_precision_param]
         self._reduce = WIDTHS[training.mixed_precision_reduce]
         self._master = WIDTHS[training.dtype]
@@ -167,7 +166,6 @@ class _Step:
         self._depths = shape.num_nextn_predict_layers
         self._tokens = self._rows * length // (self._layout.cp * self._layout.tp)
         self._hidden = self._tokens * shape.hidden_size * self._width
-        self._forwards = 1 if self._mode == "none" else 2
 
     def of_rank(self, rank: int, parts: list[StagePart]) -> Iterator[_Call]:
         """All calls of a pipeline rank."""
@@ -197,7 +195,8 @@ class _Step:
         for index, block in enumerate(part.blocks):
             # Forwards with those of recomputation, and backwards; the input of the first adapters has no gradient.
             has_backward = self._has_backward and index >= part.backward_from
-            runs = _Runs(self._forwards, 1) if has_backward else _Runs(1, 0)
+            mode = self._plan.config.activation_checkpoint.mode_of(index) if has_backward else "none"
+            runs = _Runs(1 + (mode != "none"), int(has_backward))
             is_first = has_backward and part.adapters is not None and not part.index and index == part.backward_from
             if layout.cp > 1:
                 yield from self._keys(runs)
@@ -205,9 +204,9 @@ class _Step:
                 yield from self._around_block(block, runs, is_first)
                 yield from self._key_heads(runs)
             if block != "dense":
-                yield from self._balance() if self._has_backward else ()
+                yield from self._balance(runs) if self._has_backward else ()
                 if layout.ep > 1:
-                    yield from self._tokens_to_experts(block, runs)
+                    yield from self._tokens_to_experts(block, runs, mode)
         if layout.tp > 1:
             yield from self._vocabulary(part)
         if part.has_head and layout.cp > 1:
@@ -338,20 +337,20 @@ class _Step:
                 size = min(chunk, tokens - start) * 4 * _FP64 * tp
                 yield _Call("tp", "all_gather", tp, "softmax over parts of the vocabulary", calls, size)
 
-    def _balance(self) -> Iterator[_Call]:
+    def _balance(self, runs: _Runs) -> Iterator[_Call]:
         """Sums of the balance loss over the ranks that share a sequence."""
         if max(values_of(self._plan.config.moe.sequence_aux_loss_weight), default=0.0) > 0.0:
             size = self._rows * (2 * self._shape.n_routed_experts + 1) * FP32
             for axis, ranks in (("cp", self._layout.cp), ("tp", self._layout.tp)):
-                yield _Call(axis, "all_reduce", ranks, "balance of experts", self._forwards + 1, size)
+                yield _Call(axis, "all_reduce", ranks, "balance of experts", runs.forward + 1, size)
 
-    def _tokens_to_experts(self, block: Block, runs: _Runs) -> Iterator[_Call]:
-        """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes."""
+    def _tokens_to_experts(self, block: Block, runs: _Runs, mode: str) -> Iterator[_Call]:
+        """Sizes, rows and weights to the experts, rows back; in backward the gradients of all but the sizes. A
+        recomputation has the numbers, and selective checkpointing keeps what was received."""
         ep, chunks = self._layout.ep, self._plan.exchange_chunks
-        # Selective checkpointing keeps what was received, and both the numbers.
-        again = runs.forward - 1 if self._mode == "full" else 0
-        # Recomputation needs the rows that come back only where a norm follows.
-        back = 1 + runs.backward + (again if block == "mtp" else 0)
+        again = int(self._plan.config.activation_checkpoint.sends_again(mode))
+        # Recomputation needs the rows that come back only where a norm follows, which "selective" does not recompute.
+        back = 1 + runs.backward + (block == "mtp" and mode == "full")
         sizes, numbers = self._shape.n_routed_experts, 0
         if (levels := self._plan.expert_levels) is not None:
             sizes, numbers = ep * (levels.hosts + 2 * ep), 1 + again

@@ -25,6 +25,8 @@ IDLE = {
     'parallelism.expert_exchange = "all_to_all"': ("parallelism.expert_parallel_degree above 1", ""),
     "parallelism.expert_exchange_chunks = 1": ("parallelism.expert_parallel_degree above 1", ""),
     "parallelism.pipeline_parallel_stages_per_rank = 1": ("parallelism.pipeline_parallel_degree above 1", ""),
+    "activation_checkpoint.every_n_layers = 2": ('activation_checkpoint.mode = "selective" or "full"', ""),
+    'activation_checkpoint.recompute = ["experts"]': ('activation_checkpoint.mode = "selective"', ""),
     "checkpoint.interval = 5": ("checkpoint.enable = true", "checkpoint.enable = false"),
     'checkpoint.load_path = "x"': ("checkpoint.enable = true", "checkpoint.enable = false"),
     "checkpoint.load_step = 3": ("checkpoint.enable = true", "checkpoint.enable = false"),
@@ -152,6 +154,34 @@ def test_samples_do_not_go_by_deepep():
         UserError, match='most tokens of a micro-batch, and those of samples vary; set .* = "two_level"'
     ):
         load_config(path, [*stated, "deepep"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "the model has 5 layers, of which it would recompute one; take at most 5"),
+        (("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size = 8"),
+         "a pipeline stage has 3 layers, of which it would recompute one; take at most 3"),
+    ],
+)  # fmt: skip
+def test_every_nth_layer_is_one_of_a_stage(lines, message, tmp_path):
+    lines = (*lines, "training.local_batch_size = 1", 'activation_checkpoint.mode = "full"')
+    with pytest.raises(UserError, match=f"activation_checkpoint.every_n_layers = 9: {message}"):
+        load_config(write(tmp_path, *lines, "activation_checkpoint.every_n_layers = 9"))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("['experts', 'experts']", r'recompute = \["experts", "experts"\]: one is there twice; remove it'),
+        ("['exchange']", r'no rows come from .* with parallelism.expert_parallel_degree = 1; remove "exchange"'),
+        ("['mlp']", r"activation_checkpoint.recompute\[0\].*core_attn.*experts.*exchange"),
+    ],
+)  # fmt: skip
+def test_names_of_what_is_recomputed_are_checked(names, message, tmp_path):
+    lines = ('activation_checkpoint.mode = "selective"', f"activation_checkpoint.recompute = {names}")
+    with pytest.raises(UserError, match=message):
+        load_config(write(tmp_path, *lines))
 
 
 def test_command_line_switches_off_what_the_file_sets_up(tmp_path):

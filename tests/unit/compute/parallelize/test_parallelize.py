@@ -112,8 +112,17 @@ def test_compile_takes_every_layer_and_no_other_module(monkeypatch):
     assert all(options == {"fullgraph": True} for _, options in compiled)
 
 
-@pytest.mark.parametrize(("mode", "runs"), [("none", 1), ("full", 2), ("selective", 2)])
-def test_checkpointing_repeats_every_layer_and_changes_no_bit(mode, runs):
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({"mode": "full"}, (2, 2, 2, 2)), ({"mode": "selective"}, (2, 2, 2, 2)),
+        ({"mode": "selective", "recompute": ("core_attn",)}, (2, 2, 2, 2)),
+        ({"mode": "selective", "recompute": ("core_attn", "experts", "exchange")}, (2, 2, 2, 2)),
+        ({"mode": "full", "every_n_layers": 2}, (2, 1, 2, 1)),
+        ({"mode": "selective", "every_n_layers": 3}, (2, 1, 1, 2)),
+    ],
+)  # fmt: skip
+def test_checkpointing_repeats_the_layers_that_it_names_and_changes_no_bit(options, runs):
     results = []
     for checkpointed in (False, True):
         model = meta_model().to_empty(device="cpu")
@@ -123,10 +132,10 @@ def test_checkpointing_repeats_every_layer_and_changes_no_bit(mode, runs):
         counts = dict.fromkeys(layers, 0)
         for layer in layers:
             layer.register_forward_pre_hook(lambda layer, _, counts=counts: counts.update({layer: counts[layer] + 1}))
-        if checkpointed and mode != "none":
-            activation_checkpoint.apply(model, mode)
+        if checkpointed:
+            activation_checkpoint.apply(model, **options)
         results.append(run(model))
-    assert list(counts.values()) == [runs] * len(layers)
+    assert tuple(counts.values()) == runs
     (loss, tokens, gradients), (loss0, tokens0, gradients0) = results
     assert torch.equal(loss, loss0) and torch.equal(tokens, tokens0)
     assert [name for name in gradients0 if not torch.equal(gradients[name], gradients0[name])] == []

@@ -31,8 +31,6 @@ from glm46.run.activations import (
     layer_bytes,
     moe_layer_bytes,
     mtp_layer_bytes,
-    selective_attention_bytes,
-    selective_experts_bytes,
     travelling_key_bytes,
 )
 from glm46.run.layout import resolve_layout, smallest_world
@@ -439,13 +437,13 @@ def test_checkpointing_keeps_layer_inputs_and_one_layer():
     assert full < none / 2
 
 
-def _held_bytes(shape):
+def _held_bytes(shape, recompute=()):
     """Bytes of the tensors alive after a forward pass under selective checkpointing, parameters left out."""
     torch.manual_seed(0)
     model = Transformer(shape)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    activation_checkpoint.apply(model, "selective")
+    activation_checkpoint.apply(model, "selective", recompute)
     ids = torch.randint(0, shape.vocab_size, (4, 128))
     gc.collect()
     before = {id(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)}
@@ -459,19 +457,19 @@ def _held_bytes(shape):
 
 
 @pytest.mark.filterwarnings("ignore")  # looking at every live object wakes deprecated ones
-def test_selective_checkpointing_holds_what_the_formula_says():
+@pytest.mark.parametrize("recompute", [(), ("core_attn",), ("experts",), ("core_attn", "experts", "exchange")])
+def test_selective_checkpointing_holds_what_the_formula_says(recompute):
     shape = PRESETS["debug"].model_copy(
         update=SMALL_VOCABULARY | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
     )
-    base, tokens = _held_bytes(shape)
-    moe = (_held_bytes(shape.model_copy(update={"num_hidden_layers": 3}))[0] - base) / tokens
+    base, tokens = _held_bytes(shape, recompute)
+    moe = (_held_bytes(shape.model_copy(update={"num_hidden_layers": 3}), recompute)[0] - base) / tokens
     more_dense = shape.model_copy(update={"num_hidden_layers": 3, "first_k_dense_replace": 2})
-    dense = (_held_bytes(more_dense)[0] - base) / tokens
-    inputs = shape.hidden_size * 4
+    dense = (_held_bytes(more_dense, recompute)[0] - base) / tokens
     # 3 %: what does not grow with the tokens, such as offsets and statistics.
-    assert inputs + selective_attention_bytes(shape, 4) == pytest.approx(dense, rel=0.03)
-    both = selective_attention_bytes(shape, 4) + selective_experts_bytes(shape, 4, ep=1)
-    assert inputs + both == pytest.approx(moe, rel=0.03)
+    for block, held in (("dense", dense), ("moe", moe)):
+        planned = layer_bytes(shape, 4, block, "selective", tp=1, ep=1, recompute=recompute)
+        assert planned == pytest.approx(held, rel=0.03)
 
 
 def test_selective_checkpointing_lies_between_the_others():

@@ -63,14 +63,22 @@ def test_all_that_is_found_fits_and_is_ranked():
             assert run_cost(plan, cluster, pipeline_order).days >= days[0] * (1 - 1e-9)
 
 
-def test_the_options_give_the_layout():
-    config = load_config(DEBUG, ("--training.seq_len=1024", "--parallelism.tensor_parallel_degree=2"))
-    cluster = TargetCluster(small_gpu(8), 4, 4)
-    for each in search_layouts(config, cluster, pipeline_order).best:
-        overrides = ("--training.seq_len=1024", "--parallelism.tensor_parallel_degree=2")
+@pytest.mark.parametrize(
+    ("memory", "length", "step"),
+    [(8, 1024, {}), (2.8, 2048, {"mode": "full", "every_n_layers": 2}),
+     (2.6, 2048, {"mode": "selective", "recompute": ("experts",)})],
+)  # fmt: skip
+def test_the_options_give_the_layout(memory, length, step):
+    overrides = (f"--training.seq_len={length}", "--parallelism.tensor_parallel_degree=2")
+    overrides += ("--activation_checkpoint.mode=full", "--activation_checkpoint.every_n_layers=3")
+    config = load_config(DEBUG, overrides)
+    cluster = TargetCluster(small_gpu(memory), 4, 4)
+    best = search_layouts(config, cluster, pipeline_order).best
+    for each in best:
         again = load_config(DEBUG, (*overrides, *options_of(each.plan, config)), world_size=4)
         assert resolve_plan(again, 4).layout == each.plan.layout
         assert again.activation_checkpoint == each.plan.config.activation_checkpoint
+    assert ActivationCheckpointConfig(**step) in [each.plan.config.activation_checkpoint for each in best]
 
 
 def test_without_a_fit_the_smallest_cluster_is_named():

@@ -207,6 +207,17 @@ def test_what_makes_a_step_slower_and_faster():
     selective = predicted(run(parallelism=spread, activation_checkpoint={"mode": "selective"}))
     assert base.parts.get("recomputation", 0) == 0 < selective.parts["recomputation"] < full.parts["recomputation"]
     assert full.parts["waiting for ep"] > base.parts["waiting for ep"]
+    steps = [
+        predicted(run(parallelism=spread, activation_checkpoint={"mode": "selective", "recompute": some})).parts
+        for some in ((), ("core_attn",), ("core_attn", "experts"), ("core_attn", "experts", "exchange"))
+    ]
+    times = [parts["recomputation"] for parts in steps]
+    assert times[0] < times[1] < times[2] == times[3] == pytest.approx(full.parts["recomputation"])
+    waits = [parts["waiting for ep"] for parts in steps]
+    assert waits[:3] == pytest.approx([selective.parts["waiting for ep"]] * 3) and waits[3] > 1.1 * waits[2]
+    half = predicted(run(parallelism=spread, activation_checkpoint={"mode": "full", "every_n_layers": 2})).parts
+    assert half["recomputation"] == pytest.approx(full.parts["recomputation"] / 2, rel=0.03)  # 24 of 47 layers
+    assert half["waiting for ep"] < full.parts["waiting for ep"]
     fp8 = predicted(run(parallelism=spread, float8={"recipe_name": "rowwise", "experts_recipe_name": "rowwise"}))
     assert fp8.parts["products"] < base.parts["products"] and fp8.parts["experts"] < base.parts["experts"]
     compiled = predicted(run(parallelism=spread, compile={"enable": True}))
