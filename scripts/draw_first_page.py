@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """The picture of the README, from real runs: loss, reward, and the last lines of a terminal.
 
-    ./run_train.sh | tee run.log
-    for run in rl_debug_labels rl_debug; do CONFIG_FILE=train_configs/$run.toml NGPU=1 ./run_train.sh; done
-    python scripts/draw_first_page.py outputs/debug outputs/rl_debug run.log docs/images/first_page.svg
+./run_train.sh | tee run.log
+for run in rl_debug_labels rl_debug; do CONFIG_FILE=train_configs/$run.toml NGPU=1 ./run_train.sh; done
+python scripts/draw_first_page.py outputs/debug outputs/rl_debug run.log docs/images/first_page.svg
 """
 
 import json
