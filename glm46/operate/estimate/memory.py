@@ -7,7 +7,7 @@ spread evenly over experts. Uneven routing needs more.
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -382,7 +382,7 @@ class _Step:
         return list(zip(part.blocks, frozen, strict=True))[part.backward_from :]
 
     def _modes(self, part: StagePart) -> list[str]:
-        """How each block that has a backward is checkpointed."""
+        """The mode of checkpointing of each block that has a backward."""
         return [self._checkpointing.mode_of(index) for index in range(part.backward_from, len(part.blocks))]
 
     def _again(self, part: StagePart) -> list[float]:
@@ -394,14 +394,10 @@ class _Step:
     def _layers(self, part: StagePart, modes: list[str] | None = None) -> list[float]:
         """Bytes that each block that has a backward keeps, per token of a rank; ``modes``: other than `_modes`."""
         modes = self._modes(part) if modes is None else modes
-        of_ranks = {
-            "tp": self._layout.tp,
-            "ep": self._layout.ep,
-            "hops": self._hops,
-            "recompute": self._checkpointing.recompute,
-        }
+        layout, recompute = self._layout, self._checkpointing.recompute
+        of_layer = partial(layer_bytes, tp=layout.tp, ep=layout.ep, hops=self._hops, recompute=recompute)
         kept = [
-            layer_bytes(self._shape, self._width, block, mode, frozen=rows, **of_ranks)
+            of_layer(self._shape, self._width, block, mode, frozen=rows)
             for (block, rows), mode in zip(self._backward_blocks(part), modes, strict=True)
         ]
         if kept and part.adapters is not None and not part.index and modes[0] == "none":

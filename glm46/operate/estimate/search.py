@@ -24,13 +24,10 @@ from glm46.operate.estimate.units import aligned, amount, binary_size, time_unit
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan, resolve_plan
 
-_STEPS = (
-    ActivationCheckpointConfig(),
-    ActivationCheckpointConfig(mode="selective"),
-    ActivationCheckpointConfig(mode="full", every_n_layers=2),
-    ActivationCheckpointConfig(mode="selective", recompute=("experts",)),
-    ActivationCheckpointConfig(mode="full"),
-)
+_STEPS = tuple(map(ActivationCheckpointConfig.model_validate, (
+    {}, {"mode": "selective"}, {"mode": "full", "every_n_layers": 2}, {"mode": "selective", "recompute": ("experts",)},
+    {"mode": "full"},
+)))  # fmt: skip
 """Recomputation, from the fastest to the smallest: a layout that fits with one is not tried with the next."""
 _SIMULATED = 12
 """Layouts whose pipelines are simulated after a first ranking with the bubbles of equal stages."""
