@@ -10,6 +10,7 @@ from glm46.config.faults import counted
 from glm46.engine.training.origin import refuse_origin
 from glm46.operate.cluster.results import FAIL, PASS, SKIP, Result, Subject, limited
 from glm46.operate.estimate.requirement import judge_config
+from glm46.storage.chats.chat_template import raise_for_source
 from glm46.storage.checkpoint.integrity import check_hash, published_steps, quick_faults, records_of, step_folder
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -45,7 +46,8 @@ def tokenizer(subject: Subject) -> Iterator[Result]:
 
 def sources(subject: Subject) -> Iterator[Result]:
     """Checks that the shards of each source are here and whole; ``--full`` reads and hashes all of them."""
-    fingerprint = load_tokenizer(subject.plan.config.model.tokenizer_path).fingerprint
+    model = subject.plan.config.model
+    loaded = load_tokenizer(model.tokenizer_path, model.flavor)
     for source in subject.plan.config.data.sources:
         name, folder = f"data {source.name}", Path(source.path)
         if not folder.exists() and source.recipe is not None:
@@ -54,7 +56,8 @@ def sources(subject: Subject) -> Iterator[Result]:
             continue
         try:
             manifest = load_manifest(folder, full=True if subject.is_full else None)
-            manifest.require_tokenizer(fingerprint)
+            manifest.require_tokenizer(loaded.fingerprint)
+            raise_for_source(manifest, loaded)
         except UserError as error:
             value = "; ".join(error.faults[:_SHOWN])
             yield Result(name, FAIL, value, "readable and whole", "mount it here, or prepare it again")
