@@ -7,6 +7,7 @@ token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from glm46.config.model import ModelShape
 from glm46.run.parameters import Parameter
@@ -28,6 +29,15 @@ class Frozen:
     def adapts(self, module: str) -> bool:
         """True if there are adapters in the module of this name."""
         return any(row.name.rpartition(".")[0].rpartition(".")[0] == module for row in self.adapters)
+
+
+class Spread(NamedTuple):
+    """Ranks that share a layer: their degrees, and rows for each token of the exchanges of two levels, see
+    `Plan.hops`."""
+
+    tp: int = 1
+    ep: int = 1
+    hops: tuple[float, ...] = ()
 
 
 def _norm(dim: int, width: int, frozen: Frozen | None = None) -> float:
@@ -172,19 +182,14 @@ def layer_bytes(
     width: int,
     block: str,
     mode: str,
+    spread: Spread,
     *,
-    tp: int,
-    ep: int,
-    hops: tuple[float, ...] = (),
     frozen: Frozen | None = None,
     recompute: tuple[str, ...] = (),
 ) -> float:
-    """Bytes that forward keeps of a block, per token of a rank, under a mode of activation checkpointing.
-
-    Args:
-        hops: rows for each token of the exchanges of two levels, see `Plan.hops`.
-        recompute: what selective checkpointing does not keep, as in [activation_checkpoint].
-    """
+    """Bytes that forward keeps of a block, per token of a rank, under a mode of activation checkpointing; selective
+    does not keep what is in ``recompute``."""
+    tp, ep, hops = spread
     shape = with_key_copies(shape, tp)
     if block == "mtp":
         whole = mtp_layer_bytes(shape, width, tp)

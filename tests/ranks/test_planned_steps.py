@@ -13,7 +13,7 @@ from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
 from glm46.run import activations
-from glm46.run.activations import Frozen, layer_bytes
+from glm46.run.activations import Frozen, Spread, layer_bytes
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
 from tests.ranks.planned_steps import BF16, CASES, FULL_SCALE, rank_names
@@ -110,10 +110,10 @@ def _recomputed(plan: Plan, rank: int) -> float:
     if plan.config.activation_checkpoint.mode == "none":
         return 0.0
     layout, training = plan.layout, plan.config.training
-    width, ranks = WIDTHS[training.mixed_precision_param], {"tp": layout.tp, "ep": layout.ep}
+    width, spread = WIDTHS[training.mixed_precision_param], Spread(layout.tp, layout.ep)
     mode_of = plan.config.activation_checkpoint.mode_of  # what has been computed again is whole
     layers = [
-        layer_bytes(plan.shape, width, block, "none", **ranks, frozen=part.adapters and Frozen(part.adapters[index]))
+        layer_bytes(plan.shape, width, block, "none", spread, frozen=part.adapters and Frozen(part.adapters[index]))
         for part in parts_of_ranks(plan)[rank]
         for index, block in enumerate(part.blocks)
         if index >= part.backward_from and mode_of(index) != "none"

@@ -7,7 +7,7 @@ spread evenly over experts. Uneven routing needs more.
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from glm46.run.activations import (
     INDEX,
     SHARED_KEYS,
     Frozen,
+    Spread,
     attended_keys,
     attention_backward_bytes,
     freed_before_attention,
@@ -394,10 +395,9 @@ class _Step:
     def _layers(self, part: StagePart, modes: list[str] | None = None) -> list[float]:
         """Bytes that each block that has a backward keeps, per token of a rank; ``modes``: other than `_modes`."""
         modes = self._modes(part) if modes is None else modes
-        layout, recompute = self._layout, self._checkpointing.recompute
-        of_layer = partial(layer_bytes, tp=layout.tp, ep=layout.ep, hops=self._hops, recompute=recompute)
+        spread, recompute = Spread(self._layout.tp, self._layout.ep, self._hops), self._checkpointing.recompute
         kept = [
-            of_layer(self._shape, self._width, block, mode, frozen=rows)
+            layer_bytes(self._shape, self._width, block, mode, spread, frozen=rows, recompute=recompute)
             for (block, rows), mode in zip(self._backward_blocks(part), modes, strict=True)
         ]
         if kept and part.adapters is not None and not part.index and modes[0] == "none":

@@ -21,6 +21,7 @@ from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.memory import OFFLOAD_ITEM_BYTES, plan_memory
 from glm46.run.activations import (
     Frozen,
+    Spread,
     attended_keys,
     attention_backward_bytes,
     attention_bytes,
@@ -137,7 +138,7 @@ def test_activations_of_a_frozen_layer_with_adapters_match_what_autograd_keeps(d
     more_dense = three.model_copy(update={"first_k_dense_replace": 2})
     for layer, (block, larger) in enumerate((("dense", more_dense), ("moe", three))):
         planned = layer_bytes(
-            shape, width, block, "none", tp=1, ep=1, frozen=Frozen(tuple(adapter_layer(shape, adapter, layer)))
+            shape, width, block, "none", Spread(), frozen=Frozen(tuple(adapter_layer(shape, adapter, layer)))
         )
         if block == "dense" and targets == ("experts",):
             planned = 0.0  # nothing before the first adapter has a gradient
@@ -215,7 +216,7 @@ def test_tensor_parallelism_beyond_the_key_heads_keeps_one_head_on_each_rank():
     assert sixteen.optimizer < 0.6 * eight.optimizer
     # Of each token and layer, eight more key heads: their norm in FP32 and BF16, keys and values.
     head = 128 * (4 + 2) + 4 + 2 * 128 * 2
-    wider = [layer_bytes(PRESETS["GLM-4.6"], 2, "moe", "none", tp=tp, ep=1) for tp in (8, 16)]
+    wider = [layer_bytes(PRESETS["GLM-4.6"], 2, "moe", "none", Spread(tp)) for tp in (8, 16)]
     gathered = 2 * 8 * PRESETS["GLM-4.6"].hidden_size * 2  # inputs of attention and shared experts, of the whole row
     assert wider[1] - wider[0] == pytest.approx(8 * head + gathered, rel=1e-6)
     assert sixteen.activations < 0.75 * eight.activations
@@ -468,7 +469,7 @@ def test_selective_checkpointing_holds_what_the_formula_says(recompute):
     dense = (_held_bytes(more_dense, recompute)[0] - base) / tokens
     # 3 %: what does not grow with the tokens, such as offsets and statistics.
     for block, held in (("dense", dense), ("moe", moe)):
-        planned = layer_bytes(shape, 4, block, "selective", tp=1, ep=1, recompute=recompute)
+        planned = layer_bytes(shape, 4, block, "selective", Spread(), recompute=recompute)
         assert planned == pytest.approx(held, rel=0.03)
 
 
