@@ -10,7 +10,6 @@ from glm46.run.layout import ExpertLevels
 from glm46.run.peaks import Accelerator
 from glm46.run.plan import Plan
 
-GPUS_PER_NODE = 8
 STORAGE_GBYTES = 2.0
 """GB/s that a node writes to the folder of checkpoints, assumed."""
 NETWORK_GBITS = 400.0
@@ -71,7 +70,7 @@ class Efficiencies:
 
 @dataclass(frozen=True)
 class Link:
-    """The connection between the ranks of a group."""
+    """The connection between the ranks of a group. A node here is what NVLink connects."""
 
     bytes_per_second: float
     """That each rank sends when all send at once in a ring."""
@@ -86,7 +85,7 @@ class TargetCluster:
 
     gpu: Accelerator
     gpus: int
-    gpus_per_node: int = GPUS_PER_NODE
+    gpus_per_node: int = 8
     network_gbits: float = NETWORK_GBITS
     """Gbit/s of a GPU's port, in one direction."""
     price: float | None = None
@@ -111,9 +110,9 @@ class TargetCluster:
         A ring of ranks of several nodes leaves a node through the ports of all its members, as NCCL's rings do; in an
         exchange the part for other nodes goes through each rank's own port.
         """
-        inside = self.gpu.link_bandwidth * self.efficiencies.link
+        inside, domain = self.gpu.link_bandwidth * self.efficiencies.link, max(self.gpus_per_node, self.gpu.link_domain)
         port = self.network_gbits / 8 * 1e9 * self.efficiencies.network
-        of_node = min(max(self.gpus_per_node // stride, 1), ranks)
+        of_node = min(max(domain // stride, 1), ranks)
         if of_node == ranks:
             return Link(inside, inside, True)
         away = (ranks - of_node) / (ranks - 1)
