@@ -118,9 +118,11 @@ def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
     except ValueError as error:
         raise UserError(f"command line: --gpu {error}") from error
-    measured = Efficiencies() if arguments.measured is None else Efficiencies.read(arguments.measured)
+    shares = Efficiencies.assumed(gpu)
+    if arguments.measured is not None:
+        shares = Efficiencies.read(arguments.measured, shares)
     node = arguments.gpus_per_node or gpu.host_gpus, arguments.network, arguments.price, arguments.storage
-    return TargetCluster(gpu, gpus, *node, measured)
+    return TargetCluster(gpu, gpus, *node, shares)
 
 
 def _order(parallelism: ParallelismConfig, micro_batches: int) -> Order:
