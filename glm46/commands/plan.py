@@ -15,7 +15,6 @@ from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
 from glm46.operate.estimate.search import run_search, search_numbers, search_text
 from glm46.operate.estimate.target_cluster import (
-    GPUS_PER_NODE,
     NETWORK_GBITS,
     STORAGE_GBYTES,
     Efficiencies,
@@ -49,7 +48,10 @@ def plan_command(argv: Sequence[str]) -> int:
         "GiB, GB/s of the memory, GB/s to the other GPUs of its node); default: H100, and a look at this machine",
     )  # fmt: skip
     parser.add_argument(
-        "--gpus-per-node", type=positive, default=GPUS_PER_NODE, metavar="N", help=f"default {GPUS_PER_NODE}"
+        "--gpus-per-node",
+        type=positive,
+        metavar="N",
+        help="GPUs of a host; default: those of the GPU's hosts, mostly 8",
     )
     parser.add_argument(
         "--network", type=above_zero, default=NETWORK_GBITS, metavar="GBIT",
@@ -116,9 +118,11 @@ def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
     except ValueError as error:
         raise UserError(f"command line: --gpu {error}") from error
-    measured = Efficiencies() if arguments.measured is None else Efficiencies.read(arguments.measured)
-    node = arguments.gpus_per_node, arguments.network, arguments.price, arguments.storage
-    return TargetCluster(gpu, gpus, *node, measured)
+    shares = Efficiencies.assumed(gpu)
+    if arguments.measured is not None:
+        shares = Efficiencies.read(arguments.measured, shares)
+    node = arguments.gpus_per_node or gpu.host_gpus, arguments.network, arguments.price, arguments.storage
+    return TargetCluster(gpu, gpus, *node, shares)
 
 
 def _order(parallelism: ParallelismConfig, micro_batches: int) -> Order:

@@ -29,6 +29,10 @@ class Accelerator:
     link_bandwidth: float
     """Bytes per second that a GPU sends to the others of its node, in one direction: NVLink, or PCIe where there is
     none."""
+    host_gpus: int = 8
+    """GPUs of a host."""
+    link_domain: int = 1
+    """GPUs that NVLink connects over several hosts; 1 if it ends at the host."""
 
     @property
     def fp8_flops(self) -> float:
@@ -36,11 +40,14 @@ class Accelerator:
         return self.bf16_flops * (2 if self.compute_capability >= _FP8_CAPABILITY else 1)
 
 
+_NVL72 = 4, 72
+"""GPUs of a host and of a rack: 18 trays of four GPUs under one NVLink switch."""
+
 # The first entry whose words all occur in the driver's name wins, so longer names come before shorter ones.
 ACCELERATORS: tuple[Accelerator, ...] = (
-    Accelerator("GB300", 2.5e15, 279 * _GIB, 10.3, 8e12, 900e9),
+    Accelerator("GB300", 2.5e15, 279 * _GIB, 10.3, 8e12, 900e9, *_NVL72),
     Accelerator("B300", 2.25e15, 268 * _GIB, 10.3, 8e12, 900e9),
-    Accelerator("GB200", 2.5e15, 184 * _GIB, 10.0, 8e12, 900e9),
+    Accelerator("GB200", 2.5e15, 184 * _GIB, 10.0, 8e12, 900e9, *_NVL72),
     Accelerator("B200", 2.25e15, 179 * _GIB, 10.0, 8e12, 900e9),
     Accelerator("GH200", 989.4e12, 95 * _GIB, 9.0, 4e12, 450e9),
     Accelerator("H200", 989.4e12, 140 * _GIB, 9.0, 4.8e12, 450e9),
@@ -83,7 +90,8 @@ def find_accelerator(name: str) -> Accelerator | None:
 def accelerator_of(text: str) -> Accelerator:
     """The accelerator that a user names, or describes as ``NAME:bf16=TFLOP/s,memory=GiB,bandwidth=GB/s,link=GB/s``.
 
-    ``capability`` is optional; a GPU described without it is planned without FP8 products.
+    ``capability`` is optional; a GPU described without it is planned without FP8 products. The hosts of a described
+    GPU are those of the GPU of the table whose name its own begins with.
 
     Raises:
         ValueError: the name is unknown, or the description is wrong; says what is allowed.
@@ -117,6 +125,6 @@ def _described(name: str, text: str) -> Accelerator:
     if missing or not name:
         what = f"lacks {', '.join(sorted(missing))}" if missing else "has no name"
         raise ValueError(f"the description of the GPU {what}: {_EXAMPLE}")
-    return Accelerator(
-        name, values["bf16"], int(values["memory"]), values["capability"], values["bandwidth"], values["link"]
-    )
+    numbers = values["bf16"], int(values["memory"]), values["capability"], values["bandwidth"], values["link"]
+    known = next((each for each in ACCELERATORS if name.lower().startswith(each.name.lower())), None)
+    return Accelerator(name, *numbers, *((known.host_gpus, known.link_domain) if known else ()))

@@ -121,7 +121,9 @@ def summarise(rows: dict[str, dict]) -> dict[str, float]:
 def predict(config: Path, overrides: list[str], rates: dict) -> StepTime:
     """The step of a layout on the CPU that these rates describe."""
     plan = resolve_plan(load_config(config, overrides, world_size=RANKS), RANKS)
-    cluster = TargetCluster(Accelerator(**rates["peaks"]), RANKS, efficiencies=Efficiencies(**rates["efficiencies"]))
+    cluster = TargetCluster(
+        Accelerator(**rates["peaks"]), RANKS, efficiencies=Efficiencies(**{"experts_rows": 0.0} | rates["efficiencies"])
+    )
     return step_time(plan, 0, SEQUENCES, cluster, pipeline_order)
 
 

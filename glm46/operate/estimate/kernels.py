@@ -39,6 +39,8 @@ class Work(NamedTuple):
     kernels: int = 0
     """Those of a layer are all counted with its memory-bound work."""
     in_fp8: bool = False
+    rows: float = 0.0
+    """Of grouped products: those of one expert; 0 where the share of the peak does not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,13 @@ def _product(row: Parameter, batch: MicroBatch) -> Work:
         rows = batch.tokens * shape.num_experts_per_tok
         weights = row.numel(shape) / layout.ep
         nbytes = (weights + rows * (inputs + outputs)) * batch.width
-        return Work("experts", 2 * rows * inputs * outputs, nbytes, in_fp8=batch.experts_fp8)
+        return Work(
+            "experts",
+            2 * rows * inputs * outputs,
+            nbytes,
+            in_fp8=batch.experts_fp8,
+            rows=rows * layout.ep / shape.n_routed_experts,
+        )
     is_split = row.tensor_dim is not None
     tokens = batch.tokens * layout.tp if is_split else batch.tokens
     weights = inputs * outputs / (layout.tp if is_split else 1)

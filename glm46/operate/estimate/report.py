@@ -26,8 +26,6 @@ from glm46.run.plan import Plan, describe_exchange
 
 _PLENTY = 2**60
 """Cores and bytes of host memory of a cluster that is not here: not compared."""
-UNCERTAINTY = {"assumed": (0.7, 1.6), "measured": (0.87, 1.15)}
-"""Range of the true time over the predicted one. Assumed: judgement. Measured: the goal of the proof, 15 %."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,17 @@ def plan_numbers(run: RunPlan) -> dict:
         "memory": [asdict(memory) | {"total": memory.total} for memory in run.memory],
     }
     if cost is not None:
-        longest = cost.stages.index(cost.longest)
+        longest, (low, high, widest) = cost.stages.index(cost.longest), cost.spread
         numbers |= {
             "limits": limits(plan, longest, cost.longest.largest, run.cluster),
-            "efficiencies": asdict(run.cluster.efficiencies),
+            "efficiencies": asdict(run.cluster.efficiencies) | {"measured": sorted(run.cluster.efficiencies.measured)},
             "steps": cost.steps,
             "days": cost.days,
+            "days_low": low * cost.days,
+            "days_high": high * cost.days,
+            "tokens_per_second_low": cost.tokens_per_second / high,
+            "tokens_per_second_high": cost.tokens_per_second / low,
+            "range_mostly_from": widest,
             "gpu_hours": cost.gpu_hours,
             "dollars": cost.dollars,
             "tokens_per_second": cost.tokens_per_second,
@@ -174,7 +177,7 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
     longest, seconds = cost.longest, cost.days * SECONDS_PER_DAY
     index, step = cost.stages.index(longest), longest.largest
     source = cluster.efficiencies.source
-    low, high = UNCERTAINTY["assumed" if source == "assumed" else "measured"]
+    low, high, widest = cost.spread
     network = f"nodes of {cluster.gpus_per_node}, {cluster.network_gbits:,.0f} Gbit/s for each GPU between them"
     title = f"time of a step, predicted for {network} (efficiencies: {source})"
     of_stage = f", stage {index + 1}" if len(cost.stages) > 1 else ""
@@ -196,6 +199,7 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
         "whole run": [
             _line("steps", f"{cost.steps:,}"),
             _line("time", run_time(seconds), f"({run_time(low * seconds)} to {run_time(high * seconds)})"),
+            f"the range comes mostly from: {', '.join(widest)}",
             _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours)),
             *money,
             _line("tokens per second", f"{cost.tokens_per_second:,.0f}", f"MFU {cost.mfu:.1%}"),

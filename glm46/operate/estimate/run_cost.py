@@ -19,6 +19,29 @@ STALL_SECONDS = 5.0
 """For which steps wait at each checkpoint, while it is copied to host memory."""
 
 
+_WIDE = {
+    "products": (0.7, 1.6), "experts": (0.6, 2.2), "attention": (0.6, 2.0), "memory": (0.7, 1.7),
+    "recomputation": (0.6, 1.9), "waiting for ep": (0.1, 2.0), "waiting for tp": (0.3, 2.0),
+    "waiting for weights and gradients": (0.1, 2.0), "pipeline bubble": (0.4, 2.2),
+}  # fmt: skip
+"""True over predicted time of a part of a step whose efficiency is assumed: a judgement from runs that others
+published (docs/planner.md)."""
+_OTHERS = (0.5, 2.5)
+_NARROW = (0.87, 1.15)
+"""Of a part whose efficiencies are measured."""
+_BESIDE = 0.15, 0.3
+"""Of a step, less and more than its parts say: overlaps and fusions that are not planned; work of the host, uneven
+ranks and nodes. It is never measured."""
+_DECIDED_BY = {
+    "recomputation": ("products", "experts", "attention", "memory"), "waiting for ep": ("link", "network"),
+    "waiting for tp": ("link", "network"), "waiting for cp": ("link", "network"), "optimizer": ("memory",),
+    "waiting for weights and gradients": ("link", "network", "overlap"), "launches": ("launch_seconds",),
+    "copies of weights and gradients": ("memory",), "waiting for the host": ("host_bytes_per_second",),
+    "waiting for the disk": ("disk_bytes_per_second",), "pipeline bubble": ("products", "experts", "attention"),
+}  # fmt: skip
+"""The efficiencies that a part depends on; of a kernel, that of its own name."""
+
+
 @dataclass(frozen=True)
 class StageCost:
     """A stage of text."""
@@ -51,6 +74,23 @@ class RunCost:
     @property
     def days(self) -> float:
         return sum(stage.seconds for stage in self.stages) / SECONDS_PER_DAY
+
+    @property
+    def spread(self) -> tuple[float, float, list[str]]:
+        """True time of the run over the predicted one, at least and at most, and the three parts that make most of it.
+
+        The deviations of the parts are independent: the root of the sum of their squares is that of the step.
+        """
+        step, measured = self.longest.largest, self.cluster.efficiencies.measured
+        squares: dict[str, tuple[float, float]] = {}
+        for name, seconds in step.parts.items():
+            is_measured = measured.issuperset(_DECIDED_BY.get(name, (name,)))
+            low, high = _NARROW if is_measured else _WIDE.get(name, _OTHERS)
+            share = seconds / step.seconds
+            squares[name] = ((1 - low) * share) ** 2, ((high - 1) * share) ** 2
+        low, high = (sum(each[side] for each in squares.values()) for side in (0, 1))
+        largest = sorted(squares, key=lambda name: -sum(squares[name]))[:3]
+        return 1 - math.sqrt(low + _BESIDE[0] ** 2), 1 + math.sqrt(high + _BESIDE[1] ** 2), largest
 
     @property
     def gpu_hours(self) -> float:

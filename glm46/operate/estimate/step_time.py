@@ -110,8 +110,11 @@ class Roofline:
         moved = work.nbytes / self._memory
         if work.kind == "memory":
             return moved
-        peak = self._fp8 if work.in_fp8 else self._bf16
-        computed = max(work.flops / (peak * getattr(self._share, work.kind)), moved)
+        peak = self._fp8 * self._share.fp8 if work.in_fp8 and self._fp8 > self._bf16 else self._bf16
+        share = getattr(self._share, work.kind)
+        if work.rows:
+            share *= work.rows / (work.rows + self._share.experts_rows)
+        computed = max(work.flops / (peak * share), moved)
         return computed * (self._imbalance if work.kind == "experts" else 1.0)
 
     def update(self, elements: dict[str, float], products: float, exchanges: list[Traffic], offloaded: float) -> _Cost:

@@ -1,6 +1,6 @@
 """A cluster to plan for: GPUs, the links between them, the shares of their peaks that a run reaches, and the price."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from glm46.config.errors import UserError
@@ -10,31 +10,39 @@ from glm46.run.layout import ExpertLevels
 from glm46.run.peaks import Accelerator
 from glm46.run.plan import Plan
 
-GPUS_PER_NODE = 8
 STORAGE_GBYTES = 2.0
 """GB/s that a node writes to the folder of checkpoints, assumed."""
 NETWORK_GBITS = 400.0
 """Gbit/s of a GPU's own port between nodes: ConnectX-7, one port per GPU."""
 
 
+_SHARES = ("products", "experts", "attention", "memory", "link", "network", "fp8", "overlap")
+"""Keys that are shares of a peak or of a time."""
+
+
 @dataclass(frozen=True)
 class Efficiencies:
     """Shares of the peaks that kernels and links reach, and fixed times.
 
-    The defaults are assumptions for large shapes on an H100, not measurements. `read` takes measured ones.
+    The defaults are assumptions for Hopper, chosen on the runs that others published (docs/planner.md); `assumed` has
+    those of other generations. `read` takes measured ones.
     """
 
-    products: float = 0.72
+    products: float = 0.66
     """Of the peak, by products of large matrices."""
-    experts: float = 0.60
-    """Of the peak, by grouped products."""
-    attention: float = 0.50
+    experts: float = 0.65
+    """Of the peak, by grouped products of many rows."""
+    experts_rows: float = 1024.0
+    """Rows of an expert at which grouped products reach half of that."""
+    fp8: float = 0.75
+    """Of what products and experts reach in FP8, the time to quantise included, over twice their BF16 speed."""
+    attention: float = 0.30
     """Of the peak, by attention over variable lengths."""
-    memory: float = 0.80
+    memory: float = 0.70
     """Of the memory's bandwidth, by kernels that compute element by element."""
     link: float = 0.75
     """Of the bandwidth inside a node, by collectives of large tensors."""
-    network: float = 0.75
+    network: float = 0.90
     """Of the bandwidth between nodes."""
     imbalance: float = 1.1
     """Load of the busiest rank that shares experts with others, over the mean."""
@@ -51,27 +59,45 @@ class Efficiencies:
     and write: for each GPU one drive on PCIe 4.0, at half of the 4 GB/s that it writes alone."""
     source: str = "assumed"
     """Where the values come from."""
+    measured: frozenset[str] = frozenset()
+    """Names of those that are not assumed."""
 
     @classmethod
-    def read(cls, path: Path) -> "Efficiencies":
-        """Read the values that a file of `scripts/gpu_report.sh` states; the others keep their defaults.
+    def assumed(cls, gpu: Accelerator) -> "Efficiencies":
+        """The assumptions for the generation of a GPU."""
+        return cls(**_BLACKWELL) if int(gpu.compute_capability) == 10 else cls()
+
+    @classmethod
+    def read(cls, path: Path, assumed: "Efficiencies") -> "Efficiencies":
+        """Read the values that a file of `scripts/gpu_report.sh` states; the others are assumed.
 
         Raises:
             UserError: the file does not exist, is not JSON, or has a key or value that cannot be.
         """
         remedy = "give --measured a file of `benchmark rates --json`"
-        values, known = read_json_object(path, remedy), [each.name for each in fields(cls)]
+        values, known = read_json_object(path, remedy), [each.name for each in fields(cls) if each.name != "measured"]
         for key, value in values.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
             if key not in known or not (isinstance(value, str) if key == "source" else is_number):
                 rule = f"expected source with a text, or a number above 0 of {', '.join(known[:-1])}"
                 raise UserError(f"{path}: {key:.40} = {show(value)}: {rule}; {remedy}")
-        return cls(**values)
+            if key in _SHARES and value > 1:
+                raise UserError(f"{path}: {key} = {show(value)}: a share of a peak is at most 1; {remedy}")
+        measured = frozenset(values.keys() - {"source"})
+        if "experts" in measured:  # as it is at the measured size
+            values.setdefault("experts_rows", 0.0)
+        if missing := [key for key in _SHARES if key not in measured]:
+            values["source"] = f"{values.get('source', path)}; assumed: {', '.join(missing)}"
+        return replace(assumed, **values, measured=measured)
+
+
+_BLACKWELL = {"products": 0.60, "experts": 0.40, "attention": 0.25, "memory": 0.60}
+"""Shares of their peaks that kernels reach on B200, B300, GB200 and GB300."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The connection between the ranks of a group."""
+    """The connection between the ranks of a group. A node here is what NVLink connects."""
 
     bytes_per_second: float
     """That each rank sends when all send at once in a ring."""
@@ -86,7 +112,7 @@ class TargetCluster:
 
     gpu: Accelerator
     gpus: int
-    gpus_per_node: int = GPUS_PER_NODE
+    gpus_per_node: int = 8
     network_gbits: float = NETWORK_GBITS
     """Gbit/s of a GPU's port, in one direction."""
     price: float | None = None
@@ -111,9 +137,9 @@ class TargetCluster:
         A ring of ranks of several nodes leaves a node through the ports of all its members, as NCCL's rings do; in an
         exchange the part for other nodes goes through each rank's own port.
         """
-        inside = self.gpu.link_bandwidth * self.efficiencies.link
+        inside, domain = self.gpu.link_bandwidth * self.efficiencies.link, max(self.gpus_per_node, self.gpu.link_domain)
         port = self.network_gbits / 8 * 1e9 * self.efficiencies.network
-        of_node = min(max(self.gpus_per_node // stride, 1), ranks)
+        of_node = min(max(domain // stride, 1), ranks)
         if of_node == ranks:
             return Link(inside, inside, True)
         away = (ranks - of_node) / (ranks - 1)

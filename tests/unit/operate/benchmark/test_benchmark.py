@@ -170,7 +170,7 @@ def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys):
     options = ["rates", "--flavor", "debug", "--tokens", "64", "--threads", "1", "--json", str(file)]
     assert main(["benchmark", *options]) == 0
     described = capsys.readouterr().out.splitlines()[0].partition("'")[2].rstrip("'")
-    measured = Efficiencies.read(file)
+    measured = Efficiencies.read(file, Efficiencies())
     assert measured.source.startswith("CPU, debug, 64 tokens") and measured.launch_seconds > 0
     # Without an upper bound: another program may hold the core while the peak is measured, and not afterwards.
     assert all(getattr(measured, name) > 0 for name in ("products", "experts", "attention"))

@@ -16,7 +16,7 @@ from glm46.config.presets import PRESETS
 from glm46.config.rl import RLConfig
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds, forward_steps
-from glm46.operate.estimate.kernels import MicroBatch, part_work
+from glm46.operate.estimate.kernels import MicroBatch, Work, part_work
 from glm46.operate.estimate.memory import plan_memory
 from glm46.operate.estimate.run_cost import count_steps, run_cost
 from glm46.operate.estimate.step_time import Roofline, StepTime, _micro_batch, _waits_for_tokens, step_time
@@ -185,6 +185,7 @@ def test_the_roofline_takes_the_longer_of_both():
         "X:bf16=1000,memory=1000,bandwidth=1e9,link=1e9",
         products=1.0,
         experts=1.0,
+        experts_rows=0.0,
         attention=1.0,
         launch_seconds=1e-12,
     )
@@ -366,20 +367,49 @@ def test_a_described_gpu_and_wrong_descriptions():
             accelerator_of(text)
 
 
+def test_a_described_gpu_has_the_hosts_and_the_links_of_its_name():
+    numbers = "bf16=2500,memory=184,bandwidth=8000,link=900,capability=10"
+    for name, (host, ranks) in {f"GB200x:{numbers}": (4, 32), "GB300": (4, 32), f"X:{numbers}": (8, 8)}.items():
+        gpu = accelerator_of(name)
+        cluster = TargetCluster(gpu, 256, gpu.host_gpus)
+        assert cluster.host_ranks == host
+        assert cluster.link(1, ranks).inside_node and not cluster.link(1, 128).inside_node
+
+
+def test_experts_with_few_rows_and_fp8_products_reach_less_of_the_peak():
+    cluster = TargetCluster(accelerator_of("H100"), 8)
+    plan = resolve_plan(run(parallelism={}, local_batch_size=1), 8)
+    roofline, peak = Roofline(cluster, plan), cluster.gpu.bf16_flops
+    seconds = [roofline.kernel(Work("experts", peak, 0.0, rows=rows)) for rows in (0.0, 1024.0, 256.0)]
+    assert [each / seconds[0] for each in seconds] == pytest.approx([1, 2, 5])
+    fp8 = roofline.kernel(Work("products", peak, 0.0, in_fp8=True))
+    assert roofline.kernel(Work("products", peak, 0.0)) / fp8 == pytest.approx(1.5)
+
+
 def test_measured_efficiencies(tmp_path):
     file = tmp_path / "efficiencies.json"
     file.write_text(json.dumps({"products": 0.6, "source": "H100, 2026-11-22"}))
-    assert Efficiencies.read(file) == Efficiencies(products=0.6, source="H100, 2026-11-22")
-    others = '{"speed": 1}', '{"products": "fast"}', '{"products": true}', '{"products": -1}', '{"source": [1]}'
+    read = Efficiencies.read(file, Efficiencies())
+    assert (read.products, read.experts, read.measured) == (0.6, Efficiencies().experts, {"products"})
+    assert read.source.startswith("H100, 2026-11-22; assumed: experts, attention, memory, link")
+    others = (
+        '{"speed": 1}',
+        '{"memory": 1.01}',
+        '{"measured": 1}',
+        '{"products": "fast"}',
+        '{"products": true}',
+        '{"products": -1}',
+        '{"source": [1]}',
+    )
     for text in (*others, '{"products": 1e999}', "{", "[]", "", "\udcff\udcfe", "\0" * 9, "[" * 99999):
         file.write_text(text, errors="surrogateescape")
         with pytest.raises(UserError, match="efficiencies.json: .*; give --measured a file") as caught:
-            Efficiencies.read(file)
+            Efficiencies.read(file, Efficiencies())
         assert str(caught.value).count("\n") == 0
     (tmp_path / "loop").symlink_to("loop")
     for place, words in {"none": "no such file", "loop": "symbolic links", ".": "Is a directory"}.items():
         with pytest.raises(UserError, match=words):
-            Efficiencies.read(tmp_path / place)
+            Efficiencies.read(tmp_path / place, Efficiencies())
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(8, {"ep_host": 5.34}), (32, {"ep_hosts": 3.63, "ep_host": 7.36})])
@@ -433,7 +463,8 @@ def test_two_levels_in_chunks_make_a_layer_faster(flavor, ranks, gain):
     for exchange in ("all_to_all", "auto"):
         parallelism = {"expert_parallel_degree": ranks, "expert_exchange": exchange}
         plan = resolve_plan(run(flavor, parallelism, compile={"enable": True}), 32, host_ranks=8)
-        cluster = TargetCluster(accelerator_of("H100"), 32, 8, 400.0)
+        shares = Efficiencies(products=0.72, experts=0.60, experts_rows=0.0, attention=0.50, memory=0.80, network=0.75)
+        cluster = TargetCluster(accelerator_of("H100"), 32, 8, 400.0, efficiencies=shares)
         seconds.append(layer_seconds(plan, cluster))
     assert 1 - seconds[1] / seconds[0] >= gain, seconds
 
