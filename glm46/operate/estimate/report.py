@@ -219,15 +219,18 @@ def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
     return [
         _line("time between failures", run_time(found.failure_seconds), "(at the rate of Llama 3's 16,384 H100)"),
         _line("effective time", f"{found.ratio:.1%}", f"(a checkpoint every {run_time(found.interval_seconds)})"),
-        *([_with_failures(found)] if found.ratio else []),
+        *([] if found.days is None else [_with_failures(found.days, found)]),
         _line("best checkpoint.interval", f"{found.best_steps:,}", best),
     ]
 
 
-def _with_failures(found: EffectiveTime) -> str:
+def _with_failures(days: float, found: EffectiveTime) -> str:
     dollars = "" if found.dollars is None else f", ${found.dollars:,.0f}"
-    days = run_time(found.days * SECONDS_PER_DAY)
-    return _line("with failures and checkpoints", days, f"({found.gpu_hours:,.0f} GPU-hours{dollars})")
+    return _line(
+        "with failures and checkpoints",
+        run_time(days * SECONDS_PER_DAY),
+        f"({found.gpu_hours:,.0f} GPU-hours{dollars})",
+    )
 
 
 def _line(name: str, value: str, remark: str = "") -> str:
