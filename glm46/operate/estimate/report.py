@@ -11,6 +11,7 @@ from glm46.operate.estimate.run_cost import (
     RESTART_SECONDS,
     SECONDS_PER_DAY,
     STALL_SECONDS,
+    EffectiveTime,
     RunCost,
     effective_time,
     run_cost,
@@ -218,8 +219,18 @@ def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
     return [
         _line("time between failures", run_time(found.failure_seconds), "(at the rate of Llama 3's 16,384 H100)"),
         _line("effective time", f"{found.ratio:.1%}", f"(a checkpoint every {run_time(found.interval_seconds)})"),
+        *([] if found.days is None else [_with_failures(found.days, found)]),
         _line("best checkpoint.interval", f"{found.best_steps:,}", best),
     ]
+
+
+def _with_failures(days: float, found: EffectiveTime) -> str:
+    dollars = "" if found.dollars is None else f", ${found.dollars:,.0f}"
+    return _line(
+        "with failures and checkpoints",
+        run_time(days * SECONDS_PER_DAY),
+        f"({found.gpu_hours:,.0f} GPU-hours{dollars})",
+    )
 
 
 def _line(name: str, value: str, remark: str = "") -> str:

@@ -168,6 +168,10 @@ class EffectiveTime:
     best_steps: int
     """Interval with the highest ratio, in steps."""
     best_ratio: float
+    days: float | None
+    """Of the run with failures, checkpoints and restarts; None if no interval ever ends."""
+    gpu_hours: float | None
+    dollars: float | None
 
 
 def effective_time(plan: Plan, cost: RunCost) -> EffectiveTime | None:
@@ -179,7 +183,10 @@ def effective_time(plan: Plan, cost: RunCost) -> EffectiveTime | None:
     interval = min(checkpoint.interval, cost.steps) * step
     best = min(max(round(math.sqrt(2 * STALL_SECONDS * between) / step), 1), cost.steps)
     ratios = (effective_ratio(seconds, between) for seconds in (interval, best * step))
-    return EffectiveTime(between, interval, next(ratios), best, next(ratios))
+    ratio, best_ratio = ratios
+    of_run = cost.days, cost.gpu_hours, cost.dollars
+    longer = (None if each is None or not ratio else each / ratio for each in of_run)
+    return EffectiveTime(between, interval, ratio, best, best_ratio, *longer)
 
 
 def effective_ratio(interval: float, between: float) -> float:

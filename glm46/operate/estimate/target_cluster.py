@@ -65,7 +65,7 @@ class Efficiencies:
     @classmethod
     def assumed(cls, gpu: Accelerator) -> "Efficiencies":
         """The assumptions for the generation of a GPU."""
-        return cls(**_BLACKWELL) if int(gpu.compute_capability) == 10 else cls()
+        return _BLACKWELL if int(gpu.compute_capability) == 10 else cls()
 
     @classmethod
     def read(cls, path: Path, assumed: "Efficiencies") -> "Efficiencies":
@@ -91,7 +91,7 @@ class Efficiencies:
         return replace(assumed, **values, measured=measured)
 
 
-_BLACKWELL = {"products": 0.60, "experts": 0.40, "attention": 0.25, "memory": 0.60}
+_BLACKWELL = Efficiencies(products=0.60, experts=0.40, attention=0.25, memory=0.60)
 """Shares of their peaks that kernels reach on B200, B300, GB200 and GB300."""
 
 

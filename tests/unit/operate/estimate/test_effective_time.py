@@ -52,6 +52,8 @@ def test_an_interval_ends_with_the_run_and_may_never_end(make_config):
     plan = resolve_plan(make_config(checkpoint={"interval": 1000}), 1)
     found = effective_time(plan, cost(20, 1.0, 8))
     assert found.interval_seconds == 20 and found.best_steps == 20 and found.ratio == found.best_ratio > 0.79
+    spent = cost(20, 1.0, 8)
+    assert (found.days, found.gpu_hours) == pytest.approx((spent.days / found.ratio, spent.gpu_hours / found.ratio))
     assert effective_ratio(1e9, HOUR) == 0.0
 
 
