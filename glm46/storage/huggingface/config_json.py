@@ -77,7 +77,7 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     if (kind := raw.get("model_type", _FIXED["model_type"])) != _FIXED["model_type"]:
         of_images = ", of images and text" if "vision_config" in raw else ""
         raise UserError(
-            f"{file}: model_type = {kind!r}: another model{_RELATIVES.get(kind, of_images)}; glm46 computes "
+            f"{file}: model_type = {kind!r}: another model{_RELATIVES.get(str(kind), of_images)}; glm46 computes "
             f"{_FIXED['model_type']!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have; take one of them"
         )
     faults = [
