@@ -32,8 +32,7 @@ class Frozen:
 
 
 class Spread(NamedTuple):
-    """Ranks that share a layer: their degrees, and rows for each token of the exchanges of two levels, see
-    `Plan.hops`."""
+    """Ranks that share a layer: degrees, and rows of a token in exchanges of two levels (`Plan.hops`)."""
 
     tp: int = 1
     ep: int = 1
@@ -187,8 +186,7 @@ def layer_bytes(
     frozen: Frozen | None = None,
     recompute: tuple[str, ...] = (),
 ) -> float:
-    """Bytes that forward keeps of a block, per token of a rank, under a mode of activation checkpointing; selective
-    does not keep what is in ``recompute``."""
+    """Bytes that forward keeps of a block, per token of a rank; "selective" does not keep what ``recompute`` names."""
     tp, ep, hops = spread
     shape = with_key_copies(shape, tp)
     if block == "mtp":

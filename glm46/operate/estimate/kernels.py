@@ -190,14 +190,8 @@ def _product(row: Parameter, batch: MicroBatch) -> Work:
     if row.is_expert:
         rows = batch.tokens * shape.num_experts_per_tok
         weights = row.numel(shape) / layout.ep
-        nbytes = (weights + rows * (inputs + outputs)) * batch.width
-        return Work(
-            "experts",
-            2 * rows * inputs * outputs,
-            nbytes,
-            in_fp8=batch.experts_fp8,
-            rows=rows * layout.ep / shape.n_routed_experts,
-        )
+        nbytes, each = (weights + rows * (inputs + outputs)) * batch.width, rows * layout.ep / shape.n_routed_experts
+        return Work("experts", 2 * rows * inputs * outputs, nbytes, in_fp8=batch.experts_fp8, rows=each)
     is_split = row.tensor_dim is not None
     tokens = batch.tokens * layout.tp if is_split else batch.tokens
     weights = inputs * outputs / (layout.tp if is_split else 1)

@@ -32,6 +32,7 @@ _STEPS = tuple(map(ActivationCheckpointConfig.model_validate, (
 _SIMULATED = 12
 """Layouts whose pipelines are simulated after a first ranking with the bubbles of equal stages."""
 _MOST_GPUS = 2**14
+_POWERS = [2**power for power in range(_MOST_GPUS.bit_length())]
 _LEAST_CONTEXT_SHARE = 1024
 """Tokens of the longest row that a context-parallel rank has at least: with fewer it mostly gathers keys."""
 
@@ -52,10 +53,9 @@ def options_of(plan: Plan, config: RunConfig) -> list[str]:
     for section in ("parallelism", "activation_checkpoint"):
         old, new = getattr(config, section), getattr(plan.config, section)
         for key, field in type(new).model_fields.items():
-            if getattr(old, key) != getattr(new, key):
+            if (stated := getattr(new, key)) != getattr(old, key):
                 # A default is set by taking the key out: some keys may only stand beside others.
-                value = "" if getattr(new, key) == field.default else getattr(new, key)
-                value = show(value) if isinstance(value, tuple) else value
+                value = "" if stated == field.default else show(stated) if isinstance(stated, tuple) else stated
                 options.append(f"--{section}.{key}={value}")
     return options
 
@@ -123,7 +123,7 @@ def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
     states = 0.0 if config.optimizer.state_offload != "none" else kept.states
     # Weights and gradients are alike; fewer GPUs than this do not hold what lies between steps.
     least = 1 if config.training.parameter_offload else (2 * kept.weights + states) / usable
-    for gpus in (count for count in _powers(_MOST_GPUS) if count >= least):
+    for gpus in (count for count in _POWERS if count >= least):
         host_ranks = (others := replace(cluster, gpus=gpus)).host_ranks
         for parallelism in _layouts(smaller, others):
             candidate = smaller.model_copy(update={"parallelism": parallelism})
@@ -134,12 +134,11 @@ def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
 
 def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismConfig]:
     """Degrees whose product divides the number of GPUs; a tensor-parallel group stays inside a node."""
-    shape = resolve_shape(config.model)
+    shape, gpus, width = resolve_shape(config.model), cluster.gpus, min(cluster.gpus_per_node, cluster.gpus)
     longest = max([config.training.seq_len, *(stage.seq_len or 0 for stage in config.data.stages)])
-    gpus, width = cluster.gpus, min(cluster.gpus_per_node, cluster.gpus)
-    tensor = [degree for degree in _powers(width) if width % degree == 0]
-    pipeline = [degree for degree in _powers(shape.num_hidden_layers) if gpus % degree == 0]
-    context = _powers(max(longest // _LEAST_CONTEXT_SHARE, 1))
+    tensor = [degree for degree in _POWERS if width % degree == 0]
+    pipeline = [degree for degree in _POWERS if degree <= shape.num_hidden_layers and gpus % degree == 0]
+    context = [degree for degree in _POWERS if degree <= max(longest // _LEAST_CONTEXT_SHARE, 1)]
     for tp, pp, cp in product(tensor, pipeline, context):
         if gpus % (tp * pp * cp):
             continue
@@ -152,12 +151,9 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismC
                     expert_parallel_degree=ep,
                     data_parallel_shard_degree=gpus // (tp * pp * cp),
                     fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+                    expert_exchange=config.parallelism.expert_exchange,
                     **(of_pipeline if pp > 1 else {}),
                 )
-
-
-def _powers(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
 def _expert_degrees(shape: ModelShape, ranks: int) -> list[int]:
@@ -201,8 +197,8 @@ def run_search(config: RunConfig, cluster: TargetCluster, order_of: OrderOf, doc
 def search_text(found: Found) -> str:
     """The result on one screen; tables fit into 80 columns."""
     config, best, gpu = found.config, found.search.best, found.cluster.gpu.name
-    where = f"{found.cluster.gpus:,} x {gpu}"
-    parts = [f"{config.job.description} ({config.model.flavor}) on {where}:\n{_summary(found.search)}"]
+    where = f"{config.job.description} ({config.model.flavor}) on {found.cluster.gpus:,} x {gpu}"
+    parts = [f"{where}:\n{_summary(found.search)}"]
     if best:
         parts.append("\n".join(aligned(_layout_rows(best[:_SHOWN]), " ")))
         parts.append(_options("options of the first one:", best[0].plan, config))
@@ -252,7 +248,7 @@ def _plan_numbers(plan: Plan, config: RunConfig) -> dict:
 
 def _step_name(step: ActivationCheckpointConfig) -> str:
     """The mode, or "full/2" for every second layer, or "+experts" for what is recomputed besides "selective"."""
-    every = f"/{step.every_n_layers}" if step.every_n_layers > 1 else ""
+    every = f"/{step.every_n_layers}" * (step.every_n_layers > 1)
     return "".join(f"+{name}" for name in step.recompute) or step.mode + every
 
 
