@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-_LINES, _COLUMNS = 24, 112
+_LINES, _COLUMNS = 27, 112
 """Of the terminal."""
 
 
