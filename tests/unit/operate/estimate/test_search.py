@@ -139,6 +139,12 @@ def test_the_search_counts_documents():
     assert rows.keys() == documents.keys() and all(documents[options] < rows[options] for options in rows)
 
 
+def test_a_stated_exchange_is_kept():
+    config = run(parallelism={"expert_exchange": "all_to_all"})
+    found = search_layouts(config, TargetCluster(small_gpu(3), 8, 4), pipeline_order)
+    assert {each.plan.config.parallelism.expert_exchange for each in found.best} == {"all_to_all"}
+
+
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble"])
 def test_the_schedule_of_the_config_is_tried(schedule):
     config = run(parallelism={"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule})
