@@ -50,6 +50,18 @@ def layout_divides_the_model(config: RunConfig, shape: ModelShape) -> Faults:
 
 
 @rule
+def experts_of_the_layout_exist(config: RunConfig, shape: ModelShape) -> Faults:
+    """Keys that spread or recompute experts have a layer with experts."""
+    if shape.first_k_dense_replace < shape.num_hidden_layers + shape.num_nextn_predict_layers:
+        return
+    why = "no layer has experts with `model.first_k_dense_replace`"
+    if config.parallelism.expert_parallel_degree > 1:
+        yield fault(f"`parallelism.expert_parallel_degree`: {why}; take 1")
+    if "experts" in config.activation_checkpoint.recompute:
+        yield fault(f'`activation_checkpoint.recompute`: {why}; remove "experts"')
+
+
+@rule
 def tensor_parallel_ranks_share_key_heads(config: RunConfig, shape: ModelShape) -> Faults:
     """A tensor-parallel rank has whole key heads, or an equal part of one."""
     degree, heads = config.parallelism.tensor_parallel_degree, shape.num_key_value_heads

@@ -40,7 +40,8 @@ def recomputed_results_exist(config: RunConfig) -> Faults:
     """Each result that is recomputed by name is named once, and exists."""
     key, named = "activation_checkpoint.recompute", config.activation_checkpoint.recompute
     if len(set(named)) < len(named):
-        yield fault(f"`{key}`: one is there twice; remove it")
+        twice = next(name for name in named if named.count(name) > 1)
+        yield fault(f'`{key}`: "{twice}" is there twice; remove one')
     if "exchange" in named and config.parallelism.expert_parallel_degree == 1:
         other = "parallelism.expert_parallel_degree"
         yield fault(f'`{key}`: no rows come from other ranks with `{other}`; remove "exchange"', other)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from glm46.config.model import ModelShape
+from glm46.config.presets import REPEATING
 from glm46.config.rules_layout import STATE_BLOCK
 from glm46.run.parameters import Head, adapter_rows, named_rows
 from glm46.run.plan import Plan
@@ -38,6 +39,8 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
     networks: list[tuple[ModelShape, Head]] = [(plan.shape, "lm")]
     if rl is not None and rl.resolved().has_critic:
         networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
+    repeats = plan.shape.num_nextn_predict_layers * 2 * plan.shape.vocab_size * plan.shape.hidden_size
+    repeats *= plan.config.model.flavor in REPEATING and adapter is None
     weights, states = [], 0
     for shape, head in networks:
         rows = (named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)).values()
@@ -47,5 +50,5 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
     return CheckpointSize(
         sum(weights) * WIDTHS[plan.config.training.dtype],
         states * STATE_WIDTHS[optimizer.state_dtype],
-        weights[0] * _HF_BYTES,
+        (weights[0] + repeats) * _HF_BYTES,
     )

@@ -86,7 +86,9 @@ def judge_config(config: RunConfig, machine: Machine, world_size: int | None) ->
     needed, gpus = smallest_world(config.parallelism), len(machine.gpus) * machine.nodes
     if gpus > needed and config.parallelism.data_parallel_shard_degree == -1:
         needed = gpus - gpus % fixed_processes(config.parallelism)
-    return judge(resolve_plan(config, world_size or needed), machine)
+    ranks = world_size or needed
+    host_ranks = min(len(machine.gpus) or ranks, -(-ranks // machine.nodes))
+    return judge(resolve_plan(config, ranks, host_ranks=host_ranks), machine)
 
 
 def usable_bytes(gpu_bytes: int) -> float:

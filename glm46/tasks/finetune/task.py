@@ -19,7 +19,6 @@ from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import stage_at
 from glm46.run.plan import Plan
 from glm46.storage.chats.chat import chat_prompt
-from glm46.storage.chats.chat_template import raise_for_model
 from glm46.storage.chats.conversation import Message
 from glm46.storage.chats.pairs import BEGIN
 from glm46.storage.data.batches import Batch
@@ -50,9 +49,7 @@ class FineTuning(Pretraining):
         self._prompts = run_on_all_ranks(self._sample_prompts)
 
     def _sample_prompts(self) -> list[list[int]]:
-        config, checkpoint = self._config, self.plan.config.checkpoint
-        if checkpoint.initial_load_in_hf:
-            raise_for_model(checkpoint.initial_folder, self.tokenizer)
+        config = self._config
         prompts = [
             chat_prompt(self.tokenizer, [Message("user", text)], thinking=config.thinking) for text in config.samples
         ]

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shlex
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from glm46.engine.training.task import StepBatches, Task
 from glm46.run.curriculum import stage_at
 from glm46.run.function import capacity_lines
 from glm46.run.plan import Plan
-from glm46.storage.chats.chat_template import raise_for_source
+from glm46.storage.chats.chat_template import raise_for_model, raise_for_source
 from glm46.storage.checkpoint.integrity import step_folder
 from glm46.storage.data.corpus import check_epochs, describe_sources, load_text
 from glm46.storage.data.tokenizer import TOKENIZER_KEY
@@ -48,8 +47,7 @@ class Pretraining(Task):
         """
         self.plan, self.cluster = plan, cluster
         self.tokenizer, self.manifests = run_on_all_ranks(lambda: load_text(plan))
-        for manifest in self.manifests.values():
-            run_on_all_ranks(partial(raise_for_source, manifest, self.tokenizer))
+        run_on_all_ranks(self._check_chats)
         check_epochs(plan, self.manifests)
         self.measures = run_on_all_ranks(lambda: validation_measures(plan, self.manifests, self.tokenizer))
         self.network = build_network(plan, cluster)
@@ -57,6 +55,15 @@ class Pretraining(Task):
         self.networks, self.objectives = {"model": self.network}, {"model": self._objective}
         self.stream = DataStream(plan, cluster, self.manifests)
         self.network.attend_as(plan.stage_after(0).shape)
+
+    def _check_chats(self) -> None:
+        """Raise UserError if a source or the base has another chat format than the tokenizer."""
+        for manifest in self.manifests.values():
+            raise_for_source(manifest, self.tokenizer)
+        checkpoint = self.plan.config.checkpoint
+        has_chats = any(manifest.splits["train"].targets is not None for manifest in self.manifests.values())
+        if checkpoint.initial_load_in_hf and has_chats:
+            raise_for_model(checkpoint.initial_folder, self.tokenizer)
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""

@@ -110,11 +110,11 @@ BAD = {
     "pattern": (('name = "a"', 'name = "a b"'),
         ('data.sources[0].name = "a b"', "must match pattern '^[A-Za-z0-9_.-]+$'")),
     "missing in an array of tables": (('path = "data/a"', ""), ("data.sources[0].path", "required, but absent")),
-    "missing flavor": (('flavor = "debug"', ""), ("model.flavor", "one of GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B")),
+    "missing flavor": (('flavor = "debug"', ""), ("model.flavor", "one of GLM-4.6, GLM-4.7, GLM-4.5")),
     "missing model": (('[model]\nflavor = "debug"', ""),
-        ("model.flavor", "one of GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B")),
+        ("model.flavor", "one of GLM-4.6, GLM-4.7, GLM-4.5")),
     "unknown flavor": (('flavor = "debug"', 'flavor = "glm-4.5-air2"'),
-        ('model.flavor = "glm-4.5-air2"', "did you mean 'GLM-4.5-Air'? Presets: GLM-4.6, GLM-4.5, GLM-4.5-Air, 100B")),
+        ('model.flavor = "glm-4.5-air2"', "did you mean 'GLM-4.5-Air'? Presets: GLM-4.6, GLM-4.7, GLM-4.5")),
     "schedule of the wrong type": ('[mtp]\nloss_weight = "high"',
         ('mtp.loss_weight = "high"', "finite number, or points [[tokens, value], ...]")),
     "schedule that is not a number": ("[mtp]\nloss_weight = nan",
@@ -437,8 +437,9 @@ def test_missing_file_names_the_nearest_one(tmp_path):
     [
         ("1F1B", 2, 1, "at least 2"), ("1F1B", 2, 2, None), ("GPipe", 2, 1, None),
         ("DualPipeV", 2, 3, "at least 4"), ("DualPipeV", 2, 4, None), ("ZBVZeroBubble", 2, 1, None),
-        ("Interleaved1F1B", 2, 3, None), ("Interleaved1F1B", 2, 5, "a multiple of 2"), ("Interleaved1F1B", 2, 6, None),
-        ("InterleavedZeroBubble", 2, 7, "a multiple of 2"),
+        ("Interleaved1F1B", 2, 3, None), ("Interleaved1F1B", 2, 5, "a number that divides into 2 equal rounds"),
+        ("Interleaved1F1B", 2, 6, None),
+        ("InterleavedZeroBubble", 2, 7, "a number that divides into 3 equal rounds"),
     ],
 )  # fmt: skip
 def test_micro_batches_fit_the_schedule(schedule, ranks, micro_batches, wanted, tmp_path):
@@ -466,9 +467,8 @@ def test_every_step_of_a_ramp_fits_the_schedule(tmp_path):
         '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n[training]',
     ).replace("steps = 10", "steps = 10\nlocal_batch_size = 1\nglobal_batch_size = [[0, 4], [99, 8]]")
     (fault,) = faults_of(text, tmp_path, world_size=2)
-    assert (
-        "a step of 5 micro-batches of 1 sequence; schedule Interleaved1F1B over 2 ranks needs a multiple of 2" in fault
-    )
+    assert "a step of 5 micro-batches of 1 sequence; schedule Interleaved1F1B over 2 ranks needs" in fault
+    assert "needs a number that divides into 2 equal rounds; change the ramp" in fault
     # A jump takes only the values on its two sides.
     (tmp_path / "run.toml").write_text(text.replace("[[0, 4], [99, 8]]", "[[0, 4], [99, 4], [99, 8]]"))
     load_config(tmp_path / "run.toml", world_size=2)

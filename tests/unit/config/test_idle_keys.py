@@ -173,7 +173,7 @@ def test_every_nth_layer_is_one_of_a_stage(lines, message, tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("['experts', 'experts']", r'recompute = \["experts", "experts"\]: one is there twice; remove it'),
+        ("['experts', 'experts']", r'recompute = \["experts", "experts"\]: "experts" is there twice; remove one'),
         ("['exchange']", r'no rows come from .* with parallelism.expert_parallel_degree = 1; remove "exchange"'),
         ("['mlp']", r"activation_checkpoint.recompute\[0\].*core_attn.*experts.*exchange"),
     ],
@@ -212,3 +212,19 @@ def test_the_text_key_of_chats_belongs_to_evaluation_text(tmp_path):
     with pytest.raises(UserError, match=r'text_key = "question": has no effect without format = "text" or decontam'):
         read_recipe(None, chats)
     assert read_recipe(None, chats | {"decontaminate": ["exam.jsonl"]}).text_key == "question"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("parallelism.expert_parallel_degree = 2",), "expert_parallel_degree = 2: no layer has experts .* take 1"),
+        (
+            ('activation_checkpoint.mode = "selective"', "activation_checkpoint.recompute = ['experts']"),
+            'recompute = .* no layer has experts with model.first_k_dense_replace = 4; remove "experts"',
+        ),
+    ],
+)
+def test_keys_about_experts_need_experts(lines, message, tmp_path):
+    dense = ("model.first_k_dense_replace = 4", "model.num_nextn_predict_layers = 0")
+    with pytest.raises(UserError, match=message):
+        load_config(write(tmp_path, *dense, *lines))

@@ -18,7 +18,7 @@ import pytest
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
 from glm46.operate.estimate.machine import Gpu, Machine
-from glm46.operate.estimate.memory import plan_memory
+from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.operate.estimate.requirement import describe_requirement
 from glm46.run.layout import smallest_world
 from glm46.run.peaks import find_accelerator
@@ -69,7 +69,7 @@ def test_recipe_fits_the_gpus_that_it_names(path):
     assert config.parallelism.data_parallel_shard_degree != -1 and smallest_world(config.parallelism) == gpus
     assert check_config(config, world_size=gpus) == []
     *_, gib, host = re.search(PLANNED, SAYS[path]).groups()
-    memory = plan_memory(config, gpus)
+    memory = largest_stage(stage_memory(resolve_plan(config, gpus, host_ranks=GPUS_PER_NODE)))
     assert memory.total / GIB == pytest.approx(int(gib), abs=ROUNDING)
     assert memory.host / GIB == pytest.approx(int(host or 0), abs=ROUNDING)
     fits, why = describe_requirement(config, machine)
@@ -82,7 +82,8 @@ def test_recipe_fits_the_gpus_that_it_names(path):
 def test_layouts_that_a_recipe_mentions_fit_as_it_says(path, verdict, others, options, gib):
     gpus, machine = gpus_of(path, others)
     config = load_config(path, shlex.split(options), world_size=gpus)
-    assert plan_memory(config, gpus).total / GIB == pytest.approx(int(gib.replace(",", "")), abs=ROUNDING)
+    memory = largest_stage(stage_memory(resolve_plan(config, gpus, host_ranks=GPUS_PER_NODE)))
+    assert memory.total / GIB == pytest.approx(int(gib.replace(",", "")), abs=ROUNDING)
     assert describe_requirement(config, machine)[0] == (verdict == "Fits too")
 
 
