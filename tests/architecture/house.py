@@ -64,7 +64,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     (
         "config",
         83,
-        "rules of DeepEP and of absent experts; recomputation of every n-th layer and by name; the preset GLM-4.7",
+        "rules of DeepEP and absent experts; recomputation of every n-th layer and by name; GLM-4.7",
     ),
     ("operate/models", 115, "turns of a chat and inspection, moved from storage"),
     ("operate/estimate", 135, "racks of GB200; shares of a peak by rows of an expert, a range, cost with failures"),

@@ -185,12 +185,13 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
     if plan.config.rl is not None:
         title += "; without rollouts, of samples that fill training.seq_len: shorter ones are packed"
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
-    shown = [(name, seconds) for name, seconds in parts if seconds >= 0.0005 * step.seconds]
+    shown = [(name, seconds) for name, seconds in parts if seconds >= 0.002 * step.seconds]
     money = (
         []
         if cost.dollars is None
         else [_line("cost", f"${cost.dollars:,.{0 if cost.dollars >= 100 else 2}f}", f"(at ${cluster.price:,.2f})")]
     )
+    span = f"{run_time(low * seconds)} to {run_time(high * seconds)}"
     return {
         title + of_stage: [
             *(_line(name, duration(share), f"{share / step.seconds:5.1%}") for name, share in shown),
@@ -198,12 +199,11 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
             *limits(plan, index, step, cluster),
         ],
         "whole run": [
-            _line("steps", f"{cost.steps:,}"),
-            _line("time", run_time(seconds), f"({run_time(low * seconds)} to {run_time(high * seconds)})"),
+            _line("steps", f"{cost.steps:,}", f"({cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%})"),
+            _line("time", run_time(seconds), f"({span})"),
             f"the range comes mostly from: {', '.join(widest)}",
             _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours)),
             *money,
-            _line("tokens per second", f"{cost.tokens_per_second:,.0f}", f"MFU {cost.mfu:.1%}"),
             *_failure_lines(plan, cost),
         ],
     }
@@ -216,9 +216,9 @@ def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
     best = (
         f"({found.best_ratio:.1%}; a save holds steps up for {STALL_SECONDS:g} s, a restart for {RESTART_SECONDS:g} s)"
     )
+    every = f"a checkpoint every {run_time(found.interval_seconds)}, a failure every {run_time(found.failure_seconds)}"
     return [
-        _line("time between failures", run_time(found.failure_seconds), "(at the rate of Llama 3's 16,384 H100)"),
-        _line("effective time", f"{found.ratio:.1%}", f"(a checkpoint every {run_time(found.interval_seconds)})"),
+        _line("effective time", f"{found.ratio:.1%}", f"({every})"),
         *([] if found.days is None else [_with_failures(found.days, found)]),
         _line("best checkpoint.interval", f"{found.best_steps:,}", best),
     ]

@@ -11,7 +11,6 @@ from glm46.config.model import ModelShape
 from glm46.config.options import VerbParser, integer, positive, verb_parser, whole
 from glm46.engine.evaluation.task_names import TASKS, USUAL_TASKS
 from glm46.operate.models.model_fit import add_model_options, find_model, is_on_hub, require_fit
-from glm46.storage.chats.chat_template import raise_for_source
 from glm46.storage.data.manifest import load_manifest
 
 RESULTS, PICTURE = "evaluation.json", "evaluation.png"
@@ -144,6 +143,8 @@ def check_evaluation(arguments: argparse.Namespace, sources: Mapping[str, Path])
     row_lengths(arguments.lengths, None, model.shape.max_position_embeddings)
     manifests = [load_manifest(source) for source in sources.values()]
     if not is_on_hub(folder) and not is_on_hub(arguments.tokenizer):
+        from glm46.storage.chats.chat_template import raise_for_source  # needs jinja2, which options do not
+
         tokenizer = model.tokenizer(arguments.tokenizer)
         for manifest in manifests:
             manifest.require_tokenizer(tokenizer.fingerprint)

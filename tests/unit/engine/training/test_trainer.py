@@ -44,7 +44,7 @@ from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.tasks.pretrain import next_token
 from glm46.tasks.pretrain.task import Pretraining, train
-from tests.processes import HANG_SECONDS
+from tests.processes import HANG_SECONDS, wait_until
 from tests.ranks.training_kills import contents
 
 SLOW = pytest.mark.slow
@@ -710,6 +710,8 @@ def test_a_run_whose_files_are_deleted_says_so_once_and_goes_on(make_config, tmp
 
     def train_step(*arguments):
         number = next(calls)
+        if number == 4:  # a thread writes, which may be behind
+            wait_until(lambda: any((folder / "tb").glob("events.*")) and len(training_rows(config)) == 3)
         if number == 4 and deleted == "the folder":
             shutil.rmtree(folder)
         elif number == 4 and deleted == "a renamed folder":
