@@ -19,7 +19,7 @@ CALLS = {
 
 @pytest.fixture(scope="module", params=[2, 4])
 def figures(server, request) -> list[dict]:
-    """What each case of a world size prints."""
+    """The rows that the cases of a world size print, by case."""
     rows = server.rows("deepep.main", ranks=request.param)
     assert len(rows) == len(deepep.CASES[request.param])
     return rows

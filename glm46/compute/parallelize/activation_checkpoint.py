@@ -31,7 +31,7 @@ _OPERATORS = {
     # Other ranks would have to send their rows again.
     "exchange": {compat.EXCHANGE_OPERATOR},
 }
-"""What selective checkpointing keeps the results of, by the names that `recompute` takes."""
+"""Operators whose results selective checkpointing keeps, by the names that `recompute` takes."""
 
 
 def apply(model: Transformer, mode: str, recompute: tuple[str, ...] = (), every_n_layers: int = 1) -> None:

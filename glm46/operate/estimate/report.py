@@ -104,7 +104,7 @@ def plan_numbers(run: RunPlan) -> dict:
         longest, (low, high, widest) = cost.stages.index(cost.longest), cost.spread
         numbers |= {
             "limits": limits(plan, longest, cost.longest.largest, run.cluster),
-            "efficiencies": asdict(run.cluster.efficiencies) | {"measured": sorted(run.cluster.efficiencies.measured)},
+            "efficiencies": run.cluster.efficiencies.numbers(),
             "steps": cost.steps,
             "days": cost.days,
             "days_low": low * cost.days,

@@ -219,7 +219,7 @@ def search_numbers(found: Found) -> dict:
         "flavor": found.config.model.flavor,
         "gpu": found.cluster.gpu.name,
         "gpus": found.cluster.gpus,
-        "efficiencies": asdict(found.cluster.efficiencies) | {"measured": sorted(found.cluster.efficiencies.measured)},
+        "efficiencies": found.cluster.efficiencies.numbers(),
         "fitting": search.fitting,
         "refused": dict(search.refused),
         "too_large": search.too_large,

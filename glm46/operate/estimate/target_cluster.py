@@ -1,6 +1,6 @@
 """A cluster to plan for: GPUs, the links between them, the shares of their peaks that a run reaches, and the price."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from glm46.config.errors import UserError
@@ -61,6 +61,10 @@ class Efficiencies:
     """Where the values come from."""
     measured: frozenset[str] = frozenset()
     """Names of those that are not assumed."""
+
+    def numbers(self) -> dict:
+        """All values as JSON has them."""
+        return asdict(self) | {"measured": sorted(self.measured)}
 
     @classmethod
     def assumed(cls, gpu: Accelerator) -> "Efficiencies":

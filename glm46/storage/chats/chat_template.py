@@ -148,7 +148,7 @@ _PARTS = {
         "OPENING": "'</think>' if no_thinking else '<think>'",
     },
 }
-"""What stands for the words in capitals of the template."""
+"""Text of each format for the words in capitals of the template."""
 
 
 def chat_template(format: ChatFormat) -> str:
