@@ -369,7 +369,8 @@ def resume(folder: Path, is_dry: bool) -> Result:
 
     steps, interval = (100, 10) if is_dry else (12, 2)
     overrides = ["--checkpoint.enable", "true", "--checkpoint.interval", str(interval), "--training.steps", str(steps)]
-    overrides += ["--model.num_hidden_layers", "2"]  # nothing is measured but the checkpoints
+    # Nothing is measured but the checkpoints, whose writing must not take longer than the steps.
+    overrides += ["--model.num_hidden_layers", "2", *([] if is_dry else ["--model.flavor", "100M"])]
     config = training_config("resume", folder, is_dry, overrides)
     from glm46.config.loader import dump_config
     from glm46.run.plan import resolve_plan

@@ -182,6 +182,22 @@ def gradients_are_summed_once(plan: Plan) -> bool:
     return plan.layout.pp > 1 or plan.config.parallelism.defer_gradient_sync
 
 
+def unsharded_kinds(plan: Plan) -> frozenset[tuple[bool, bool]]:
+    """Kinds of parameters, as (of experts, trained), that FSDP2 does not get: no other rank has a part or, of trained
+    ones, a copy of them, and they are stored in the type that they are computed with. FSDP2 would copy them for each
+    pass and convert each gradient to the reduce type and back: more than half of a step on one H100."""
+    training, layout = plan.config.training, plan.layout
+    if training.parameter_offload:
+        return frozenset()
+    stored, reduced = training.dtype, training.mixed_precision_reduce
+    sums_in_stored = reduced == stored or (reduced == "float32" and not gradients_are_summed_once(plan))
+    has_trained = stored == training.mixed_precision_param and sums_in_stored and layout.dp_replicate == 1
+    gathers_fp8 = plan.config.float8.enable_fsdp_float8_all_gather
+    shards = {True: layout.expert_shards, False: 2 if gathers_fp8 else layout.dense_shards}
+    alone = [of_experts for of_experts, ranks in shards.items() if ranks == 1]
+    return frozenset((of_experts, trained) for of_experts in alone for trained in {False, has_trained})
+
+
 def replicas_reduce_once(plan: Plan) -> bool:
     """True if replicas sum gradients after the last micro-batch only: FSDP2 adds up micro-batches in the reduce type,
     on the device, where BF16 would lose small gradients and `parameter_offload` wants no gradients. Under a pipeline

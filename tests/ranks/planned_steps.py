@@ -9,7 +9,8 @@ import json
 import resource
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -366,7 +367,10 @@ class LiveMemory(TorchDispatchMode):
         gradients of whole weights; and of the experts' weights in FP8."""
         self._experts = [module for model in models for module in model.modules() if isinstance(module, Experts)]
         self._groups, self._parameters = fsdp_groups(models), fsdp_parameters(models)
-        self._weights = [local_tensor(parameter) for model in models for parameter in model.parameters()]
+        everything = [parameter for model in models for parameter in model.parameters()]
+        self._weights = [local_tensor(parameter) for parameter in everything]
+        of_fsdp = {id(parameter.sharded_param) for parameter in self._parameters}
+        self._unsharded = [parameter for parameter in everything if id(parameter) not in of_fsdp]
         for model in models:
             model.register_forward_hook(lambda *_: self._look())
 
@@ -380,7 +384,8 @@ class LiveMemory(TorchDispatchMode):
         if self._operators % self.OPERATORS == 0:
             # The sum of the micro-batches, or the gradient of the first one; the next one comes beside it.
             of_parameters = [[*self._gradients_of(parameter)] for parameter in self._parameters]
-            self.gradients = max(self.gradients, _sizes(found[0] for found in of_parameters if found))
+            whole = [found[0] for found in of_parameters if found]
+            self.gradients = max(self.gradients, _sizes([*whole, *self._plain_gradients()]))
         return out
 
     def _look(self) -> None:
@@ -399,7 +404,13 @@ class LiveMemory(TorchDispatchMode):
         return (output for parameter in self._parameters for output in parameter.all_gather_outputs)
 
     def _gradients(self) -> Iterator[Tensor]:
-        return (gradient for parameter in self._parameters for gradient in self._gradients_of(parameter))
+        of_fsdp = (gradient for parameter in self._parameters for gradient in self._gradients_of(parameter))
+        return chain(of_fsdp, self._plain_gradients())
+
+    def _plain_gradients(self) -> Iterator[Tensor]:
+        """Those of parameters that FSDP2 does not get."""
+        found = (parameter.grad for parameter in self._unsharded)
+        return (getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None)
 
     @staticmethod
     def _gradients_of(parameter: Any) -> Iterator[Tensor]:
@@ -421,7 +432,7 @@ def fsdp_parameters(models: list[nn.Module]) -> list[Any]:
     return [parameter for group in fsdp_groups(models) for parameter in group.fsdp_params]
 
 
-def _sizes(tensors: Iterator[Tensor]) -> int:
+def _sizes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 

@@ -28,8 +28,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def copy_to_device(value: _Value, device: torch.device) -> _Value:
     """Copy from the CPU; the host does not wait for a GPU, as a copy from pageable memory does."""
-    pinned = value.pin_memory() if device.type == "cuda" else value
-    return pinned.to(device, non_blocking=True)
+    if device.type == "cuda":
+        # A tensor whose elements share memory, as those of `expand` do, cannot be pinned.
+        value = (value.contiguous() if isinstance(value, Tensor) else value).pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:

@@ -6,7 +6,7 @@ the softmax of a chunk's logits, and overwrite it with the gradient of the logit
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,9 +93,10 @@ def _softmax(logits: Tensor, labels: Tensor, part: VocabularyPart | None, with_e
 
 
 def _probability(logits: Tensor) -> Tensor:
-    """Softmax in FP32. FP32 logits, the largest tensor here, are overwritten."""
-    in_place: dict[str, Any] = {"out": logits} if logits.dtype == torch.float32 else {"dtype": torch.float32}
-    return torch.softmax(logits, -1, **in_place)
+    """Softmax in FP32, the largest tensor here. FP32 logits are overwritten; torch's argument ``dtype`` would
+    hold others in FP32 beside it."""
+    logits = logits.float()
+    return torch.softmax(logits, -1, out=logits)
 
 
 def _columns(labels: Tensor, width: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """FSDP2: every rank keeps a shard of each parameter and gathers a layer to compute it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -14,30 +14,30 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.mesh import Meshes
 from glm46.compute.model.experts import Experts
 from glm46.compute.model.transformer import Transformer
-from glm46.config.parallelism import ParallelismConfig
-from glm46.config.training import TrainingConfig
+from glm46.run.plan import Plan, unsharded_kinds
 
 
-def apply(model: Transformer, meshes: Meshes, parallelism: ParallelismConfig, training: TrainingConfig) -> None:
-    """Shard experts, then the rest of each layer, then embedding, norm and head; in place.
+def apply(model: Transformer, meshes: Meshes, plan: Plan) -> None:
+    """Shard experts, then the rest of each layer, then embedding, norm and head; in place. Parameters of
+    `unsharded_kinds` stay as they are.
 
     FSDP's division of gradients is turned off: the loss is already divided by the token count of all ranks.
     """
+    training = plan.config.training
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
     )
-    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
+    ignored = _unsharded(model, unsharded_kinds(plan))
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": OffloadPolicy(), "ignored_params": ignored}
     if training.parameter_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu")
-    if not training.parameter_offload:
-        options["ignored_params"] = _held_experts(model, meshes)
-    of_layers = {"reshard_after_forward": not parallelism.keeps_gathered} | options
+    of_layers = {"reshard_after_forward": not plan.config.parallelism.keeps_gathered} | options
     for block in (*model.layers.values(), *model.mtp.values()):
         if meshes.expert_shard is not meshes.dense:
             for experts in (module for module in block.modules() if isinstance(module, Experts)):
                 placement = expert_placement(meshes.expert_shard)
-                if set(experts.parameters()) - options.get("ignored_params", set()):
+                if set(experts.parameters()) - ignored:
                     # FSDP2 would round the rows' FP32 weights.
                     of_experts = of_layers | {"mp_policy": replace(policy, cast_forward_inputs=False)}
                     fully_shard(experts, mesh=meshes.expert_shard, shard_placement_fn=placement, **of_experts)
@@ -52,13 +52,9 @@ def apply(model: Transformer, meshes: Meshes, parallelism: ParallelismConfig, tr
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _held_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
-    """Frozen experts of which this rank holds the only shard: FSDP2 would copy what a mesh of one rank gathers."""
-    if meshes.expert_shard.size(-1) > 1:
-        return set()
-    of_experts = (parameter for module in model.modules() if isinstance(module, Experts)
-                  for parameter in module.parameters())  # fmt: skip
-    return {parameter for parameter in of_experts if not parameter.requires_grad}
+def _unsharded(model: Transformer, kinds: Set[tuple[bool, bool]]) -> set[nn.Parameter]:
+    of_experts = {each for module in model.modules() if isinstance(module, Experts) for each in module.parameters()}
+    return {each for each in model.parameters() if (each in of_experts, each.requires_grad) in kinds}
 
 
 def _prefetch(model: Transformer) -> None:

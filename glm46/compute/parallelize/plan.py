@@ -64,7 +64,7 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary:
         # Before FSDP2, whose hooks must gather weights around the whole layer.
         activation_checkpoint.apply(model, **config.activation_checkpoint.model_dump())
     # Last transform: it shards the parameters that the others have split.
-    fsdp.apply(model, meshes, config.parallelism, config.training)
+    fsdp.apply(model, meshes, plan)
     # Allocates memory for this rank's shards only. FSDP2 pins those that stay in host memory.
     model.to_empty(device="cpu" if config.training.parameter_offload else cluster.device)
     for module in model.modules():

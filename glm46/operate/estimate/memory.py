@@ -267,10 +267,18 @@ class _Step:
         )
 
     def gradients_of(self, parts: list[StagePart]) -> tuple[float, float]:
-        """Bytes of the gradients of this rank's shards; and of whole weights, in the reduce type, if they are summed
-        over ranks once."""
-        whole = self._layer_sizes(parts).trained.total() if self._sums_once else 0
-        return self._trained(parts) * self._master, whole * self._reduce
+        """Bytes of the gradients of this rank's shards; and of whole weights, if they are summed over ranks once: in
+        the reduce type those that FSDP2 gets."""
+        of_shards = self._trained(parts) * self._master
+        if not self._sums_once:
+            return of_shards, 0
+        others = sum(each.number * prod(each.sizes) for each in self._unsharded(parts))
+        return of_shards, self._layer_sizes(parts).trained.total() * self._reduce + others * self._master
+
+    def _unsharded(self, parts: list[StagePart]) -> list[HeldRows]:
+        """What this rank trains and FSDP2 does not get."""
+        rows = [each for each in held_rows(parts, self._shape, self._layout) if each.row.is_trained]
+        return [each for each in rows if (each.row.is_expert, True) in parts[0].unsharded]
 
     def _trained(self, parts: list[StagePart]) -> int:
         """Elements of this rank's shards that have a gradient."""
@@ -308,8 +316,8 @@ class _Step:
         return max(in_fp8, default=0) * self._width
 
     def _gathered(self, parts: list[StagePart], loss_buffers: float) -> float:
-        """Gathered weights, copies of them on a single rank too; and what only one part of the step needs: the gradient
-        of a layer in the compute and the reduce type, or before it the logits."""
+        """Gathered weights; and what only one part of the step needs: the gradient of a layer in the compute and the
+        reduce type, or of a weight that FSDP2 does not get, or before it the logits."""
         width = self._width if self._config.training.mixed_precision_param != "float32" else self._master
         sizes = self._layer_sizes(parts)
         layers = {prefix: size * width + sizes.stored[prefix] for prefix, size in sizes.computed.items()}
@@ -323,7 +331,9 @@ class _Step:
             # Backward in halves leaves the gradients of a micro-batch until the next one.
             splits = PIPELINE_SCHEDULES[self._config.parallelism.pipeline_parallel_schedule].splits_backward
             gradient = (sum if splits else max)(trained) * self._width
-        return weights + self._rounded(parts) + root + max(gradient, loss_buffers)
+        # The gradient of one weight, to be added to that of the micro-batches before.
+        added = max((prod(each.sizes) for each in self._unsharded(parts)), default=0) * (self._micro_batches > 1)
+        return weights + self._rounded(parts) + root + max(gradient, added * self._width, loss_buffers)
 
     def _rounded(self, parts: list[StagePart]) -> float:
         """The experts' weights in FP8, for forward and for backward, with scales; emulated in the compute type."""
@@ -331,8 +341,8 @@ class _Step:
             return 0
         mesh = mesh_of_stage(self._layout)
         width, scales = (self._width, 0) if self._config.float8.emulate else (1, FP32)
-        units = (unit for part in parts for unit in fsdp_units(part, self._shape, self._layout))
-        sizes = [local_shape(row, self._shape, mesh) for unit in units for row in unit.rows if row.is_expert]
+        rows = (row for part in parts for row in part.rows(self._shape) if row.is_expert and row.optimizer)
+        sizes = [local_shape(row, self._shape, mesh) for row in rows]
         return sum(2 * width * prod(size) + scales * size[0] * (size[1] + size[2]) for size in sizes)
 
     def _of_micro_batch(self, part: StagePart, here: Set[int]) -> float:

@@ -15,7 +15,7 @@ from glm46.config.model import ModelShape
 from glm46.config.parallelism import ParallelismConfig
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, adapter_layer, dense_layer, in_float8, moe_layer, mtp_layer, part_rows
-from glm46.run.plan import Plan
+from glm46.run.plan import Plan, unsharded_kinds
 from glm46.run.stages import split_layers, stages_of_rank
 
 Block = Literal["dense", "moe", "mtp"]
@@ -35,8 +35,8 @@ class StagePart:
     """Number of the first decoder layer."""
     adapters: tuple[tuple[Parameter, ...], ...] | None = None
     """Of each block, under [adapter]; all other parameters are frozen then."""
-    is_offloaded: bool = False
-    """Weights lie in host memory."""
+    unsharded: frozenset[tuple[bool, bool]] = frozenset()
+    """See `unsharded_kinds`."""
     base_in_float8: bool = False
     """Frozen projections are stored in FP8."""
 
@@ -87,7 +87,7 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
         StagePart(
             index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start,
             None if adapter is None else tuple(tuple(adapter_layer(shape, adapter, layer)) for layer in layers),
-            plan.config.training.parameter_offload,
+            unsharded_kinds(plan),
             adapter is not None and adapter.base_dtype == "float8",
         )
         for index, layers in enumerate(split)
@@ -150,21 +150,20 @@ def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpU
     units, of_kinds = [], {}
     for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
         if id(block) not in of_kinds:
-            rows = _sharded(block, layout, part)
+            rows = _sharded(block, part)
             experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
             of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
         others, experts = of_kinds[id(block)]
         units.append(FsdpUnit(others, False, False, prefix))
         if experts:
             units.append(FsdpUnit(experts, False, True, prefix))
-    root = _sharded(part.root_rows(shape), layout, part)
+    root = _sharded(part.root_rows(shape), part)
     return [*units, FsdpUnit(tuple(root), True, False, "")] if root else units
 
 
-def _sharded(rows: Sequence[Parameter], layout: Layout, part: StagePart) -> list[Parameter]:
-    """The parameters that FSDP2 has: all but frozen experts that no other rank has a part of, which it would copy."""
-    keeps_experts = layout.expert_shards > 1 or part.is_offloaded
-    return [row for row in rows if row.is_trained or (row.is_frozen and (keeps_experts or not row.is_expert))]
+def _sharded(rows: Sequence[Parameter], part: StagePart) -> list[Parameter]:
+    """The parameters that FSDP2 gets."""
+    return [row for row in rows if row.optimizer and (row.is_expert, row.is_trained) not in part.unsharded]
 
 
 def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:

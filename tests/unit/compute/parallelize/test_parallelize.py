@@ -187,7 +187,7 @@ class TestFSDP:
         model, meshes = meta_model(), meshes_of(config)
         if meshes.expert is not None:
             expert.apply(model, meshes.expert)
-        fsdp.apply(model, meshes, config.parallelism, config.training)
+        fsdp.apply(model, meshes, resolve_plan(config, 4))
         return model
 
     def test_each_layer_gathers_its_neighbours_while_it_computes(self, four_ranks, make_config, prefetched):
