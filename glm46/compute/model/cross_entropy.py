@@ -61,12 +61,14 @@ class _Softmax(NamedTuple):
     """FP32, on request."""
 
 
-def _softmax(logits: Tensor, labels: Tensor, part: VocabularyPart | None, with_entropy: bool = False) -> _Softmax:
-    """Softmax of a chunk; overwrites FP32 logits. Collective if ``part`` is given."""
+def _softmax(
+    logits: Tensor, wide: Tensor, labels: Tensor, part: VocabularyPart | None, with_entropy: bool = False
+) -> _Softmax:
+    """Softmax of a chunk in the memory of ``wide``. Collective if ``part`` is given."""
     column, is_local = _columns(labels, logits.shape[1], part)
     largest, predicted = logits.max(-1, keepdim=True)
     below_largest = largest.float() - logits.gather(1, column).float()
-    probability = _probability(logits)
+    probability = _probability(logits, wide)
     # The largest probability is 1 / sum of the softmax. It is never too small for a logarithm.
     log_inverse_sum = probability.gather(1, predicted).log()
     logprob = log_inverse_sum - below_largest
@@ -92,11 +94,11 @@ def _softmax(logits: Tensor, labels: Tensor, part: VocabularyPart | None, with_e
     )
 
 
-def _probability(logits: Tensor) -> Tensor:
-    """Softmax in FP32, the largest tensor here. FP32 logits are overwritten; torch's argument ``dtype`` would
-    hold others in FP32 beside it."""
-    logits = logits.float()
-    return torch.softmax(logits, -1, out=logits)
+def _probability(logits: Tensor, wide: Tensor) -> Tensor:
+    """Softmax in ``wide``, FP32 or the logits themselves."""
+    if wide is not logits:
+        wide.copy_(logits)
+    return torch.softmax(wide, -1, out=wide)
 
 
 def _columns(labels: Tensor, width: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
@@ -111,15 +113,20 @@ def _add_at_labels(grad_logits: Tensor, labels: Tensor, part: VocabularyPart | N
     grad_logits.scatter_add_(1, column, is_local * value)
 
 
-def _chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int, scale: float = 1.0) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows of `hidden` [T, D] and their logits; the next chunk overwrites the logits."""
+def _chunks(
+    hidden: Tensor, weight: Tensor, chunk_tokens: int, scale: float = 1.0
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield rows of `hidden` [T, D], their logits, and memory for as many in FP32; the next chunk overwrites both."""
     T = hidden.shape[0]
-    # One buffer for all chunks: to allocate one this large costs more than to compute what goes into it.
+    # The same memory for all chunks: to allocate as much costs more than to compute what goes into it on a CPU, and on
+    # a GPU that of the chunk before would still be in use.
     buffer = hidden.new_empty(min(chunk_tokens, T), weight.shape[0])
+    wide = buffer if buffer.dtype == torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
     for start in range(0, T, chunk_tokens):
         rows = slice(start, min(start + chunk_tokens, T))
         logits = buffer[: rows.stop - start]
-        yield rows, torch.addmm(logits, hidden[rows], weight.t(), beta=0, alpha=scale, out=logits)
+        torch.addmm(logits, hidden[rows], weight.t(), beta=0, alpha=scale, out=logits)
+        yield rows, logits, logits if wide is buffer else wide[: len(logits)]
 
 
 class _Gradients:
@@ -159,8 +166,8 @@ class _SummedLoss(torch.autograd.Function):
     def forward(ctx, hidden_TD, weight_VD, labels_T, is_counted_T, part: VocabularyPart | None, chunk_tokens: int):
         loss, predictions_T = hidden_TD.new_zeros((), dtype=torch.float32), torch.empty_like(labels_T)
         gradients = _Gradients(hidden_TD, weight_VD, labels_T, ctx.needs_input_grad)
-        for rows, logits in _chunks(hidden_TD, weight_VD, chunk_tokens):
-            softmax = _softmax(logits, labels_T[rows], part)
+        for rows, logits, wide in _chunks(hidden_TD, weight_VD, chunk_tokens):
+            softmax = _softmax(logits, wide, labels_T[rows], part)
             loss -= softmax.logprob.squeeze(1).where(is_counted_T[rows], 0).sum()
             predictions_T[rows] = softmax.predicted.squeeze(1)
             if any(ctx.needs_input_grad):
@@ -189,8 +196,8 @@ class _TokenLogprobs(torch.autograd.Function):
         # In the shape of the labels, not a view: FSDP puts hooks on the outputs of the model and warns about views.
         logprobs, entropies = (torch.empty_like(labels, dtype=torch.float32) for _ in range(2))
         shares = None if part is None else hidden_TD.new_empty(len(labels_T), 1, dtype=torch.float32)
-        for rows, logits in _chunks(hidden_TD, weight_VD, chunk_tokens, scale):
-            softmax = _softmax(logits, labels_T[rows], part, with_entropy)
+        for rows, logits, wide in _chunks(hidden_TD, weight_VD, chunk_tokens, scale):
+            softmax = _softmax(logits, wide, labels_T[rows], part, with_entropy)
             predictions.view(-1, 1)[rows], logprobs.view(-1, 1)[rows] = softmax.predicted, softmax.logprob
             if shares is not None and softmax.share is not None:
                 shares[rows] = softmax.share
@@ -215,8 +222,8 @@ class _TokenLogprobs(torch.autograd.Function):
             for grad in (grad_logprobs, grad_entropies)
         )
         gradients = _Gradients(hidden_TD, weight_VD, labels_T, ctx.needs_input_grad)
-        for rows, logits in _chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
-            grad_logits = _probability(logits)
+        for rows, logits, wide in _chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
+            grad_logits = _probability(logits, wide)
             if shares is not None:
                 grad_logits.mul_(shares[rows])
             factor = 0.0 if of_logprob is None else of_logprob[rows]

@@ -244,13 +244,13 @@ def test_logprobs_keep_no_logits_for_backward():
     assert others and all(x.numel() == 64 for x in others)
 
 
-def peak_bytes(form, tokens, vocabulary, width, chunk):
+def peak_bytes(form, tokens, vocabulary, width, chunk, dtype=torch.float32):
     """Most bytes allocated at once during forward and backward, beyond what existed before: the allocator's own record
     of every allocation and release on the CPU, summed in order; and the largest single tensor."""
-    hidden, weight, labels = example(tokens, vocabulary, width)
+    hidden, weight, labels = example(tokens, vocabulary, width, dtype)
     with Operations(hidden, weight, labels) as recorder:
         form(hidden, weight, labels, None, chunk).backward()
-    hidden, weight, labels = example(tokens, vocabulary, width)
+    hidden, weight, labels = example(tokens, vocabulary, width, dtype)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         form(hidden, weight, labels, None, chunk).backward()
@@ -278,6 +278,17 @@ def test_memory_grows_with_the_chunk_and_not_with_tokens_times_vocabulary(form):
     assert peaks[256] - peaks[128] == pytest.approx(2 * (peaks[128] - peaks[64]), rel=0.05)
     twice, _ = peak_bytes(form, 2 * tokens, vocabulary, width, 64)
     assert twice - peaks[64] < 4 * 4 * tokens * width + 1e5  # hidden and its gradient; the logits do not grow
+
+
+@every_form
+def test_bf16_logits_have_one_fp32_tensor_beside_them(form):
+    """On an H100 they had three."""
+    tokens, vocabulary, width, chunk = 256, 2048, 16, 64
+    peak, _ = peak_bytes(form, tokens, vocabulary, width, chunk, torch.bfloat16)
+    # Entropies take two tensors of half a chunk. The gradient of the weight in FP32, its summand of a chunk in BF16, as a
+    # CPU makes it; at the end in BF16, and times that of the loss.
+    logits = chunk * vocabulary * (1 + 4 if form is FORMS["with entropy"] else 2 + 4)
+    assert peak < logits + vocabulary * width * (4 + 2 + 2 + 2) + 4 * 40 * tokens
 
 
 def test_the_plain_formula_does_grow_with_tokens_times_vocabulary():
