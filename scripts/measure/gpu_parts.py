@@ -238,9 +238,15 @@ def kill_and_resume(file: Path, dump: Path, steps: int, kill_after: int, seconds
     # Not `sys.executable`, which under the tests of this script is a file whose processes no signal reaches.
     command = [sys.orig_argv[0], "-m", "glm46", "launch", "--config", str(file), "--nproc", "1"]
     metrics, end = dump / "metrics.jsonl", time.monotonic() + seconds
+
+    def goes_beyond() -> bool:
+        """True once a step is done that the last checkpoint does not have: both runs compute it."""
+        saved = max((int(folder.name[5:]) for folder in dump.glob("checkpoint/step-??????")), default=0)
+        return saved >= kill_after and any(row["step"] > saved for row in _rows(metrics))
+
     first = subprocess.Popen(command, start_new_session=True)
     try:
-        while not any(int(saved.name[5:]) >= kill_after for saved in dump.glob("checkpoint/step-??????")):
+        while not goes_beyond():
             if first.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"no checkpoint of step {kill_after}; exit code {first.poll()}")
             time.sleep(0.02)

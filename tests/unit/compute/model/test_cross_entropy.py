@@ -285,8 +285,8 @@ def test_bf16_logits_have_one_fp32_tensor_beside_them(form):
     """On an H100 they had three."""
     tokens, vocabulary, width, chunk = 256, 2048, 16, 64
     peak, _ = peak_bytes(form, tokens, vocabulary, width, chunk, torch.bfloat16)
-    # Entropies take two tensors of half a chunk. The gradient of the weight in FP32, its summand of a chunk in BF16, as a
-    # CPU makes it; at the end in BF16, and times that of the loss.
+    # Entropies take two tensors of half a chunk. The gradient of the weight in FP32, the summand of a chunk in BF16, as
+    # a CPU makes it, and at the end in BF16, and times that of the loss.
     logits = chunk * vocabulary * (1 + 4 if form is FORMS["with entropy"] else 2 + 4)
     assert peak < logits + vocabulary * width * (4 + 2 + 2 + 2) + 4 * 40 * tokens
 
