@@ -185,7 +185,8 @@ def gradients_are_summed_once(plan: Plan) -> bool:
 def unsharded_kinds(plan: Plan) -> frozenset[tuple[bool, bool]]:
     """Kinds of parameters, as (of experts, trained), that FSDP2 does not get: no other rank has a part or, of trained
     ones, a copy of them, and they are stored in the type that they are computed with. FSDP2 would copy them for each
-    pass and convert each gradient to the reduce type and back: more than half of a step on one H100."""
+    pass and convert each gradient to the reduce type and back: more than half of a step on one H100. Under tensor
+    parallelism it gets dense ones that are trained: the gradient of a replicated one would be a partial sum."""
     training, layout = plan.config.training, plan.layout
     if training.parameter_offload:
         return frozenset()
@@ -195,7 +196,8 @@ def unsharded_kinds(plan: Plan) -> frozenset[tuple[bool, bool]]:
     gathers_fp8 = plan.config.float8.enable_fsdp_float8_all_gather
     shards = {True: layout.expert_shards, False: 2 if gathers_fp8 else layout.dense_shards}
     alone = [of_experts for of_experts, ranks in shards.items() if ranks == 1]
-    return frozenset((of_experts, trained) for of_experts in alone for trained in {False, has_trained})
+    kinds = {(of_experts, trained) for of_experts in alone for trained in (False, has_trained)}
+    return frozenset(kinds - ({(False, True)} if layout.tp > 1 else set()))
 
 
 def replicas_reduce_once(plan: Plan) -> bool:
