@@ -120,13 +120,13 @@ def show_chats(
         tokens = np.empty(starts[number + 1] - starts[number], np.int64)
         stream.read(int(starts[number]), tokens)
         is_target = tokens < NOT_A_TARGET
-        what = "pair" if manifest.is_paired else "document"
+        what = "pair" if manifest.is_preference else "document"
         yield Text(f"── {what} {number} of {count}: {_targets(is_target)}", "dim")
         ids = tokens & ~NOT_A_TARGET
-        begins = np.flatnonzero(ids == tokenizer.special[BEGIN])[1:] if manifest.is_paired else []
+        begins = np.flatnonzero(ids == tokenizer.special[BEGIN])[1:] if manifest.is_preference else []
         halves = zip(("chosen", "rejected"), np.split(np.arange(len(tokens)), begins), strict=False)
         for name, half in halves:
-            if manifest.is_paired:
+            if manifest.is_preference:
                 yield Text(f"─ {name}: {_targets(is_target[half])}", "dim")
             yield _shown(ids[half], is_target[half], tokenizer, seq_len, brackets)
 

@@ -1,4 +1,4 @@
-"""Lines of chat files as rows with ``role`` and ``content``, whatever format the file has.
+"""Lines of chat files as rows with ``role`` and ``content``, whatever format the file has, which its columns tell.
 
 Sources of the formats: OpenAI's chat and fine-tuning files, Hugging Face chat data sets and ms-swift (``messages``),
 LLaMA-Factory and axolotl (``sharegpt``), TRL (``prompt_completion``), Stanford Alpaca (``alpaca``).
@@ -31,35 +31,66 @@ def role_of(row: object) -> str | None:
     return _ROLES.get(name) if isinstance(name, str) else None
 
 
+def columns_of(record: Mapping) -> str:
+    """The columns of a line, for messages, and the format that they are those of."""
+    names = {key for key, value in record.items() if value is not None}
+    format = next((name for name, columns in COLUMNS.items() if columns <= names), None)
+    found = f"columns {', '.join(map(str, [*record][:12])) or 'none'}"
+    return found if format is None else f'{found}: those of format = "{format}"'
+
+
+def format_of_columns(record: Mapping) -> str:
+    """The chat format of a line by its columns. Raises BadConversation if they are those of none."""
+    names = {key for key, value in record.items() if value is not None}
+    for format, columns in COLUMNS.items():
+        if columns <= names:
+            return format
+    raise BadConversation("columns of no chat format", columns_of(record))
+
+
 def untrained(rows: Sequence[object]) -> list:
     """Messages of which none is a target: an answer inside a prompt was given, not asked for."""
     return [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in rows]
 
 
-def message_list(value: object) -> list:
-    """The value, a list that is not empty."""
+def message_list(value: object, detail: str = "") -> list:
+    """The rows of a list that is not empty; ``from`` and ``value`` of ShareGPT are names of role and content.
+
+    Args:
+        detail: of the `BadConversation` where it is no such list.
+    """
     if not isinstance(value, list) or not value:
-        raise BadConversation("no messages")
-    return value
-
-
-def _sharegpt_rows(record: Mapping) -> list:
-    rows = [
-        {**row, "role": row.get("from"), "content": row.get("value")} if isinstance(row, Mapping) else row
-        for row in message_list(record.get("conversations"))
+        raise BadConversation("no messages", detail)
+    return [
+        {**row, "role": row["from"], "content": row.get("value")}
+        if isinstance(row, Mapping) and "from" in row and "role" not in row
+        else row
+        for row in value
     ]
-    return _system_row(record) + rows
 
 
 def _prompt_completion_rows(record: Mapping) -> list:
     prompt, completion = record.get("prompt"), record.get("completion")
-    prompt = untrained(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    prompt = untrained(message_list(prompt)) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if not isinstance(completion, list):
-        completion = [{"role": "assistant", "content": completion}]
-    return prompt + completion
+        return [*prompt, {"role": "assistant", "content": completion}]
+    return prompt + message_list(completion)
 
 
-def _alpaca_rows(record: Mapping) -> list:
+def asked_rows(record: Mapping) -> list:
+    """What the assistant is asked to answer, in the columns that data sets have for it; empty without one."""
+    prompt = record.get("prompt")
+    if isinstance(prompt, list):
+        return message_list(prompt) if prompt else []
+    rows = next((message_list(record[key]) for key in ("messages", "conversations") if record.get(key)), [])
+    question = record.get("question") if prompt is None else prompt
+    if not rows and question is None and record.get("instruction") is not None:
+        return _instruction_rows(record)
+    rows = [{"role": "user", "content": question}] if question is not None and not rows else rows
+    return _system_row(record) + rows if rows else []
+
+
+def _instruction_rows(record: Mapping) -> list:
     rows = _system_row(record)
     history = record.get("history") or []
     if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
@@ -69,15 +100,22 @@ def _alpaca_rows(record: Mapping) -> list:
     instruction, extra = record.get("instruction"), record.get("input")
     if extra:
         instruction = f"{text_of(instruction, 'user')}\n{text_of(extra, 'user')}"
-    return [*rows, {"role": "user", "content": instruction}, {"role": "assistant", "content": record.get("output")}]
+    return [*rows, {"role": "user", "content": instruction}]
 
 
+COLUMNS: dict[str, set[str]] = {
+    "messages": {"messages"}, "sharegpt": {"conversations"}, "prompt_completion": {"prompt", "completion"},
+    "alpaca": {"instruction", "output"},
+}  # fmt: skip
+"""Columns that each line of a format has, and by which it is told."""
 ROWS = {
-    "messages": lambda record: message_list(record.get("messages")),
-    "sharegpt": _sharegpt_rows,
+    "messages": lambda record: message_list(record.get("messages"), columns_of(record)),
+    "sharegpt": lambda record: (
+        _system_row(record) + message_list(record.get("conversations"), columns_of(record))
+    ),
     "prompt_completion": _prompt_completion_rows,
-    "alpaca": _alpaca_rows,
-}
+    "alpaca": lambda record: [*_instruction_rows(record), {"role": "assistant", "content": record.get("output")}],
+}  # fmt: skip
 
 
 def _system_row(record: Mapping) -> list:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.config.text_recipe import TextRecipe
+from glm46.config.text_recipe import PREFERENCES, TextRecipe
 from glm46.files.array_file import map_arrays, write_arrays
 from glm46.storage.chats.chat import ChatOptions, render, render_pair
 from glm46.storage.chats.format_as_text import FORMAT_AS_TEXT
@@ -124,10 +124,10 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
         text = normalize(document.text, recipe.normalize)
         encoded = text.encode()
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        if recipe.is_paired:
+        if recipe.format in PREFERENCES:
             # The first half decides the split.
             digest = hashlib.blake2b(document.prompt.encode(), digest_size=8).digest() + digest[:8]
-            made = _pair(document, tally)
+            made = _preference(document, tally)
         else:
             made = _chat(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
         ids = [one & ~np.uint32(NOT_A_TARGET) for one in made]
@@ -194,10 +194,14 @@ def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
     return kept
 
 
-def _pair(document: Document, tally: Tally) -> list[np.ndarray]:
-    """Both halves of a pair as one document, as `_chat`."""
-    recipe, place = _worker.recipe, [document.place]
+def _preference(document: Document, tally: Tally) -> list[np.ndarray]:
+    """Both halves of a pair as one document, as `_chat`. A labelled answer is one of them, and the other one its first
+    token."""
+    recipe, place, is_pair = _worker.recipe, [document.place], document.label is None
     halves = render_pair(document.conversations, _worker.tokenizer, recipe.no_reasoning)
+    if not is_pair:
+        halves.append(type(halves[0])(halves[0].ids[:1], np.zeros(1, bool)))
+        halves = halves if document.label else halves[::-1]
     lengths = [len(half.ids) for half in halves]
     is_long = sum(lengths) > recipe.max_tokens
     if is_long:
@@ -208,15 +212,17 @@ def _pair(document: Document, tally: Tally) -> list[np.ndarray]:
     fault = None
     if is_long and recipe.too_long == "drop":
         fault = "above max_tokens"
-    elif not all(half.is_target.any() for half in halves):
-        fault = "above max_tokens" if is_long else "no target in chosen or rejected"
-    elif np.array_equal(halves[0].ids, halves[1].ids):
+    elif sum(half.is_target.any() for half in halves) < len(document.conversations):
+        fault = "above max_tokens" if is_long else "no target in chosen or rejected" if is_pair else "no target"
+    elif is_pair and np.array_equal(halves[0].ids, halves[1].ids):
         fault = EQUAL_HALVES
     if fault is not None:
         tally.count(tally.filtered, fault, place)
         return []
     if is_long:
-        tally.count(tally.noted, "pairs cut to max_tokens", place)
+        tally.count(tally.noted, f"{'pairs' if is_pair else 'labelled answers'} cut to max_tokens", place)
+    if not is_pair:
+        tally.count(tally.noted, "desirable" if document.label else "undesirable", [])
     return [np.concatenate([np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET)) for ids, is_target in halves])]
 
 
