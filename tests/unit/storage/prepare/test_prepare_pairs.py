@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from glm46.commands.inspect import show_chats
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.engine.evaluation.rows import held_out
+from glm46.operate.models.chat_documents import sampled_parts, shown_text
 from glm46.storage.chats.chat import ChatOptions, render, render_pair
 from glm46.storage.chats.conversation import BadConversation, parse_conversation
 from glm46.storage.chats.pairs import BEGIN, parse_labelled, parse_pair
@@ -246,7 +246,9 @@ def test_inspect_shows_both_halves_and_evaluate_refuses_them(prepare):
     manifest = prepare([pair()])
     with pytest.raises(UserError, match=r"holds preferences, .*\[finetune.preference\] validate; take another"):
         held_out(manifest)
-    shown = [text.plain for text in show_chats(manifest, TOKENIZER, rows=1, seq_len=99, seed=0, brackets=True)]
-    assert shown[0].startswith("── pair 0 of 1: ")
-    assert shown[1].startswith("─ chosen: ") and shown[2].endswith("[[\nHello!<|user|>]]")
-    assert shown[3].startswith("─ rejected: ") and shown[4].endswith("[[\nWhat?<|user|>]]")
+    shown = [
+        (part.title, shown_text(part, TOKENIZER, most=99, brackets=True).plain)
+        for part in sampled_parts(manifest, TOKENIZER, rows=1, seed=0)
+    ]
+    assert shown[0][0].startswith("pair 0 of 1, chosen: ") and shown[0][1].endswith("[[\nHello!<|user|>]]")
+    assert shown[1][0].startswith("pair 0 of 1, rejected: ") and shown[1][1].endswith("[[\nWhat?<|user|>]]")
