@@ -20,9 +20,6 @@ from glm46.storage.data.mixing import permute
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.storage.huggingface.hub import local_inputs
-from glm46.storage.prepare.parts import first_documents
-from glm46.storage.prepare.pipeline import text_recipe
 from glm46.storage.prepare.tally import Tally
 
 _TOKEN_BYTES = 4
@@ -86,6 +83,11 @@ def first_parts(place: Path, tokenizer: str, rows: int, tally: Tally) -> Iterato
             raise UserError(f"--chat {place}: holds text without targets; leave out --chat, or give a source of chats")
         yield from ((loaded, part) for part in sampled_parts(manifest, loaded, rows=rows, seed=None))
         return
+    # Imported here: --help needs no jinja2.
+    from glm46.storage.huggingface.hub import local_inputs
+    from glm46.storage.prepare.parts import first_documents
+    from glm46.storage.prepare.pipeline import text_recipe
+
     config = load_config(place, fetched_overrides(load_config(place)))
     loaded = load_tokenizer(config.model.tokenizer_path, config.model.flavor)
     found = False

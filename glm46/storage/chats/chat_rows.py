@@ -78,7 +78,7 @@ def _prompt_completion_rows(record: Mapping) -> list:
 
 
 def asked_rows(record: Mapping) -> list:
-    """What the assistant is asked to answer, in the columns that data sets have for it; empty without one."""
+    """The messages that the assistant is asked to answer, in the columns that data sets have for it; empty without one."""
     prompt = record.get("prompt")
     if isinstance(prompt, list):
         return message_list(prompt) if prompt else []

@@ -73,6 +73,7 @@ def parse_labelled(record: object) -> tuple[Conversation, bool]:
     """Read one line of a file of labelled answers: a conversation of any chat format, whose last turn is the answer,
     and True if it is desirable. Raises BadConversation if the line is something else."""
     conversation = parse_conversation(record, "chat")
+    assert isinstance(record, Mapping), "others are refused"
     labels = [record[key] for key in _LABELS if record.get(key) is not None]
     if not labels:
         raise BadConversation("no label", columns_of(record))

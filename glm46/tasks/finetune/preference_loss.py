@@ -106,7 +106,7 @@ class PreferenceLoss:
         return loss
 
     def _scored(self, sums: PairSums) -> PairSums:
-        """What rewards and log-probabilities are made of: sums, and means per token without a reference."""
+        """The figures of rewards and log-probabilities: sums, and means per token without a reference."""
         return sums if self._config.has_reference else sums.means()
 
     def _existing(self, scored: PairSums, batch: Batch) -> Tensor:
