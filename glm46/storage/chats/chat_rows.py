@@ -33,19 +33,24 @@ def role_of(row: object) -> str | None:
 
 def columns_of(record: Mapping) -> str:
     """The columns of a line, for messages, and the format that they are those of."""
-    names = {key for key, value in record.items() if value is not None}
-    format = next((name for name, columns in COLUMNS.items() if columns <= names), None)
-    found = f"columns {', '.join(map(str, [*record][:12])) or 'none'}"
+    format, found = _format_of(record), f"columns {', '.join(map(str, [*record][:12])) or 'none'}"
     return found if format is None else f'{found}: those of format = "{format}"'
 
 
-def format_of_columns(record: Mapping) -> str:
-    """The chat format of a line by its columns. Raises BadConversation if they are those of none."""
-    names = {key for key, value in record.items() if value is not None}
-    for format, columns in COLUMNS.items():
-        if columns <= names:
-            return format
-    raise BadConversation("columns of no chat format", columns_of(record))
+def chat_rows(record: Mapping, format: str) -> list:
+    """The messages of a line of a chat format; of "chat" its columns tell which. Raises BadConversation if it lacks a
+    column, with those that it has."""
+    known = _format_of(record) if format == "chat" else format
+    if known is None:
+        raise BadConversation("columns of no chat format", columns_of(record))
+    if absent := [column for column in COLUMNS[known] if record.get(column) is None]:
+        what = "messages" if known in ("messages", "sharegpt") else absent[0]
+        raise BadConversation(f"no {what}", columns_of(record))
+    return ROWS[known](record)
+
+
+def _format_of(record: Mapping) -> str | None:
+    return next((name for name, of in COLUMNS.items() if all(record.get(column) is not None for column in of)), None)
 
 
 def untrained(rows: Sequence[object]) -> list:
@@ -53,14 +58,10 @@ def untrained(rows: Sequence[object]) -> list:
     return [{**row, "weight": 0} if isinstance(row, Mapping) else row for row in rows]
 
 
-def message_list(value: object, detail: str = "") -> list:
-    """The rows of a list that is not empty; ``from`` and ``value`` of ShareGPT are names of role and content.
-
-    Args:
-        detail: of the `BadConversation` where it is no such list.
-    """
+def message_list(value: object) -> list:
+    """The rows of a list that is not empty; ``from`` and ``value`` of ShareGPT are names of role and content."""
     if not isinstance(value, list) or not value:
-        raise BadConversation("no messages", detail)
+        raise BadConversation("no messages")
     return [
         {**row, "role": row["from"], "content": row.get("value")}
         if isinstance(row, Mapping) and "from" in row and "role" not in row
@@ -78,7 +79,7 @@ def _prompt_completion_rows(record: Mapping) -> list:
 
 
 def asked_rows(record: Mapping) -> list:
-    """The messages that the assistant is asked to answer, in the columns that data sets have for it; empty without one."""
+    """The messages that an assistant is to answer, in the columns that data sets have for them; empty without one."""
     prompt = record.get("prompt")
     if isinstance(prompt, list):
         return message_list(prompt) if prompt else []
@@ -103,19 +104,17 @@ def _instruction_rows(record: Mapping) -> list:
     return [*rows, {"role": "user", "content": instruction}]
 
 
-COLUMNS: dict[str, set[str]] = {
-    "messages": {"messages"}, "sharegpt": {"conversations"}, "prompt_completion": {"prompt", "completion"},
-    "alpaca": {"instruction", "output"},
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",), "sharegpt": ("conversations",), "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
 }  # fmt: skip
 """Columns that each line of a format has, and by which it is told."""
 ROWS = {
-    "messages": lambda record: message_list(record.get("messages"), columns_of(record)),
-    "sharegpt": lambda record: (
-        _system_row(record) + message_list(record.get("conversations"), columns_of(record))
-    ),
+    "messages": lambda record: message_list(record["messages"]),
+    "sharegpt": lambda record: _system_row(record) + message_list(record["conversations"]),
     "prompt_completion": _prompt_completion_rows,
-    "alpaca": lambda record: [*_instruction_rows(record), {"role": "assistant", "content": record.get("output")}],
-}  # fmt: skip
+    "alpaca": lambda record: [*_instruction_rows(record), {"role": "assistant", "content": record["output"]}],
+}
 
 
 def _system_row(record: Mapping) -> list:

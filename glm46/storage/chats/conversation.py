@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from glm46.storage.chats.chat_rows import ROWS, BadConversation, format_of_columns, message_list, role_of, text_of
+from glm46.storage.chats.chat_rows import BadConversation, chat_rows, message_list, role_of, text_of
 from glm46.storage.chats.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
 
 _MAY_FOLLOW: dict[str, set[str | None]] = {
@@ -55,11 +55,11 @@ def parse_conversation(record: object, format: str) -> Conversation:
 
     Args:
         record: the line as Python values, such as `json.loads` or `glm46.storage.prepare.parquet_rows` give them.
-        format: one of `glm46.config.text_recipe.CHAT_FORMATS`; of "chat" the columns of the line tell which.
+        format: one of `glm46.config.text_recipe.CHAT_FORMATS`.
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
-    rows = _joined(ROWS[format_of_columns(record) if format == "chat" else format](record))
+    rows = _joined(chat_rows(record, format))
     end = max((i for i, message in enumerate(rows, start=1) if message.role == "assistant"), default=0)
     if not end:
         raise BadConversation("no assistant")
