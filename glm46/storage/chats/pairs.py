@@ -53,7 +53,7 @@ def parse_pair(record: object) -> tuple[Conversation, Conversation]:
             raise BadConversation(f"no {key}", columns_of(record))
     if given[0] == given[1]:
         raise BadConversation(EQUAL_HALVES)
-    halves = [_turns(half) for half in given]
+    halves = [_turns(half, may_be_transcript=record.get("prompt") is None) for half in given]
     if all(role_of(half[0]) not in ("assistant", "call") for half in halves):
         prompt, halves = _shared_prompt(*halves)  # a prompt beside it repeats it, as a text
     else:
@@ -82,11 +82,11 @@ def parse_labelled(record: object) -> tuple[Conversation, bool]:
     return conversation, bool(labels[0])
 
 
-def _turns(half: object) -> list:
+def _turns(half: object, *, may_be_transcript: bool) -> list:
     """The messages of a half."""
     if not isinstance(half, str):
         return message_list(half if isinstance(half, list) else [half])
-    _, *turns = _SPEAKER.split(half) if half.lstrip().startswith("Human:") else [half]
+    _, *turns = _SPEAKER.split(half) if may_be_transcript and half.lstrip().startswith("Human:") else [half]
     roles = {"Human": "user", "Assistant": "assistant"}
     said = zip(turns[::2], turns[1::2], strict=True)
     return [{"role": roles[who], "content": text} for who, text in said] or [{"role": "assistant", "content": half}]

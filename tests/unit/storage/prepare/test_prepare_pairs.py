@@ -84,6 +84,11 @@ def test_every_form_of_a_pair_is_one_document_of_two_sft_documents(prepare, row)
     assert np.flatnonzero(begins).tolist() == [0, len(as_sft([ask, say("Four.")]))]
 
 
+def test_an_answer_that_begins_like_a_transcript_is_an_answer_where_there_is_a_prompt():
+    chosen, rejected = parse_pair(pair("Complete it.", "Human: hello", "No."))
+    assert chosen.messages[-1].content == "Human: hello" and rejected.messages[-1].content == "No."
+
+
 def test_earlier_answers_and_shared_steps_are_prompts():
     history = [ASK, say("Three."), {"role": "user", "content": "Sure?"}]
     row = {"chosen": [*history, CALL, RESULT, say("Four.")], "rejected": [*history, CALL, RESULT, say("Five.")]}
