@@ -1,6 +1,8 @@
-"""``python -m glm46 inspect``: verify a folder of shards and show rows of text, documents of chats, or pairs."""
+"""``python -m glm46 inspect``: verify a folder of shards and show rows of text or documents of chats; or show the first
+chats of a run before anything is made."""
 
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,23 +11,38 @@ from rich.text import Text
 
 from glm46.config.faults import counted
 from glm46.config.options import integer, positive, verb_parser, whole
-from glm46.storage.chats.pairs import BEGIN
+from glm46.operate.models.chat_documents import (
+    ChatPart,
+    first_parts,
+    is_chat,
+    opened_source,
+    sampled_parts,
+    shown_text,
+    write_page,
+)  # fmt: skip
 from glm46.storage.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.packing import TokenStream
-from glm46.storage.data.shards import NOT_A_TARGET, open_shard
-from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
+from glm46.storage.data.shards import open_shard
+from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.hub import fetch_options
+from glm46.storage.prepare.tally import Tally
 
 
 def inspect_command(argv: Sequence[str]) -> int:
-    """Print what a folder of shards holds; returns the exit code.
+    """Print what a folder of shards holds, or the first conversations of a run; returns the exit code.
 
     Raises:
-        UserError: the folder is not a source, is damaged, or was made with another tokenizer.
+        UserError: the folder is not a source, is damaged, or was made with another tokenizer; the run reads no chats.
     """
-    parser = verb_parser("inspect", description="Verify a folder of shards and show its text.")
-    parser.add_argument("folder", type=Path, help="a folder that prepare has made")
+    parser = verb_parser("inspect", description="Verify a folder of shards and show its text; or show chats.")
+    parser.add_argument("folder", type=Path, nargs="?", help="a folder that prepare has made")
+    parser.add_argument(
+        "--chat", type=Path, metavar="CONFIG_OR_FOLDER",
+        help="show the first conversations of such a folder, or of the sources of a run, which need not be prepared, "
+        "token by token, targets in colour",
+    )  # fmt: skip
+    parser.add_argument("--html", type=Path, metavar="FILE", help="with --chat: write them as a page")
     parser.add_argument(
         "--rows", type=whole(0), default=2, help="rows of text, documents of chats or pairs to show, picked at random"
     )
@@ -35,21 +52,43 @@ def inspect_command(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=integer, default=0, help="another one shows other rows")
     parser.add_argument("--tokenizer", default="builtin", help="what the shards were made with, as in their recipe")
     arguments = parser.parse_args(argv)
+    if (arguments.folder is None) == (arguments.chat is None):
+        parser.error("give a folder, or --chat CONFIG_OR_FOLDER")
+    if arguments.html is not None and arguments.chat is None:
+        parser.error("--html: has no effect without --chat")
     fetch_options(arguments, "tokenizer")
+    if arguments.chat is not None:
+        _show_first_chats(arguments)
+        return 0
     for line in describe(arguments.folder):
         print(line)
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    manifest = load_manifest(arguments.folder, full=False)
-    manifest.require_tokenizer(tokenizer.fingerprint)
-    sizes = {"rows": arguments.rows, "seq_len": arguments.seq_len, "seed": arguments.seed}
-    if manifest.splits["train"].targets is None:
-        for line in show_rows(manifest, tokenizer, **sizes):
+    manifest, tokenizer = opened_source(arguments.folder, arguments.tokenizer)
+    if not is_chat(manifest):
+        for line in show_rows(manifest, tokenizer, rows=arguments.rows, seq_len=arguments.seq_len, seed=arguments.seed):
             print(line)
         return 0
-    console = Console(soft_wrap=True)
-    for text in show_chats(manifest, tokenizer, **sizes, brackets=not console.is_terminal):
-        console.print(text)
+    parts = sampled_parts(manifest, tokenizer, rows=arguments.rows, seed=arguments.seed)
+    _print(((tokenizer, part) for part in parts), arguments.seq_len)
     return 0
+
+
+def _show_first_chats(arguments: Namespace) -> None:
+    tally = Tally()
+    parts = first_parts(arguments.chat, arguments.tokenizer, arguments.rows, tally)
+    if arguments.html is not None:
+        write_page(arguments.html, arguments.chat.name, parts, arguments.seq_len)
+        print(arguments.html)
+    else:
+        _print(parts, arguments.seq_len, tokens=True)
+    for line in tally.skipped():
+        print(line)
+
+
+def _print(parts: Iterable[tuple[Tokenizer, ChatPart]], most: int, *, tokens: bool = False) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    for tokenizer, part in parts:
+        console.print(Text(f"── {part.title}", "dim"))
+        console.print(shown_text(part, tokenizer, most=most, brackets=not console.is_terminal, tokens=tokens))
 
 
 def describe(folder: Path) -> Iterator[str]:
@@ -101,47 +140,3 @@ def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: i
             yield f"   document {number}, {end - start} tokens, {state}"
             yield tokenizer.decode(tokens[start : end - is_end])
             start = end
-
-
-def show_chats(
-    manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int, brackets: bool
-) -> Iterator[Text]:
-    """Yield documents of chats from the training split, their targets in colour and, with ``brackets``, in [[ ]]; of
-    pairs each half.
-
-    Args:
-        rows: documents.
-        seq_len: most tokens shown of each document, or half.
-    """
-    stream = TokenStream(manifest.folder, manifest.splits["train"], manifest.vocab_size, marked=True)
-    starts = np.concatenate([[0], stream.doc_ends()])
-    count = len(starts) - 1
-    for number in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
-        tokens = np.empty(starts[number + 1] - starts[number], np.int64)
-        stream.read(int(starts[number]), tokens)
-        is_target = tokens < NOT_A_TARGET
-        what = "pair" if manifest.is_paired else "document"
-        yield Text(f"── {what} {number} of {count}: {_targets(is_target)}", "dim")
-        ids = tokens & ~NOT_A_TARGET
-        begins = np.flatnonzero(ids == tokenizer.special[BEGIN])[1:] if manifest.is_paired else []
-        halves = zip(("chosen", "rejected"), np.split(np.arange(len(tokens)), begins), strict=False)
-        for name, half in halves:
-            if manifest.is_paired:
-                yield Text(f"─ {name}: {_targets(is_target[half])}", "dim")
-            yield _shown(ids[half], is_target[half], tokenizer, seq_len, brackets)
-
-
-def _shown(ids: np.ndarray, is_target: np.ndarray, tokenizer: Tokenizer, most: int, brackets: bool) -> Text:
-    """The first tokens of a document as text, see `show_chats`."""
-    shown = Text()
-    bounds = np.flatnonzero(np.diff(is_target[:most])) + 1
-    for run in np.split(np.arange(min(len(ids), most)), bounds):
-        text, learned = tokenizer.decode(ids[run]), is_target[run[0]]
-        shown.append(f"[[{text}]]" if brackets and learned else text, "bold green" if learned else None)
-    if len(ids) > most:
-        shown.append(f"\n… {len(ids) - most} more tokens", "dim")
-    return shown
-
-
-def _targets(is_target: np.ndarray) -> str:
-    return f"{counted(len(is_target), 'token')}, {counted(int(is_target.sum()), 'target')}"

@@ -1,6 +1,6 @@
-"""The sections [finetune] and [finetune.preference]: runs that fine-tune trained weights on conversations or pairs."""
+"""The sections [finetune] and [finetune.preference]: runs that fine-tune trained weights on chats or preferences."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -8,19 +8,41 @@ from glm46.config.section import Needs, Section
 
 
 class PreferenceConfig(Section):
-    """[finetune.preference]: direct preference optimisation (DPO, arXiv 2305.18290) on sources of pairs. The policy
-    learns to prefer the chosen completion of a prompt to the rejected one, more than the reference does: the weights of
-    checkpoint.initial_load_path, which under [adapter] are the policy without its adapters."""
+    """[finetune.preference]: learn from pairs of answers to prefer the chosen completion of a prompt to the rejected
+    one, or with KTO from single answers that are labelled desirable or not. Most losses compare with a reference: the
+    weights of checkpoint.initial_load_path, which under [adapter] are the policy without its adapters."""
+
+    loss_type: Literal["sigmoid", "ipo", "simpo", "orpo", "kto"] = "sigmoid"
+    """sigmoid: DPO (arXiv 2305.18290). ipo: IPO (arXiv 2310.12036), with log-ratios per token. simpo: SimPO (arXiv
+    2405.14734), without a reference. orpo: ORPO (arXiv 2403.07691), without a reference, and with the cross-entropy of
+    the chosen completions. kto: KTO (arXiv 2402.01306), of sources of labelled answers (format =
+    "unpaired_preference") or of pairs, whose two answers it takes as two examples."""
 
     beta: float = Field(0.1, gt=0.0)
-    """Scale of the log-ratios of policy and reference. A larger one keeps the policy nearer to the reference."""
+    """Scale of the log-ratios of policy and reference: a larger one keeps the policy nearer to the reference. simpo:
+    scale of log-probabilities per token, 2 to 10 in the paper. orpo: weight of the odds ratio."""
 
-    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
+    label_smoothing: Annotated[float, Needs("loss_type", ("sigmoid", "simpo"))] = Field(0.0, ge=0.0, lt=0.5)
     """Share of the pairs whose labels are taken to be swapped (conservative DPO)."""
 
-    sft_weight: float = Field(0.0, ge=0.0)
+    simpo_gamma: Annotated[float, Needs("loss_type", "simpo")] = Field(0.5, ge=0.0)
+    """The margin that SimPO asks for, in units of ``beta`` times log-probability per token."""
+
+    desirable_weight: Annotated[float, Needs("loss_type", "kto")] = Field(1.0, gt=0.0)
+    """Weight of the losses of desirable examples. Where one kind is rare, raise its weight: the paper takes 1 to 4/3
+    for the ratio of weight times number."""
+
+    undesirable_weight: Annotated[float, Needs("loss_type", "kto")] = Field(1.0, gt=0.0)
+    """Weight of the losses of undesirable examples."""
+
+    sft_weight: Annotated[float, Needs("loss_type", ("sigmoid", "ipo", "simpo"))] = Field(0.0, ge=0.0)
     """Weight of the mean cross-entropy of the chosen completions, which is added to the loss, so that their likelihood
     does not fall (RPO, arXiv 2404.19733)."""
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares with a reference."""
+        return self.loss_type not in ("simpo", "orpo")
 
 
 class FineTuneConfig(Section):

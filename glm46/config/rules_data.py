@@ -6,6 +6,7 @@ from glm46.config.data import DataStageConfig
 from glm46.config.faults import show
 from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
+from glm46.config.text_recipe import LABELLED, PAIRS, PREFERENCES
 
 
 @rule
@@ -109,29 +110,39 @@ def chats_are_read_whole(config: RunConfig) -> Faults:
 
 
 @rule
-def preferences_read_pairs(config: RunConfig) -> Faults:
-    """[finetune.preference] reads pairs, which no other run reads."""
+def sources_are_what_the_task_reads(config: RunConfig) -> Faults:
+    """[finetune.preference] reads pairs or labelled answers, which no other run reads."""
     for index, source in enumerate(config.data.sources):
         if source.recipe is not None:
             key = f"data.sources[{index}].recipe.format"
-            yield from pair_faults(config, source.recipe.is_paired, key, f"`{key}`")
+            yield from preference_faults(config, source.recipe.format, key, f"`{key}`")
 
 
-def pair_faults(config: RunConfig, is_paired: bool, key: str, named: str) -> Faults:
+def preference_faults(config: RunConfig, format: str, key: str, named: str) -> Faults:
     """The fault of a source that is not what the task reads.
 
     Args:
+        format: of its rows.
         named: ``key``, or what else states what the source holds.
     """
-    wants_pairs, keys = config.preference is not None, (key, "finetune.preference")
-    if is_paired and not wants_pairs:
+    preference, loss_type = config.preference, "finetune.preference.loss_type"
+    what = {PAIRS: "pairs", LABELLED: "labelled answers"}.get(format, "no pairs")
+    if preference is None:
+        if format in PREFERENCES:
+            yield fault(
+                f"{named}: {what}, which only [finetune.preference] reads; add that section, or give another source",
+                key, "finetune.preference",
+            )  # fmt: skip
+    elif format == LABELLED and preference.loss_type != "kto":
         yield fault(
-            f"{named}: pairs, which only [finetune.preference] reads; add that section, or give another source", *keys
-        )
-    if wants_pairs and not is_paired:
+            f'{named}: labelled answers, which only {loss_type} = "kto" reads; set that, or give a source with '
+            'format = "preference"', key, loss_type,
+        )  # fmt: skip
+    elif format not in PREFERENCES:
+        more = ' or "unpaired_preference"' if preference.loss_type == "kto" else ""
         yield fault(
-            f"{named}: no pairs, which [finetune.preference] reads; give a source with format = \"preference\", or "
-            "remove that section", *keys,
+            f'{named}: no pairs, which [finetune.preference] reads; give a source with format = "preference"{more}, or '
+            "remove that section", key, "finetune.preference",
         )  # fmt: skip
 
 
@@ -154,12 +165,20 @@ def chat_faults(config: RunConfig, index: int, max_tokens: int | None, named: st
         )
     lengths = [stage.seq_len or config.training.seq_len for stage in stages if index in _read(config, stage)]
     shortest = min(lengths, default=config.training.seq_len)
+    is_kto = config.preference is not None and config.preference.loss_type == "kto"
+    most = shortest // 2 if is_kto else shortest
     if max_tokens is None:
-        yield fault(f"{named}: absent, and chats need it; set it to at most {shortest}, the shortest rows", named)
+        yield fault(f"{named}: absent, and chats need it; set it to at most {most}, by the shortest rows", named)
+    elif shortest >= max_tokens > most:
+        yield fault(
+            f"{named} = {max_tokens}: longer than half of the shortest rows that read it, {shortest} tokens, and KTO "
+            f"needs several answers in each row, to put them behind each other's prompts; lower it to {most}, or raise "
+            "seq_len", named, "training.seq_len", "data.stages", "finetune.preference.loss_type",
+        )  # fmt: skip
     elif max_tokens > shortest:
         yield fault(
             f"{named} = {max_tokens}: longer than the shortest rows that read it, {shortest} tokens, and a document of "
-            f"chats must fit into a row; lower it to {shortest}, or raise seq_len",
+            f"chats must fit into a row; lower it to {most}, or raise seq_len",
             named, "training.seq_len", "data.stages",
         )  # fmt: skip
 

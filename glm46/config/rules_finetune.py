@@ -37,6 +37,8 @@ def preference_is_the_only_loss(config: RunConfig, preference: PreferenceConfig,
 @rule
 def reference_is_the_start(config: RunConfig, preference: PreferenceConfig) -> Faults:
     """The reference is what the policy begins as."""
+    if not preference.has_reference:
+        return
     checkpoint, adapter, key = config.checkpoint, config.adapter, "checkpoint.initial_load_path"
     if adapter is not None:  # rules of [adapter] ask for the base
         if adapter.initial_load_path is not None:

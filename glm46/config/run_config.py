@@ -96,6 +96,11 @@ class RunConfig(Section):
         return None if self.finetune is None else self.finetune.preference
 
     @property
+    def has_preference_reference(self) -> bool:
+        """True if the loss of preferences compares with a reference."""
+        return self.preference is not None and self.preference.has_reference
+
+    @property
     def is_reference_in_policy(self) -> bool:
         """True if the reference of [rl], if it needs one, is the policy without its adapters."""
         return self.adapter is not None and (self.rl is None or self.rl.reference is None)
@@ -128,7 +133,7 @@ class RunConfig(Section):
         """True if every start reads frozen weights from checkpoint.initial_load_path: the base of adapters, or the
         reference of a preference or of [rl]."""
         has_reference = self.rl is not None and self.rl.reference is None and self.rl.resolved().has_reference
-        return self.adapter is not None or self.preference is not None or has_reference
+        return self.adapter is not None or self.has_preference_reference or has_reference
 
     @property
     def read_weights(self) -> dict[str, tuple[Path, bool]]:

@@ -6,14 +6,15 @@ from pydantic import Field
 
 from glm46.config.section import DataFile, LocalPath, ModelFolder, Needs, OnHub, Section
 
-CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
+CHAT_FORMATS = ("chat", "messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``format`` for which a row is a conversation."""
 
-PAIRS = "preference"
-"""The value for which a row is a pair of answers."""
+PAIRS, LABELLED = "preference", "unpaired_preference"
+"""The values for which a row is a pair of answers, and an answer with a label."""
+PREFERENCES = (PAIRS, LABELLED)
 
 _TEXT, _CHATS = Needs("format", "text"), Needs("format", CHAT_FORMATS)
-_MARKED = Needs("format", (*CHAT_FORMATS, PAIRS))
+_MARKED = Needs("format", (*CHAT_FORMATS, *PREFERENCES))
 
 
 class Recipe(Section):
@@ -31,11 +32,15 @@ class Recipe(Section):
     text_key: Annotated[str, Needs("format", "text", unless="decontaminate")] = "text"
     """Field of a JSON line, or column of a Parquet file, that holds the text; of chats, that of ``decontaminate``."""
 
-    format: Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference"] = "text"
+    format: Literal[
+        "text", "chat", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "unpaired_preference"
+    ] = "text"
     """What a document is. text: any text. preference: a row with a better and a worse answer to one prompt, for
-    [finetune.preference]; both are in one document. The others: a row with a conversation. Of these two the tokens that
-    the model samples are the targets (docs/finetuning.md lists the fields), and a source of them, of chats in short,
-    needs packing = "best_fit" and data.document_mask = true."""
+    [finetune.preference]; both are in one document. unpaired_preference: a row with an answer that is labelled
+    desirable or not, for its loss_type = "kto". The others: a row with a conversation; of chat the columns tell which
+    of the other four it has. Of all but text the tokens that the model samples are the targets (docs/finetuning.md
+    lists the fields), and a source of them, of chats in short, needs packing = "best_fit" and data.document_mask =
+    true."""
 
     history: Annotated[Literal["expand", "last", "all", "keep"], _CHATS] = "expand"
     """Chats: reasoning is removed from the turns before the last user message. expand: a document for each user turn
@@ -108,13 +113,8 @@ class Recipe(Section):
 
     @property
     def is_chat(self) -> bool:
-        """True if the rows are conversations, or pairs."""
+        """True if the rows are conversations or preferences."""
         return self.format != "text"
-
-    @property
-    def is_paired(self) -> bool:
-        """True if the rows are pairs."""
-        return self.format == PAIRS
 
     @property
     def duplicates(self) -> Literal["exact", "near"]:

@@ -43,7 +43,7 @@ from glm46.run import activations
 from glm46.run.layout import Layout
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.chats.pairs import BEGIN
-from glm46.tasks.finetune.preference_loss import split_pairs
+from glm46.tasks.finetune.halves import split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.server import ROOT
@@ -82,8 +82,8 @@ class Case(NamedTuple):
     float8: dict[str, Any] = {}  # noqa: RUF012 - read only
     adapter: dict[str, Any] | None = None
     deferred: bool = False
-    pairs: bool = False
-    """DPO: a step is the passes of the reference and the training of the policy."""
+    pairs: str = ""
+    """A ``loss_type``: a step is the passes without gradient and the training of the policy."""
     model: dict[str, Any] = {}  # noqa: RUF012 - read only
     of_host: int | None = None
     """Ranks of a host, between which and inside which tokens travel in two levels; None: all to all."""
@@ -106,7 +106,10 @@ class Case(NamedTuple):
             model, optimizer = model | {"num_nextn_predict_layers": 0}, {"name": "AdamW"} | optimizer
             moe, adapted = {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}, {"adapter": self.adapter}
         if self.pairs:
-            model, adapted = model | {"num_nextn_predict_layers": 0}, adapted | {"finetune": {"preference": {}}}
+            model, adapted = (
+                model | {"num_nextn_predict_layers": 0},
+                adapted | {"finetune": {"preference": {"loss_type": self.pairs}}},
+            )
         return RunConfig.model_validate(adapted | {
             "model": model,
             "parallelism": parallelism,
@@ -271,10 +274,13 @@ CASES = {
     ),
     "dora": Case(4, adapter=DORA, dtype=BF16),
     "dora-whole-experts-full": Case(6, adapter=DORA, experts_over=6, checkpointing="full", micro_batches=2),
-    "dpo": Case(4, pairs=True, micro_batches=2, dtype=BF16),
-    "dpo-tp-whole-experts-full": Case(6, pairs=True, tensor=2, experts_over=6, checkpointing="full"),
-    "dpo-pp-ep": Case(8, pairs=True, pipeline=2, experts_over=2, micro_batches=4, dtype=BF16),
-    "dpo-cp-ep-lora": Case(8, pairs=True, adapter=LORA, context=2, experts_over=2, micro_batches=2),
+    "dpo": Case(4, pairs="sigmoid", micro_batches=2, dtype=BF16),
+    "dpo-tp-whole-experts-full": Case(6, pairs="sigmoid", tensor=2, experts_over=6, checkpointing="full"),
+    "dpo-pp-ep": Case(8, pairs="sigmoid", pipeline=2, experts_over=2, micro_batches=4, dtype=BF16),
+    "dpo-cp-ep-lora": Case(8, pairs="sigmoid", adapter=LORA, context=2, experts_over=2, micro_batches=2),
+    "orpo-cp": Case(4, pairs="orpo", context=2, micro_batches=2, dtype=BF16),
+    "kto-tp-ep": Case(4, pairs="kto", tensor=2, experts_over=2, micro_batches=2),
+    "kto-pp-lora": Case(4, pairs="kto", adapter=LORA, pipeline=2, micro_batches=2, dtype=BF16),
     "dora-pp-tp-ep": Case(8, adapter=DORA, pipeline=2, tensor=2, experts_over=2, dtype=BF16, micro_batches=4),
 }  # fmt: skip
 """By name; the ranks of a case are the first one of some pipeline ranks."""
@@ -470,9 +476,9 @@ def ranks_of_axes(layout: Layout, key_heads: int, rank: int, of_host: int) -> di
 
 
 def make_batch(plan: Plan) -> dict[str, Tensor]:
-    """One micro-batch of a rank, without padding. Token 0 begins the halves of pairs."""
+    """One micro-batch of a rank, without padding. Token 0 begins the halves of pairs, of which a row has two."""
     rows, length = plan.config.training.local_batch_size, plan.config.training.seq_len
-    ids = torch.arange(rows * length).view(rows, length) % (length // 2)
+    ids = torch.arange(rows * length).view(rows, length) % (length // 4)
     ahead = ids.unsqueeze(1).expand(-1, plan.shape.num_nextn_predict_layers, -1).contiguous()
     return {
         "input_ids": ids, "positions": torch.arange(length).expand(rows, -1).contiguous(), "labels": ids,

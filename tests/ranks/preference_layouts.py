@@ -1,9 +1,10 @@
-"""Compare DPO on layouts of a world size with one process; print one JSON object per layout.
+"""Compare losses of preferences on layouts of a world size with one process; print one JSON object per case.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/preference_layouts.py 2 [NAME ...]
 
 The policy is moved away from its reference, so that every pair has a margin of its own. One process computes the loss
-from single documents, in a plain loop; the layouts pack two pairs into a row and take the engine's step.
+from single documents, in a plain loop; the layouts pack pairs into a row and take the engine's step. A case is the name
+of a layout for DPO, and ``LOSS_TYPE/LAYOUT`` for the others.
 """
 
 import functools
@@ -34,7 +35,7 @@ from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
-from glm46.tasks.finetune.preference_loss import HALF, split_pairs
+from glm46.tasks.finetune.halves import HALF, split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
@@ -50,7 +51,13 @@ from tests.ranks.sharded_layouts import (
     squares,
 )
 
-PREFERENCE = PreferenceConfig(beta=0.7, label_smoothing=0.1, sft_weight=0.3)
+PREFERENCES = {
+    "sigmoid": PreferenceConfig(beta=0.7, label_smoothing=0.1, sft_weight=0.3),
+    "ipo": PreferenceConfig(loss_type="ipo", beta=0.4, sft_weight=0.3),
+    "simpo": PreferenceConfig(loss_type="simpo", beta=2.0, simpo_gamma=0.4, label_smoothing=0.1),
+    "orpo": PreferenceConfig(loss_type="orpo", beta=0.9),
+    "kto": PreferenceConfig(loss_type="kto", beta=0.5, desirable_weight=1.25, undesirable_weight=0.75),
+}
 BEGIN = 0
 _LAYOUTS = {
     2: [
@@ -65,13 +72,25 @@ _LAYOUTS = {
         Layout(pipeline=2, context=2, experts_over=2, adapter="lora"),
     ],
 }  # fmt: skip
-LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts in _LAYOUTS.items()}
-"""By number of ranks and name."""
+_OTHERS = {
+    2: [
+        Layout(), Layout(tensor=2), Layout(context=2, checkpointing="full"), Layout(experts_over=2),
+        Layout(pipeline=2), Layout(adapter="lora"),
+    ],
+    4: [Layout(pipeline=2, context=2, experts_over=2, adapter="lora")],
+}  # fmt: skip
+"""Of the losses other than DPO."""
+CASES = {
+    ranks: {layout.name: ("sigmoid", layout) for layout in layouts}
+    | {f"{name}/{one.name}": (name, one) for name in PREFERENCES if name != "sigmoid" for one in _OTHERS[ranks]}
+    for ranks, layouts in _LAYOUTS.items()
+}
+"""Loss type and layout by number of ranks and name."""
 
 
 def make_pairs() -> dict[str, Tensor]:
     """Rows of the loader: two pairs or one, unequal halves, padding behind them, and a row of nothing else."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(4)  # KTO has a divergence above 0
     draw = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
     batch = {name: torch.full((ROWS, SEQ_LEN), IGNORE) for name in ("labels", "input_ids", "document_ids", "positions")}
     batch["document_ids"][:], batch["input_ids"][:], batch["positions"][:] = -1, 1, 0
@@ -101,18 +120,53 @@ def move(parameters: dict[str, torch.nn.Parameter], adapted: bool) -> None:
         local_tensor(parameter).data.add_(noise)
 
 
-def config_of(layout: Layout) -> RunConfig:
+def config_of(loss_type: str, layout: Layout) -> RunConfig:
     """That of the layout matrix without prediction layers and auxiliary losses, which are no part of a preference."""
     config = make_config(layout)
     model = config.model.model_copy(update={"num_nextn_predict_layers": 0})
     quiet = {"sequence_aux_loss_weight": 0.0, "z_loss_weight": 0.0, "balance": "none"}
-    finetune = {"finetune": {"preference": PREFERENCE.model_dump()}}
+    finetune = {"finetune": {"preference": PREFERENCES[loss_type].model_dump()}}
     table = config.model_dump() | {"model": model.model_dump(exclude_none=True), "moe": quiet} | finetune
     return RunConfig.model_validate(table)
 
 
-def run_reference(config: RunConfig) -> tuple[float, float, dict[str, Tensor]]:
-    """Mean preference loss, accuracy, and gradients, of one process without any transform, packing or batch."""
+def pair_loss(config: PreferenceConfig, sums: list, tokens: list[int], divergence: float) -> Tensor:
+    """The loss of a pair, or of its two examples, by the formula of its paper.
+
+    Args:
+        sums: of chosen and rejected half, log-probabilities of policy and reference.
+    """
+    beta, ratios = config.beta, [policy - reference for policy, reference in sums]
+    means = [policy / count for (policy, _), count in zip(sums, tokens, strict=True)]
+    if config.loss_type == "ipo":
+        return (ratios[0] / tokens[0] - ratios[1] / tokens[1] - 1 / (2 * beta)) ** 2
+    if config.loss_type == "orpo":
+        odds = [mean - torch.log(1 - mean.exp()) for mean in means]
+        return -beta * F.logsigmoid(odds[0] - odds[1])
+    if config.loss_type == "kto":
+        desirable = 1 - torch.sigmoid(beta * (ratios[0] - divergence))
+        undesirable = 1 - torch.sigmoid(beta * (divergence - ratios[1]))
+        return config.desirable_weight * desirable + config.undesirable_weight * undesirable
+    margin = beta * (ratios[0] - ratios[1])
+    if config.loss_type == "simpo":
+        margin = beta * (means[0] - means[1]) - config.simpo_gamma
+    smooth = config.label_smoothing
+    return -(1 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+
+
+def mismatched_halves(rows: list[int]) -> list[tuple[int, int]]:
+    """The halves whose prompt and whose completion are put together, row by row: all chosen ones, then all rejected
+    ones, each prompt with the completion before. A row of one pair has none."""
+    found = []
+    for row in sorted({*rows}):
+        halves = [half for side in (0, 1) for half in range(side, len(rows), 2) if rows[half] == row]
+        found += [(half, halves[place - 1]) for place, half in enumerate(halves)] if len(halves) > 2 else []
+    return found
+
+
+def run_reference(config: RunConfig) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradients, of one process without any transform, packing or batch."""
+    preference = config.preference
     with torch.device("meta"):
         model = Transformer(resolve_shape(config.model))
         if config.adapter is not None:
@@ -123,46 +177,59 @@ def run_reference(config: RunConfig) -> tuple[float, float, dict[str, Tensor]]:
     magnitudes = Magnitudes(model, config.adapter or AdapterConfig(), None)
     magnitudes.start()
     batch = split_pairs(make_pairs(), BEGIN)
-    chosen, halves = [], int(batch[HALF].max()) + 1
-    rows = [(batch[HALF] == half).nonzero()[0, 0] for half in range(halves)]
+    halves = int(batch[HALF].max()) + 1
+    rows = [int((batch[HALF] == half).nonzero()[0, 0]) for half in range(halves)]
 
-    def half_logprobs(half: int) -> Tensor:
-        row = rows[half]
-        document = batch["document_ids"][row][batch[HALF][row] == half][0]
-        here = batch["document_ids"][row] == document
-        ids, labels = (batch[name][row][here].unsqueeze(0) for name in ("input_ids", "labels"))
+    def ids_of(half: int) -> tuple[Tensor, Tensor]:
+        """The tokens of prompt and completion."""
+        row, first = (batch[HALF] == half).nonzero()[0].tolist()
+        places = (batch["document_ids"][row] == batch["document_ids"][row, first]).nonzero()
+        ids = batch["input_ids"][row]
+        return ids[int(places[0]) : first + 1], ids[first + 1 : int(places[-1]) + 1]
+
+    def logprobs_of(prompt: Tensor, completion: Tensor) -> Tensor:
+        ids = torch.cat([prompt, completion]).unsqueeze(0)
+        labels = torch.full_like(ids, IGNORE)
+        labels[0, len(prompt) - 1 : -1] = completion
         return model(ids, labels=labels, form=token_logprobs).logprobs[labels != IGNORE].double()
 
-    with torch.no_grad():
-        reference = [half_logprobs(half).sum() for half in range(halves)]
+    own = [ids_of(half) for half in range(halves)]
+    others = [(own[prompt][0], own[completion][1]) for prompt, completion in mismatched_halves(rows)]
+
+    @torch.no_grad()
+    def sums_of(documents: list) -> Tensor:
+        return torch.stack([logprobs_of(*one).sum() for one in documents])
+
+    reference, other_reference = sums_of(own), sums_of(others)
     move(parameters, config.adapter is not None)
     magnitudes.refresh()
     if config.adapter is not None:  # the reference is the policy without its adapters
-        with torch.no_grad(), without_adapters([model]):
-            assert torch.equal(
-                torch.stack([half_logprobs(half).sum() for half in range(halves)]), torch.stack(reference)
-            )
-    losses, correct = [], []
+        with without_adapters([model]):
+            assert torch.equal(sums_of(own), reference)
+    divergence = max(float((sums_of(others) - other_reference).mean()), 0.0)
+    losses, chosen, correct = [], [], []
     for pair in range(halves // 2):
-        sums = [half_logprobs(2 * pair + side) for side in range(2)]
-        chosen.append(sums[0])
-        ratios = [logprobs.sum() - reference[2 * pair + side] for side, logprobs in enumerate(sums)]
-        margin = PREFERENCE.beta * (ratios[0] - ratios[1])
-        smooth = PREFERENCE.label_smoothing
-        losses.append(-(1 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin))
-        correct.append(float(margin > 0))
-    loss = torch.stack(losses).mean()
-    (loss - PREFERENCE.sft_weight * torch.cat(chosen).mean()).backward()
+        found = [logprobs_of(*own[2 * pair + side]) for side in range(2)]
+        chosen.append(found[0])
+        sums = [(logprobs.sum(), reference[2 * pair + side]) for side, logprobs in enumerate(found)]
+        losses.append(pair_loss(preference, sums, [len(logprobs) for logprobs in found], divergence))
+        scores = [one.mean() for one in found] if not preference.has_reference else [a - b for a, b in sums]
+        correct.append(float(scores[0] > scores[1]))
+    sft_weight = 1.0 if preference.loss_type == "orpo" else preference.sft_weight
+    loss = torch.stack(losses).mean() / (2 if preference.loss_type == "kto" else 1)
+    loss = loss - sft_weight * torch.cat(chosen).mean()
+    loss.backward()
     norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm()
     factor = (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0)  # the engine's gradients are clipped ones
     gradients = {name: p.grad * factor for name, p in parameters.items()}
-    return loss.item(), sum(correct) / len(correct), gradients
+    other = {"kl": divergence} if preference.loss_type == "kto" else {"rewards/accuracies": sum(correct) / len(correct)}
+    return {"loss": loss.item(), **other}, gradients
 
 
-def run_layout(process: Process, layout: Layout) -> tuple[dict[str, float], dict]:
+def run_layout(process: Process, loss_type: str, layout: Layout) -> tuple[dict[str, float], dict]:
     """Metrics and gradients of a step by the engine; collective."""
     torch.compiler.reset()
-    plan = resolve_plan(config_of(layout), process.world_size)
+    plan = resolve_plan(config_of(loss_type, layout), process.world_size)
     cluster = build_cluster(plan, process)
     policy = build_network(plan, cluster)
     policy.loaded(new_adapters=True)
@@ -171,7 +238,7 @@ def run_layout(process: Process, layout: Layout) -> tuple[dict[str, float], dict
     tokenizer = SimpleNamespace(special={"[gMASK]": BEGIN})
     learner = PreferenceTuning.__new__(PreferenceTuning)
     vars(learner).update(plan=plan, cluster=cluster, network=policy, networks={"model": policy}, tokenizer=tokenizer)
-    learner._prefer(PREFERENCE)
+    learner._prefer(PREFERENCES[loss_type])
     task = SimpleNamespace(plan=plan, cluster=cluster, networks=learner.networks, objectives=learner.objectives)
     whole, count = make_pairs(), layout.micro_batches
     share = ROWS // count // plan.layout.dp_degree
@@ -184,36 +251,39 @@ def run_layout(process: Process, layout: Layout) -> tuple[dict[str, float], dict
     return learner.objectives["model"].metrics(outcome.sums, totals.main, 0), gradients
 
 
-def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
+def compare(name: str, found: tuple, reference: tuple) -> dict:
     """Differences between a layout and one process; collective."""
-    (metrics, gradients), (loss, accuracy, gradients0) = found, reference
+    (metrics, gradients), (wanted, gradients0) = found, reference
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, squares(gradients, gradients0))
+    (other,) = wanted.keys() - {"loss"}
     return {
-        "name": layout.name,
-        "loss_error": (relative(metrics["loss"], loss), f"{metrics['loss']} instead of {loss}"),
-        "accuracy_error": (abs(metrics["reward_accuracy"] - accuracy), f"{metrics['reward_accuracy']}, {accuracy}"),
+        "name": name,
+        "loss_error": (relative(metrics["loss"], wanted["loss"]), f"{metrics['loss']} instead of {wanted['loss']}"),
+        "other_error": (abs(metrics[other] - wanted[other]), f"{other} {metrics[other]}, {wanted[other]}"),
         "gradient_error": max(gradient_errors(ranks, gradients0)),
-        "loss": loss,
+        **wanted,
     }
 
 
 def main(world_size: int, *names: str) -> None:
-    """Compare the named layouts of this world size, or all, with one process, which is this one."""
+    """Compare the named cases of this world size, or all, with one process, which is this one."""
     torch.set_num_threads(1)
-    layouts = {name: LAYOUTS[world_size][name] for name in names or LAYOUTS[world_size]}
-    references = {layout.reference: run_reference(config_of(layout)) for layout in layouts.values()}
+    cases = {name: CASES[world_size][name] for name in names or CASES[world_size]}
+    one_each = {(loss_type, layout.reference): (loss_type, layout) for loss_type, layout in cases.values()}
+    references = {key: run_reference(config_of(*case)) for key, case in one_each.items()}
 
     def work(some: list[str]) -> None:
         process = join(300)
-        for layout in (layouts[name] for name in some):
+        for name, (loss_type, layout) in ((name, cases[name]) for name in some):
             with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
-                row = compare(layout, run_layout(process, layout), references[layout.reference])
+                found = run_layout(process, loss_type, layout)
+                row = compare(name, found, references[loss_type, layout.reference])
             if process.is_main:
                 print(json.dumps(row), flush=True)
         leave()
 
-    run_cases(world_size, list(layouts), work, len(layouts))
+    run_cases(world_size, list(cases), work, len(cases))
 
 
 if __name__ == "__main__":

@@ -114,9 +114,9 @@ def one_document(tokens: np.ndarray, eos_id: int) -> Batch:
 def held_out(manifest: Manifest) -> TokenStream:
     """The validation split of a source. Raises UserError if it has nothing to predict, or pairs."""
     split = manifest.splits["validation"]
-    if manifest.is_paired:
+    if manifest.is_preference:
         raise UserError(
-            f"{manifest.folder}: holds pairs of answers, which only runs with [finetune.preference] validate; take "
+            f"{manifest.folder}: holds preferences, which only runs with [finetune.preference] validate; take "
             "another source"
         )
     if not split.labels:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from glm46.engine.observe.metrics import OPTIMISED, SHOWN
+from glm46.engine.observe.metrics import OPTIMISED, SHOWN, split_column
 
 SPEEDS = ("budget_tokens_per_second", "tokens_per_second")
 """Columns of the speed at which the budget is spent: the first one that a row has."""
@@ -58,7 +58,7 @@ def validation_line(row: Mapping[str, float | None]) -> str:
     """Format a validation row as one line: each figure over all sources, then that of each source or set."""
     parts = [f"step {row['step']:7,}"]
     for column, value in row.items():
-        name, _, part = column.partition("/")
+        name, part = split_column(column)
         for shown in SHOWN:
             if shown.validation == name:
                 label, *_, number = _filled(shown.text, value).split()

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from glm46.engine.observe.heartbeat import Beat, Phase, read_heartbeat
 from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
-from glm46.engine.observe.metrics import METRICS, SPREAD, exported_name, find_metric
+from glm46.engine.observe.metrics import METRICS, SPREAD, exported_name, find_metric, split_column
 
 _TAIL_BYTES = 64 * 1024
 """Read of the end of the rows: some dozens. A value of an earlier row, such as of validation, is kept from then."""
@@ -132,7 +132,7 @@ def _of_heartbeat(beat: Beat) -> Iterator[Metric]:
 def _of_rows(columns: Mapping[str, float | None]) -> Iterator[Metric]:
     families: dict[str, GaugeMetricFamily] = {}
     for column, value in columns.items():
-        name, _, part = column.partition("/")
+        name, part = split_column(column)
         try:
             metric = find_metric(column)
         except KeyError:  # such as kind; or of another release

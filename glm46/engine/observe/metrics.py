@@ -36,7 +36,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "loss", "nats/token", "loss",
         "Mean cross-entropy of the next token over the last step's labels; with [rl] the loss of policy or critic; of "
-        "pairs, the mean of the preference loss.",
+        "pairs, the mean of their loss, with the cross-entropy that is added to it.",
     ),
     Metric("loss_mean", "nats/token", "loss", "Mean of loss over the labels of all good steps since the previous row."),
     Metric("perplexity", "1", "loss", "exp(loss)."),
@@ -45,15 +45,21 @@ METRICS: tuple[Metric, ...] = (
         "mtp_acceptance", "ratio", "loss",
         "Positions where a prediction layer's most likely token is the main model's for the same place.", "depth",
     ),
-    Metric("reward_margin", "nats", "loss", "Reward of the chosen completion less the rejected one's; mean of pairs."),
-    Metric("reward_accuracy", "ratio", "loss", "Pairs with a margin above 0; one of exactly 0 counts half."),
+    Metric("rewards/margins", "nats", "loss", "Mean reward of chosen completions less that of rejected ones."),
+    Metric("rewards/accuracies", "ratio", "loss", "Pairs with a margin above 0; one of exactly 0 counts half."),
     Metric(
-        "chosen_reward", "nats", "loss", "beta times the log-ratio of policy and reference; mean of chosen completions."
+        "rewards/chosen", "nats", "loss",
+        "beta times the log-ratio of policy and reference; mean of chosen or desirable completions. Without a "
+        "reference beta times the log-probability per token.",
     ),
-    Metric("rejected_reward", "nats", "loss", "The same of rejected completions."),
-    Metric("chosen_logprob", "nats", "loss", "Log-probability of the policy; mean of chosen completions."),
-    Metric("rejected_logprob", "nats", "loss", "The same of rejected completions."),
-    Metric("chosen_loss", "nats/token", "loss", "Mean cross-entropy of the chosen completions."),
+    Metric("rewards/rejected", "nats", "loss", "The same of rejected or undesirable completions."),
+    Metric(
+        "logps/chosen", "nats", "loss",
+        "Log-probability of the policy; mean of chosen completions. Without a reference per token.",
+    ),
+    Metric("logps/rejected", "nats", "loss", "The same of rejected completions."),
+    Metric("nll_loss", "nats/token", "loss", "Mean cross-entropy of the chosen completions."),
+    Metric("kl", "nats", "loss", "KTO's estimate of the divergence of the policy from the reference, at least 0."),
     Metric("balance_loss", "1", "loss", "Sequence-level balance loss, mean over tokens, before its weight."),
     Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),
     Metric("explained_variance", "ratio", "loss", "1 - variance of return - value over variance of the return."),
@@ -153,11 +159,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("validation_needle_loss", "nats/token", "validation", "Mean cross-entropy of these answers.", "length"),
     Metric("validation_task", "1", "validation", "A metric of a standard task, as lm-eval defines it.", "task/metric"),
     Metric(
-        "validation_reward_margin", "nats", "validation", "reward_margin of held-out pairs.", "source", "reward_margin"
+        "validation_rewards/margins", "nats", "validation", "rewards/margins of held-out pairs.", "source",
+        "rewards/margins",
     ),
     Metric(
-        "validation_reward_accuracy", "ratio", "validation", "reward_accuracy of held-out pairs.", "source",
-        "reward_accuracy",
+        "validation_rewards/accuracies", "ratio", "validation", "rewards/accuracies of held-out pairs.", "source",
+        "rewards/accuracies",
     ),
     Metric("validation_reward", "1", "validation", "Mean reward of the answers to held-out prompts.", "set", "reward"),
     Metric("validation_pass", "ratio", "validation", "Prompts that one of k answers solves, unbiased.", "set@k"),
@@ -187,8 +194,8 @@ class Shown(NamedTuple):
 SHOWN: tuple[Shown, ...] = (
     Shown("reward", "reward {:6.3f}", "Reward", "validation_reward"),
     Shown("validation_pass", "pass {:5.1%}", "Pass@k", "validation_pass"),
-    Shown("reward_accuracy", "accuracy {:6.1%}", "Accuracy of preferences", "validation_reward_accuracy"),
-    Shown("reward_margin", "margin {:7.3f}", "Margin of preferences", "validation_reward_margin"),
+    Shown("rewards/accuracies", "accuracy {:6.1%}", "Accuracy of preferences", "validation_rewards/accuracies"),
+    Shown("rewards/margins", "margin {:7.3f}", "Margin of preferences", "validation_rewards/margins"),
     Shown("loss", "loss {:8.4f}", "Loss", "validation_loss", mean="loss_mean"),
     Shown("grad_norm", "grad {:7.3f}", "Gradient norm"),
     Shown("lr", "lr {:.2e}", "Learning rate", starts_at_zero=True),
@@ -203,7 +210,7 @@ SHOWN: tuple[Shown, ...] = (
     Shown("expert_balance_cv", "balance {:5.2f}", "Deviation of tokens per expert", starts_at_zero=True),
 )
 
-OPTIMISED = (("reward",), ("reward_accuracy", "reward_margin"), ("entropy",), ("loss",))
+OPTIMISED = (("reward",), ("rewards/margins", "rewards/accuracies"), ("entropy",), ("loss",))
 """Columns of what a run optimises: the first ones that its rows have. Labels as answers (rl.warm_up_rollouts) have no
 reward."""
 _OWN_NAMES = {
@@ -235,18 +242,25 @@ def find_metric(column: str) -> Metric:
     Raises:
         KeyError: no such metric, which is a bug in glm46.
     """
-    name, _, part = column.partition("/")
+    name, part = split_column(column)
     metric = _BY_NAME[name]
     if part and metric.per is None and metric.group not in _OF_NETWORKS:
         raise KeyError(f"{column}: {name} is not split")
     return metric
 
 
+def split_column(column: str) -> tuple[str, str]:
+    """The name of a column's metric, and its part, which may be empty. Names of TRL have a slash of their own."""
+    name, _, part = column.partition("/")
+    second, _, rest = part.partition("/")
+    return (f"{name}/{second}", rest) if f"{name}/{second}" in _BY_NAME else (name, part)
+
+
 def exported_name(column: str) -> str:
     """Prometheus' name of a column of metrics.jsonl, without its part."""
     if column in _OWN_NAMES:
         return _OWN_NAMES[column]
-    return column if column.startswith("expert_") else f"training_{column}"
+    return column if column.startswith("expert_") else f"training_{column.replace('/', '_')}"
 
 
 def plain_row(row: Mapping[str, int | float]) -> dict[str, int | float | None]:

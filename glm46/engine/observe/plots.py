@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from glm46.engine.observe.console import short_number
-from glm46.engine.observe.metrics import SHOWN, Shown, find_metric
+from glm46.engine.observe.metrics import SHOWN, Shown, find_metric, split_column
 from glm46.files.durable import replace_durably
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def draw(runs: Sequence[Run], output: Path, x_axis: tuple[str, str], charts: Seq
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    known = {column.partition("/")[0] for run in runs for row in (*run.train, *run.validation) for column in row}
+    known = {split_column(column)[0] for run in runs for row in (*run.train, *run.validation) for column in row}
     panels = [one for one in charts if one.title and known.intersection((one.column, one.mean, one.validation))]
     panel_rows, legend_rows = -(-len(panels) // 2), -(-len(runs) // 3)
     figure = Figure(figsize=(13, 4 * panel_rows + 0.3 * legend_rows), dpi=120, layout="constrained")
@@ -73,8 +73,8 @@ def _draw_run(axes: "Axes", panel: Shown, run: Run, colour: str, x: str) -> None
     for column, shape in zip(_of_validation(panel, run), itertools.cycle("os^Dv")):
         points = _values(run.validation, (x,)), _values(run.validation, (column,))
         axes.plot(*points, shape, color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
-        if "/" in column:
-            axes.annotate(column.partition("/")[2], [values[-1] for values in points], fontsize=7)
+        if part := split_column(column)[1]:
+            axes.annotate(part, [values[-1] for values in points], fontsize=7)
 
 
 def _of_validation(panel: Shown, run: Run) -> list[str]:
@@ -82,7 +82,7 @@ def _of_validation(panel: Shown, run: Run) -> list[str]:
     known = {column for row in run.validation for column in row}
     if panel.validation in known:
         return [panel.validation]
-    return sorted(column for column in known if column.partition("/")[0] == panel.validation)
+    return sorted(column for column in known if split_column(column)[0] == panel.validation)
 
 
 def _values(rows: Sequence[dict], columns: tuple[str, ...]) -> list[float]:

@@ -240,7 +240,7 @@ class _Step:
             # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
             on_device = min(all_states, OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *(size for size, _ in states)))
         # The reference of a preference without adapters: the same shards once more, as they are computed with.
-        has_reference = self._config.preference is not None and self._config.adapter is None
+        has_reference = self._config.has_preference_reference and self._config.adapter is None
         reference = held * self._width + buffers * FP32 if has_reference else 0.0
         here = {part.index for part in parts}
         kept = {part.index: self._of_micro_batch(part, here) for part in parts}

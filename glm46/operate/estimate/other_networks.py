@@ -94,10 +94,12 @@ def inference_bytes(
 def other_passes(plan: Plan) -> tuple[int, int]:
     """Forward passes without gradient over all rows of a step, and updates of a critic in it.
 
-    The passes: of the reference of a preference; with [rl] of the old policy, the reference and the critic.
+    The passes: of the reference of a preference, of KTO also of both networks on other prompts; with [rl] of the old
+    policy, the reference and the critic.
     """
     if plan.config.rl is None:
-        return int(plan.config.preference is not None), 0
+        has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
+        return plan.config.has_preference_reference + 2 * has_kl, 0
     rl = plan.config.rl.resolved()
     is_old_apart = rl.old_policy == "trainer" and not rl.is_on_policy(plan.config.training.global_batch_size)
     return is_old_apart + rl.has_reference + rl.has_critic, int(rl.has_critic)

@@ -107,16 +107,25 @@ def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = N
 
 
 def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
-    """As `step_traffic`, of the forward passes of the reference of [finetune.preference], which precede the step: of
-    the policy without its adapters, or of a frozen network. Nothing without that section."""
-    if plan.config.preference is None:
+    """As `step_traffic`, of the forward passes that precede a step of preferences: those of the reference, which is the
+    policy without its adapters or a frozen network, and of KTO also both networks on completions of other prompts.
+    Nothing without a reference."""
+    if not plan.config.has_preference_reference:
         return [[] for _ in range(plan.layout.pp)]
-    step = _Step(plan, stage_index, micro_batches, has_backward=False)
-    parts = [
-        [part if part.adapters is not None else replace(part, adapters=((),) * len(part.blocks)) for part in of_rank]
-        for of_rank in parts_of_ranks(plan)
-    ]
-    return [_merged(step.of_evaluation(rank, of_rank)) for rank, of_rank in enumerate(parts)]
+    has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
+    count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+    of_reference = _Step(plan, stage_index, count * (1 + has_kl), has_backward=False)
+    of_policy, found = _Step(plan, stage_index, count, has_backward=False), []
+    for rank, parts in enumerate(parts_of_ranks(plan)):
+        frozen = [
+            part if part.adapters is not None else replace(part, adapters=((),) * len(part.blocks)) for part in parts
+        ]
+        calls = list(of_reference.of_evaluation(rank, frozen))
+        if has_kl:
+            calls += of_policy.of_evaluation(rank, parts)
+            calls.append(_Call("world", "all_reduce", plan.layout.world_size, "divergence", 1, 2 * _FP64))
+        found.append(_merged(iter(calls)))
+    return found
 
 
 def _of_muon(plan: Plan, parts: list[StagePart]) -> list[Traffic]:
@@ -405,8 +414,8 @@ class _Step:
                 yield _Call(axis, "all_reduce", sizes[axis], "gradient norm", 1, FP32)
         yield _Call("pp", "all_reduce", layout.pp, "gradient norm", 1, FP32)
         # Loss, and of each prediction depth loss and accepted drafts; two auxiliary losses and the norm.
-        # Of pairs loss, correct order, and two sums of each half.
-        own = 1 + 2 * self._depths if self._plan.config.preference is None else 6
+        # Of pairs loss, correct order or divergence, a sum of chosen halves, and two of each half.
+        own = 1 + 2 * self._depths if self._plan.config.preference is None else 7
         sums = (own + 3) * _FP64
         routers = self._shape.num_hidden_layers - self._shape.first_k_dense_replace + self._depths
         counts = routers * (self._shape.n_routed_experts + 1) * INDEX

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from glm46.storage.chats.chat_rows import ROWS, BadConversation, message_list, role_of, text_of
+from glm46.storage.chats.chat_rows import BadConversation, chat_rows, message_list, role_of, text_of
 from glm46.storage.chats.format_as_text import CALL_AS_TEXT, format_as_text, is_bare_call
 
 _MAY_FOLLOW: dict[str, set[str | None]] = {
@@ -59,7 +59,7 @@ def parse_conversation(record: object, format: str) -> Conversation:
     """
     if not isinstance(record, Mapping):
         raise BadConversation("line is not an object", type(record).__name__)
-    rows = _joined(ROWS[format](record))
+    rows = _joined(chat_rows(record, format))
     end = max((i for i, message in enumerate(rows, start=1) if message.role == "assistant"), default=0)
     if not end:
         raise BadConversation("no assistant")

@@ -8,7 +8,7 @@ from glm46.config.data import SourceConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.rules import messages
-from glm46.config.rules_data import chat_faults, pair_faults
+from glm46.config.rules_data import chat_faults, preference_faults
 from glm46.run.plan import Plan
 from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest
 from glm46.storage.data.pack_plans import plan_of
@@ -55,7 +55,7 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
         try:
             manifests[source.name] = manifest = load_manifest(Path(source.path))
             if source.recipe is None:
-                faults += messages(config, pair_faults(config, manifest.is_paired, source.path, source.path))
+                faults += messages(config, preference_faults(config, manifest.format, source.path, source.path))
                 if manifest.splits["train"].targets is not None:
                     named, longest = f"{source.path}: max_tokens", manifest.settings["max_tokens"]
                     faults += messages(config, chat_faults(config, index, longest, named))

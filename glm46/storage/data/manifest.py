@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from glm46.config.errors import UserError
-from glm46.config.text_recipe import PAIRS
+from glm46.config.text_recipe import PREFERENCES
 from glm46.files.durable import hash_file, replace_durably
 from glm46.storage.data.shards import SHARD_REMEDY, open_shard
 
@@ -100,9 +100,14 @@ class Manifest:
     noted: dict[str, int] = field(default_factory=dict)
 
     @property
-    def is_paired(self) -> bool:
-        """True if each document is a pair, see `storage/chats/pairs.py`."""
-        return self.settings.get("format") == PAIRS
+    def format(self) -> str:
+        """Of the rows that it was made of, as `Recipe.format`."""
+        return self.settings.get("format", "text")
+
+    @property
+    def is_preference(self) -> bool:
+        """True if each document is a pair or a labelled answer, see `storage/chats/pairs.py`."""
+        return self.format in PREFERENCES
 
     def require_tokenizer(self, fingerprint: str) -> None:
         """Raise UserError unless the shards were made with the tokenizer of this fingerprint."""

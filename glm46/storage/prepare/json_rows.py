@@ -117,12 +117,16 @@ def refuse_other_encoding(file: Path, head: bytes) -> None:
         )
 
 
-def refuse_object_of_rows(file: Path, value: dict, text_key: str) -> None:
-    """Raise UserError if the only value of a file is an object that holds rows under a key of its own."""
+def refuse_object_of_rows(file: Path, value: dict, named: str) -> None:
+    """Raise UserError if the only value of a file is an object that holds rows under a key of its own.
+
+    Args:
+        named: the fields that it lacks.
+    """
     for key, rows in value.items():
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             raise UserError(
-                f"{file}: one object without '{text_key}', with {len(rows):,} rows under '{key}'; write the rows one "
+                f"{file}: one object without {named}, with {len(rows):,} rows under '{key}'; write the rows one "
                 f"per line: jq -c '.[{dumps(key)}][]' '{file}' > FILE.jsonl"
             )
 
@@ -152,4 +156,4 @@ def refuse_rows(file: Path, data: bytes, fields: Fields) -> None:
         isinstance(rows, list) and rows and isinstance(rows[0], dict) and fields.text in rows[0]
         for rows in found[0].values()
     ):
-        refuse_object_of_rows(file, found[0], fields.text)
+        refuse_object_of_rows(file, found[0], fields.named)

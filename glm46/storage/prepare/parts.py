@@ -8,11 +8,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.config.text_recipe import TextRecipe
+from glm46.config.text_recipe import PREFERENCES, TextRecipe
 from glm46.files.array_file import map_arrays, write_arrays
 from glm46.storage.chats.chat import ChatOptions, render, render_pair
 from glm46.storage.chats.format_as_text import FORMAT_AS_TEXT
@@ -49,9 +50,34 @@ _worker: _WorkerState | None = None
 
 def start_worker(recipe: TextRecipe, key: str, flavor: str) -> None:
     """Load the tokenizer and the evaluation text, once per process."""
+    _begin(recipe, key, load_tokenizer(recipe.tokenizer, flavor))
+
+
+def _begin(recipe: TextRecipe, key: str, tokenizer: Tokenizer) -> None:
     global _worker
-    tokenizer = load_tokenizer(recipe.tokenizer, flavor)
     _worker = _WorkerState(recipe, tokenizer, key, _evaluation(recipe, tokenizer), tokenizer.token_bytes())
+
+
+def first_documents(
+    recipe: TextRecipe, tokenizer: Tokenizer, count: int, tally: Tally
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The first documents of chats that a recipe would make, in the order of its files, without duplicates removed.
+
+    Args:
+        tally: counts what is left out before them.
+
+    Returns:
+        The place of the conversation of each, and its tokens, uint32 [n] with the bit `NOT_A_TARGET`.
+    """
+    _begin(recipe.model_copy(update={"decontaminate": ()}), "", tokenizer)
+    fields, left = Fields.of(recipe), count
+    parts = parts_of(find_files(recipe.input, "input"), fields) if count else []
+    for document in (one for part in parts for one in read_part(part, fields)):
+        for tokens in () if _is_bad(document, tally) else _made(document, tally)[:left]:
+            left -= 1
+            yield with_line(document.place), tokens
+        if not left:
+            return
 
 
 def make_part(part: InputPart, stem: Path) -> tuple[int, Tally]:
@@ -104,15 +130,21 @@ def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document
         if size >= PIECE_BYTES:
             yield documents, tally, False
             documents, size, tally = [], 0, Tally()
-        if isinstance(document, BadDocument):
-            reason, place = document.args
-            # Empty files, ties and cut answers are common; unreadable documents may be a mistake in the recipe.
-            is_usual = reason in (EMPTY, EQUAL_HALVES, *FORMAT_AS_TEXT)
-            tally.count(tally.filtered if is_usual else tally.bad, reason, [place])
-            continue
-        documents.append(document)
-        size += len(document.text) + DOCUMENT_BYTES
+        if not _is_bad(document, tally):
+            documents.append(document)
+            size += len(document.text) + DOCUMENT_BYTES
     yield documents, tally, True
+
+
+def _is_bad(document: Document | BadDocument, tally: Tally) -> TypeGuard[BadDocument]:
+    """True if a document cannot be read, which is counted."""
+    if not isinstance(document, BadDocument):
+        return False
+    reason, place = document.args
+    # Empty files, ties and cut answers are common; unreadable documents may be a mistake in the recipe.
+    is_usual = reason in (EMPTY, EQUAL_HALVES, *FORMAT_AS_TEXT)
+    tally.count(tally.filtered if is_usual else tally.bad, reason, [place])
+    return True
 
 
 def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: bool) -> None:
@@ -124,12 +156,10 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
         text = normalize(document.text, recipe.normalize)
         encoded = text.encode()
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        if recipe.is_paired:
+        if recipe.format in PREFERENCES:
             # The first half decides the split.
             digest = hashlib.blake2b(document.prompt.encode(), digest_size=8).digest() + digest[:8]
-            made = _pair(document, tally)
-        else:
-            made = _chat(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
+        made = _made(document, tally) if recipe.is_chat else _text(document, text, digest, tally)
         ids = [one & ~np.uint32(NOT_A_TARGET) for one in made]
         if any(is_contaminated(one, _worker.evaluation) for one in ids):
             tally.count(tally.filtered, "holds evaluation text", [document.place])
@@ -157,6 +187,11 @@ def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: b
     tensors["tokens"] = np.concatenate([np.empty(0, np.uint32), *tokens])
     facts = {"key": _worker.key, "last": str(int(is_last)), "tally": json.dumps(vars(tally))}
     write_arrays(file, tensors, facts)
+
+
+def _made(document: Document, tally: Tally) -> list[np.ndarray]:
+    """The documents of a conversation, or that of a pair or a labelled answer."""
+    return (_preference if _worker.recipe.format in PREFERENCES else _chat)(document, tally)
 
 
 def _text(document: Document, text: str, digest: bytes, tally: Tally) -> list[np.ndarray]:
@@ -194,10 +229,14 @@ def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
     return kept
 
 
-def _pair(document: Document, tally: Tally) -> list[np.ndarray]:
-    """Both halves of a pair as one document, as `_chat`."""
-    recipe, place = _worker.recipe, [document.place]
+def _preference(document: Document, tally: Tally) -> list[np.ndarray]:
+    """Both halves of a pair as one document, as `_chat`. A labelled answer is one of them, and the other one its first
+    token."""
+    recipe, place, is_pair = _worker.recipe, [document.place], document.label is None
     halves = render_pair(document.conversations, _worker.tokenizer, recipe.no_reasoning)
+    if not is_pair:
+        halves.append(type(halves[0])(halves[0].ids[:1], np.zeros(1, bool)))
+        halves = halves if document.label else halves[::-1]
     lengths = [len(half.ids) for half in halves]
     is_long = sum(lengths) > recipe.max_tokens
     if is_long:
@@ -208,15 +247,17 @@ def _pair(document: Document, tally: Tally) -> list[np.ndarray]:
     fault = None
     if is_long and recipe.too_long == "drop":
         fault = "above max_tokens"
-    elif not all(half.is_target.any() for half in halves):
-        fault = "above max_tokens" if is_long else "no target in chosen or rejected"
-    elif np.array_equal(halves[0].ids, halves[1].ids):
+    elif sum(half.is_target.any() for half in halves) < len(document.conversations):
+        fault = "above max_tokens" if is_long else "no target in chosen or rejected" if is_pair else "no target"
+    elif is_pair and np.array_equal(halves[0].ids, halves[1].ids):
         fault = EQUAL_HALVES
     if fault is not None:
         tally.count(tally.filtered, fault, place)
         return []
     if is_long:
-        tally.count(tally.noted, "pairs cut to max_tokens", place)
+        tally.count(tally.noted, f"{'pairs' if is_pair else 'labelled answers'} cut to max_tokens", place)
+    if not is_pair:
+        tally.count(tally.noted, "desirable" if document.label else "undesirable", [])
     return [np.concatenate([np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET)) for ids, is_target in halves])]
 
 

@@ -66,15 +66,16 @@ def prepare_run(
     for source in present:
         raise_for_source(manifests[source.name], tokenizer)
         if source.recipe is not None:
-            require_recipe(manifests[source.name], _text_recipe(source, model.tokenizer_path))
+            require_recipe(manifests[source.name], text_recipe(source, model.tokenizer_path))
     for source in missing:
-        recipe = _text_recipe(source, model.tokenizer_path)
+        recipe = text_recipe(source, model.tokenizer_path)
         recipe = recipe.model_copy(update={"input": local_inputs(recipe.input)})
         prepare_text(recipe, report=report, flavor=model.flavor)
     return load_text(plan)[1] if missing else manifests
 
 
-def _text_recipe(source: SourceConfig, tokenizer: str) -> TextRecipe:
+def text_recipe(source: SourceConfig, tokenizer: str) -> TextRecipe:
+    """The recipe of a source of a run, with what the run states beside it."""
     return TextRecipe(**source.recipe.model_dump(), output=source.path, name=source.name, tokenizer=tokenizer)
 
 

@@ -55,7 +55,7 @@ def parts_of(files: Sequence[Path], fields: Fields) -> list[InputPart]:
             with opened(file) as stream:
                 refuse_other_format(file, stream.read(HEAD_BYTES), "rows")
             raise UserError(
-                f"{file}: does not hold rows with '{fields.text}'; format = '{fields.format}' reads .jsonl, .json and "
+                f"{file}: does not hold rows with {fields.named}; format = '{fields.format}' reads .jsonl, .json and "
                 ".parquet files; correct input or format"
             )
         if kind == "text":
@@ -150,14 +150,14 @@ def _json_kind(file: Path, fields: Fields) -> str:
             row = text.value()
         except ValueError:
             return "values" if is_array else "lines"
-        has_key = isinstance(row, dict) and fields.text in row
+        has_key = isinstance(row, dict) and fields.are_in(row)
         if fields.json_is_text and suffix_in(file) == ".json" and not has_key:
             return "text"
         if is_array:
             return "values"
         is_line = text.fills_its_line()
         if isinstance(row, dict) and not has_key and not text.peek():
-            refuse_object_of_rows(file, row, fields.text)
+            refuse_object_of_rows(file, row, fields.named)
         return "lines" if is_line else "values"
 
 
@@ -246,12 +246,12 @@ def _columns(file: str, fields: Fields) -> list[str] | None:
 
     with _readable(Path(file)), _parquet_faults(file), pyarrow.parquet.ParquetFile(file) as table:
         names = table.schema_arrow.names
-    columns = {"text_key" if fields.format == "text" else "format": fields.text}
-    columns |= {"answer_key": fields.answer} if fields.answer else {}
-    for key, column in columns.items():
-        if column not in names:
-            raise UserError(f"{file}: no column '{column}'; its columns are {', '.join(names[:8])}; set {key}")
-    return list(columns.values()) if fields.format == "text" else None
+    found, is_text = f"its columns are {', '.join(names[:8])}", fields.format == "text"
+    if not fields.are_in(names):
+        raise UserError(f"{file}: no column {fields.named}; {found}; set {'text_key' if is_text else 'format'}")
+    if fields.answer and fields.answer not in names:
+        raise UserError(f"{file}: no column '{fields.answer}'; {found}; set answer_key")
+    return [fields.text, *([fields.answer] if fields.answer else [])] if is_text else None
 
 
 def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[str, object]]:

@@ -1,13 +1,14 @@
-"""Rows of a file as documents: a row holds a text, a conversation or a pair."""
+"""Rows of a file as documents: a row holds a text, a conversation, a pair or a labelled answer."""
 
 import json
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
-from glm46.config.text_recipe import PAIRS, Recipe
+from glm46.config.text_recipe import LABELLED, PAIRS, Recipe
 from glm46.storage.chats.conversation import BadConversation, Conversation, parse_conversation
-from glm46.storage.chats.pairs import parse_pair
+from glm46.storage.chats.pairs import parse_labelled, parse_pair
 
 # The reason of a document that holds only white space.
 EMPTY = "empty"
@@ -16,7 +17,7 @@ _CHAT_FIELDS = {
     "messages": "messages", "sharegpt": "conversations", "prompt_completion": "prompt", "alpaca": "instruction",
     PAIRS: "chosen",
 }  # fmt: skip
-"""A field that each row of a format has."""
+"""A field that each row of a format has; rows of the other formats have one of those of chats."""
 
 
 class BadDocument(Exception):
@@ -25,7 +26,7 @@ class BadDocument(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One text, one conversation, or one pair."""
+    """One text, one conversation, one pair, or one labelled answer."""
 
     text: str
     """The text. Of conversations their identity: all that was parsed, as JSON."""
@@ -35,14 +36,20 @@ class Document:
     """Its known result, if `Fields` names one."""
     conversations: tuple[Conversation, ...] = ()
     """The conversation, or both halves of the pair."""
+    label: bool | None = None
+    """Of a labelled answer: whether it is desirable."""
 
     @property
     def prompt(self) -> str:
-        """Of a pair what both halves begin with, as JSON; else empty. Pairs of one prompt are in one split."""
-        pairs = (
-            zip(*(half.messages for half in self.conversations), strict=False) if len(self.conversations) > 1 else ()
-        )
-        shared = [asdict(one) for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        """Of a pair what both halves begin with, and what a labelled answer answers, as JSON; else empty. Those of one
+        prompt are in one split."""
+        messages = self.conversations[0].messages if self.conversations else ()
+        if self.label is not None:
+            asked = max(place for place, message in enumerate(messages) if message.role == "user")
+            shared = [asdict(message) for message in messages[: asked + 1]]
+        else:
+            pairs = zip(messages, *(half.messages for half in self.conversations[1:]), strict=False)
+            shared = [asdict(one) for one, *other in takewhile(lambda pair: [pair[0]] == [*pair[1:]], pairs)]
         return json.dumps(shared, ensure_ascii=False) if shared else ""
 
 
@@ -57,12 +64,25 @@ class Fields(NamedTuple):
     """As `Recipe.format`."""
     json_is_text: bool = False
     """True if a .json file without rows is one text."""
+    others: tuple[str, ...] = ()
+    """Further fields, of which a row has one if it lacks ``text``."""
+
+    @property
+    def named(self) -> str:
+        """For messages."""
+        return " or ".join(f"'{name}'" for name in (self.text, *self.others))
+
+    def are_in(self, names: Container[str]) -> bool:
+        """True if a row with these names of fields holds the text."""
+        return any(name in names for name in (self.text, *self.others))
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Fields":
         """The fields of a recipe's input."""
         if recipe.is_chat:
-            return cls(_CHAT_FIELDS[recipe.format], None, recipe.format)
+            own = _CHAT_FIELDS.get(recipe.format)
+            names = [*_CHAT_FIELDS.values()][:-1] if own is None else [own]
+            return cls(names[0], None, recipe.format, others=tuple(names[1:]))
         answer = recipe.answer_key if recipe.verify in ("maths", "steps") else None
         return cls(recipe.text_key, answer, json_is_text=recipe.verify == "json")
 
@@ -84,11 +104,22 @@ def read_row(row: object, place: str, fields: Fields) -> Document | BadDocument:
 
 def _chat(row: object, place: str, format: str) -> Document | BadDocument:
     try:
-        conversations = parse_pair(row) if format == PAIRS else (parse_conversation(row, format),)
+        conversations, label = _parsed(row, format)
         text = "\n".join(json.dumps(asdict(conversation), ensure_ascii=False) for conversation in conversations)
     except BadConversation as error:
         return BadDocument(error.reason, f"{place} ({error.detail})" if error.detail else place)
-    return Document(text, place, None, conversations) if _is_utf8(text) else BadDocument("not UTF-8", place)
+    text = text if label is None else f"{text}\n{label}"
+    return Document(text, place, None, conversations, label) if _is_utf8(text) else BadDocument("not UTF-8", place)
+
+
+def _parsed(row: object, format: str) -> tuple[tuple[Conversation, ...], bool | None]:
+    """The conversations of a row, and its label."""
+    if format == PAIRS:
+        return parse_pair(row), None
+    if format == LABELLED:
+        conversation, label = parse_labelled(row)
+        return (conversation,), label
+    return (parse_conversation(row, format),), None
 
 
 def _is_utf8(text: str) -> bool:

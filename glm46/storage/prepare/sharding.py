@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from glm46.config.text_recipe import Recipe
+from glm46.config.text_recipe import LABELLED, PAIRS, Recipe
 from glm46.files.array_file import map_arrays
 from glm46.storage.data.manifest import ShardEntry, Split
 from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY, write_shard
@@ -68,7 +68,7 @@ def write_splits(
         pieces: files of `make_part`; each is open only while it is read.
         recipe: that of the pieces.
         metadata: for the header of each shard.
-        tally: counts the duplicates, and the conversations or pairs.
+        tally: counts the duplicates, and the conversations or preferences.
     """
     memory = recipe.deduplicate_memory_mb * 10**6
     duplicates = Duplicates(pieces, memory, pieces[0].parent if pieces else folder)
@@ -85,6 +85,6 @@ def write_splits(
         for name, part in zip(names, (~held_out, held_out), strict=True):
             writers[name].add(tensors, keep & part)
             if recipe.is_chat:
-                what = "pairs" if recipe.is_paired else "conversations"
+                what = {PAIRS: "pairs", LABELLED: "labelled answers"}.get(recipe.format, "conversations")
                 tally.count(tally.noted, f"{what}, {name}", [], int((keep & part).sum()))
     return {name: writer.finish() for name, writer in writers.items()}

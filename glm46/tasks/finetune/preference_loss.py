@@ -1,11 +1,13 @@
-"""The loss of direct preference optimisation (DPO), with the sums over the tokens of each half of a pair.
+"""The losses of preferences, each one function over log-probabilities of halves, and the objective that they share.
 
 Sources: DPO, arXiv 2305.18290, equation 7; label smoothing, E. Mitchell, "A note on DPO with noisy preferences" (2023);
-the weighted cross-entropy of chosen completions, arXiv 2404.19733.
+the weighted cross-entropy of chosen completions, arXiv 2404.19733; IPO, arXiv 2310.12036, equation 17, with means per
+token as its authors confirmed to TRL; SimPO, arXiv 2405.14734, equation 6; ORPO, arXiv 2403.07691, equations 6 and 7;
+KTO, arXiv 2402.01306, equations 7 and 8.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,142 +15,148 @@ from torch import Tensor
 
 from glm46.compute.distributed.collectives import sum_over_ranks
 from glm46.compute.distributed.local_tensor import copy_to_device
-from glm46.compute.model.cross_entropy import IGNORE, token_logprobs
+from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.compute.model.transformer import LossSums
 from glm46.config.finetune import PreferenceConfig
 from glm46.engine.training.network import Network
 from glm46.storage.data.batches import Batch
+from glm46.tasks.finetune.halves import HALF, PairSums, sum_pairs
 
-HALF, REFERENCE = "pair_half", "reference_logprobs"
+REFERENCE, KL = "reference_logprobs", "kl"
 
+Losses = Callable[[PairSums, PreferenceConfig, Tensor | float], Tensor]
+"""The loss of each pair, [pairs], or of each example, [pairs, 2]; of rows that do not exist any finite number.
 
-def split_pairs(batch: Batch, begin_id: int) -> Batch:
-    """The halves of each pair as documents of their own: other ``document_ids`` and ``positions``, and the new field
-    ``pair_half``, int64 [B, S]: at each position with a label the number of its half in the batch, the chosen half of
-    pair n being 2n and the rejected one 2n + 1; else -1.
-
-    Args:
-        batch: of the loader, whose documents are pairs.
-        begin_id: the token that each half begins with, and no other place holds.
-    """
-    is_real = batch["document_ids"] >= 0
-    begins = (batch["input_ids"] == begin_id) & is_real
-    halves = begins.cumsum(1)
-    places = torch.arange(begins.shape[1]).expand_as(halves)
-    first = torch.where(begins, places, 0).cummax(1).values
-    before = halves[:, -1:].cumsum(0) - halves[:, -1:]
-    return batch | {
-        "document_ids": torch.where(is_real, halves - 1, -1),
-        "positions": torch.where(is_real, places - first, 0),
-        HALF: torch.where(batch["labels"] != IGNORE, before + halves - 1, -1),
-    }
+Args: sums over halves, without a reference means per token; the config; and for KTO the divergence of the policy."""
 
 
-class PairSums(NamedTuple):
-    """FP64 [pairs, 2], chosen and rejected: sums over the tokens of each half. Rows of no pair are zero."""
-
-    logprobs: Tensor
-    """Of the policy."""
-    log_ratios: Tensor
-    """Of policy and reference."""
-    tokens: Tensor
+def sigmoid_losses(sums: PairSums, config: PreferenceConfig, _) -> Tensor:
+    """DPO, and SimPO, whose margin of means per token must reach a target."""
+    margins = config.beta * (sums.log_ratios[:, 0] - sums.log_ratios[:, 1])
+    margins = margins - (config.simpo_gamma if config.loss_type == "simpo" else 0.0)
+    smooth = config.label_smoothing
+    return -(1 - smooth) * F.logsigmoid(margins) - smooth * F.logsigmoid(-margins)
 
 
-def sum_pairs(logprobs: Tensor, reference: Tensor, half: Tensor, size: int) -> PairSums:
-    """Sum over halves.
-
-    Args:
-        logprobs, reference: FP32 [B, S].
-        half: int64 [B, S], see `split_pairs`.
-        size: more than the largest number of a half, and even. Not the exact one, which the host does not know.
-    """
-    has_label = half >= 0
-    values = torch.stack([logprobs, logprobs - reference, torch.ones_like(logprobs)]).double() * has_label
-    sums = values.new_zeros(3, size).index_add(1, half.clamp(min=0).flatten(), values.flatten(1))
-    return PairSums(*sums.view(3, -1, 2))
+def ipo_losses(sums: PairSums, config: PreferenceConfig, _) -> Tensor:
+    """The squared distance of the margin per token from 1 / (2 beta)."""
+    chosen, rejected = sums.means().log_ratios.unbind(1)
+    return (chosen - rejected - 1 / (2 * config.beta)) ** 2
 
 
-def pair_losses(log_ratios: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """The loss of each pair, [pairs], of log-ratios [pairs, 2] of the chosen and the rejected completion."""
-    margins = beta * (log_ratios[:, 0] - log_ratios[:, 1])
-    return -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
+def orpo_losses(sums: PairSums, config: PreferenceConfig, _) -> Tensor:
+    """The odds ratio of both means; the cross-entropy of chosen completions is added by `PreferenceLoss`."""
+    # At a probability of 1, which FP32 rounds to, the odds are infinite and their gradient is not a number.
+    means = sums.logprobs.where(sums.exists, -1.0).clamp(max=-1e-9)
+    log_odds = means - torch.log(-torch.expm1(means))
+    return -config.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+
+
+def kto_losses(sums: PairSums, config: PreferenceConfig, kl: Tensor | float) -> Tensor:
+    """The loss of each example, desirable or not, against the divergence of the policy from the reference."""
+    desirable, undesirable = (config.beta * (sums.log_ratios - kl)).unbind(1)
+    weights = sums.tokens.new_tensor([config.desirable_weight, config.undesirable_weight])
+    return weights * torch.stack([torch.sigmoid(-desirable), torch.sigmoid(undesirable)], 1)
+
+
+LOSSES: dict[str, Losses] = {
+    "sigmoid": sigmoid_losses, "ipo": ipo_losses, "simpo": sigmoid_losses, "orpo": orpo_losses, "kto": kto_losses,
+}  # fmt: skip
+"""By ``loss_type``."""
 
 
 class PreferenceLoss:
-    """The objective of pairs. Its totals: ``targets``, the pairs; ``chosen_targets``, the labels of chosen halves."""
+    """The objective of pairs and labelled examples. Its totals: ``targets``, the pairs, or the examples of KTO;
+    ``chosen`` and ``rejected``, the halves; ``chosen_targets``, the labels of chosen halves."""
 
     form = staticmethod(token_logprobs)
-    fields = (HALF, REFERENCE)
 
     def __init__(self, network: Network, config: PreferenceConfig):
-        self._network, self._config = network, config
+        self._network, self._config, self._losses = network, config, LOSSES[config.loss_type]
+        self._of_examples = config.loss_type == "kto"
+        self._sft_weight = 1.0 if config.loss_type == "orpo" else config.sft_weight
+        self.fields = (HALF, *[REFERENCE] * config.has_reference, *[KL] * self._of_examples)
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
         halves = [batch[HALF] for batch in micro_batches]
+        found = torch.cat([torch.empty(0, dtype=torch.int64), *(half[half >= 0].unique() for half in halves)])
+        rejected = int((found % 2).sum())
+        chosen = len(found) - rejected
         return {
-            "targets": sum(int(half.max()) + 1 for half in halves) // 2,
+            "targets": chosen + rejected if self._of_examples else chosen,
+            "chosen": chosen,
+            "rejected": rejected,
             "chosen_targets": sum(int(_is_chosen(half).sum()) for half in halves),
         }
 
     def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`. Collective under context parallelism, whose ranks hold parts of a half: each rank
         returns its share of the loss of the pairs."""
-        cluster, half, size = self._network.cluster, batch[HALF], self._size(batch[HALF])
-        sums = sum_pairs(output.logprobs, batch[REFERENCE], half, size)
+        cluster, half = self._network.cluster, batch[HALF]
+        # Of the halves of whole rows, which have more tokens than halves.
+        sums = sum_pairs(output.logprobs, batch.get(REFERENCE, 0.0), half, 2 * half.numel() * cluster.layout.cp)
         if cluster.meshes.sequence is not None:
             sums = PairSums(*sum_over_ranks(torch.stack(sums), cluster.meshes.sequence.group))
-        losses = pair_losses(sums.log_ratios, self._config.beta, self._config.label_smoothing) * _exists(sums)
+        losses = self._existing(self._scored(sums), batch)
         loss = losses.sum().float() / (cluster.layout.cp * max(totals["targets"], 1))
-        if self._config.sft_weight:
+        if self._sft_weight:
             chosen = (output.logprobs * _is_chosen(half)).sum()
-            loss = loss - self._config.sft_weight / max(totals["chosen_targets"], 1) * chosen
+            loss = loss - self._sft_weight / max(totals["chosen_targets"], 1) * chosen
         return loss
 
-    def _size(self, half: Tensor) -> int:
-        """Of the halves of whole rows, which have more tokens than halves."""
-        return 2 * half.numel() * self._network.cluster.layout.cp
+    def _scored(self, sums: PairSums) -> PairSums:
+        """The figures of rewards and log-probabilities: sums, and means per token without a reference."""
+        return sums if self._config.has_reference else sums.means()
+
+    def _existing(self, scored: PairSums, batch: Batch) -> Tensor:
+        """The losses of pairs or examples, zero where there is none."""
+        losses = self._losses(scored, self._config, batch[KL][0, 0].double() if self._of_examples else 0.0)
+        return losses * (scored.exists if self._of_examples else scored.exists[:, 0])
 
     def empty_sums(self) -> dict[str, Tensor]:
-        """FP64 sums over pairs: loss, of their correct order, and [2] of log-probabilities and log-ratios."""
-        scalars = {name: torch.zeros((), dtype=torch.float64) for name in ("loss", "correct")}
-        return scalars | {name: torch.zeros(2, dtype=torch.float64) for name in ("logprobs", "log_ratios")}
+        """FP64 sums over pairs: loss, of their correct order, or of KTO its divergence at each example, and [2] of
+        log-probabilities and log-ratios, or of the nlls of chosen completions."""
+        scalars = ("loss", "kl" if self._of_examples else "correct", "chosen_logprobs")
+        named = {name: torch.zeros((), dtype=torch.float64) for name in scalars}
+        return named | {name: torch.zeros(2, dtype=torch.float64) for name in ("logprobs", "log_ratios")}
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.sums`. Collective under context parallelism."""
         logprobs = self._network.whole_rows(output.logprobs.unsqueeze(0), batch)[0]
-        half, reference = (copy_to_device(batch[name], logprobs.device) for name in (HALF, REFERENCE))
-        sums = sum_pairs(logprobs, reference, half, 2 * half.numel())
-        order = (sums.log_ratios[:, 0] - sums.log_ratios[:, 1]).sign()  # a tie is half of a correct order
-        losses = pair_losses(sums.log_ratios, self._config.beta, self._config.label_smoothing)
+        here = {name: copy_to_device(batch[name], logprobs.device) for name in self.fields}
+        half = here[HALF]
+        sums = sum_pairs(logprobs, here.get(REFERENCE, 0.0), half, 2 * half.numel())
+        scored = self._scored(sums)
         named = {
-            "loss": (losses * _exists(sums)).sum(),
-            "correct": ((order + 1) / 2 * _exists(sums)).sum(),
-            "logprobs": sums.logprobs.sum(0),
-            "log_ratios": sums.log_ratios.sum(0),
+            "loss": self._existing(scored, here).sum(),
+            "chosen_logprobs": sums.logprobs[:, 0].sum(),
+            "logprobs": scored.logprobs.sum(0),
+            "log_ratios": scored.log_ratios.sum(0),
         }
-        return {name: value / self._network.cluster.layout.ranks_per_dp_rank for name, value in named.items()}
+        if self._of_examples:
+            named["kl"] = here[KL][0, 0] * scored.exists.sum()
+        else:  # a tie is half of a correct order
+            order = (scored.log_ratios[:, 0] - scored.log_ratios[:, 1]).sign()
+            named["correct"] = ((order + 1) / 2 * scored.exists[:, 0]).sum()
+        ranks = self._network.cluster.layout.ranks_per_dp_rank
+        return {name: named[name].double() / ranks for name in self.empty_sums()}
 
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
-        """See `Objective.metrics`."""
-        pairs = max(totals["targets"], 1)
-        chosen, rejected = (self._config.beta * sums["log_ratios"] / pairs).tolist()
-        chosen_logprob, rejected_logprob = (sums["logprobs"] / pairs).tolist()
-        return {
-            "loss": sums["loss"].item() / pairs,
-            "reward_margin": chosen - rejected,
-            "reward_accuracy": sums["correct"].item() / pairs,
-            "chosen_reward": chosen,
-            "rejected_reward": rejected,
-            "chosen_logprob": chosen_logprob,
-            "rejected_logprob": rejected_logprob,
-            "chosen_loss": -sums["logprobs"][0].item() / max(totals["chosen_targets"], 1),
-        }
+        """See `Objective.metrics`. The names are TRL's."""
+        targets, halves = max(totals["targets"], 1), (totals["chosen"], totals["rejected"])
+        nll = -sums["chosen_logprobs"].item() / max(totals["chosen_targets"], 1)
+        found = {"loss": sums["loss"].item() / targets + self._sft_weight * nll}
+        for side, of, count in zip(("chosen", "rejected"), (0, 1), halves, strict=True):
+            if count:
+                found[f"rewards/{side}"] = self._config.beta * sums["log_ratios"][of].item() / count
+                found[f"logps/{side}"] = sums["logprobs"][of].item() / count
+        if all(halves):
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        if self._of_examples:
+            return found | {"kl": sums["kl"].item() / targets}
+        return found | {"rewards/accuracies": sums["correct"].item() / targets, "nll_loss": nll}
 
 
 def _is_chosen(half: Tensor) -> Tensor:
     return (half >= 0) & (half % 2 == 0)
-
-
-def _exists(sums: PairSums) -> Tensor:
-    return sums.tokens[:, 0] > 0

@@ -13,7 +13,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
 from glm46.engine.training.named_sums import sum_over_all_ranks
-from glm46.engine.training.network import build_frozen_network
+from glm46.engine.training.network import Network, build_frozen_network
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import stage_at
@@ -24,12 +24,13 @@ from glm46.storage.chats.pairs import BEGIN
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.huggingface.tokenizer_files import stop_ids
-from glm46.tasks.finetune.preference_loss import REFERENCE, PreferenceLoss, split_pairs
+from glm46.tasks.finetune.halves import mismatch_completions, split_pairs
+from glm46.tasks.finetune.preference_loss import KL, REFERENCE, PreferenceLoss
 from glm46.tasks.pretrain.network_rows import greedy_answers
 from glm46.tasks.pretrain.task import Pretraining
 from glm46.tasks.pretrain.validation import held_out_batches
 
-_VALIDATED = ("loss", "reward_margin", "reward_accuracy")
+_VALIDATED = ("loss", "rewards/margins", "rewards/accuracies")
 
 
 class FineTuning(Pretraining):
@@ -85,9 +86,9 @@ class FineTuning(Pretraining):
 
 
 class PreferenceTuning(FineTuning):
-    """Learns from pairs of answers by direct preference optimisation: their batches, the reference, and validation. The
-    reference is the policy without its adapters, or else a network of its own, which each start fills from
-    checkpoint.initial_load_path."""
+    """Learns from pairs of answers, or from labelled ones: their batches, the reference, and validation. The reference
+    is the policy without its adapters, or else a network of its own, which each start fills from
+    checkpoint.initial_load_path; some losses have none."""
 
     keeps_prediction_layers = True
 
@@ -98,7 +99,7 @@ class PreferenceTuning(FineTuning):
 
     def _prefer(self, config: PreferenceConfig) -> None:
         self._begin_id, self._reference = self.tokenizer.special[BEGIN], self.network
-        if self.plan.config.adapter is None:
+        if config.has_reference and self.plan.config.adapter is None:
             self._reference = self.networks["reference"] = build_frozen_network(self.plan, self.cluster)
             self._reference.attend_as(self.plan.stage_after(0).shape)
         self.objectives = {"model": PreferenceLoss(self.network, config)}
@@ -110,27 +111,53 @@ class PreferenceTuning(FineTuning):
         return step._replace(micro_batches=[split_pairs(batch, self._begin_id) for batch in step.micro_batches])
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
-        """See `Task.complete`: the log-probabilities of the reference."""
-        completed = [batch | {REFERENCE: self._reference_logprobs(batch)} for batch in micro_batches]
+        """See `Task.complete`: the log-probabilities of the reference, and for KTO the divergence from it."""
+        fields = self.objectives["model"].fields
+        if REFERENCE not in fields:
+            return micro_batches
+        of_reference = self._logprobs(self._reference, micro_batches, adapted=False)
+        completed = [batch | {REFERENCE: found} for batch, found in zip(micro_batches, of_reference, strict=True)]
+        if KL in fields:
+            divergence = self._divergence(micro_batches)
+            completed = [batch | {KL: torch.full_like(batch[REFERENCE], divergence)} for batch in completed]
         self._reference.release()
         return completed
 
-    def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
+    def _divergence(self, micro_batches: list[Batch]) -> float:
+        """KTO's estimate of the divergence of the policy from the reference: the mean log-ratio of the completions of
+        all ranks to prompts of other examples, and not below 0. Collective."""
+        mismatched = [mismatch_completions(batch) for batch in micro_batches]
+        rows, layout = [rows for rows, _ in mismatched], self.plan.layout
+        of_reference = self._logprobs(self._reference, rows, adapted=False)
+        self._reference.release()  # it may be the policy
+        ratios = zip(self._logprobs(self.network, rows), of_reference, strict=True)
+        self.network.release()
+        # Each rank has the values of whole rows, as have those that read the same rows.
+        total = sum((policy.double() - reference).sum() for policy, reference in ratios) / layout.ranks_per_dp_rank
+        count = torch.tensor(sum(count for _, count in mismatched) / layout.non_dp_degree, dtype=torch.float64)
+        sums = sum_over_all_ranks({"total": total, "count": count})
+        return max((sums["total"] / sums["count"].clamp(min=1)).item(), 0.0)
+
+    def _logprobs(self, network: Network, batches: list[Batch], *, adapted: bool = True) -> list[torch.Tensor]:
         """FP32 [B, S] of whole rows; zeros on pipeline stages without the head, which compute no loss. Collective."""
-        output = self._reference.evaluate(batch, token_logprobs, adapted=False)
-        if output is None:
-            return torch.zeros(batch["labels"].shape)
-        return self._reference.whole_rows(output.logprobs.unsqueeze(0), batch)[0].cpu()  # sync: batches are on the CPU
+        found = []
+        for batch in batches:
+            output, logprobs = network.evaluate(batch, token_logprobs, adapted=adapted), None
+            if output is not None:  # sync: batches are on the CPU
+                logprobs = network.whole_rows(output.logprobs.unsqueeze(0), batch)[0].cpu()
+            found.append(torch.zeros(batch["labels"].shape) if logprobs is None else logprobs)
+        return found
 
     def validate(self, progress: Progress) -> dict[str, float]:
-        """See `Task.validate`: the loss of held-out pairs and what `PreferenceLoss` says of their rewards."""
+        """See `Task.validate`: the loss of held-out pairs or examples, and what `PreferenceLoss` says of their rewards.
+        KTO estimates its divergence at each batch."""
         of_sources = {name: self._held_out(manifest) for name, manifest in self.manifests.items()}
         total = {key: sum(sums[key] for sums in of_sources.values()) for key in next(iter(of_sources.values()))}
         self.network.release()
         columns = {}
         for suffix, sums in (("", total), *((f"/{name}", sums) for name, sums in of_sources.items())):
             found = self.objectives["model"].metrics(sums, {name: value.tolist() for name, value in sums.items()}, 0)
-            columns |= {f"validation_{key}{suffix}": found[key] for key in _VALIDATED}
+            columns |= {f"validation_{key}{suffix}": found[key] for key in _VALIDATED if key in found}
         return columns
 
     def _held_out(self, manifest: Manifest) -> Mapping[str, torch.Tensor]:

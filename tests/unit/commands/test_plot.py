@@ -107,7 +107,7 @@ RUNS = {
     ),
     "rollouts alone": ({"reward": 0.25}, {}, {"Reward"}, set()),
     "preferences": (
-        {"loss": 0.5, "reward_accuracy": 0.75, "reward_margin": 0.1}, {"validation_reward_accuracy": 0.5},
+        {"loss": 0.5, "rewards/accuracies": 0.75, "rewards/margins": 0.1}, {"validation_rewards/accuracies": 0.5},
         {"Loss", "Accuracy of preferences", "Margin of preferences"}, set(),
     ),
 }  # fmt: skip

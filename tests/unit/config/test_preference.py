@@ -36,6 +36,28 @@ BAD = {
     "beta": (("beta = 0.1", "beta = 0.0"), ["finetune.preference.beta = 0", "greater than 0"]),
     "smoothing": (("beta = 0.1", "label_smoothing = 0.5"), ["finetune.preference.label_smoothing = 0.5", "less than"]),
     "weight": (("beta = 0.1", "sft_weight = -1.0"), ["finetune.preference.sft_weight = -1"]),
+    "loss": (("beta = 0.1", 'loss_type = "dpo"'), ["finetune.preference.loss_type", "sigmoid", "kto"]),
+    "smoothing of IPO": (
+        ("beta = 0.1", 'loss_type = "ipo"\nlabel_smoothing = 0.1'),
+        ["label_smoothing", "no effect without", 'loss_type = "sigmoid" or "simpo"', "remove"],
+    ),
+    "margin of DPO": (("beta = 0.1", "simpo_gamma = 0.5"), ["simpo_gamma", 'loss_type = "simpo"']),
+    "weights of DPO": (("beta = 0.1", "desirable_weight = 1.0"), ["desirable_weight", 'loss_type = "kto"']),
+    "cross-entropy of ORPO": (
+        ("beta = 0.1", 'loss_type = "orpo"\nsft_weight = 1.0'), ["preference.sft_weight", "no effect", "sigmoid"],
+    ),
+    "labels for DPO": (
+        ('format = "preference"', 'format = "unpaired_preference"'),
+        ['recipe.format = "unpaired_preference": labelled answers', 'loss_type = "kto"', 'format = "preference"'],
+    ),
+    "chats for KTO": (
+        ('"preference"\nmax_tokens = 16', '"chat"\nmax_tokens = 8', "beta = 0.1", 'loss_type = "kto"'),
+        ['recipe.format = "chat": no pairs', '"preference" or "unpaired_preference"'],
+    ),
+    "long answers of KTO": (
+        ("beta = 0.1", 'loss_type = "kto"'),
+        ["recipe.max_tokens = 16: longer than half", "16 tokens, and KTO needs several", "lower it to 8"],
+    ),
     "text": (
         ('format = "preference"\nmax_tokens = 16', 'format = "text"'),
         ['data.sources[0].recipe.format = "text": no pairs', 'format = "preference"'],
@@ -70,18 +92,42 @@ def load(text, folder):
     return load_config(path)
 
 
+def changed(*texts: str) -> str:
+    """The sound config with each second text in place of the one before it."""
+    config = SOUND
+    for old, new in zip(texts[::2], texts[1::2], strict=True):
+        assert old in config
+        config = config.replace(old, new)
+    return config
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_preference_is_refused_in_one_message(name, tmp_path):
     change, said = BAD[name]
-    assert change[0] in SOUND
     with pytest.raises(UserError) as caught:
-        load(SOUND.replace(*change), tmp_path)
+        load(changed(*change), tmp_path)
     (fault,) = caught.value.faults
     assert all(part in fault for part in said), fault
 
 
-@pytest.mark.parametrize("change", [("", ""), (START, START + '\nload_path = "other/checkpoint/step-000002"'),
-                                    ("[training]", LORA + "[training]")])  # fmt: skip
+RESUMED, KTO = START + '\nload_path = "other/checkpoint/step-000002"', 'loss_type = "kto"'
+
+
+@pytest.mark.parametrize("change", [
+    (), (START, RESUMED), ("[training]", LORA + "[training]"),
+    ("beta = 0.1", KTO, "max_tokens = 16", "max_tokens = 8"),
+    ("beta = 0.1", KTO, "max_tokens = 16", "max_tokens = 8", '"preference"', '"unpaired_preference"'),
+])  # fmt: skip
 def test_a_sound_one_is_taken(change, tmp_path):
-    config = load(SOUND.replace(*change) if change[0] else SOUND, tmp_path)
-    assert config.preference.beta == 0.1 and config.keeps_its_start
+    config = load(changed(*change), tmp_path)
+    assert config.preference.beta == 0.1 and config.keeps_its_start and config.has_preference_reference
+
+
+@pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
+@pytest.mark.parametrize("change", [
+    (), (START, 'load_path = "other/checkpoint/step-000002"'), (START, START + '\ninitial_load_exclude = ["lm_head*"]'),
+    ("[training]", LORA + "initial_load_path = 'peft'\n[training]"),
+])  # fmt: skip
+def test_a_loss_without_a_reference_asks_nothing_of_its_start(change, loss_type, tmp_path):
+    config = load(changed("beta = 0.1", f'loss_type = "{loss_type}"', *change), tmp_path)
+    assert not config.has_preference_reference and config.keeps_its_start == (config.adapter is not None)

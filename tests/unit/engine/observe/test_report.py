@@ -322,7 +322,7 @@ def test_an_unknown_metric_is_our_bug(tmp_path):
 
 PRETRAINED = _row(4)
 REINFORCED = _row(4, loss=-0.0, reward=0.375, entropy=0.5, completion_tokens=12.25, reference_kl=1e-3)
-PREFERRED = _row(4, reward_accuracy=0.75, reward_margin=0.125)
+PREFERRED = _row(4, **{"rewards/accuracies": 0.75, "rewards/margins": 0.125})
 BARS = [
     (PRETRAINED, "loss 4.6000"),
     (REINFORCED, "reward 0.375"),
@@ -367,7 +367,7 @@ def test_a_pipe_gets_the_lines_of_the_log_and_no_bar(tmp_path, row, bar):
 
 
 def test_validation_of_preferences_and_rewards_shows_what_they_optimise():
-    row = {"step": 4, "validation_loss": 0.5, "validation_reward_accuracy": 0.75, "validation_reward_margin": 0.25}
+    row = {"step": 4, "validation_loss": 0.5, "validation_rewards/accuracies": 0.75, "validation_rewards/margins": 0.25}
     for part in ("validation loss 0.5000", "validation accuracy 75.0%", "validation margin 0.250"):
         assert part in validation_line(row)
     row = {"step": 4, "validation_reward/sums": 0.5, "validation_pass/sums@4": 0.75, "validation_tokens/sums": 8.0}

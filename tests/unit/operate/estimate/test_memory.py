@@ -71,6 +71,9 @@ def test_the_reference_of_a_preference_is_planned_as_frozen_weights():
     adapter = {"adapter": {"rank": 8}, "moe": {"balance": "none", "sequence_aux_loss_weight": 0.0}}
     adapted = [plan_memory(_run(**config | adapter | {"finetune": table}), 2) for table in ({}, config["finetune"])]
     assert adapted[0] == adapted[1]
+    for loss_type, wanted in (("ipo", with_reference), ("kto", with_reference), ("simpo", alone), ("orpo", alone)):
+        table = {"finetune": {"preference": {"loss_type": loss_type}}}
+        assert plan_memory(_run(**config | table), 2).weights == wanted.weights
 
 
 def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", adapter=None, **arguments):

@@ -70,6 +70,20 @@ def test_a_preference_adds_a_forward_of_its_reference():
             assert 0.3 * computed + 0.1 * waited < added < 0.35 * (computed + waited)
 
 
+def test_kto_adds_three_forwards_and_losses_without_a_reference_none():
+    config = run(parallelism={})
+    added = {
+        loss_type: predicted(
+            config.model_copy(update={"finetune": FineTuneConfig(preference=PreferenceConfig(loss_type=loss_type))}),
+            world=8,
+        ).parts.get("passes without gradient", 0.0)
+        for loss_type in ("sigmoid", "ipo", "kto", "simpo", "orpo")
+    }
+    assert added["simpo"] == added["orpo"] == 0.0 and added["ipo"] == added["sigmoid"]
+    # The gathers of both passes of the reference hide one another alike.
+    assert added["kto"] == pytest.approx(3 * added["sigmoid"], rel=0.02)
+
+
 def test_reinforcement_learning_adds_passes_without_gradient_and_the_update_of_a_critic():
     tasks = {name: RLConfig.model_validate({"prompts_per_rollout": 2} | keys) for name, keys in {
         "grpo": {"algorithm": "grpo"}, "ppo": {"algorithm": "ppo"},

@@ -243,12 +243,11 @@ def test_markers_are_words_in_what_others_write_and_where_the_assistant_speaks_o
     ("line is not an object", "messages", ["Hi"]), ("no messages", "messages", {"text": "Hi"}),
     ("no messages", "sharegpt", {"messages": [USER, ANSWER]}),
     ("message is not an object", "sharegpt", {"conversations": ["Hi"]}),
-    ("content is neither text nor a list of text", "prompt_completion", {"completion": "Hello"}),
+    ("no prompt", "prompt_completion", {"completion": "Hello"}),
     ("message is not an object", "prompt_completion", {"prompt": ["Hi"], "completion": "Hello"}),
-    ("assistant with neither content nor call", "prompt_completion", {"prompt": "Hi"}),
+    ("no completion", "prompt_completion", {"prompt": "Hi"}),
     ("no assistant", "prompt_completion", {"prompt": [USER], "completion": [USER]}),
-    ("assistant with neither content nor call", "alpaca", {"instruction": "Hi"}),
-    ("content is neither text nor a list of text", "alpaca", {"input": "Hi", "output": "Hello"}),
+    ("no output", "alpaca", {"instruction": "Hi"}), ("no instruction", "alpaca", {"input": "Hi", "output": "Hello"}),
     ("history is not a list of pairs", "alpaca", {"instruction": "Hi", "output": "Hello", "history": [["Hi"]]}),
     ("tools are not JSON", "messages", {"messages": [USER, ANSWER], "tools": "weather"}),
     ("tools are not a list of objects", "messages", {"messages": [USER, ANSWER], "tools": ["weather"]}),
@@ -258,6 +257,44 @@ def test_bad_lines_of_other_formats(reason, format, record):
     with pytest.raises(BadConversation) as refused:
         parse_conversation(record, format)
     assert refused.value.reason == reason
+
+
+TURNS = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello!"}]
+ASKED = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello!"}]
+BY_COLUMNS = {
+    "messages": {"messages": ASKED},
+    "sharegpt": {"conversations": TURNS},
+    "alpaca": {"instruction": "Hello?", "input": "", "output": "Hello!"},
+    "prompt_completion": {"prompt": "Hello?", "completion": "Hello!"},
+    "messages of ShareGPT": {"messages": TURNS},
+    "conversations of roles": {"conversations": ASKED},
+    "prompt of turns": {"prompt": TURNS[:1], "completion": TURNS[1:]},
+    "columns of Parquet": {"messages": None, "conversations": TURNS, "instruction": None, "output": None},
+    "others beside them": {"id": 7, "source": "x", "instruction": "Hello?", "output": "Hello!", "text": "x"},
+}
+
+
+@pytest.mark.parametrize("record", BY_COLUMNS.values(), ids=BY_COLUMNS)
+def test_the_columns_of_a_line_tell_its_format(record):
+    assert parse_conversation(record, "chat").messages == parse(*ASKED).messages
+
+
+@pytest.mark.parametrize(("format", "record", "said"), [
+    ("chat", {"text": "Hi", "id": 3}, "columns of no chat format: columns text, id$"),
+    ("chat", {"instruction": "Hi"}, "columns of no chat format: columns instruction$"),
+    ("chat", {}, "columns of no chat format: columns none$"),
+    ("chat", {"messages": None, "prompt": "Hi"}, "columns of no chat format: columns messages, prompt$"),
+    ("messages", BY_COLUMNS["sharegpt"], 'no messages: columns conversations: those of format = "sharegpt"$'),
+    ("sharegpt", BY_COLUMNS["messages"], 'no messages: columns messages: those of format = "messages"$'),
+    ("messages", BY_COLUMNS["alpaca"], 'those of format = "alpaca"$'),
+    ("alpaca", BY_COLUMNS["sharegpt"], 'no instruction: columns conversations: those of format = "sharegpt"$'),
+    ("prompt_completion", BY_COLUMNS["alpaca"], 'no prompt: columns .*: those of format = "alpaca"$'),
+    ("prompt_completion", {"prompt": "Hi", "response": "Hello"}, "no completion: columns prompt, response$"),
+    ("alpaca", {"instruction": "Hi", "response": "Hello"}, "no output: columns instruction, response$"),
+])  # fmt: skip
+def test_a_line_of_other_columns_is_refused_with_those_that_it_has(format, record, said):
+    with pytest.raises(BadConversation, match=said):
+        parse_conversation(record, format)
 
 
 KEYS = ["messages", "conversations", "prompt", "completion", "instruction", "output", "history", "system", "tools"]

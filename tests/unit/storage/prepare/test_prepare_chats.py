@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from glm46.cli import main
-from glm46.commands.inspect import show_chats
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import CHAT_FORMATS, PAIRS, TextRecipe
+from glm46.operate.models.chat_documents import sampled_parts, shown_text
 from glm46.run.plan import resolve_plan
 from glm46.storage.chats import chat_rows
 from glm46.storage.chats.chat import ChatOptions, render
@@ -78,8 +78,8 @@ def here(tmp_path, monkeypatch):
 
 
 def test_the_recipe_names_the_formats_of_the_reader():
-    assert tuple(chat_rows.ROWS) == CHAT_FORMATS
-    assert (*CHAT_FORMATS, PAIRS) == tuple(row_reader._CHAT_FIELDS)
+    assert ("chat", *chat_rows.ROWS) == CHAT_FORMATS
+    assert (*CHAT_FORMATS[1:], PAIRS) == tuple(row_reader._CHAT_FIELDS)
 
 
 @pytest.mark.parametrize("history", ["expand", "last", "all"])
@@ -314,7 +314,8 @@ def test_inspect_shows_targets_in_brackets_or_in_colour(here, capsys):
     train = manifest.splits["train"]
     assert f"targets: {train.targets} of {train.tokens} tokens" in shown and f"{train.targets} targets" in shown
     assert "skipped, no messages: 1" in shown and "conversations, train: 1" in shown
-    _, text = show_chats(manifest, TOKENIZER, rows=1, seq_len=20, seed=0, brackets=False)
+    (part,) = sampled_parts(manifest, TOKENIZER, rows=1, seed=0)
+    text = shown_text(part, TOKENIZER, most=20, brackets=False)
     assert "[[" not in text.plain and text.plain.endswith(f"… {train.tokens - 20} more tokens")
     coloured = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]
     assert "".join(coloured) and target.startswith("".join(coloured).lstrip("\n"))

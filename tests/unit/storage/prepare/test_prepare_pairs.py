@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from glm46.commands.inspect import show_chats
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.engine.evaluation.rows import held_out
+from glm46.operate.models.chat_documents import sampled_parts, shown_text
 from glm46.storage.chats.chat import ChatOptions, render, render_pair
 from glm46.storage.chats.conversation import BadConversation, parse_conversation
-from glm46.storage.chats.pairs import BEGIN, parse_pair
+from glm46.storage.chats.pairs import BEGIN, parse_labelled, parse_pair
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -66,12 +66,27 @@ def as_sft(messages, **options):
     pair(ASK["content"], [say("Four.")], [say("Five.")]),
     {"chosen": [ASK, say("Four.")], "rejected": [ASK, say("Five.")]},
     pair(ASK["content"], [ASK, say("Four.")], [ASK, say("Five.")]),  # as UltraFeedback has it
+    pair(None, "\n\nHuman: What is two plus two?\n\nAssistant: Four.",
+         "\n\nHuman: What is two plus two?\n\nAssistant: Five."),  # as HH-RLHF has it
+    {"question": ASK["content"], "chosen": "Four.", "rejected": "Five."},
+    {"instruction": "What is two", "input": "plus two?", "chosen": "Four.", "rejected": "Five.", "output": None},
+    {"messages": [ASK], "chosen": say("Four."), "rejected": say("Five.")},
+    {"conversations": [{"from": "human", "value": ASK["content"]}],
+     "chosen": {"from": "gpt", "value": "Four."}, "rejected": {"from": "gpt", "value": "Five."}},  # LLaMA-Factory
+    {"chosen": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": "Four."}],
+     "rejected": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": "Five."}]},
 ])  # fmt: skip
 def test_every_form_of_a_pair_is_one_document_of_two_sft_documents(prepare, row):
     (document,) = tokens_of(prepare([row]))
-    assert document.tolist() == as_sft([ASK, say("Four.")]) + as_sft([ASK, say("Five.")])
+    ask = {"role": "user", "content": "What is two\nplus two?"} if "input" in row else ASK
+    assert document.tolist() == as_sft([ask, say("Four.")]) + as_sft([ask, say("Five.")])
     begins = (document & ~NOT_A_TARGET) == TOKENIZER.special[BEGIN]
-    assert np.flatnonzero(begins).tolist() == [0, len(as_sft([ASK, say("Four.")]))]
+    assert np.flatnonzero(begins).tolist() == [0, len(as_sft([ask, say("Four.")]))]
+
+
+def test_an_answer_that_begins_like_a_transcript_is_an_answer_where_there_is_a_prompt():
+    chosen, rejected = parse_pair(pair("Complete it.", "Human: hello", "No."))
+    assert chosen.messages[-1].content == "Human: hello" and rejected.messages[-1].content == "No."
 
 
 def test_earlier_answers_and_shared_steps_are_prompts():
@@ -112,11 +127,80 @@ def test_a_marker_inside_a_text_begins_no_half(prepare):
     (pair([ASK], [CALL, RESULT], [say("c")]), "not one turn of the assistant"),
     (pair([ASK, say("a")], [say("b")], [say("c")]), "roles out of order"),
     (pair("Hi", [{"role": "wizard", "content": "a"}], [say("c")]), "unknown role"),
+    ({"prompt": "Hi", "completion": "a", "label": True},
+     "no chosen: columns prompt, completion, label: those of format = \"prompt_completion\""),
+    ({"id": 3, "chosen": "a", "rejected": "b"}, "no prompt: columns id, chosen, rejected$"),
     ("text", "not an object"),
 ])  # fmt: skip
 def test_what_is_not_a_pair_is_refused_with_its_reason(row, reason):
     with pytest.raises(BadConversation, match=reason):
         parse_pair(row)
+
+
+LABELLED = [
+    {"prompt": ASK["content"], "completion": "Four."}, {"prompt": [ASK], "completion": [say("Four.")]},
+    {"messages": [ASK, say("Four.")]}, {"instruction": ASK["content"], "output": "Four."},
+    {"conversations": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": "Four."}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", LABELLED)
+@pytest.mark.parametrize("label", [True, False, 1, 0])
+def test_a_labelled_answer_is_the_half_of_a_pair_that_its_label_says(prepare, row, label):
+    (document,) = tokens_of(prepare([row | {"kto_tag" if "instruction" in row else "label": label}], **UNPAIRED))
+    begin, half = TOKENIZER.special[BEGIN] | NOT_A_TARGET, as_sft([ASK, say("Four.")])
+    assert document.tolist() == ([*half, begin] if label else [begin, *half])
+
+
+UNPAIRED = {"format": "unpaired_preference"}
+
+
+@pytest.mark.parametrize("row, reason", [
+    (LABELLED[0], "no label: columns prompt, completion"), (LABELLED[2] | {"label": "good"}, "neither true nor false"),
+    (LABELLED[2] | {"label": 2}, "label is neither true nor false: 2"), (pair(), "columns of no chat format: columns"),
+    ({"label": True, "text": "a"}, "columns of no chat format: columns label, text"), ([], "not an object"),
+])  # fmt: skip
+def test_what_is_not_a_labelled_answer_is_refused_with_its_reason(row, reason):
+    with pytest.raises(BadConversation, match=reason):
+        parse_labelled(row)
+
+
+def test_only_the_last_answer_is_labelled_and_what_is_left_out_is_counted(prepare):
+    history = [ASK, say("Three."), {"role": "user", "content": "Sure?"}]
+    rows = [
+        {"messages": [*history, CALL, RESULT, say("Four.")], "label": True}, LABELLED[0] | {"label": True},
+        LABELLED[0] | {"label": False}, LABELLED[0] | {"label": True}, LABELLED[1] | {"label": None},
+        {"messages": [ASK, say("no", weight=0)], "label": True}, pair("Hi", "a " * 200) | {"label": False},
+        {"prompt": "Hi", "completion": "and so on " * 60, "label": False},
+    ]  # fmt: skip
+    manifest = prepare(rows, max_tokens=128, **UNPAIRED)
+    assert manifest.is_preference and manifest.splits["train"].documents == 3  # one answer may have both labels
+    assert manifest.noted == {
+        "labelled answers, train": 3,
+        "labelled answers, validation": 0,
+        "desirable": 3,
+        "undesirable": 1,
+    }
+    assert manifest.dropped == {
+        "no label": 1, "no target": 1, "columns of no chat format": 1, "above max_tokens": 1, "exact duplicate": 1,
+    }  # fmt: skip
+    first = tokens_of(manifest)[0]
+    learned = TOKENIZER.decode(first[first < NOT_A_TARGET])
+    assert learned.endswith("\nFour.<|user|>") and "Three" not in learned and "<|observation|>" in learned
+
+
+def test_labelled_answers_to_one_prompt_are_in_one_split(prepare):
+    rows = [{"prompt": f"Say {n}.", "completion": f"{k}?", "label": k > 1} for n in range(40) for k in range(3)]
+    prompts = prompts_of(prepare(rows, held_out=0.3, **UNPAIRED))
+    assert len(prompts["train"]) + len(prompts["validation"]) == 120 and prompts["validation"]
+    assert not {*prompts["train"]} & {*prompts["validation"]}
+
+
+def test_a_cut_labelled_answer_fits(prepare):
+    rows = [{"prompt": "Hi", "completion": "and so on " * 60, "label": False}]
+    manifest = prepare(rows, max_tokens=128, too_long="cut", **UNPAIRED)
+    (document,) = tokens_of(manifest)
+    assert len(document) == 128 and manifest.noted["labelled answers cut to max_tokens"] == 1
 
 
 def test_pairs_that_teach_nothing_or_do_not_fit_are_counted_by_cause(prepare, tmp_path):
@@ -126,7 +210,7 @@ def test_pairs_that_teach_nothing_or_do_not_fit_are_counted_by_cause(prepare, tm
         pair([ASK], [say("a", weight=0)], [say("b")]), pair(rejected=long), {"prompt": "Hi", "chosen": "Hello!"},
     ]  # fmt: skip
     manifest = prepare(rows, max_tokens=128)
-    assert manifest.is_paired and manifest.splits["train"].documents == manifest.noted["pairs, train"] == 1
+    assert manifest.is_preference and manifest.splits["train"].documents == manifest.noted["pairs, train"] == 1
     assert manifest.dropped == {
         "chosen equals rejected": 2, "no target in chosen or rejected": 1, "above max_tokens": 1, "no rejected": 1,
     }  # fmt: skip
@@ -134,16 +218,23 @@ def test_pairs_that_teach_nothing_or_do_not_fit_are_counted_by_cause(prepare, tm
         prepare(rows, max_tokens=128, too_long="error", output=str(tmp_path / "error"))
 
 
-def test_pairs_of_one_prompt_are_in_one_split(prepare):
-    manifest = prepare([pair(f"Say {n}.", f"{n}!", f"{k}?") for n in range(40) for k in range(3)], held_out=0.3)
+def prompts_of(manifest):
+    """The prompts of each split."""
     prompts = {"train": [], "validation": []}
     for name, of_split in prompts.items():
         stream = TokenStream(manifest.folder, manifest.splits[name], manifest.vocab_size)
         tokens = np.empty(stream.length, np.int64)
         stream.read(0, tokens)
         of_split += [
-            TOKENIZER.decode(one).split("<|assistant|>")[0] for one in np.split(tokens, stream.doc_ends()[:-1])
+            TOKENIZER.decode(one).replace(BEGIN, "").split("<|assistant|>")[0]
+            for one in np.split(tokens, stream.doc_ends()[:-1])
         ]
+    return prompts
+
+
+def test_pairs_of_one_prompt_are_in_one_split(prepare):
+    rows = [pair(f"Say {n}.", f"{n}!", f"{k}?") for n in range(40) for k in range(3)]
+    prompts = prompts_of(prepare(rows, held_out=0.3))
     assert len(prompts["train"]) + len(prompts["validation"]) == 120 and prompts["validation"]
     assert not {*prompts["train"]} & {*prompts["validation"]}
 
@@ -158,9 +249,11 @@ def test_a_cut_pair_fits_and_its_shorter_half_stays_whole(prepare):
 
 def test_inspect_shows_both_halves_and_evaluate_refuses_them(prepare):
     manifest = prepare([pair()])
-    with pytest.raises(UserError, match=r"holds pairs .*\[finetune.preference\] validate; take another"):
+    with pytest.raises(UserError, match=r"holds preferences, .*\[finetune.preference\] validate; take another"):
         held_out(manifest)
-    shown = [text.plain for text in show_chats(manifest, TOKENIZER, rows=1, seq_len=99, seed=0, brackets=True)]
-    assert shown[0].startswith("── pair 0 of 1: ")
-    assert shown[1].startswith("─ chosen: ") and shown[2].endswith("[[\nHello!<|user|>]]")
-    assert shown[3].startswith("─ rejected: ") and shown[4].endswith("[[\nWhat?<|user|>]]")
+    shown = [
+        (part.title, shown_text(part, TOKENIZER, most=99, brackets=True).plain)
+        for part in sampled_parts(manifest, TOKENIZER, rows=1, seed=0)
+    ]
+    assert shown[0][0].startswith("pair 0 of 1, chosen: ") and shown[0][1].endswith("[[\nHello!<|user|>]]")
+    assert shown[1][0].startswith("pair 0 of 1, rejected: ") and shown[1][1].endswith("[[\nWhat?<|user|>]]")

@@ -1,4 +1,4 @@
-"""The loss of pairs: the formula in FP64, TRL's trainer as judge, and sums that packing does not change."""
+"""The losses of preferences: formulas in FP64, TRL's trainers as judge, and sums that packing does not change."""
 
 import json
 import math
@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from glm46.config.finetune import PreferenceConfig
-from glm46.tasks.finetune.preference_loss import HALF, REFERENCE, PreferenceLoss, pair_losses, split_pairs, sum_pairs
+from glm46.tasks.finetune.halves import HALF, PairSums, mismatch_completions, split_pairs, sum_pairs
+from glm46.tasks.finetune.preference_loss import KL, LOSSES, REFERENCE, PreferenceLoss
 
 BEGIN, IGNORE = 9, -100
+DIVERGENCE = 0.375
 
 
 def network(context=1):
@@ -54,7 +56,8 @@ def test_halves_are_documents_with_positions_of_their_own():
     assert PACKED["positions"][0].tolist() == [*range(7), *range(5), *range(3), *range(8), 0, 0, 0]
     assert PACKED[HALF][0].tolist() == [-1, -1, 0, 0, 0, 0, -1, -1, -1, 1, 1, -1, -1, 2, -1, -1] + [3] * 6 + [-1] * 4
     assert PACKED[HALF][1].unique().tolist() == [-1, 4, 5] and PACKED[HALF][2].unique().tolist() == [-1]
-    assert objective().count([PACKED]) == {"targets": 3, "chosen_targets": 8}
+    assert objective().count([PACKED]) == {"targets": 3, "chosen": 3, "rejected": 3, "chosen_targets": 8}
+    assert objective(loss_type="kto").count([PACKED])["targets"] == 6
     counts = [objective().count([one]) for one in SINGLE]
     assert [count["targets"] for count in counts] == [1, 1, 1] and objective().count([])["targets"] == 0
 
@@ -68,29 +71,62 @@ def logprobs(batch, seed=0):
     return values
 
 
-def loss_and_gradient(objective, batch, policy, reference, totals):
+def loss_and_gradient(objective, batch, policy, reference, totals, divergence=DIVERGENCE):
     policy = policy.clone().requires_grad_()
-    output = SimpleNamespace(logprobs=policy)
-    loss = objective.loss(output, batch | {REFERENCE: reference}, totals, 0)
+    output, fields = (
+        SimpleNamespace(logprobs=policy),
+        {REFERENCE: reference, KL: torch.full_like(reference, divergence)},
+    )
+    given = batch | {name: value for name, value in fields.items() if name in objective.fields}
+    loss = objective.loss(output, given, totals, 0)
     (gradient,) = torch.autograd.grad(loss, policy)
     return loss.item(), gradient
 
 
-@pytest.mark.parametrize("keys", [{}, {"beta": 0.5, "label_smoothing": 0.2}, {"beta": 2.0, "sft_weight": 0.7}])
+def log_odds(mean):
+    return mean - torch.log(1 - mean.exp())
+
+
+def formula(keys, chosen, rejected, tokens):
+    """The loss of a pair by its paper, from summed log-probabilities of policy and reference, [2] each."""
+    config = PreferenceConfig(**keys)
+    beta, ratios = config.beta, (chosen[0] - chosen[1], rejected[0] - rejected[1])
+    if config.loss_type == "kto":
+        of_chosen = config.desirable_weight * (1 - torch.sigmoid(beta * (ratios[0] - DIVERGENCE)))
+        return of_chosen + config.undesirable_weight * (1 - torch.sigmoid(beta * (DIVERGENCE - ratios[1])))
+    if config.loss_type == "ipo":
+        return (ratios[0] / tokens[0] - ratios[1] / tokens[1] - 1 / (2 * beta)) ** 2
+    means = chosen[0] / tokens[0], rejected[0] / tokens[1]
+    if config.loss_type == "orpo":
+        return -beta * torch.sigmoid(log_odds(means[0]) - log_odds(means[1])).log()
+    margin = beta * (ratios[0] - ratios[1])
+    if config.loss_type == "simpo":
+        margin = beta * (means[0] - means[1]) - config.simpo_gamma
+    sigmoid, smooth = torch.sigmoid(margin), config.label_smoothing
+    return -(1 - smooth) * sigmoid.log() - smooth * (1 - sigmoid).log()
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"beta": 0.5, "label_smoothing": 0.2}, {"beta": 2.0, "sft_weight": 0.7},
+    {"loss_type": "ipo"}, {"loss_type": "ipo", "beta": 2.0, "sft_weight": 0.3},
+    {"loss_type": "simpo", "beta": 2.0}, {"loss_type": "simpo", "simpo_gamma": 1.0, "label_smoothing": 0.1},
+    {"loss_type": "orpo"}, {"loss_type": "orpo", "beta": 1.5},
+    {"loss_type": "kto"}, {"loss_type": "kto", "beta": 0.7, "desirable_weight": 1.25, "undesirable_weight": 0.5},
+], ids=lambda keys: "-".join(map(str, keys.values())))  # fmt: skip
 def test_loss_and_gradient_equal_the_formula_in_fp64_packed_and_single(keys):
     config, judge = PreferenceConfig(**keys), objective(**keys)
     policy, reference = logprobs(PACKED)
     totals = judge.count([PACKED])
     packed, gradient = loss_and_gradient(judge, PACKED, policy, reference, totals)
 
-    exact = policy.double().requires_grad_()
-    wanted = 0
-    for chosen, rejected in ((0, 1), (2, 3), (4, 5)):
-        ratios = [(exact - reference.double())[PACKED[HALF] == half].sum() for half in (chosen, rejected)]
-        sigmoid = torch.sigmoid(config.beta * (ratios[0] - ratios[1]))
-        smooth = config.label_smoothing
-        wanted = wanted - ((1 - smooth) * sigmoid.log() + smooth * (1 - sigmoid).log()) / 3
-    wanted = wanted - config.sft_weight * exact[PACKED[HALF] % 2 == 0].mean()
+    exact, wanted = policy.double().requires_grad_(), 0
+    for pair in ((0, 1), (2, 3), (4, 5)):
+        here = [PACKED[HALF] == half for half in pair]
+        sums = [torch.stack([exact[of].sum(), reference.double()[of].sum()]) for of in here]
+        wanted = wanted + formula(keys, *sums, [int(of.sum()) for of in here])
+    wanted = wanted / (6 if config.loss_type == "kto" else 3)
+    sft_weight = 1.0 if config.loss_type == "orpo" else config.sft_weight
+    wanted = wanted - sft_weight * exact[PACKED[HALF] % 2 == 0].mean()
     (wanted_gradient,) = torch.autograd.grad(wanted, exact)
     # Sums are in FP64: what differs is one rounding of the loss and of each gradient to FP32.
     assert packed == pytest.approx(wanted.item(), rel=2e-7)
@@ -109,22 +145,41 @@ def test_loss_and_gradient_equal_the_formula_in_fp64_packed_and_single(keys):
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text())["cases"]
 
 
+def golden_batch(case):
+    """The halves of a case in one row. An example of KTO is a pair of which the other half has no label."""
+    if "labels" not in case:
+        return batch_of(row([(2, len(half)) for half in case["policy"]], length=20)), [0, 1]
+    pairs = [
+        [(2, len(half)), (1, 0)] if label else [(1, 0), (2, len(half))]
+        for half, label in zip(case["policy"], case["labels"], strict=True)
+    ]
+    return batch_of(row(*pairs, length=30)), [2 * n + (not label) for n, label in enumerate(case["labels"])]
+
+
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: "-".join(map(str, case["keys"].values())))
 def test_trl_is_the_judge_of_loss_gradient_and_metrics(case):
-    """The file is made by trl_golden.py, from TRL's DPOTrainer."""
-    batch, judge = batch_of(row([(2, len(half)) for half in case["policy"]], length=20)), objective(**case["keys"])
+    """The file is made by trl_golden.py, from TRL's trainers."""
+    (batch, halves), judge = golden_batch(case), objective(**case["keys"])
     policy, reference = torch.zeros(2, *batch[HALF].shape)
     for values, of_halves in ((policy, case["policy"]), (reference, case["reference"])):
-        for number, half in enumerate(of_halves):
+        for number, half in zip(halves, of_halves, strict=True):
             values[batch[HALF] == number] = torch.tensor(half)
+    divergence = 0.0
+    if "mismatched" in case:
+        of_policy, of_reference = map(torch.tensor, case["mismatched"])
+        divergence = max((of_policy - of_reference).mean().item(), 0.0)
     totals = judge.count([batch])
-    loss, gradient = loss_and_gradient(judge, batch, policy, reference, totals)
+    loss, gradient = loss_and_gradient(judge, batch, policy, reference, totals, divergence)
     # TRL sums in FP32.
     assert loss == pytest.approx(case["loss"], rel=1e-6)
-    for number, half in enumerate(case["gradient"]):
+    for number, half in zip(halves, case["gradient"], strict=True):
         assert gradient[batch[HALF] == number].tolist() == pytest.approx(half, rel=1e-5)
-    found = judge.metrics(judge.sums(SimpleNamespace(logprobs=policy), batch | {REFERENCE: reference}), totals, 0)
+    fields = {REFERENCE: reference, KL: torch.full_like(reference, divergence)}
+    found = judge.metrics(judge.sums(SimpleNamespace(logprobs=policy), batch | fields), totals, 0)
     assert {name: found[name] for name in case["metrics"]} == pytest.approx(case["metrics"], rel=1e-5, abs=1e-6)
+    assert found["loss"] == pytest.approx(case["loss"], rel=1e-6)
+    extra = {"loss"} | (set() if case["keys"].get("loss_type") == "kto" else {"nll_loss"})
+    assert found.keys() - case["metrics"].keys() == extra
 
 
 def test_a_policy_that_is_its_reference_has_loss_ln_2_and_half_of_the_orders():
@@ -133,16 +188,58 @@ def test_a_policy_that_is_its_reference_has_loss_ln_2_and_half_of_the_orders():
     loss, gradient = loss_and_gradient(judge, PACKED, policy, policy, totals)
     found = judge.metrics(judge.sums(SimpleNamespace(logprobs=policy), PACKED | {REFERENCE: policy}), totals, 0)
     assert loss == pytest.approx(math.log(2), rel=1e-7) and found["loss"] == pytest.approx(math.log(2), rel=1e-12)
-    assert found["reward_accuracy"] == 0.5 and found["reward_margin"] == 0.0
+    assert found["rewards/accuracies"] == 0.5 and found["rewards/margins"] == 0.0
     # Descent raises chosen tokens and lowers rejected ones, by beta / 2 each.
     assert torch.allclose(gradient[PACKED[HALF] == 2], torch.tensor(-0.1 / 2 / 3))
     assert torch.allclose(gradient[PACKED[HALF] == 3], torch.tensor(0.1 / 2 / 3))
 
 
-def test_large_margins_stay_finite():
-    ratios = torch.tensor([[800.0, -800.0], [-800.0, 800.0]], dtype=torch.float64, requires_grad=True)
-    losses = pair_losses(ratios, beta=1.0, label_smoothing=0.1)
+LARGE = [[800.0, -800.0], [-800.0, 800.0]]
+CERTAIN = [[0.0, 0.0], [0.0, -900.0]]
+
+
+@pytest.mark.parametrize(("loss_type", "values", "wanted"), [
+    ("sigmoid", LARGE, [160.0, 1440.0]), ("ipo", LARGE, [1599.5**2, 1600.5**2]), ("kto", LARGE, [[0, 0], [1, 1]]),
+    ("orpo", CERTAIN, [math.log(2), 0.0]), ("simpo", CERTAIN, [math.log(1 + math.exp(0.5)) * 0.9 + 0.0474076984, None]),
+])  # fmt: skip
+def test_large_margins_and_certain_tokens_stay_finite(loss_type, values, wanted):
+    """FP32 rounds the probability of a token that is learnt to 1, where the odds of ORPO are infinite."""
+    ratios = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    smooth = {"label_smoothing": 0.1} if loss_type in ("sigmoid", "simpo") else {}
+    sums = PairSums(ratios, ratios, torch.ones(2, 2, dtype=torch.float64))
+    losses = LOSSES[loss_type](sums, PreferenceConfig(loss_type=loss_type, beta=1.0, **smooth), 0.0)
     losses.sum().backward()
-    assert losses.tolist() == pytest.approx([160.0, 1440.0]) and ratios.grad.isfinite().all()
-    sums = sum_pairs(*torch.zeros(2, 1, 4), torch.tensor([[-1, -1, -1, -1]]), 8)
-    assert sums.tokens.sum() == 0
+    assert losses.isfinite().all() and ratios.grad.isfinite().all()
+    for found, value in zip(losses.tolist(), wanted, strict=True):
+        assert value is None or found == pytest.approx(value, abs=1e-9)
+
+
+def test_rows_of_no_pair_have_no_loss_and_no_gradient():
+    empty = batch_of(row(length=4))
+    for loss_type in LOSSES:
+        judge = objective(loss_type=loss_type)
+        loss, gradient = loss_and_gradient(judge, empty, *torch.zeros(2, 1, 4), judge.count([PACKED]))
+        assert loss == 0 and not gradient.any()
+    assert sum_pairs(*torch.zeros(2, 1, 4), empty[HALF], 8).tokens.sum() == 0
+
+
+def test_a_completion_answers_the_prompt_of_the_example_after_it():
+    """Chosen examples first, as TRL unpairs pairs; rows keep their length, and a row of one pair has none."""
+    made, count = mismatch_completions(PACKED)
+    ids, labels = PACKED["input_ids"][0], PACKED["labels"][0]
+    bounds = {0: (0, 3, 7), 1: (7, 10, 12), 2: (12, 14, 15), 3: (15, 17, 23)}  # begin, completion, end
+    at, order = 0, [0, 2, 1, 3]
+    for number, half in enumerate(order):
+        (begin, cut, _), (_, first, last) = bounds[half], bounds[order[number - 1]]
+        end = at + cut - begin + last - first
+        assert made["input_ids"][0, at:end].tolist() == ids[begin:cut].tolist() + ids[first:last].tolist()
+        assert made["labels"][0, at : at + cut - begin - 1].unique().tolist() == [IGNORE]
+        assert made["labels"][0, at + cut - begin - 1 : end].tolist() == labels[first - 1 : last].tolist()
+        assert made["positions"][0, at:end].tolist() == list(range(end - at))
+        assert made["document_ids"][0, at:end].unique().tolist() == [number]
+        at = end
+    assert count == 4 and at == 23 and (made["document_ids"][:, 23:] == -1).all()
+    assert (made["document_ids"][1:] == -1).all() and (made["labels"][1:] == IGNORE).all()
+    examples = batch_of(row([(2, 3), (1, 0)], [(1, 0), (3, 1)], [(1, 0), (2, 2)], length=20))
+    made, count = mismatch_completions(examples)
+    assert count == 3 and (made["labels"] != IGNORE).sum() == 6

@@ -12,7 +12,7 @@ from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
 from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.storage.prepare.pipeline import prepare_text
-from glm46.tasks.finetune.task import train
+from glm46.tasks.finetune.task import PreferenceTuning, train
 from glm46.tasks.pretrain.task import train as pretrain
 from tests.small_run import call_here, small_config, write_source
 
@@ -25,30 +25,36 @@ KINDS = {
 }
 
 
-def prepare_pairs(folder: Path) -> Path:
-    """A prepared source of short pairs, some of them held out."""
+LABELLED = [
+    {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+    for pair in PAIRS for side in ("chosen", "rejected")
+]  # fmt: skip
+
+
+def prepare_rows(folder: Path, rows: list[dict], format: str) -> None:
+    """A prepared source of short pairs or labelled answers, some of them held out."""
     file = folder.with_suffix(".jsonl")
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    recipe = {"input": (str(file),), "output": str(folder), "format": "preference", "max_tokens": 64, "held_out": 0.2}
-    prepare_text(TextRecipe(**recipe, name="pairs", processes=1), report=lambda line: None)
-    return folder
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {"input": (str(file),), "output": str(folder), "format": format, "max_tokens": 64, "held_out": 0.2}
+    prepare_text(TextRecipe(**recipe, name=folder.name, processes=1), report=lambda line: None)
 
 
 @pytest.fixture(scope="module")
 def start(tokenizer, tmp_path_factory) -> Path:
-    """A folder with a step to start from, and the pairs."""
+    """A folder with a step to start from, pairs and labelled answers."""
     folder = tmp_path_factory.mktemp("start")
     (folder / "text").mkdir()
     source = write_source(folder / "text", tokenizer)
     assert pretrain(small_config(source, folder / "base", training={"steps": 2})) == 0  # with a prediction layer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("glm46.storage.prepare.pipeline.call_in_workers", call_here)
-        prepare_pairs(folder / "pairs")
+        prepare_rows(folder / "pairs", PAIRS, "preference")
+        prepare_rows(folder / "labelled", LABELLED, "unpaired_preference")
     return folder
 
 
-def tuned(start: Path, dump_folder: Path, kind: str, **tables):
-    sources = [{"name": "pairs", "path": str(start / "pairs"), "packing": "best_fit"}]
+def tuned(start: Path, dump_folder: Path, kind: str, source: str = "pairs", **tables):
+    sources = [{"name": source, "path": str(start / source), "packing": "best_fit"}]
     base = start / "base/checkpoint/step-000002"
     return small_config(start / "text", dump_folder, **{
         "model": SHAPE, "data": {"sources": sources}, "finetune": {"preference": {"beta": 0.5}},
@@ -74,12 +80,12 @@ def test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit(start, tmp_path, ki
     assert train(config) == 0
     rows, held_out = rows_of(out, "loss"), rows_of(out, "validation_loss")
     # The same weights give the same log-probabilities, but for the rounding of another forward.
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["rewards/margins"]) < 1e-5
     assert held_out[0]["validation_loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert rows[-1]["loss"] < 0.6 and rows[-1]["reward_margin"] > 0.2 and rows[-1]["reward_accuracy"] > 0.9
+    assert rows[-1]["loss"] < 0.6 and rows[-1]["rewards/margins"] > 0.2 and rows[-1]["rewards/accuracies"] > 0.9
     assert held_out[-1]["validation_loss"] < held_out[0]["validation_loss"]
-    margin = rows[-1]["chosen_reward"] - rows[-1]["rejected_reward"]
-    assert margin == pytest.approx(rows[-1]["reward_margin"])
+    margin = rows[-1]["rewards/chosen"] - rows[-1]["rewards/rejected"]
+    assert margin == pytest.approx(rows[-1]["rewards/margins"])
     step = out / "checkpoint/step-000004"
     whole, names = contents(step), set(StepTensors(step))
     assert not any("reference" in name for name in names) and all("lora_" in n for n in names) == (kind == "lora")
@@ -87,9 +93,50 @@ def test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit(start, tmp_path, ki
     torch.seed()
     assert train(config) == 0
     resumed = contents(step)
-    found = [(row["step"], row["loss"], row["grad_norm"], row["reward_margin"]) for row in rows_of(out, "loss")]
-    assert found == [(row["step"], row["loss"], row["grad_norm"], row["reward_margin"]) for row in rows]
+    found = [(row["step"], row["loss"], row["grad_norm"], row["rewards/margins"]) for row in rows_of(out, "loss")]
+    assert found == [(row["step"], row["loss"], row["grad_norm"], row["rewards/margins"]) for row in rows]
     assert whole.keys() == resumed.keys() and all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "source"), [
+    ({"loss_type": "ipo", "beta": 0.2}, "pairs"), ({"loss_type": "simpo", "beta": 2.0}, "pairs"),
+    ({"loss_type": "orpo", "beta": 0.5}, "pairs"), ({"loss_type": "kto", "beta": 0.5}, "pairs"),
+    ({"loss_type": "kto", "beta": 0.5, "undesirable_weight": 1.5}, "labelled"),
+], ids=lambda value: value if isinstance(value, str) else value["loss_type"])  # fmt: skip
+def test_each_loss_learns_to_prefer_and_resumes_bit_for_bit(start, tmp_path, keys, source):
+    config, out = tuned(start, tmp_path / "out", "full", source, finetune={"preference": keys}), tmp_path / "out"
+    torch.seed()
+    assert train(config) == 0
+    rows, held_out = rows_of(out, "loss"), rows_of(out, "validation_loss")
+    begin = {"ipo": 1 / (2 * 0.2) ** 2, "kto": 0.5 * (1.25 if source == "labelled" else 1.0)}
+    if source == "pairs" and keys["loss_type"] in begin:  # labels of a step are not as many of each
+        assert rows[0]["loss"] == pytest.approx(begin[keys["loss_type"]], rel=1e-5)
+    if keys["loss_type"] == "kto":
+        assert rows[0]["kl"] < 1e-5 and rows[-1]["kl"] >= 0.0 and "rewards/accuracies" not in rows[0]
+    else:
+        assert rows[-1]["rewards/accuracies"] > 0.9 and held_out[-1]["validation_rewards/accuracies"] >= 0.5
+    assert rows[-1]["loss"] < rows[0]["loss"] and held_out[-1]["validation_loss"] < held_out[0]["validation_loss"]
+    assert rows[-1]["rewards/margins"] > rows[0]["rewards/margins"] + 0.02
+    step = out / "checkpoint/step-000004"
+    whole = contents(step)
+    shutil.rmtree(step)
+    torch.seed()
+    assert train(config) == 0
+    assert whole.keys() == contents(step).keys()
+    assert all(torch.equal(tensor, contents(step)[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
+def test_a_loss_without_a_reference_has_no_second_network_and_no_second_pass(start, tmp_path, monkeypatch, loss_type):
+    def unexpected(*arguments):
+        raise AssertionError("a second network")
+
+    monkeypatch.setattr("glm46.tasks.finetune.task.build_frozen_network", unexpected)
+    monkeypatch.setattr(PreferenceTuning, "_logprobs", unexpected)
+    tables = {"finetune": {"preference": {"loss_type": loss_type}}, "validation": {"enable": False}}
+    config = tuned(start, tmp_path / "out", "full", **tables, training={"steps": 1, "seq_len": 128})
+    assert train(config) == 0 and rows_of(tmp_path / "out", "loss")
 
 
 @pytest.mark.slow
@@ -117,8 +164,8 @@ def test_a_policy_and_its_reference_in_float8_begin_equal(start, tmp_path, float
     config = tuned(start, tmp_path / "out", "full", float8=float8 | {"emulate": True})
     assert train(config) == 0
     rows = rows_of(tmp_path / "out", "loss")
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
-    assert rows[-1]["loss"] < 0.1 and rows[-1]["reward_accuracy"] > 0.9
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["rewards/margins"]) < 1e-5
+    assert rows[-1]["loss"] < 0.1 and rows[-1]["rewards/accuracies"] > 0.9
 
 
 @pytest.mark.slow
@@ -140,3 +187,10 @@ def test_a_prepared_source_must_hold_what_the_task_reads(start, tmp_path):
         train(tuned(start, tmp_path / "out", "full", data={"sources": text}))
     with pytest.raises(UserError, match=r"pairs: pairs, which only \[finetune.preference\] reads; add"):
         train(tuned(start, tmp_path / "out", "full", finetune={}))
+    with pytest.raises(UserError, match=r'labelled: labelled answers, which only .*loss_type = "kto" reads; set that'):
+        train(tuned(start, tmp_path / "out", "full", "labelled"))
+    kto = {"finetune": {"preference": {"loss_type": "kto"}}, "training": {"steps": 1, "seq_len": 100}}
+    with pytest.raises(
+        UserError, match=r"labelled: max_tokens = 64: longer than half of .* 100 tokens, .*lower it to 50"
+    ):
+        train(tuned(start, tmp_path / "out", "full", "labelled", **kto))
