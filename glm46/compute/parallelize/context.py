@@ -15,6 +15,7 @@ from glm46.compute.distributed.collectives import exchange_rows, gather_sequence
 from glm46.compute.distributed.sequence import SequenceShard
 from glm46.compute.model.attention import Attention, AttentionCore
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange, KeyRing, attention_layout
+from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.router import Router
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.ring import ring_attention
@@ -23,7 +24,7 @@ from glm46.compute.parallelize.ring import ring_attention
 def apply(model: Transformer, shard: SequenceShard) -> None:
     """Make attention gather the keys and values of all ranks, and routers sum over them, in place."""
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
             module.core = _gathering(module.core, shard)
         elif isinstance(module, Router):
             module.sum_over_ranks = lambda x: sum_over_ranks(x, shard.group)
@@ -78,7 +79,8 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
         assert layout is not None and layout.exchange is not None, "see `take_part`"
         if isinstance(layout.exchange, KeyRing):
             return around_the_ring(q, k, v, layout.exchange)
-        # The gathered keys are free again before the values come.
-        return core(q, of_runs(k, layout.exchange), of_runs(v, layout.exchange), layout._replace(exchange=None))
+        # The gathered keys are free again before the values come. Of latent attention rows are gathered, and expanded.
+        keys, values = of_runs(k, layout.exchange), v if callable(v) else of_runs(v, layout.exchange)
+        return core(q, keys, values, layout._replace(exchange=None))
 
     return gathering_core
