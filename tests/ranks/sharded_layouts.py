@@ -266,9 +266,9 @@ _LAYOUTS = {
             recompute=("experts", "exchange"), compiled=True,
         ),
         Layout(context=2, experts_over=2, checkpointing="selective", every=2, compiled=True),
-        Layout(latent=True, tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),
+        Layout(latent=True, tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, routes=True),
         Layout(latent=True, tensor=4, checkpointing="selective", document_mask=False),
-        Layout(latent=True, pipeline=2, replicate=2, experts_over=2, schedule="DualPipeV", micro_batches=4),
+        Layout(latent=True, pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, adapter="lora"),
     ],
     8: [
         Layout(pipeline=2, tensor=2, context=2, experts_over=2),
