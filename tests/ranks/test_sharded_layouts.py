@@ -63,7 +63,10 @@ each exchange with other ranks is a break, and so is the call of experts, which 
 number of rows and for each chunk. Lower them after an improvement."""
 
 
-BASIC = {1: [*LAYOUTS[1]], 2: ["fsdp", "hsdp2", "ep2", "cp2", "tp2", "tp2-ep2", "pp2-1F1B", "tp2-latent", "cp2-latent", "ep2-latent"]}
+BASIC = {
+    1: [*LAYOUTS[1]],
+    2: ["fsdp", "hsdp2", "ep2", "cp2", "tp2", "tp2-ep2", "pp2-1F1B", "tp2-latent", "cp2-latent", "ep2-latent"],
+}
 """Layouts to find a fault in that larger ones show."""
 COMBINATIONS = 3548
 """What all layouts prove, by `combinations_of`: raise it with a new layout, and lower it with none."""
