@@ -43,7 +43,9 @@ def latent_keys_fit_together(shape: ModelShape) -> Faults:
     rotated = shape.qk_rope_head_dim or 0
     width = rotated + (shape.qk_nope_head_dim or 0)
     if rotated % 2:
-        yield fault(f"`model.qk_rope_head_dim`: is rotated in pairs; take {rotated + 1}")
+        yield fault(
+            "`model.qk_rope_head_dim`: is rotated in pairs; make it even, and keep its sum with qk_nope_head_dim"
+        )
     for key in ("head_dim", "v_head_dim"):
         if getattr(shape, key) != width:
             yield fault(
