@@ -151,7 +151,7 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "L": shape.kv_lora_rank or 0,
         "LR": shape.latent_width,
         "N": part,
-        "NC": heads * (part + shape.head_dim),
+        "NC": heads * (part + (shape.v_head_dim or 0)),
         "I": shape.intermediate_size,
         "E": shape.n_routed_experts,
         "F": width,

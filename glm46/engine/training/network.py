@@ -257,10 +257,8 @@ def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples
     if head == "value":
         plan = replace(plan, shape=plan.shape.model_copy(update={"num_nextn_predict_layers": 0}))
     network, adapter = _build(plan, cluster, head, is_trained=True, on_samples=on_samples), plan.config.adapter
-    optimizer = build_optimizers(
-        list(network.parameters.items()), plan.config.optimizer, cluster.device,
-        adapter.b_lr_ratio if adapter else 1.0, plan.shape,
-    )  # fmt: skip
+    ratio, named = adapter.b_lr_ratio if adapter else 1.0, list(network.parameters.items())
+    optimizer = build_optimizers(named, plan.config.optimizer, cluster.device, ratio, plan.shape)
     balance = ExpertBalance(plan.shape, network.models, plan.config.moe, cluster.device)
     return TrainedNetwork(**vars(network), optimizer=optimizer, balance=balance)
 
