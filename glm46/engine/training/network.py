@@ -279,8 +279,7 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_sam
     for model in models:
         model.mtp_alone = on_samples
         parallelize(model.requires_grad_(is_trained), plan, cluster, sizes_vary=on_samples)
-    adapter = plan.config.adapter
-    named = {name: parameter for model in models for name, parameter in model.named_parameters()}
+    adapter, named = plan.config.adapter, {name: one for model in models for name, one in model.named_parameters()}
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     network = Network(
         plan=plan,
