@@ -43,6 +43,13 @@ def linear_layers(shape: ModelShape, float8: Float8Config, tp: int = 1) -> Itera
     D = shape.hidden_size
     queries, keys = (heads * shape.head_dim // tp for heads in (shape.num_attention_heads, shape.num_key_value_heads))
     attention = {"q_proj": (queries, D), "k_proj": (keys, D), "v_proj": (keys, D), "o_proj": (D, queries)}
+    if shape.is_latent:
+        latent, of_keys = shape.q_lora_rank or 0, shape.kv_lora_rank or 0
+        made = queries + shape.num_attention_heads // tp * (shape.qk_nope_head_dim or 0)
+        attention = {
+            "q_a_proj": (latent, D), "q_b_proj": (queries, latent), "kv_a_proj_with_mqa": (shape.latent_width, D),
+            "kv_b_proj": (made, of_keys), "o_proj": (D, queries),
+        }  # fmt: skip
 
     def layer(prefix: str, feed_forward: str, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
         yield from ((f"{prefix}self_attn.{name}", size) for name, size in attention.items())

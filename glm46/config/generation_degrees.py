@@ -37,7 +37,7 @@ def _broken_rules(
         if size % degree:
             faults.append((key, f"must divide model.{what} = {size}"))
     heads, width = shape.num_key_value_heads, shape.head_dim
-    if heads % tensor and (tensor % heads or width % (tensor // heads)):
+    if not shape.is_latent and heads % tensor and (tensor % heads or width % (tensor // heads)):
         rule = f"must divide model.num_key_value_heads = {heads}, or be a multiple that leaves each rank an equal part"
         faults.append(("tensor_parallel", f"{rule} of a head's {width} rows"))
     if pipeline > shape.num_hidden_layers:

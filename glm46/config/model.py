@@ -29,7 +29,7 @@ class RopeScalingConfig(Section):
 
 
 class ModelShape(Section):
-    """All numbers that define the parameters and the arithmetic of a GLM-4.5/4.6 model."""
+    """All numbers that define the parameters and the arithmetic of a GLM-4.5, 4.6, 4.7 or 4.7-Flash model."""
 
     vocab_size: int = Field(ge=1)
     """Rows of embedding and head, padding rows included."""
@@ -77,7 +77,23 @@ class ModelShape(Section):
     """Key and value heads; each serves an equal number of query heads."""
 
     head_dim: int = Field(ge=2)
-    """Width of one head; heads times this need not equal hidden_size."""
+    """Width of one head; heads times this need not equal hidden_size. Of latent attention the sum of both parts."""
+
+    q_lora_rank: int | None = Field(None, ge=1)
+    """Latent attention, GLM-4.7-Flash: width of the queries' latent. This and the next four keys are there together or
+    not at all; without them attention is grouped-query attention."""
+
+    kv_lora_rank: int | None = Field(None, ge=1)
+    """Latent attention: width of the latent that keys and values are made from."""
+
+    qk_nope_head_dim: int | None = Field(None, ge=1)
+    """Latent attention: part of a query or key head that is not rotated."""
+
+    qk_rope_head_dim: int | None = Field(None, ge=2)
+    """Latent attention: part that is rotated, in pairs of neighbours; its key is one for all heads."""
+
+    v_head_dim: int | None = Field(None, ge=1)
+    """Latent attention: width of a value head, which is ``head_dim``."""
 
     use_qk_norm: bool
     """RMSNorm of queries and keys per head, before the rotation. True for GLM-4.5 and 4.6, false for Air."""
@@ -108,6 +124,21 @@ class ModelShape(Section):
 
     num_nextn_predict_layers: int = Field(1, ge=0, le=1024)
     """Multi-token prediction layers; each predicts one more token ahead."""
+
+    @property
+    def is_latent(self) -> bool:
+        """True for multi-head latent attention, whose heads are made from a latent of each token."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def has_key_heads(self) -> bool:
+        """True for grouped-query attention, with a projection of its own for queries, keys and values."""
+        return not self.is_latent
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers of a token from which latent attention makes its keys and values: the latent and the rotated key."""
+        return (self.kv_lora_rank or 0) + (self.qk_rope_head_dim or 0)
 
 
 class _ModelBase(Section):

@@ -14,6 +14,14 @@ _GLM_45: dict[str, Any] = dict(
     max_position_embeddings=131072, num_nextn_predict_layers=1,
 )  # fmt: skip
 
+_FLASH: dict[str, Any] = dict(
+    vocab_size=154880, hidden_size=2048, num_hidden_layers=47, first_k_dense_replace=1, intermediate_size=10240,
+    moe_intermediate_size=1536, n_routed_experts=64, num_experts_per_tok=4, n_shared_experts=1,
+    routed_scaling_factor=1.8, num_attention_heads=20, num_key_value_heads=20, head_dim=256, q_lora_rank=768,
+    kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, use_qk_norm=False,
+    attention_bias=False, partial_rotary_factor=1.0, max_position_embeddings=202752, num_nextn_predict_layers=1,
+)  # fmt: skip
+
 PRESETS: dict[str, ModelShape] = {
     "GLM-4.6": ModelShape(**_GLM_45 | dict(max_position_embeddings=202752)),
     "GLM-4.7": ModelShape(**_GLM_45 | dict(max_position_embeddings=202752)),
@@ -24,6 +32,7 @@ PRESETS: dict[str, ModelShape] = {
             moe_intermediate_size=1408, n_routed_experts=128, routed_scaling_factor=1.0, use_qk_norm=False,
         )
     ),
+    "GLM-4.7-Flash": ModelShape(**_FLASH),
     # GLM-4.6 with fewer, narrower layers: the width-to-depth and expert ratios stay near the original's.
     "100B": ModelShape(
         **_GLM_45 | dict(
@@ -53,9 +62,18 @@ PRESETS: dict[str, ModelShape] = {
             num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, rope_theta=10000.0,
         )
     ),
+    # Two layers with every part of GLM-4.7-Flash.
+    "debug-flash": ModelShape(
+        **_FLASH | dict(
+            vocab_size=8192, hidden_size=256, num_hidden_layers=2, intermediate_size=768, moe_intermediate_size=128,
+            n_routed_experts=16, num_attention_heads=4, num_key_value_heads=4, head_dim=64, q_lora_rank=96,
+            kv_lora_rank=64, qk_nope_head_dim=48, qk_rope_head_dim=16, v_head_dim=64, max_position_embeddings=2048,
+            rope_theta=10000.0,
+        )
+    ),
 }  # fmt: skip
 
-REPEATING = ("GLM-4.7",)
+REPEATING = ("GLM-4.7", "GLM-4.7-Flash")
 """Presets whose exports repeat embedding and head in the prediction layers, as they are published. GLM-4.7 differs from
 4.6 in this and in its chat format."""
 

@@ -65,6 +65,8 @@ def experts_of_the_layout_exist(config: RunConfig, shape: ModelShape) -> Faults:
 def tensor_parallel_ranks_share_key_heads(config: RunConfig, shape: ModelShape) -> Faults:
     """A tensor-parallel rank has whole key heads, or an equal part of one."""
     degree, heads = config.parallelism.tensor_parallel_degree, shape.num_key_value_heads
+    if shape.is_latent:  # as many as query heads
+        return
     if heads % degree == 0 or (degree % heads == 0 and shape.head_dim % (degree // heads) == 0):
         return
     key = "num_key_value_heads" if degree % heads else "head_dim"

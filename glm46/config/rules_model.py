@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from glm46.config.faults import near_values
+from glm46.config.faults import near_values, show
 from glm46.config.model import ModelShape
 from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
@@ -20,12 +20,46 @@ def heads_group_evenly(shape: ModelShape) -> Faults:
 @rule
 def rotated_part_is_even(shape: ModelShape) -> Faults:
     """Rotary positions rotate pairs of dimensions."""
+    if shape.is_latent:
+        return
     rotated = shape.head_dim * shape.partial_rotary_factor
     if rotated != int(rotated) or int(rotated) % 2 or rotated < 2:
         yield fault(
             f"`model.partial_rotary_factor`: rotates {rotated:g} of `model.head_dim` dimensions in pairs, so this must "
             f"be an even number of at least 2; take {max(2, 2 * round(rotated / 2)) / shape.head_dim}"
         )
+
+
+@rule
+def latent_keys_fit_together(shape: ModelShape) -> Faults:
+    """Latent attention has all of its keys, heads of one width, and none of what only grouped queries have."""
+    keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    missing = [f"model.{key}" for key in keys if getattr(shape, key) is None]
+    if missing:
+        if len(missing) < len(keys):
+            yield fault(f"`{missing[0]}`: is absent, and other keys of latent attention are there; set it, or take the "
+                        "flavor GLM-4.7-Flash", *missing)  # fmt: skip
+        return
+    rotated = shape.qk_rope_head_dim or 0
+    width = rotated + (shape.qk_nope_head_dim or 0)
+    if rotated % 2:
+        yield fault(
+            "`model.qk_rope_head_dim`: is rotated in pairs; make it even, and keep its sum with qk_nope_head_dim"
+        )
+    for key in ("head_dim", "v_head_dim"):
+        if getattr(shape, key) != width:
+            yield fault(
+                f"`model.{key}`: must be the sum of `model.qk_nope_head_dim` and `model.qk_rope_head_dim`, because all "
+                f"heads have one width; take {width}"
+            )
+    for key, value in (
+        ("num_key_value_heads", shape.num_attention_heads), ("use_qk_norm", False), ("attention_bias", False),
+        ("partial_rotary_factor", 1.0),
+    ):  # fmt: skip
+        if getattr(shape, key) != value:
+            yield fault(
+                f"`model.{key}`: is not possible with latent attention (`model.kv_lora_rank`); take {show(value)}"
+            )
 
 
 @rule

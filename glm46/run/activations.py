@@ -58,14 +58,26 @@ def attention_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen |
     """
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     total = _norm(shape.hidden_size, width, frozen)
-    if frozen is None or frozen.adapts("self_attn"):
+    has_gradient = frozen is None or frozen.adapts("self_attn")
+    if has_gradient:
         total += _gathered_input(shape, width, tp)  # of the q, k and v projections
+    if shape.is_latent:
+        total += tp * _latent_bytes(shape, width, frozen, has_gradient)
     if shape.use_qk_norm:
         heads = shape.num_attention_heads + shape.num_key_value_heads
         total += heads * _norm(shape.head_dim, width, frozen)
     total += (queries + 2 * keys) * width  # rotated queries and keys, and values
     total += queries * width + shape.num_attention_heads * FP32  # result, and the log-sum of the softmax
     return total
+
+
+def _latent_bytes(shape: ModelShape, width: int, frozen: Frozen | None, has_gradient: bool) -> float:
+    """Both latents of a token: their norms, and the inputs of the projections to heads."""
+    queries, keys = shape.q_lora_rank or 0, shape.kv_lora_rank or 0
+    norms = _norm(queries, width, frozen) + _norm(keys, width, frozen)
+    if width == FP32:  # the norm keeps its input as it is, which lies beside the key to rotate
+        norms += (shape.latent_width - keys) * FP32
+    return norms + has_gradient * (queries + shape.latent_width) * width
 
 
 def kernel_runs(runs: float) -> int:
@@ -217,6 +229,9 @@ def output_gradient_bytes(shape: ModelShape, width: int, block: str, tp: int) ->
     backward keeps them from the gradients of inputs until those of weights."""
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     elements = queries + 2 * keys + (2 + tp) * shape.hidden_size  # of attention with its output, and both norms
+    if shape.is_latent:  # keys and values come from one product, which makes no rotated part
+        rotated = shape.num_attention_heads * (shape.qk_rope_head_dim or 0)
+        elements += tp * (2 * (shape.q_lora_rank or 0) + (shape.kv_lora_rank or 0) + shape.latent_width) - rotated
     if shape.use_qk_norm:
         elements += queries + keys
     if block == "dense":
@@ -227,11 +242,22 @@ def output_gradient_bytes(shape: ModelShape, width: int, block: str, tp: int) ->
     return elements * width + shape.n_routed_experts * FP32
 
 
+def kept_of_key(shape: ModelShape, tp: int) -> float:
+    """Numbers of a token that a rank attends to: keys and values of its heads, and the latent that they are from."""
+    return 2 * max(shape.num_key_value_heads / tp, 1) * shape.head_dim + shape.latent_width
+
+
+def sent_of_key(shape: ModelShape, tp: int) -> float:
+    """Numbers of a token that ranks of context parallelism exchange in one call: its keys, then its values, or its
+    latent."""
+    return shape.latent_width or max(shape.num_key_value_heads / tp, 1) * shape.head_dim
+
+
 def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
     """Keys and values of one layer that a context-parallel rank holds while it attends, of whole rows as one document:
     `attended_keys` of both."""
     keys, _ = attended_keys(shape.sliding_window, length, cp)
-    return 2 * rows * keys * max(shape.num_key_value_heads / tp, 1) * shape.head_dim * width
+    return rows * keys * kept_of_key(shape, tp) * width
 
 
 def attended_keys(window: int | None, length: int, cp: int) -> tuple[float, float]:
@@ -257,8 +283,9 @@ at most, as a multiple of its tokens."""
 
 
 def keys_travel(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> bool:
-    """True if context-parallel ranks pass keys from rank to rank, one part at a time, and do not gather them all."""
-    if cp == 1 or shape.sliding_window is not None:
+    """True if context-parallel ranks pass keys from rank to rank, one part at a time, and do not gather them all. Those
+    of latent attention are gathered as latents."""
+    if cp == 1 or shape.sliding_window is not None or shape.is_latent:
         return False
     return gathered_key_bytes(shape, width, rows=rows, length=length, cp=cp, tp=tp) > MOST_GATHERED_BYTES
 

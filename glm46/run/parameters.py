@@ -53,6 +53,9 @@ class Parameter:
     """True for routed experts, which expert parallelism shards along their first dimension."""
     needs: str | None = None
     """Key of the shape without which the parameter does not exist."""
+    head_rows: str = ""
+    """Dimensions of the consecutive rows of one head, each of which Muon updates as a matrix of its own, as GLM-5's
+    makers do with those of latent attention (arXiv 2602.15763). Empty: heads are not apart."""
     hf_repeat: str | None = None
     """Hugging Face name inside an MTP layer under which GLM-4.5 and GLM-4.5-Air repeat the tensor."""
     fp8_family: str | None = None
@@ -84,6 +87,12 @@ class Parameter:
     def row_blocks(self) -> int:
         """Blocks of rows that are matrices of their own."""
         return len(self.hf_names)
+
+    def block_rows(self, shape: ModelShape) -> tuple[int, ...]:
+        """Rows of each matrix of its own, in a model of this shape."""
+        if self.head_rows:
+            return tuple(dimensions(shape)[dim] for dim in self.head_rows.split()) * shape.num_attention_heads
+        return (self.shape(shape)[-2] // self.row_blocks,) * self.row_blocks
 
     def shape(self, shape: ModelShape) -> tuple[int, ...]:
         """Shape of our whole tensor in a model of this shape."""
@@ -126,16 +135,23 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     """Sizes of the dimensions that `Parameter.dims` names.
 
     V vocabulary, D hidden, H width of all query heads, K of all key heads, C of one head, I width of a dense layer,
-    E experts, F width of one expert, S of the shared experts.
+    E experts, F width of one expert, S of the shared experts. Of latent attention: Q and L widths of the latents of
+    queries and of keys and values, LR of the latter with the rotated key, N of the part of a head that is not rotated,
+    NC of that and the values of all heads.
     """
-    width = shape.moe_intermediate_size
+    width, heads, part = shape.moe_intermediate_size, shape.num_attention_heads, shape.qk_nope_head_dim or 0
     return {
         "V": shape.vocab_size,
         "D": shape.hidden_size,
         "2D": 2 * shape.hidden_size,
-        "H": shape.num_attention_heads * shape.head_dim,
+        "H": heads * shape.head_dim,
         "K": shape.num_key_value_heads * shape.head_dim,
         "C": shape.head_dim,
+        "Q": shape.q_lora_rank or 0,
+        "L": shape.kv_lora_rank or 0,
+        "LR": shape.latent_width,
+        "N": part,
+        "NC": heads * (part + (shape.v_head_dim or 0)),
         "I": shape.intermediate_size,
         "E": shape.n_routed_experts,
         "F": width,
@@ -176,7 +192,9 @@ def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Param
     )
 
 
-_QKV: dict[str, Any] = dict(group="attention", tensor_dim=0, fp8_family="self_attn[.][qkv]_proj")
+_QKV: dict[str, Any] = dict(group="attention", tensor_dim=0, fp8_family="self_attn[.][qkv]_proj", needs="has_key_heads")
+_LATENT: dict[str, Any] = dict(group="attention", needs="is_latent")
+_DOWN: dict[str, Any] = _LATENT | dict(fp8_family="self_attn[.](q_a_proj|kv_a_proj_with_mqa)")
 _O: dict[str, Any] = dict(group="attention", tensor_dim=1, fp8_family="self_attn[.]o_proj")
 _EXPERT: dict[str, Any] = dict(is_expert=True, fp8_family="mlp[.]experts[.].*_proj")
 _SELECTION_BIAS = "e_score_correction_bias"
@@ -200,6 +218,28 @@ PARAMETERS = (
     _bias("self_attn.k_proj.bias", "K"),
     _same("layer", "self_attn.v_proj.weight", "K D", **_QKV),
     _bias("self_attn.v_proj.bias", "K"),
+    _same("layer", "self_attn.q_a_proj.weight", "Q D", **_DOWN),
+    _norm("layer", "self_attn.q_a_layernorm.weight", "Q", needs="is_latent"),
+    _same(
+        "layer",
+        "self_attn.q_b_proj.weight",
+        "H Q",
+        **_LATENT,
+        tensor_dim=0,
+        fp8_family="self_attn[.]q_b_proj",
+        head_rows="C",
+    ),
+    _same("layer", "self_attn.kv_a_proj_with_mqa.weight", "LR D", **_DOWN),
+    _norm("layer", "self_attn.kv_a_layernorm.weight", "L", needs="is_latent"),
+    _same(
+        "layer",
+        "self_attn.kv_b_proj.weight",
+        "NC L",
+        **_LATENT,
+        tensor_dim=0,
+        fp8_family="self_attn[.]kv_b_proj",
+        head_rows="N C",
+    ),
     _same("layer", "self_attn.o_proj.weight", "D H", **_O),
     _norm("layer", "self_attn.q_norm.weight", "C", needs="use_qk_norm"),
     _norm("layer", "self_attn.k_norm.weight", "C", needs="use_qk_norm"),

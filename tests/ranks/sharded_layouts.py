@@ -70,6 +70,11 @@ IN_FP8 = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 32, "vocab_size": 516,
 }  # fmt: skip
 """Whole blocks of 128, and two of them where tensor parallelism splits columns."""
+LATENT = {
+    "flavor": "debug-flash", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "v_head_dim": 16,
+    "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "q_lora_rank": 20, "kv_lora_rank": 11,
+}  # fmt: skip
+"""Latent attention; some widths are odd."""
 DEPTHS, VOCABULARY = SHAPE["num_nextn_predict_layers"], SHAPE["vocab_size"]
 
 
@@ -117,6 +122,8 @@ class Layout(NamedTuple):
     """Parts in which tokens travel."""
     deferred: bool = False
     """Gradients are summed over ranks after the last micro-batch only."""
+    latent: bool = False
+    """The attention is that of GLM-4.7-Flash."""
 
     @property
     def layers(self) -> int:
@@ -132,7 +139,7 @@ class Layout(NamedTuple):
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.layers, self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        return *options, self.adapter, self.in_fp8, self.adapted, self.routes
+        return *options, self.adapter, self.in_fp8, self.adapted, self.routes, self.latent
 
     @property
     def name(self) -> str:
@@ -163,6 +170,7 @@ class Layout(NamedTuple):
             *([f"hosts_of_{self.of_host}"] if self.of_host else []),
             *([f"chunks{self.chunks}"] if self.chunks else []),
             *(["deferred"] if self.deferred else []),
+            *(["latent"] if self.latent else []),
         ])  # fmt: skip
 
 
@@ -215,6 +223,11 @@ _LAYOUTS = {
             recompute=("core_attn", "experts"),
         ),
         Layout(experts_over=2, chunks=2, checkpointing="selective", recompute=("exchange",), adapter="lora"),
+        Layout(latent=True, checkpointing="selective"), Layout(latent=True, checkpointing="full", compiled=True),
+        Layout(latent=True, experts_over=2), Layout(latent=True, tensor=2), Layout(latent=True, context=2),
+        Layout(latent=True, pipeline=2, schedule="ZBVZeroBubble", micro_batches=4),
+        Layout(latent=True, context=2, window=5, checkpointing="full"),
+        Layout(latent=True, tensor=2, adapter="dora"), Layout(latent=True, document_mask=False, offload=True),
     ],
     4: [
         Layout(context=2, replicate=2, experts_over=2),
@@ -253,6 +266,9 @@ _LAYOUTS = {
             recompute=("experts", "exchange"), compiled=True,
         ),
         Layout(context=2, experts_over=2, checkpointing="selective", every=2, compiled=True),
+        Layout(latent=True, tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, routes=True),
+        Layout(latent=True, tensor=4, checkpointing="selective", document_mask=False),
+        Layout(latent=True, pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, adapter="lora"),
     ],
     8: [
         Layout(pipeline=2, tensor=2, context=2, experts_over=2),
@@ -460,7 +476,7 @@ def run_reference(config: RunConfig, layout: Layout, fp8_base: Path | None = Non
     size = weighted(sums._replace(logprobs=-sums.logprobs), token_weights.abs()).item()  # without cancellation
     by_token = weighted(sums, token_weights).item(), {name: p.grad.clone() for name, p in parameters.items()}, size
     b_lr_ratio = config.adapter.b_lr_ratio if config.adapter else 1.0
-    optimizer = build_optimizers(list(parameters.items()), config.optimizer, b_lr_ratio=b_lr_ratio)
+    optimizer = build_optimizers(list(parameters.items()), config.optimizer, None, b_lr_ratio, model.shape)
     figures, gradients = [], {}
     for step in range(layout.steps):
         batch = make_batch(step, config.data.document_mask)
@@ -531,6 +547,8 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
         model["num_nextn_predict_layers"], optimizer = 0, {"name": "AdamW", "lr": 2e-4}
     if layout.in_fp8:
         model |= IN_FP8
+    if layout.latent:
+        model |= LATENT
     adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0, "b_lr_ratio": 2.0}
     adapter["base_dtype"] = "float8" if layout.in_fp8 else None
     return RunConfig.model_validate_json(

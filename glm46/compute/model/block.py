@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from glm46.compute.model.attention import Attention
 from glm46.compute.model.attention_layout import AttentionLayout
+from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, RMSNorm
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions, RoutingStatistics
@@ -17,7 +18,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.is_dense = is_dense
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = LatentAttention(shape) if shape.is_latent else Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape.hidden_size, shape.intermediate_size) if is_dense else MoE(shape)
 

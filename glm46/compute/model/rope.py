@@ -1,4 +1,5 @@
-"""Rotary position embedding on the leading part of each head (GPT-NeoX halves, not interleaved pairs)."""
+"""Rotary position embedding on the leading part of each head (GPT-NeoX halves, not interleaved pairs), and on that of
+latent attention, where pairs are neighbours."""
 
 import math
 
@@ -9,8 +10,8 @@ from glm46.config.model import ModelShape, RopeScalingConfig
 
 
 def rotary_dim(shape: ModelShape) -> int:
-    """Number of rotated dimensions, the first ones of each head."""
-    return int(shape.head_dim * shape.partial_rotary_factor)
+    """Number of rotated dimensions, the first ones of each head; of latent attention the last ones."""
+    return shape.qk_rope_head_dim or int(shape.head_dim * shape.partial_rotary_factor)
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device) -> tuple[Tensor, float]:
@@ -92,3 +93,9 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     if not torch.is_grad_enabled():  # the start of a Function takes as long as the rotation of a few tokens
         return _rotated(x, *tables, 1.0)
     return _Rotate.apply(x, *tables)
+
+
+def rotate_pairs(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate neighbours of `x` [B, S, heads, rotary_dim]. The first ones of all pairs are the first half of the result,
+    as in `transformers`; scores of queries and keys do not depend on the order."""
+    return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), tables)

@@ -12,6 +12,7 @@ from glm46.compute.optim.muon import Muon
 from glm46.compute.optim.roles import Role, RoleRow, assign_roles, role_rows
 from glm46.compute.optim.state_file import StateFile
 from glm46.compute.optim.state_offload import StatePlace
+from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
 
 
@@ -71,17 +72,18 @@ def build_optimizers(
     config: OptimizerConfig,
     device: torch.device | None = None,
     b_lr_ratio: float = 1.0,
+    shape: ModelShape | None = None,
 ) -> OptimizerGroup:
     """The optimizers that [optimizer] asks for. Collective over all ranks.
 
     Args:
         device: computes the updates of Muon; absent: that of the parameters. AdamW updates parameters where they are.
-        b_lr_ratio: see `assign_roles`.
+        b_lr_ratio, shape: see `assign_roles`.
 
     Raises:
         UserError: parameters without a row in the table of parameters.
     """
-    roles = assign_roles([name for name, _ in named_parameters], config, b_lr_ratio)
+    roles = assign_roles([name for name, _ in named_parameters], config, b_lr_ratio, shape)
     return OptimizerGroup(named_parameters, roles, config, device)
 
 
@@ -108,7 +110,7 @@ def make_pair(
     for (name, parameter), role in zip(named_parameters, roles, strict=True):
         if role.optimizer == "muon":
             rows = parameter.shape[-2] // role.row_blocks
-            blocks = (rows,) * role.row_blocks if role.row_blocks > 1 else None
+            blocks = role.head_rows or ((rows,) * role.row_blocks if role.row_blocks > 1 else None)
             options = {"weight_decay": config.weight_decay if role.decay else 0.0, "row_blocks": blocks}
             group = groups.setdefault(tuple(options.values()) if merge else name, {"params": [], **options})
             group["params"].append((name, parameter))

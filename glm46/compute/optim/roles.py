@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from glm46.config.errors import UserError
+from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
 from glm46.run.parameters import ADAPTER_PARAMETERS, PARAMETERS, find_parameter
 
@@ -26,6 +27,8 @@ class Role:
     row_blocks: int
     lr_ratio: float = 1.0
     """Of its learning rate to that of the others under AdamW."""
+    head_rows: tuple[int, ...] = ()
+    """Rows of the matrices in place of equal blocks, see `Parameter.head_rows`."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,11 @@ class RoleRow:
     parameters: int
 
 
-def assign_roles(names: Sequence[str], config: OptimizerConfig, b_lr_ratio: float = 1.0) -> list[Role]:
-    """The role of each parameter, in the order given; ``b_lr_ratio`` is the `lr_ratio` of every B of an adapter.
+def assign_roles(
+    names: Sequence[str], config: OptimizerConfig, b_lr_ratio: float = 1.0, shape: ModelShape | None = None
+) -> list[Role]:
+    """The role of each parameter, in the order given; ``b_lr_ratio`` is the `lr_ratio` of every B of an adapter,
+    ``shape`` that of the model, which latent attention needs.
 
     Raises:
         UserError: names without a row in the table, all of them at once.
@@ -53,7 +59,11 @@ def assign_roles(names: Sequence[str], config: OptimizerConfig, b_lr_ratio: floa
             faults.append(f"parameter {name} has no row in glm46/run/parameters.py: add one")
             continue
         lr_ratio = b_lr_ratio if row.group == "adapter B" else 1.0
-        roles.append(Role(row.group, row.choose_optimizer(config), row.is_decayed, row.row_blocks, lr_ratio))
+        heads: tuple[int, ...] = ()
+        if row.head_rows:
+            assert shape is not None, f"{name} has a matrix for each head"
+            heads = row.block_rows(shape)
+        roles.append(Role(row.group, row.choose_optimizer(config), row.is_decayed, row.row_blocks, lr_ratio, heads))
     if faults:
         raise UserError(*faults)
     return roles
@@ -84,7 +94,7 @@ def module_roles(
     """
     named: list[tuple[str, Tensor]] = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     try:
-        roles = assign_roles([name for name, _ in named], config)
+        roles = assign_roles([name for name, _ in named], config, shape=getattr(model, "shape", None))
     except UserError:
         others = [module for module in model.modules() if isinstance(module, _NOT_MATRICES)]
         looked_up = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
@@ -101,7 +111,7 @@ def module_roles(
             blocks = row_blocks.get(pattern, 1)
             if blocks < 1 or parameter.shape[-2] % blocks:
                 raise ValueError(f"row_blocks[{pattern!r}] = {blocks}: must divide the {parameter.shape[-2]} of {name}")
-            change = {"optimizer": "adamw"} if pattern in adamw else {"row_blocks": blocks}
+            change = {"optimizer": "adamw"} if pattern in adamw else {"row_blocks": blocks, "head_rows": ()}
             roles[index] = replace(roles[index], **change)
     return named, roles
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from glm46 import compat
 from glm46.compute.distributed.collectives import exchange_rows, gather_sequence, sum_over_ranks
 from glm46.compute.distributed.sequence import SequenceShard
-from glm46.compute.model.attention import Attention, AttentionCore
+from glm46.compute.model.attention import Attention
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange, KeyRing, attention_layout
+from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.router import Router
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.ring import ring_attention
@@ -23,7 +24,7 @@ from glm46.compute.parallelize.ring import ring_attention
 def apply(model: Transformer, shard: SequenceShard) -> None:
     """Make attention gather the keys and values of all ranks, and routers sum over them, in place."""
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
             module.core = _gathering(module.core, shard)
         elif isinstance(module, Router):
             module.sum_over_ranks = lambda x: sum_over_ranks(x, shard.group)
@@ -57,7 +58,7 @@ def take_part(
     return shard.cut(rows, places) | {"layout": layout}
 
 
-def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
+def _gathering(core: Any, shard: SequenceShard) -> Any:
     @torch.compiler.disable
     def of_runs(x: Tensor, exchange: KeyExchange) -> Tensor:
         x = x.flatten(0, 1)
@@ -74,11 +75,12 @@ def _gathering(core: AttentionCore, shard: SequenceShard) -> AttentionCore:
     def around_the_ring(q: Tensor, k: Tensor, v: Tensor, ring: KeyRing) -> Tensor:
         return ring_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ring, shard.group).view(q.shape)
 
-    def gathering_core(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout | None) -> Tensor:
+    def gathering_core(q: Tensor, k: Tensor, v: Any, layout: AttentionLayout | None) -> Tensor:
         assert layout is not None and layout.exchange is not None, "see `take_part`"
         if isinstance(layout.exchange, KeyRing):
             return around_the_ring(q, k, v, layout.exchange)
-        # The gathered keys are free again before the values come.
-        return core(q, of_runs(k, layout.exchange), of_runs(v, layout.exchange), layout._replace(exchange=None))
+        # The gathered keys are free again before the values come. Of latent attention rows are gathered, and expanded.
+        keys, values = of_runs(k, layout.exchange), v if callable(v) else of_runs(v, layout.exchange)
+        return core(q, keys, values, layout._replace(exchange=None))
 
     return gathering_core

@@ -24,6 +24,7 @@ from glm46.compute.distributed.collectives import gather_sequence, scatter_sum, 
 from glm46.compute.distributed.groups import group_of_partition
 from glm46.compute.model.attention import Attention
 from glm46.compute.model.experts import Experts
+from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import Router
@@ -42,7 +43,7 @@ def apply(model: Transformer, mesh: DeviceMesh) -> None:
         replaced: Any = module
         if not isinstance(module, Experts):
             _split_parameters(module, f"{name}." if name else "", mesh)
-        if isinstance(module, Attention | FeedForward):
+        if isinstance(module, Attention | LatentAttention | FeedForward):
             replaced.forward = _on_whole_sequences(module.forward, group)
             if isinstance(module, Attention) and ranks is not None:
                 projections: tuple[Any, ...] = (module.k_proj, module.v_proj)

@@ -17,6 +17,7 @@ from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.attention import Attention, attend
 from glm46.compute.model.attention_layout import AttentionLayout, attention_layout, layout_of_runs, rounded_length
 from glm46.compute.model.attention_runs import attend_in_runs
+from glm46.compute.model.latent_attention import Expand, LatentAttention
 
 _FEW_TOKENS = 16
 """Most tokens of a row that attend by a mask over the slots: the last token and its drafts. More tokens attend in runs,
@@ -108,7 +109,8 @@ Place = Slots | Packed | Nothing
 
 
 class CachedCore:
-    """An `AttentionCore` with a cache of the keys and values of this rank's heads. It takes the tokens of a call as one
+    """An `AttentionCore` with a cache of the keys and values of this rank's heads; of latent attention a `LatentCore`
+    with a cache of latents, from which no keys and values are made for few tokens. It takes the tokens of a call as one
     row, perhaps with padding behind them.
 
     Args:
@@ -116,56 +118,77 @@ class CachedCore:
         max_length: slots of each row.
     """
 
-    def __init__(self, attention: Attention, batch: int, max_length: int):
-        weight = local_tensor(attention.k_proj.weight)
-        heads = max(weight.shape[0] // attention.head_dim, 1)  # ranks that share a head gather it
-        shape = (batch, heads, max_length, attention.head_dim)  # the order of the attention kernel
-        self.keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.values = torch.zeros_like(self.keys)
+    def __init__(self, attention: Attention | LatentAttention, batch: int, max_length: int):
+        if isinstance(attention, LatentAttention):
+            weight, heads, widths = attention.kv_b_proj.weight, 1, [attention.rank + attention.rotated]
+        else:
+            weight, widths = attention.k_proj.weight, [attention.head_dim] * 2
+            heads = max(local_tensor(weight).shape[0] // attention.head_dim, 1)  # ranks that share a head gather it
+        like = local_tensor(weight)
+        # The order of the attention kernel.
+        self.caches = [like.new_zeros(batch, heads, max_length, width) for width in widths]
+        self.attention = attention
         self.place: Place | None = None
+        self.take_weights()
 
-    def __call__(self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayout | None) -> Tensor:
+    def take_weights(self) -> None:
+        """Drop what follows from the weights."""
+        self._to_heads: Tensor | None = None
+
+    def __call__(
+        self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor | Expand, layout: AttentionLayout | None
+    ) -> Tensor:
         tokens = self.place.positions.numel()
         if isinstance(self.place, Nothing):
             return torch.zeros_like(q_BSHC)
-        out_BSHC = self._attend(*(x[:, :tokens] for x in (q_BSHC, k_BSKC, v_BSKC)), layout)
+        new = (k_BSKC,) if callable(v_BSKC) else (k_BSKC, v_BSKC)
+        out_BSHC = self._attend(q_BSHC[:, :tokens], [x[:, :tokens] for x in new], layout)
         padding = q_BSHC.shape[1] - tokens
         return F.pad(out_BSHC, (0, 0, 0, 0, 0, padding)) if padding else out_BSHC
 
-    def _attend(self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, layout: AttentionLayout | None) -> Tensor:
+    def _keys_and_values(self, cached: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of what is cached of tokens, [B, S, K, C] each."""
+        return self.attention.expand(*cached) if isinstance(self.attention, LatentAttention) else cached
+
+    def _attend(self, q_BSHC: Tensor, new: list[Tensor], layout: AttentionLayout | None) -> Tensor:
         """The tokens without padding; [1, tokens, H, C]."""
         place = self.place
         if isinstance(place, Packed):  # the prompts see only themselves: as in training, without the cache
-            for cache, new in ((self.keys, k_BSKC), (self.values, v_BSKC)):
+            for cache, of_tokens in zip(self.caches, new, strict=True):
                 for row, start, end in place.parts:
-                    cache[row, :, : end - start] = new[0, start:end].transpose(0, 1)
-            return attend(q_BSHC, k_BSKC, v_BSKC, layout)
+                    cache[row, :, : end - start] = of_tokens[0, start:end].transpose(0, 1)
+            return attend(q_BSHC, *self._keys_and_values(new), layout)
         assert isinstance(place, Slots) and layout is None
-        q_RSHC, k_RSKC, v_RSKC = (x.view(place.rows, place.length, *x.shape[2:]) for x in (q_BSHC, k_BSKC, v_BSKC))
-        self._write(self.keys, k_RSKC, place)
-        self._write(self.values, v_RSKC, place)
+        q_RSHC, *new = (x.view(place.rows, place.length, *x.shape[2:]) for x in (q_BSHC, *new))
+        for cache, of_tokens in zip(self.caches, new, strict=True):
+            self._write(cache, of_tokens, place)
         if place.is_first:
-            return attend(q_RSHC, k_RSKC, v_RSKC, None).reshape(q_BSHC.shape)
+            return attend(q_RSHC, *self._keys_and_values(new), None).reshape(q_BSHC.shape)
         if place.runs is not None:
-            keys, values = (
-                torch.cat([cache[row, :, :end].transpose(0, 1) for row, end in enumerate(place.ends)])
-                for cache in (self.keys, self.values)
-            )
+            cached = [
+                torch.cat([cache[row, :, :end].transpose(0, 1) for row, end in enumerate(place.ends)]).unsqueeze(0)
+                for cache in self.caches
+            ]
+            keys, values = (x[0] for x in self._keys_and_values(cached))
             return attend_in_runs(q_BSHC[0], keys, values, place.runs).unsqueeze(0)
-        keys, values = (cache[: place.rows, :, : place.slots] for cache in (self.keys, self.values))
-        # The query heads that share a key become queries of one head, so each key is read once, and kernels that take a
-        # mask need not take heads in groups: on a GPU none does both but the plain one, which repeats the keys.
-        B, K, C = keys.shape[0], keys.shape[1], keys.shape[3]
-        q_BKGC = q_BSHC.view(B, place.length, K, -1, C).transpose(1, 2).reshape(B, K, -1, C)
-        groups = q_BKGC.shape[2] // place.length
-        out = F.scaled_dot_product_attention(q_BKGC, keys, values, attn_mask=place.mask(groups, q_BKGC.dtype))
-        return out.view(B, K, place.length, groups, C).transpose(1, 2).reshape(q_BSHC.shape)
+        cached = [cache[: place.rows, :, : place.slots] for cache in self.caches]
+        if not isinstance(self.attention, LatentAttention):
+            return _few(q_RSHC, *cached, place).reshape(q_BSHC.shape)
+        if self._to_heads is None:
+            self._to_heads = self.attention.to_heads()
+        # The weights that make keys are multiplied to the queries, and those of values to the result, in place of all
+        # cached latents: attention of many queries to one key.
+        part, (rows,), rank = self.attention.key_part, cached, self.attention.rank
+        q_BSHL = torch.einsum("bshn,hnl->bshl", q_RSHC[..., :part], self._to_heads[:, :part])
+        q = torch.cat([q_BSHL, q_RSHC[..., part:]], dim=-1)
+        out_BSHL = _few(q, rows, rows[..., :rank], place, scale=self.attention.head_dim**-0.5)
+        return torch.einsum("bshl,hcl->bshc", out_BSHL, self._to_heads[:, part:]).reshape(q_BSHC.shape)
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first slots of rows to other rows, all at once: targets may be sources."""
-        from_rows, to_rows = torch.tensor([sources, targets], device=self.keys.device)
-        for cache in (self.keys[:, :, :length], self.values[:, :, :length]):
-            cache.index_copy_(0, to_rows, cache.index_select(0, from_rows))
+        from_rows, to_rows = torch.tensor([sources, targets], device=self.caches[0].device)
+        for cache in self.caches:
+            cache[:, :, :length].index_copy_(0, to_rows, cache[:, :, :length].index_select(0, from_rows))
 
     @staticmethod
     def _write(cache_BTKC: Tensor, new_BSKC: Tensor, slots: Slots) -> None:
@@ -175,3 +198,15 @@ class CachedCore:
             return
         index = slots.positions.view(*slots.positions.shape, 1, 1).expand_as(new_BSKC).transpose(1, 2)
         cache_BTKC.scatter_(2, index, new_BSKC.transpose(1, 2))
+
+
+def _few(q_BSHC: Tensor, keys: Tensor, values: Tensor, place: Slots, scale: float | None = None) -> Tensor:
+    """Attend to slots, [B, K, slots, C] of keys and of values; [B, S, H, width of a value]."""
+    # The query heads that share a key become queries of one head, so each key is read once, and kernels that take a
+    # mask need not take heads in groups: on a GPU none does both but the plain one, which repeats the keys.
+    B, K, C = keys.shape[0], keys.shape[1], keys.shape[3]
+    q_BKGC = q_BSHC.view(B, place.length, K, -1, C).transpose(1, 2).reshape(B, K, -1, C)
+    groups = q_BKGC.shape[2] // place.length
+    mask = place.mask(groups, q_BKGC.dtype)
+    out = F.scaled_dot_product_attention(q_BKGC, keys, values, attn_mask=mask, scale=scale)
+    return out.view(B, K, place.length, groups, -1).transpose(1, 2).flatten(2, 3)

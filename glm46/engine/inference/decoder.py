@@ -79,12 +79,14 @@ class Decoder:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(2 * core.keys.nbytes for core in (*self._main, *self._mtp))
+        """Bytes of all keys and values, or latents."""
+        return sum(cache.nbytes for core in (*self._main, *self._mtp) for cache in core.caches)
 
     def take_weights(self) -> None:
         """Drop what follows from the weights and the attention of the model; the next call takes them anew. To be
         called after they have changed."""
+        for core in (*self._main, *self._mtp):
+            core.take_weights()
         self._few: dict[CachedCore, few_tokens.Layer | None] = {}
         self._head: few_tokens.Product | None = None
         head = self.model.lm_head

@@ -20,6 +20,7 @@ from glm46 import compat
 from glm46.compute.model.attention import Attention, AttentionCore
 from glm46.compute.model.block import TransformerBlock
 from glm46.compute.model.experts import Experts
+from glm46.compute.model.latent_attention import LatentAttention
 from glm46.compute.model.layers import FeedForward, Linear, RMSNorm
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.rope import rotate
@@ -46,7 +47,10 @@ def is_for(x: Tensor) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """True if this process has a module whole, and no `product` of it or its submodules has been replaced."""
+    """True if this process has a module whole, without latent attention, and no `product` of it or its submodules has
+    been replaced."""
+    if any(isinstance(part, LatentAttention) for part in module.modules()):
+        return False
     if any(isinstance(weight, DTensor) for weight in module.parameters()):
         return False
     products = (None, Linear.product, Experts.product)

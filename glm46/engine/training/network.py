@@ -257,9 +257,8 @@ def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples
     if head == "value":
         plan = replace(plan, shape=plan.shape.model_copy(update={"num_nextn_predict_layers": 0}))
     network, adapter = _build(plan, cluster, head, is_trained=True, on_samples=on_samples), plan.config.adapter
-    optimizer = build_optimizers(
-        list(network.parameters.items()), plan.config.optimizer, cluster.device, adapter.b_lr_ratio if adapter else 1.0
-    )
+    ratio, named = adapter.b_lr_ratio if adapter else 1.0, list(network.parameters.items())
+    optimizer = build_optimizers(named, plan.config.optimizer, cluster.device, ratio, plan.shape)
     balance = ExpertBalance(plan.shape, network.models, plan.config.moe, cluster.device)
     return TrainedNetwork(**vars(network), optimizer=optimizer, balance=balance)
 
@@ -280,8 +279,7 @@ def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_sam
     for model in models:
         model.mtp_alone = on_samples
         parallelize(model.requires_grad_(is_trained), plan, cluster, sizes_vary=on_samples)
-    adapter = plan.config.adapter
-    named = {name: parameter for model in models for name, parameter in model.named_parameters()}
+    adapter, named = plan.config.adapter, {name: one for model in models for name, one in model.named_parameters()}
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     network = Network(
         plan=plan,

@@ -27,7 +27,8 @@ INITIAL_REMEDY = "restore it, or exclude what does not match with checkpoint.ini
 _SHAPE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "first_k_dense_replace", "intermediate_size",
     "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "use_qk_norm", "attention_bias", "num_nextn_predict_layers",
+    "head_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "use_qk_norm",
+    "attention_bias", "num_nextn_predict_layers",
 )  # fmt: skip
 SHAPE_KEYS = (*(f"model.{name}" for name in _SHAPE), "training.dtype")
 """Keys that determine the weights of a checkpoint."""

@@ -40,10 +40,12 @@ from glm46.run.activations import (
     freed_before_attention,
     gathered_key_bytes,
     head_bytes,
+    kept_of_key,
     kernel_runs,
     keys_travel,
     layer_bytes,
     output_gradient_bytes,
+    sent_of_key,
     travelling_key_bytes,
 )
 from glm46.run.checkpoint_size import STATE_WIDTHS, WIDTHS
@@ -349,7 +351,8 @@ class _Step:
         """Bytes that a stage keeps of the forward of a micro-batch, on a rank with these stages."""
         shape, layout, heads = self._shape, self._layout, 1 + self._shape.num_nextn_predict_layers
         of_token = sum(self._layers(part))
-        of_token += shape.head_dim * shape.partial_rotary_factor * self._width * layout.tp  # cosines and sines
+        rotated = shape.qk_rope_head_dim or shape.head_dim * shape.partial_rotary_factor
+        of_token += rotated * self._width * layout.tp  # cosines and sines
         if part.has_embedding:
             of_token += heads * INDEX * layout.tp * (part.adapters is None)
         elif self._width == FP32 or self._mode != "none":
@@ -430,10 +433,10 @@ class _Step:
             return travelling_key_bytes(shape, self._width, **part)
         kept = gathered_key_bytes(shape, self._width, **part)
         # The rank's own keys are counted with its layers, where only what is made of them stays.
-        kept -= 2 * self._rows * self._length / layout.cp * heads * shape.head_dim * self._width
+        kept -= self._rows * self._length / layout.cp * kept_of_key(shape, layout.tp) * self._width
         # Keys and values come one after the other.
         _, received = attended_keys(shape.sliding_window, self._length, layout.cp)
-        gathered = self._rows * received * heads * shape.head_dim * self._width
+        gathered = self._rows * received * sent_of_key(shape, layout.tp) * self._width
         return layers * kept + gathered  # with checkpointing of the layer that is computed, or computed again
 
     def attention_backward(self, parts: list[StagePart]) -> float:

@@ -54,8 +54,7 @@ def _cost(
     for row in rows:
         if row not in layouts:
             layouts[row] = _layout_of(row, shape, Layout(1, replicas, dense_shards, 1, tp, ep))
-        height = row.shape(shape)[-2] // row.row_blocks
-        requests.append(PlannedParameter(row.name, layouts[row], (height,) * row.row_blocks))
+        requests.append(PlannedParameter(row.name, layouts[row], row.block_rows(shape)))
     plan = make_plan(requests, steps, width)
     axes = {
         tuple(range(0, replicas * expert_shards * ep, ep)): "stage_experts",

@@ -76,8 +76,8 @@ def inference_bytes(
 
     layers = range(shape.num_hidden_layers)
     stages = [layers] if layout.pp == 1 else split_layers(shape, layout.pp, shape.max_position_embeddings)
-    heads = max(shape.num_key_value_heads // layout.tp, 1)
-    cache = 2 * rows * length * heads * shape.head_dim * width
+    of_token = shape.latent_width or 2 * max(shape.num_key_value_heads // layout.tp, 1) * shape.head_dim
+    cache = rows * length * of_token * width
     sizes = []
     for stage in stages:
         is_last = stage.stop >= len(layers)

@@ -25,7 +25,7 @@ from glm46.operate.estimate.rank_parts import (
     parts_of_ranks,
     sharded_dim,
 )
-from glm46.run.activations import EXPERT_NUMBER, FP32, INDEX, attended_keys
+from glm46.run.activations import EXPERT_NUMBER, FP32, INDEX, attended_keys, sent_of_key
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
@@ -372,7 +372,7 @@ class _Step:
     def _keys(self, runs: _Runs) -> Iterator[_Call]:
         """Keys and values of one layer, and their gradients."""
         layout, shape, cp = self._layout, self._shape, self._layout.cp
-        of_token = max(shape.num_key_value_heads // layout.tp, 1) * shape.head_dim
+        of_token, calls = int(sent_of_key(shape, layout.tp)), 1 if shape.is_latent else 2
         if self._plan.keys_travel(shape, (self._rows, self._length)):
             part = 2 * self._rows * self._length // cp * of_token
             sends = (runs.forward + runs.backward) * (cp - 1)
@@ -381,12 +381,12 @@ class _Step:
         elif shape.sliding_window is not None:
             _, received = attended_keys(shape.sliding_window, self._length, cp)
             size = int(self._rows * received) * of_token * self._width
-            yield _Call("cp", "all_to_all", cp, "keys", 2 * runs.forward, size)
-            yield _Call("cp", "all_to_all", cp, "gradients of keys", 2 * runs.backward, size)
+            yield _Call("cp", "all_to_all", cp, "keys", calls * runs.forward, size)
+            yield _Call("cp", "all_to_all", cp, "gradients of keys", calls * runs.backward, size)
         else:
             size = self._rows * self._length * of_token * self._width
-            yield _Call("cp", "all_gather", cp, "keys", 2 * runs.forward, size)
-            yield _Call("cp", "reduce_scatter", cp, "gradients of keys", 2 * runs.backward, size)
+            yield _Call("cp", "all_gather", cp, "keys", calls * runs.forward, size)
+            yield _Call("cp", "reduce_scatter", cp, "gradients of keys", calls * runs.backward, size)
 
     def _pipeline(self, rank: int, part: StagePart) -> Iterator[_Call]:
         """Hidden states and embeddings for prediction depths to the next stage, gradients to the one before."""

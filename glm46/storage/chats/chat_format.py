@@ -71,4 +71,4 @@ FORMATS = (GLM_45, GLM_47)
 
 def format_of_flavor(flavor: str) -> ChatFormat:
     """The format of a preset, for a tokenizer without a template."""
-    return GLM_47 if flavor.startswith(GLM_47.name) else GLM_45
+    return GLM_47 if flavor.startswith((GLM_47.name, "debug-flash")) else GLM_45

@@ -24,14 +24,14 @@ _MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _OURS_ONLY = ("sliding_window",)
 """Keys of `ModelShape` that Hugging Face's GLM does not have."""
 
-_FIXED: dict[str, Any] = {
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-}
+_GROUPED, _LATENT = "glm4_moe", "glm4_moe_lite"
+_ARCHITECTURES = {_GROUPED: ["Glm4MoeForCausalLM"], _LATENT: ["Glm4MoeLiteForCausalLM"]}
+"""By model_type: with grouped-query attention, and with latent attention."""
+_FIXED: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0}
 """Keys that select a computation -> the only implemented value."""
+_OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_NOT_OF_LATENT = ("head_dim", "use_qk_norm")
+"""Keys of `ModelShape` that GLM-4.7-Flash's file lacks; transformers takes head_dim for qk_rope_head_dim."""
 
 _IMAGES = (
     ", GLM-4.5V or 4.6V, of images and text: missing here are the vision tower, its projector, the rotary positions of "
@@ -39,8 +39,7 @@ _IMAGES = (
 )
 _RELATIVES = {
     "glm4v_moe": _IMAGES, "glm4v_moe_text": _IMAGES,
-    "glm_moe_dsa": ", GLM-5: missing here are latent attention and the indexer that chooses its keys",
-    "glm4_moe_lite": ", GLM-4.7-Flash: missing here is latent attention",
+    "glm_moe_dsa": ", GLM-5: missing here are latent attention of chosen keys and the indexer that chooses them",
 }  # fmt: skip
 """Other models of the family, by model_type: their names, and what they need."""
 
@@ -74,25 +73,30 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     Raises:
         UserError: one fault for each key that is missing, invalid, or selects a computation that is not implemented.
     """
-    if (kind := raw.get("model_type", _FIXED["model_type"])) != _FIXED["model_type"]:
+    if (kind := raw.get("model_type", _GROUPED)) not in [*_ARCHITECTURES]:
         of_images = ", of images and text" if "vision_config" in raw else ""
         raise UserError(
             f"{file}: model_type = {kind!r}: another model{_RELATIVES.get(str(kind), of_images)}; glm46 computes "
-            f"{_FIXED['model_type']!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have; take one of them"
+            f"{_GROUPED!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have, and {_LATENT!r} of GLM-4.7-Flash; take one of "
+            "them"
         )
+    raw, inert, fixed = dict(raw), dict(_INERT), {"architectures": _ARCHITECTURES[kind]} | _FIXED
+    if kind == _LATENT:
+        inert = {key: plain for key, plain in inert.items() if key not in _OF_LATENT} | {"rope_interleave": (True,)}
+        fixed |= _complete_latent(raw)
     faults = [
         f"{file}: {key} = {raw[key]!r}: glm46 computes the model without it; take a model that does not have it"
-        for key, plain in _INERT.items()
+        for key, plain in inert.items()
         if raw.get(key) not in (None, *plain)
     ]
     faults += [f"{file}: {fault}" for fault in _layer_faults(raw)]
     faults += [
-        f"{file}: {key} = {raw[key]!r}: not a GLM-4.5/4.6 config; expected {value!r}"
-        for key, value in _FIXED.items()
+        f"{file}: {key} = {raw[key]!r}: not a config of {kind}; expected {value!r}"
+        for key, value in fixed.items()
         if raw.get(key, value) != value
     ]
     if "model_type" not in raw:
-        faults.append(f"{file}: model_type is missing; expected {_FIXED['model_type']!r}")
+        faults.append(f"{file}: model_type is missing; expected {_GROUPED!r} or {_LATENT!r}")
     keys, rope_faults = _rope(raw)
     faults += [f"{file}: {fault}" for fault in rope_faults]
     mtp = [raw[key] for key in _MTP_KEYS if key in raw]
@@ -102,7 +106,8 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         faults.append(f"{file}: num_nextn_predict_layers = {mtp[0]}, but num_mtp_layers = {mtp[1]}; remove one of them")
     else:
         keys["num_nextn_predict_layers"] = mtp[0]
-    plain = [name for name in ModelShape.model_fields if name not in (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0])]
+    apart = (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0], *(_OF_LATENT if kind == _GROUPED else ()))
+    plain = [name for name in ModelShape.model_fields if name not in apart]
     faults += [f"{file}: {name} is missing; add it" for name in plain if name not in raw]
     if faults:
         raise UserError(*faults)
@@ -112,6 +117,23 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     except ValidationError as error:
         rows = [(".".join(map(str, row["loc"])), row) for row in error.errors()]
         raise UserError(*(f"{file}: {key} = {row['input']!r}: {row['msg']}" for key, row in rows)) from error
+
+
+def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
+    """Add what absent keys of a latent config mean, in place; and the values that keys must have if they are there."""
+    parts = [raw.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    width = sum(parts) if all(isinstance(part, int) for part in parts) else raw.get("v_head_dim")
+    fixed = {"head_dim": parts[1], "qk_head_dim": width, "v_head_dim": width, "use_qk_norm": False}
+    fixed |= {"num_key_value_heads": raw.get("num_attention_heads"), "attention_bias": False}
+    fixed |= {"partial_rotary_factor": 1.0}
+    wrong = {key: value for key, value in fixed.items() if value is not None and raw.get(key, value) != value}
+    raw |= {key: value for key, value in {"head_dim": width, "use_qk_norm": False}.items() if key not in wrong}
+    if "partial_rotary_factor" not in (raw.get("rope_parameters") or {}):
+        raw.setdefault("partial_rotary_factor", 1.0)
+    raw.setdefault("initializer_range", 0.02)
+    if isinstance(kinds := raw.get("mlp_layer_types"), list):  # which transformers has in its place
+        raw.setdefault("first_k_dense_replace", (*kinds, "sparse").index("sparse"))
+    return wrong
 
 
 def stated_ids(config: Mapping[str, Any], file: Path | str) -> list[int]:
@@ -137,14 +159,22 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
     """
     if shape.sliding_window is not None:
         raise UserError(
-            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: {_FIXED['model_type']} "
-            "has none, so readers of the export would attend to all tokens; train without a window before exporting"
+            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: the file's models "
+            "have none, so readers of the export would attend to all tokens; train without a window before exporting"
         )
     known = None if raw is None else shape_of(raw)
-    config = dict(_FIXED) if raw is None else json.loads(json.dumps(raw))  # a copy of all levels
+    kind, absent = (_LATENT, _NOT_OF_LATENT) if shape.is_latent else (_GROUPED, _OF_LATENT)
+    if raw is None:
+        config = {"model_type": kind, "architectures": _ARCHITECTURES[kind]} | _FIXED
+        config |= {"topk_method": "noaux_tc"} if shape.is_latent else {}
+    else:
+        config = json.loads(json.dumps(raw))  # a copy of all levels
     for name in ModelShape.model_fields:
-        if name not in _OURS_ONLY and (known is None or getattr(known, name) != getattr(shape, name)):
+        changes = known is None or getattr(known, name) != getattr(shape, name)
+        if changes and name not in (*_OURS_ONLY, *absent):
             _put(config, name, shape)
+    if "mlp_layer_types" in config or (shape.is_latent and shape.first_k_dense_replace != 1):
+        config["mlp_layer_types"] = _mlp_layer_types(shape.num_hidden_layers, shape.first_k_dense_replace)
     stated = [] if raw is None else stated_ids(raw, CONFIG)
     # Ids of another tokenizer; a file may list only some.
     if raw is None or (stated and eos_ids and set(eos_ids).isdisjoint(stated)):
@@ -188,6 +218,10 @@ def _put_scaling(config: dict[str, Any], shape: ModelShape) -> None:
         config["rope_scaling"] = scaling
 
 
+def _mlp_layer_types(layers: int, dense: int) -> list[str]:
+    return ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense)
+
+
 def _layer_faults(raw: Mapping[str, Any]) -> list[str]:
     """Faults of the keys that list a kind for each layer, which transformers 5 has."""
     layers, dense = raw.get("num_hidden_layers"), raw.get("first_k_dense_replace")
@@ -195,7 +229,7 @@ def _layer_faults(raw: Mapping[str, Any]) -> list[str]:
         return []
     expected = {
         "layer_types": ["full_attention"] * layers,
-        "mlp_layer_types": ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense),
+        "mlp_layer_types": _mlp_layer_types(layers, dense),
     }
     return [
         f"{key} has other kinds of layers than {', '.join(sorted(set(wanted)))}, or others in these places; take a "

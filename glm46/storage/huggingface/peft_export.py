@@ -37,7 +37,8 @@ SUFFIXES = {kind: f".{name}" for kind, name in PEFT_NAMES.items()}
 DORA_NOTE = "DoRA: servers refuse it, and PEFT opens it only if attention alone is adapted; use convert merge"
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *_EXPERT_PROJECTIONS)
+_LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", *_LATENT_PROJECTIONS, "o_proj", *_EXPERT_PROJECTIONS)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -175,6 +175,23 @@ BAD = {
          "take 1 for the degree, or another state_dtype")),
     "no shard": ("[parallelism]\ndata_parallel_shard_degree = 0",
         ("parallelism.data_parallel_shard_degree = 0", "must be at least 1, or -1 for all")),
+    "latent attention over ranks that do not divide its heads": (
+        ('flavor = "debug"', 'flavor = "GLM-4.7-Flash"\n[parallelism]\ntensor_parallel_degree = 8'),
+        ("parallelism.tensor_parallel_degree = 8", "must divide model.num_attention_heads = 20; take 4")),
+    "part of latent attention": ("kv_lora_rank = 64",
+        ("model.q_lora_rank", "is absent, and other keys of latent attention are there", "flavor GLM-4.7-Flash")),
+    "latent attention with heads of two widths": (
+        ('flavor = "debug"', 'flavor = "debug-flash"\nv_head_dim = 32\nqk_rope_head_dim = 32'),
+        ("model.head_dim = 64", "take 80"), ("model.v_head_dim = 32", "take 80")),
+    "latent attention that rotates half a pair": (
+        ('flavor = "debug"', 'flavor = "debug-flash"\nqk_nope_head_dim = 49\nqk_rope_head_dim = 15'),
+        ("model.qk_rope_head_dim = 15", "is rotated in pairs; make it even")),
+    "latent attention with what grouped queries have": (
+        ('flavor = "debug"', 'flavor = "debug-flash"\nuse_qk_norm = true\nattention_bias = true\n'
+         "num_key_value_heads = 2\npartial_rotary_factor = 0.5"),
+        ("model.num_key_value_heads = 2", "take 4"), ("model.use_qk_norm = true", "take false"),
+        ("model.attention_bias = true", "not possible with latent attention"),
+        ("model.partial_rotary_factor = 0.5", "take 1.0")),
     "uneven heads": ("num_attention_heads = 7", ("model.num_attention_heads = 7", "take 6 or 8")),
     "odd rotation": ("head_dim = 30",
         ("model.partial_rotary_factor = 0.5", "rotates 15 of model.head_dim = 30 dimensions",

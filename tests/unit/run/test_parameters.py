@@ -24,7 +24,7 @@ SHAPES = {
     "no dense layer": {"first_k_dense_replace": 0}, "no shared experts": {"n_shared_experts": 0},
     "two shared experts": {"n_shared_experts": 2}, "no MTP": {"num_nextn_predict_layers": 0},
     "two MTP layers": {"num_nextn_predict_layers": 2}, "no attention bias": {"attention_bias": False},
-    "no QK norm": {"use_qk_norm": False},
+    "no QK norm": {"use_qk_norm": False}, "latent": PRESETS["debug-flash"].model_dump(),
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_a_name_without_a_row_is_an_error(name):
 
 def test_an_fp8_family_is_the_pattern_of_its_own_names_and_of_no_others():
     families = {row.fp8_family for row in PARAMETERS} - {None}
-    assert len(families) == 5
+    assert len(families) == 8
     for row in PARAMETERS:
         for name in row.hf_names:
             matching = [family for family in families if re.fullmatch(family + "[.]weight", name)]
@@ -110,6 +110,29 @@ def test_counts_of_air():
     assert round((count.active - count.embedding) / 1e9, 2) == 12.80
     assert round((count.active - count.embedding - count.head) / 1e9, 2) == 12.18
     assert round(count.mtp_active / 1e9, 3) == 0.299
+
+
+def test_counts_of_flash():
+    shape = PRESETS["GLM-4.7-Flash"]
+    count = count_parameters(shape)
+    assert _sum(dense_layer(shape), shape)[1] == 84_677_888
+    assert _sum(moe_layer(shape), shape) == (206, 635_311_424)
+    assert sum(row.numel(shape) for row in dense_layer(shape) if row.group == "attention") == 21_757_952
+    assert (count.main, count.mtp) == (29_943_393_920, 643_706_176)
+    # Published with repetitions in the MTP layer: its tensors are 212, and all are 9,703.
+    assert (count.mtp_tensors + 2, count.main_tensors + count.mtp_tensors + 2) == (212, 9_703)
+    assert count.total + count.embedding + count.head == 31_221_488_576
+    assert round((count.active - count.embedding) / 1e9, 2) == 3.58
+    assert count.buffers == 47 * 64
+
+
+def test_matrices_of_heads_are_matrices_of_their_own():
+    shape = PRESETS["GLM-4.7-Flash"]
+    blocks = {row.name: row.block_rows(shape) for row in moe_layer(shape) if row.is_matrix}
+    assert blocks["self_attn.q_b_proj.weight"] == (256,) * 20
+    assert blocks["self_attn.kv_b_proj.weight"] == (192, 256) * 20
+    assert blocks["mlp.experts.gate_up"] == (1536, 1536)
+    assert blocks["self_attn.kv_a_proj_with_mqa.weight"] == (576,)
 
 
 def test_scale_downs_have_the_size_of_their_name():

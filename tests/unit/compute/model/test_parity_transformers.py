@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 from transformers.modeling_layers import MtpModel
+
+from glm46.compute.model import latent_attention
+from glm46.compute.model.rope import rotate
 
 # FP32 has 6e-8 of rounding; some hundred operations in another order give about 1e-6.
 TOLERANCE = 1e-5
@@ -14,6 +17,10 @@ TOLERANCE = 1e-5
 GRADIENT_FLOOR = 1e-4
 
 AIR = dict(use_qk_norm=False, routed_scaling_factor=1.0, first_k_dense_replace=1)
+LATENT = dict(
+    num_attention_heads=3, num_key_value_heads=3, head_dim=16, q_lora_rank=20, kv_lora_rank=12, qk_nope_head_dim=10,
+    qk_rope_head_dim=6, v_head_dim=16, use_qk_norm=False, attention_bias=False, partial_rotary_factor=1.0,
+)  # fmt: skip
 CONFIGURATIONS = {
     "4.6-like": dict(),
     "4.6-like, three dense layers": dict(num_hidden_layers=5, first_k_dense_replace=3),
@@ -34,6 +41,10 @@ CONFIGURATIONS = {
     "whole head rotated, other base": dict(partial_rotary_factor=1.0, rope_theta=1e6),
     "quarter of a head rotated, large eps": dict(partial_rotary_factor=0.25, rms_norm_eps=1e-2),
     "heads wider than the model": dict(num_attention_heads=12, num_key_value_heads=4, head_dim=32, hidden_size=40),
+    "4.7-Flash-like": LATENT,
+    "4.7-Flash-like, two MTP layers": LATENT | dict(num_nextn_predict_layers=2, rms_norm_eps=1e-2),
+    "4.7-Flash-like, one head, no dense layer": LATENT
+    | dict(num_attention_heads=1, num_key_value_heads=1, first_k_dense_replace=0, num_nextn_predict_layers=0),
 }
 
 
@@ -46,11 +57,24 @@ def reference_of(model):
     shape = model.shape
     keys = shape.model_dump(exclude={"rope_scaling", "sliding_window", "rope_theta", "partial_rotary_factor"})
     rope = dict(rope_theta=shape.rope_theta, partial_rotary_factor=shape.partial_rotary_factor, rope_type="default")
-    config = Glm4MoeConfig(**keys, rope_parameters=rope)
+    if shape.is_latent:
+        keys["mlp_layer_types"] = ["dense"] * shape.first_k_dense_replace
+        keys["mlp_layer_types"] += ["sparse"] * (shape.num_hidden_layers - shape.first_k_dense_replace)
+        config = Glm4MoeLiteConfig(**keys | {"head_dim": shape.qk_rope_head_dim}, rope_parameters=rope)
+        # Of prediction layers it has none before it is told so.
+        config.num_mtp_layers = shape.num_nextn_predict_layers
+        config.mtp_mlp_layer_types = ["sparse"] * shape.num_nextn_predict_layers
+    else:
+        config = Glm4MoeConfig(**keys, rope_parameters=rope)
     config._attn_implementation = "eager"
-    reference = Glm4MoeForCausalLM(config)
+    reference = (Glm4MoeLiteForCausalLM if shape.is_latent else Glm4MoeForCausalLM)(config)
     mtp = MtpModel(reference, shape.num_nextn_predict_layers) if shape.num_nextn_predict_layers else None
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for part in (reference, mtp):
+        for name, module in part.named_modules() if part is not None else ():
+            if name.endswith("_a_layernorm"):  # its class default, not that of the config
+                assert module.variance_epsilon == 1e-6
+                module.variance_epsilon = shape.rms_norm_eps
     targets = paired(reference, mtp)
     assert set(targets) == set(tensors)
     with torch.no_grad():
@@ -135,6 +159,16 @@ def test_logits_loss_and_every_gradient_equal_transformers(
     # The floor is for a few biases only: it must not excuse a parameter that matters.
     small = [name for name, grad in theirs.items() if grad.norm() < 10 * GRADIENT_FLOOR * whole]
     assert all(name.endswith("k_proj.bias") for name in small), small
+
+
+def test_latent_attention_rotates_neighbours(monkeypatch, tiny_shape, random_model, random_batch, relative_error):
+    model = random_model(tiny_shape(**LATENT))
+    batch = random_batch(model.shape)
+    logits, *_ = reference_losses(*reference_of(model), batch)
+    monkeypatch.setattr(latent_attention, "rotate_pairs", rotate)
+    assert (
+        relative_error(model(batch["input_ids"]), logits) > 0.01
+    )  # halves in place of neighbours: no error, other text
 
 
 def test_predictions_are_the_reference_argmax(tiny_shape, random_model, random_batch):

@@ -40,6 +40,10 @@ TABLE = dict(
     flavor="debug", hidden_size=32, num_hidden_layers=3, intermediate_size=48, moe_intermediate_size=16,
     n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
 )  # fmt: skip
+LATENT = dict(
+    flavor="debug-flash", num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=12, qk_nope_head_dim=5,
+    qk_rope_head_dim=4, head_dim=9, v_head_dim=9,
+)  # fmt: skip
 PROMPTS = [[5, 1, 4, 1, 3], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3]]
 
 
@@ -93,8 +97,13 @@ def without_cache(model, prompt, *, new=20, stop=()):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"use_qk_norm": False}, {"sliding_window": 4}, {"num_nextn_predict_layers": 3}]
-)
+    "changes",
+    [
+        {}, {"use_qk_norm": False}, {"sliding_window": 4}, {"num_nextn_predict_layers": 3}, LATENT,
+        LATENT | {"sliding_window": 4},
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("speculative", [False, True])
 def test_cache_batch_and_drafts_do_not_change_greedy_tokens(changes, speculative):
     model = random_model(vocab_size=61, **changes)
@@ -105,8 +114,9 @@ def test_cache_batch_and_drafts_do_not_change_greedy_tokens(changes, speculative
     assert any(len(row) == 20 for row in want)
 
 
-def test_hidden_states_with_a_cache_equal_those_of_the_whole_sequence():
-    model = random_model(vocab_size=61, num_nextn_predict_layers=2)
+@pytest.mark.parametrize("changes", [{}, LATENT], ids=["grouped", "latent"])
+def test_hidden_states_with_a_cache_equal_those_of_the_whole_sequence(changes):
+    model = random_model(vocab_size=61, num_nextn_predict_layers=2, **changes)
     tokens = torch.randint(0, 61, (2, 15))
     with torch.inference_mode(), Decoder(model, batch=2, max_length=16) as decoder:
         whole = decoder.hidden(tokens, [0, 0])
@@ -119,7 +129,29 @@ def test_hidden_states_with_a_cache_equal_those_of_the_whole_sequence():
         second = decoder.hidden(torch.stack([tokens[0, 3:7], tokens[1, 5:9]]), [3, 5])
         torch.testing.assert_close(second[0], whole[0, 3:7], rtol=0, atol=2e-5)
         torch.testing.assert_close(second[1], whole[1, 5:9], rtol=0, atol=2e-5)
-    assert model.layers["0"].self_attn.core.__name__ == "attend"  # the decoder restored the model
+    assert model.layers["0"].self_attn.core.__name__.startswith("attend")  # the decoder restored the model
+
+
+@pytest.mark.parametrize("length", [3, 20])  # few tokens attend to latents, more to the keys and values made of them
+def test_latents_in_a_cache_give_the_keys_of_the_whole_sequence(length):
+    model = random_model(vocab_size=61, **LATENT)
+    first, second = torch.randint(0, 61, (2, 2, length))
+    with torch.inference_mode(), Decoder(model, batch=2, max_length=48) as decoder:
+        for _ in range(2):
+            pieces = decoder.hidden(first, [0] * 2), decoder.hidden(second, [length] * 2)
+            whole = decoder.hidden(torch.cat([first, second], 1), [0] * 2)
+            torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=2e-5)
+            for parameter in model.parameters():  # in place, as a step of reinforcement learning makes them
+                parameter.mul_(1.1)
+            decoder.take_weights()
+
+
+def test_a_cached_token_of_flash_takes_1152_bytes_in_each_layer():
+    shape = resolve_shape(ModelConfig(flavor="GLM-4.7-Flash", num_hidden_layers=2, first_k_dense_replace=2))
+    with torch.device("meta"):
+        model = Transformer(shape).to(torch.bfloat16)
+    assert Decoder(model, batch=3, max_length=10).cache_bytes == 3 * 10 * 2 * 1152
+    assert decoder_for(model, [Continuation([1], 4)], drafts=True).cache_bytes % 1152 == 0
 
 
 def first_logits(model, tokens, **options):
@@ -143,16 +175,24 @@ def test_the_cpu_kernel_equals_the_general_path(rows, packed_from, monkeypatch):
     "where",
     [
         "layers.0.self_attn.v_proj", "layers.1.self_attn.o_proj", "layers.0.mlp.down_proj", "layers.1.mlp.experts",
-        "layers.2.mlp.shared_experts.up_proj", "lm_head",
+        "layers.2.mlp.shared_experts.up_proj", "lm_head", "layers.1.self_attn.kv_b_proj",
+        "layers.0.self_attn.q_b_proj",
     ],
 )  # fmt: skip
 def test_decoding_uses_a_replaced_product(where):
-    model, tokens = random_model(vocab_size=61), torch.randint(0, 61, (3, 1))
-    before = first_logits(model, tokens)
+    model = random_model(vocab_size=61, **LATENT if "_b_" in where else {})
+    tokens = torch.randint(0, 61, (3, 3))
+
+    def logits():
+        with torch.inference_mode(), Decoder(model, batch=3, max_length=4) as decoder:
+            first, last = decoder.hidden(tokens[:, :2], [0] * 3), decoder.hidden(tokens[:, 2:], [2] * 3)
+            return decoder.logits(torch.cat([first, last], 1))
+
+    before = logits()
     module = model.get_submodule(where)
     own = module.product
     module.product = lambda *arguments: 1.5 * own(*arguments)
-    after = first_logits(model, tokens)
+    after = logits()
     with torch.no_grad():
         torch.testing.assert_close(after, model(tokens), rtol=0, atol=2e-5)  # FP32, logits of order 1
     assert (after - before).abs().max() > 1e-2
@@ -340,6 +380,22 @@ def folders(tmp_path_factory):
 def test_greedy_tokens_equal_transformers_generate(folders):
     _, hf, model = folders
     theirs = AutoModelForCausalLM.from_pretrained(hf)
+    for prompt in PROMPTS[:2]:
+        want = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        for speculative in (False, True):
+            (row,) = rows = [Continuation(prompt, 24)]
+            decoder = decoder_for(model, rows, drafts=speculative)
+            Generation(decoder, rows, sampling=Sampling(), stop=frozenset(), vocab_size=8192).run()
+            assert prompt + row.tokens == want[0].tolist()
+
+
+def test_greedy_tokens_of_flash_equal_transformers_generate(tmp_path):
+    model = random_model(**LATENT)
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    config = config_of(model.shape, None, eos_ids=[0], dtype="float32")
+    export_weights(tmp_path / "hf", model.shape, config, tensors, options=ExportOptions(dtype=torch.float32))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(theirs).__name__ == "Glm4MoeLiteForCausalLM"
     for prompt in PROMPTS[:2]:
         want = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
         for speculative in (False, True):

@@ -110,9 +110,9 @@ def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", adapter=None, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 4), (torch.bfloat16, 2)])
-@pytest.mark.parametrize("use_qk_norm", [True, False])
-def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_norm):
-    shape = PRESETS["debug"].model_copy(update=SMALL_VOCABULARY | {"use_qk_norm": use_qk_norm, "num_hidden_layers": 2})
+@pytest.mark.parametrize("flavor, use_qk_norm", [("debug", True), ("debug", False), ("debug-flash", False)])
+def test_activations_per_layer_match_what_autograd_keeps(dtype, width, flavor, use_qk_norm):
+    shape = PRESETS[flavor].model_copy(update=SMALL_VOCABULARY | {"use_qk_norm": use_qk_norm, "num_hidden_layers": 2})
     more_moe = shape.model_copy(update={"num_hidden_layers": 3})
     more_dense = shape.model_copy(update={"num_hidden_layers": 3, "first_k_dense_replace": 2})
     base, tokens = _kept_bytes(shape, dtype, mtp=False)
@@ -133,9 +133,10 @@ def test_activations_per_layer_match_what_autograd_keeps(dtype, width, use_qk_no
     "targets",
     [("attention",), ("experts",), ("dense", "shared_experts"), AdapterConfig.model_fields["targets"].default],
 )
-def test_activations_of_a_frozen_layer_with_adapters_match_what_autograd_keeps(dtype, width, targets):
+@pytest.mark.parametrize("flavor", ["debug", "debug-flash"])
+def test_activations_of_a_frozen_layer_with_adapters_match_what_autograd_keeps(dtype, width, targets, flavor):
     adapter = AdapterConfig(rank=16, targets=targets)
-    shape = PRESETS["debug"].model_copy(update=SMALL_VOCABULARY | {"num_nextn_predict_layers": 0})
+    shape = PRESETS[flavor].model_copy(update=SMALL_VOCABULARY | {"num_nextn_predict_layers": 0})
     two, three = (shape.model_copy(update={"num_hidden_layers": count}) for count in (2, 3))
     base, tokens = _kept_bytes(two, dtype, adapter=adapter)
     more_dense = three.model_copy(update={"first_k_dense_replace": 2})

@@ -17,6 +17,10 @@ TINY = dict(
     head_dim=8, max_position_embeddings=64,
 )  # fmt: skip
 SHAPE = PRESETS["GLM-4.5"].model_copy(update=TINY)
+LATENT = dict(
+    num_key_value_heads=4, head_dim=8, q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4,
+    v_head_dim=8,
+)  # fmt: skip
 TARGETS = {
     "attention": lambda name: ".self_attn." in name,
     "dense": lambda name: ".mlp." in name and "experts" not in name,

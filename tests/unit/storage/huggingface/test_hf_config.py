@@ -1,10 +1,11 @@
 """config.json in both forms of the rotary keys: read without defaults, written back without loss."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, Glm4MoeConfig
+from transformers import AutoConfig, Glm4MoeConfig, Glm4MoeLiteConfig
 
 from glm46.config.errors import UserError
 from glm46.config.model import RopeScalingConfig
@@ -133,7 +134,9 @@ def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
     "change, words",
     [
         ({"partial_rotary_factor": None}, ["partial_rotary_factor"]),
-        ({"model_type": "glm4_moe_lite"}, ["model_type = 'glm4_moe_lite'", "'glm4_moe'"]),
+        ({"model_type": "glm4_moe_lite"}, ["['Glm4MoeForCausalLM']: not a config of glm4_moe_lite", "q_lora_rank is"]),
+        ({"model_type": ["glm4_moe"]}, ["model_type = ['glm4_moe']: another model"]),
+        ({"rope_interleave": True}, ["rope_interleave = True"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings = True"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
         ({"num_mtp_layers": 2}, ["num_nextn_predict_layers = 1", "num_mtp_layers = 2"]),
@@ -186,7 +189,6 @@ def test_keys_of_related_models_that_change_nothing_are_taken():
 OTHER_MODELS = {  # the keys of each that GLM-4.6's file has too are at other places or have other values
     "glm4v_moe": {"text_config": GLM_46, "vision_config": {"depth": 24}, "image_token_id": 151363},
     "glm_moe_dsa": {"hidden_size": 6144, "index_topk": 2048, "kv_lora_rank": 512},
-    "glm4_moe_lite": {"hidden_size": 2048, "q_lora_rank": 768, "rope_parameters": {"rope_type": "default"}},
     "glm4": {"hidden_size": 4096},
     "qwen3_moe": {"hidden_size": 2048, "num_experts": 128},
     "deepseek_v3": {"hidden_size": 7168, "rope_scaling": {"type": "yarn", "mscale": 1.0}},
@@ -200,23 +202,88 @@ def test_the_config_of_another_model_has_one_line(kind):
     (fault,) = error.value.faults
     assert f"m/config.json: model_type = '{kind}': another model" in fault and "take one of them" in fault
     assert ("of images and text" in fault) == (kind == "glm4v_moe")
-    known = {"glm4v_moe": "GLM-4.5V or 4.6V", "glm_moe_dsa": "GLM-5", "glm4_moe_lite": "GLM-4.7-Flash"}
+    known = {"glm4v_moe": "GLM-4.5V or 4.6V", "glm_moe_dsa": "GLM-5"}
     assert (f", {known.get(kind)}" in fault and "missing here" in fault) == (kind in known)
 
 
-def test_a_published_config_of_glm_5_has_one_line():
-    """Many of its keys select a computation that is not here."""
+def published(name: str) -> dict:
     facts = Path(__file__).resolve().parents[4].parent / "shared" / "reference" / "family_facts.json"
     if not facts.is_file():
         pytest.skip("the published configs are not at hand")
     configs = json.loads(facts.read_text(encoding="utf-8"))["configs"]
-    (config,) = [one["config"] for name, one in configs.items() if name.startswith("zai-org/GLM-5.2@")]
+    (config,) = [one for key, one in configs.items() if key.startswith(f"{name}@")]
+    return config
+
+
+def test_the_published_file_of_flash_is_its_preset_and_written_back_byte_for_byte():
+    facts = published("zai-org/GLM-4.7-Flash")
+    shape = shape_of(facts["config"])
+    assert shape == PRESETS["GLM-4.7-Flash"]
+    config = config_of(shape, facts["config"], eos_ids=[154820, 154827, 154829], dtype="bfloat16")
+    text = json.dumps(config, indent=2) + "\n"
+    assert hashlib.sha256(text.encode()).hexdigest() == facts["sha256"]
+    new = config_of(shape, None, eos_ids=[154820, 154827, 154829], dtype="bfloat16")
+    of_library = {"torch_dtype", "use_cache", "initializer_range"}  # a new file is for all versions, and says more
+    assert {key: new[key] for key in new.keys() - of_library} == {
+        key: value for key, value in facts["config"].items() if key not in ("dtype", "transformers_version")
+    }
+
+
+FLASH = PRESETS["debug-flash"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"first_k_dense_replace": 0}, {"first_k_dense_replace": 2}], ids=str)
+def test_transformers_reads_a_new_file_of_flash_as_the_same_model(changes, tmp_path):
+    shape = FLASH.model_copy(update={"num_hidden_layers": 3, "rope_scaling": YARN} | changes)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(shape, None, eos_ids=EOS, dtype="bfloat16")))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(theirs, Glm4MoeLiteConfig) and theirs.qk_rope_head_dim == shape.qk_rope_head_dim
+    assert theirs.mlp_layer_types.count("dense") == shape.first_k_dense_replace and theirs.rope_interleave
+    theirs.save_pretrained(tmp_path / "again")
+    assert shape_of(read_config(tmp_path / "again")) == shape
+
+
+def test_a_file_of_transformers_own_is_read():
+    raw = Glm4MoeLiteConfig(mlp_layer_types=["dense"] * 2 + ["sparse"] * 45).to_dict()
+    raw |= {"architectures": ["Glm4MoeLiteForCausalLM"], "num_nextn_predict_layers": 0}
+    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    changes = {"first_k_dense_replace": 2, "num_nextn_predict_layers": 0}
+    assert shape_of(raw) == PRESETS["GLM-4.7-Flash"].model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"rope_interleave": False}, "rope_interleave = False"), ({"head_dim": 64}, "head_dim = 64.*expected 16"),
+        ({"v_head_dim": 32}, "v_head_dim = 32.*expected 64"), ({"attention_bias": True}, "attention_bias = True"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2.*expected 4"), ({"use_qk_norm": True}, "use_qk_norm"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"), ({"scoring_func": "softmax"}, "softmax"),
+        ({"qk_rope_head_dim": "16"}, "qk_rope_head_dim = '16'"), ({"index_topk": 2048}, "index_topk = 2048"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_file_of_flash_that_asks_for_another_computation_is_refused(change, words):
+    raw = config_of(FLASH, None, eos_ids=EOS, dtype="bfloat16")
+    with pytest.raises(UserError, match=words):
+        shape_of(raw | change)
+
+
+def test_absent_keys_of_flash_are_no_guess():
+    raw = config_of(FLASH, None, eos_ids=EOS, dtype="bfloat16")
+    for key in ("q_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_theta"):
+        with pytest.raises(UserError, match=f"{key} is missing"):
+            shape_of({name: value for name, value in raw.items() if name != key})
+
+
+def test_a_published_config_of_glm_5_has_one_line():
+    """Many of its keys select a computation that is not here."""
+    config = published("zai-org/GLM-5.2")["config"]
     with pytest.raises(UserError, match="another model, GLM-5: missing here are latent attention") as error:
         shape_of(config)
     assert len(error.value.faults) == 1
 
 
-@pytest.mark.parametrize("key", sorted(set(PRESETS["GLM-4.6"].model_dump()) - {"rope_scaling", "sliding_window"}))
+@pytest.mark.parametrize("key", sorted(PRESETS["GLM-4.6"].model_dump(exclude_none=True)))
 def test_no_number_is_guessed(key):
     with pytest.raises(UserError) as error:
         shape_of({name: value for name, value in GLM_46.items() if name != key})

@@ -8,6 +8,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from glm46.compute.model.transformer import Transformer
 from glm46.config.presets import PRESETS
 from glm46.storage.huggingface.names import HFNames, has_repeats
+from tests.unit.storage.huggingface.adapters import LATENT
 
 TINY = dict(
     vocab_size=48, hidden_size=24, num_hidden_layers=3, first_k_dense_replace=1, intermediate_size=40,
@@ -22,6 +23,7 @@ SHAPES = {
         update=TINY | dict(attention_bias=False, num_nextn_predict_layers=0, n_shared_experts=0)
     ),
     "dense only": PRESETS["GLM-4.6"].model_copy(update=TINY | dict(first_k_dense_replace=9)),
+    "4.7-Flash-like": PRESETS["GLM-4.7-Flash"].model_copy(update=TINY | LATENT),
 }
 
 
@@ -42,6 +44,7 @@ def to_hf(names, tensors):
 @pytest.mark.parametrize("preset, repeat_shared, tensors, parameters", [
     ("GLM-4.5", True, 44_691, 358_337_791_296), ("GLM-4.7", True, 44_691, 358_337_791_296),
     ("GLM-4.6", False, 44_689, 356_785_898_816),
+    ("GLM-4.7-Flash", True, 9_703, 31_221_488_576),
     ("GLM-4.5-Air", True, 18_329, 110_468_824_832), ("GLM-4.5-Air", False, 18_327, 109_227_310_848),
 ])  # fmt: skip
 @pytest.mark.slow

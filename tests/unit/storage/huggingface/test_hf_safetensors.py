@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM
 
 from glm46.compute.distributed.ranks import CheckpointError
 from glm46.compute.model.transformer import Transformer
@@ -23,6 +23,7 @@ from glm46.storage.huggingface.folder_check import check_folder, stored_shape
 from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.import_weights import import_weights
 from glm46.storage.huggingface.names import HFNames, HFPart
+from tests.unit.storage.huggingface.adapters import LATENT
 
 EOS = [40, 41, 42]
 TINY = dict(
@@ -34,6 +35,7 @@ MODELS = {  # shape, whether the folder repeats embedding and head
     "4.5-like": (PRESETS["GLM-4.5"].model_copy(update=TINY), True),
     "4.6-like": (PRESETS["GLM-4.6"].model_copy(update=TINY), False),
     "Air-like": (PRESETS["GLM-4.5-Air"].model_copy(update=TINY), True),
+    "4.7-Flash-like": (PRESETS["GLM-4.7-Flash"].model_copy(update=TINY | LATENT), True),
 }
 
 
@@ -177,6 +179,26 @@ def test_models_without_a_part_go_from_transformers_and_back(change, tmp_path):
     assert set(again) == set(saved) and all(same_bits(again[name], saved[name]) for name in saved)
     _, report = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values())
+
+
+def test_flash_goes_to_transformers_and_back(tmp_path):
+    shape = MODELS["4.7-Flash-like"][0].model_copy(update={"num_nextn_predict_layers": 0, "first_k_dense_replace": 2})
+    make_folder(tmp_path / "in", shape, False)
+    theirs, report = Glm4MoeLiteForCausalLM.from_pretrained(
+        tmp_path / "in", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values())
+    theirs.save_pretrained(tmp_path / "saved")
+    assert stored_shape(tmp_path / "saved") == shape
+    model, tensors = model_of(tmp_path / "saved", shape)
+    for layer in theirs.model.layers:  # not that of the config
+        layer.self_attn.q_a_layernorm.variance_epsilon = layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-5
+    require_equal_logits(model, theirs)
+    raw = config_of(shape, read_config(tmp_path / "saved"), eos_ids=EOS, dtype="float32")
+    export_weights(tmp_path / "out", shape, raw, tensors, options=ExportOptions(dtype=torch.float32))
+    saved, again = read_folder(tmp_path / "saved"), read_folder(tmp_path / "out")
+    assert set(again) == set(saved) and all(same_bits(again[name], saved[name]) for name in saved)
+    assert read_config(tmp_path / "out") == raw == read_config(tmp_path / "saved") | {"dtype": "float32"}
 
 
 def test_repeats_may_be_dropped_by_an_export(tmp_path):

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from torch import nn
-from transformers import Glm4MoeForCausalLM
+from transformers import Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM
 
 from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
@@ -24,7 +24,7 @@ from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.peft_export import export_adapter, is_adaptable
 from glm46.storage.huggingface.peft_folder import AdapterFolder
 from glm46.storage.huggingface.peft_import import import_adapter
-from tests.unit.storage.huggingface.adapters import EOS, SHAPE, TINY, adapters, merged
+from tests.unit.storage.huggingface.adapters import EOS, LATENT, SHAPE, TINY, adapters, merged
 
 IDS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(1))
 FP32 = ExportOptions(dtype=torch.float32)
@@ -32,15 +32,28 @@ FP32 = ExportOptions(dtype=torch.float32)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
+    return make_base(SHAPE, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory):
+    base = make_base(PRESETS["GLM-4.7-Flash"].model_copy(update=TINY | LATENT), tmp_path_factory)
+    for layer in base[3].model.layers:  # not that of the config
+        layer.self_attn.q_a_layernorm.variance_epsilon = layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-5
+    return base
+
+
+def make_base(shape, tmp_path_factory):
     """A folder of a small model without its prediction layer, our weights of it, and the model in `transformers`."""
     torch.manual_seed(0)
-    shape = SHAPE.model_copy(update={"num_nextn_predict_layers": 0})
+    shape = shape.model_copy(update={"num_nextn_predict_layers": 0})
     with torch.device("cpu"):
         model = Transformer(shape)
     weights = {n: torch.randn_like(t) * 0.2 for n, t in [*model.named_parameters(), *model.named_buffers()]}
     folder = tmp_path_factory.mktemp("peft") / "base"
     export_weights(folder, shape, config_of(shape, None, eos_ids=EOS, dtype="float32"), weights, options=FP32)
-    theirs = Glm4MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    kind = Glm4MoeLiteForCausalLM if shape.is_latent else Glm4MoeForCausalLM
+    theirs = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     return folder, shape, weights, theirs
 
 
@@ -94,6 +107,15 @@ def test_peft_computes_our_logits_and_we_read_the_folder_back(base, kind, tmp_pa
     again = empty_like(tensors)
     import_adapter(folder, base[1], again, scale=0.3)
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("kind", ["all", "attention of two layers", "DoRA on attention"])
+def test_peft_computes_our_logits_of_flash_and_we_read_the_folder_back(flash, kind, tmp_path):
+    """PEFT names no modules of this model by itself, and the usual names adapt o_proj alone."""
+    test_peft_computes_our_logits_and_we_read_the_folder_back(flash, KINDS[kind], tmp_path)
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    five = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    assert config["target_modules"][:5] == five
 
 
 @pytest.mark.parametrize("kind", ["all", "expert rank 1 of 8", "DoRA on attention"])

@@ -1,0 +1,77 @@
+"""Multi-head latent attention of GLM-4.7-Flash: all keys and values of a token are made from one short row.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; names and order of the numbers as in `transformers`.
+Shape letters beside those of `layers.py`: L = kv_lora_rank, R = qk_rope_head_dim, N = qk_nope_head_dim; C = N + R.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from glm46.compute.model.attention import attend
+from glm46.compute.model.attention_layout import AttentionLayout
+from glm46.compute.model.layers import Linear, RMSNorm, local_weight
+from glm46.compute.model.rope import rotate_pairs
+from glm46.config.model import ModelShape
+
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Rows [B, S, 1, L + R] -> keys and values of this rank's heads, [B, S, H, C] each."""
+
+LatentCore = Callable[[Tensor, Tensor, Expand, AttentionLayout | None], Tensor]
+"""(q [B, S, H, C], rows [B, S, 1, L + R], expand, layout) -> [B, S, H, C]. What passes between ranks, or stays in a
+cache, is the rows."""
+
+
+def attend_expanded(q_BSHC: Tensor, rows: Tensor, expand: Expand, layout: AttentionLayout | None) -> Tensor:
+    """`attend` to the keys and values of the rows; a `LatentCore`."""
+    return attend(q_BSHC, *expand(rows), layout)
+
+
+class LatentAttention(nn.Module):
+    """Projections of queries through one latent, of keys and values through another, around a `LatentCore`.
+
+    The number of heads is read from the tensors, so that the module works on any share of the heads.
+    """
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        assert shape.q_lora_rank and shape.kv_lora_rank and shape.qk_nope_head_dim and shape.qk_rope_head_dim
+        self.head_dim, self.key_part = shape.head_dim, shape.qk_nope_head_dim
+        self.rank, self.rotated = shape.kv_lora_rank, shape.qk_rope_head_dim
+        width, made = shape.num_attention_heads * shape.head_dim, shape.qk_nope_head_dim + shape.head_dim
+        self.q_a_proj = Linear(shape.hidden_size, shape.q_lora_rank, bias=False)
+        # transformers builds both norms with an epsilon of its own, 1e-6; servers and other trainers use config.json's.
+        self.q_a_layernorm = RMSNorm(shape.q_lora_rank, shape.rms_norm_eps)
+        self.q_b_proj = Linear(shape.q_lora_rank, width, bias=False)
+        self.kv_a_proj_with_mqa = Linear(shape.hidden_size, shape.latent_width, bias=False)
+        self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, shape.rms_norm_eps)
+        self.kv_b_proj = Linear(shape.kv_lora_rank, shape.num_attention_heads * made, bias=False)
+        self.o_proj = Linear(width, shape.hidden_size, bias=False)
+        self.core: LatentCore = attend_expanded
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], layout: AttentionLayout | None) -> Tensor:
+        """Attend over [B, S, D]; `rope` from `rotary_tables`, `layout` from `attention_layout`."""
+        B, S, _ = x.shape
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(B, S, -1, self.head_dim)
+        q = torch.cat([q[..., : self.key_part], rotate_pairs(q[..., self.key_part :], rope)], dim=-1)
+        latent, key = self.kv_a_proj_with_mqa(x).unsqueeze(2).tensor_split([self.rank], dim=-1)
+        rows = torch.cat([self.kv_a_layernorm(latent), rotate_pairs(key, rope)], dim=-1)
+        out = self.core(q, rows, self.expand, layout)
+        return self.o_proj(out.reshape(B, S, -1))
+
+    def expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's heads, an `Expand`; all heads have the same rotated part of a key."""
+        latent, key = rows.tensor_split([self.rank], dim=-1)
+        made = self.kv_b_proj(latent.squeeze(2)).unflatten(-1, (-1, self.key_part + self.head_dim))
+        part, values = made.tensor_split([self.key_part], dim=-1)
+        return torch.cat([part, key.expand(-1, -1, made.shape[2], -1)], dim=-1), values.contiguous()
+
+    def to_heads(self) -> Tensor:
+        """The weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values."""
+        if "product" in vars(self.kv_b_proj):  # whatever it is, its results of unit vectors are the weight
+            like = self.o_proj.weight
+            weight = self.kv_b_proj(torch.eye(self.rank, dtype=like.dtype, device=like.device)).t()
+        else:
+            weight = local_weight(self.kv_b_proj.weight).detach()
+        return weight.reshape(-1, self.key_part + self.head_dim, self.rank)
