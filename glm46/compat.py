@@ -233,7 +233,7 @@ def varlen_attention(
 
 
 class DispatchMode(TorchDispatchMode):
-    """Its ``__torch_dispatch__`` sees each operator in its context, those of compiled code too, which stays compiled."""
+    """Its ``__torch_dispatch__`` sees each operator in its context, also those of code that stays compiled there."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -47,7 +47,7 @@ class LayerCopies:
 
     def __init__(self, owner: HostCopies, before: "weakref.ref[LayerCopies] | None"):
         self._owner, self._before, self._is_fetched = owner, before, False
-        self._copies: list[Copied] = []
+        self._copies: weakref.WeakSet[Copied] = weakref.WeakSet()
         self._done: torch.cuda.Event | None = None
         """The last copy in either direction."""
 
@@ -57,7 +57,7 @@ class LayerCopies:
         pinned = _stream(x.device) is not None
         copied.host = torch.empty_like(x, device="cpu", pin_memory=pinned, requires_grad=False)
         self._start(copied.host, x, x.device)
-        self._copies.append(copied)
+        self._copies.add(copied)
         return copied
 
     def release(self) -> None:
@@ -113,6 +113,6 @@ class Copied:
     def take(self) -> Tensor:
         """The tensor on the device, outside of any graph. Once: the copies are let go."""
         self._layer.fetch()
-        self._layer._copies.remove(self)
+        self._layer._copies.discard(self)
         (here, self.here), self.host = (self.here, None), None
         return here.requires_grad_(self._has_gradient)

@@ -25,6 +25,7 @@ IDLE = {
     'parallelism.expert_exchange = "all_to_all"': ("parallelism.expert_parallel_degree above 1", ""),
     "parallelism.expert_exchange_chunks = 1": ("parallelism.expert_parallel_degree above 1", ""),
     "parallelism.pipeline_parallel_stages_per_rank = 1": ("parallelism.pipeline_parallel_degree above 1", ""),
+    "activation_checkpoint.cpu_checkpointing = true": ('activation_checkpoint.mode = "selective" or "full"', ""),
     "activation_checkpoint.every_n_layers = 2": ('activation_checkpoint.mode = "selective" or "full"', ""),
     'activation_checkpoint.recompute = ["experts"]': ('activation_checkpoint.mode = "selective"', ""),
     "checkpoint.interval = 5": ("checkpoint.enable = true", "checkpoint.enable = false"),
@@ -129,6 +130,7 @@ DEEPEP = [
         "2",
         "DeepEP sends all tokens at once; remove parallelism.expert_exchange_c",
     ),
+    ("activation_checkpoint", '{ mode = "selective", cpu_checkpointing = true }', 'add "exchange" to activation_checkp'),
     ("model.hidden_size", "264", "a multiple of 32 bytes, and model.hidden_size is 264; take 272"),
     ("model.num_experts_per_tok", "33", "at most 32 experts; lower model.num_experts_per_tok"),
 ]
