@@ -130,7 +130,11 @@ DEEPEP = [
         "2",
         "DeepEP sends all tokens at once; remove parallelism.expert_exchange_c",
     ),
-    ("activation_checkpoint", '{ mode = "selective", cpu_checkpointing = true }', 'add "exchange" to activation_checkp'),
+    (
+        "activation_checkpoint",
+        '{ mode = "selective", cpu_checkpointing = true }',
+        'add "exchange" to activation_checkp',
+    ),
     ("model.hidden_size", "264", "a multiple of 32 bytes, and model.hidden_size is 264; take 272"),
     ("model.num_experts_per_tok", "33", "at most 32 experts; lower model.num_experts_per_tok"),
 ]
