@@ -218,7 +218,8 @@ def kept_tensors(
     that came from other ranks with their weights; of rows that are passed on to other ranks of a host, the numbers of
     the experts. Backward reads nothing of what the experts return, but for DoRA's magnitudes."""
     _, ep, hops = spread
-    chosen, hidden, tensors = shape.num_experts_per_tok, shape.hidden_size * width, [shape.hidden_size * width]
+    chosen, hidden = shape.num_experts_per_tok, shape.hidden_size * width
+    tensors: list[float] = [hidden]
     if mode == "full":
         return tensors * (2 if block == "mtp" else 1)  # the embeddings of a prediction depth
     if "core_attn" not in recompute:

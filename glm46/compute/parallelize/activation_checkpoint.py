@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from glm46 import compat
@@ -128,9 +127,15 @@ def recomputation_contexts(
     return recomputation(left_out, (_Keeping(results), _Recalling(results)))
 
 
+def _changed(change: Callable, results: Any, kind: Any) -> Any:
+    """The result of an operator, or each of several, changed if it is of a kind."""
+    if isinstance(results, tuple):
+        return tuple(_changed(change, each, kind) for each in results)
+    return change(results) if isinstance(results, kind) else results
+
+
 class _Results:
-    """What selective checkpointing keeps of one forward of a layer: of each operator, in their order, functions that
-    return its results."""
+    """Holds functions that return the kept results of one forward of a layer, by operator, in their order."""
 
     def __init__(self, saved: set[object], reads_down: bool, put: Put | None):
         self.saved, self.reads_down, self.put = saved, reads_down, put
@@ -142,12 +147,13 @@ class _Keeping(compat.DispatchMode):
 
     def __init__(self, results: _Results):
         super().__init__()
-        self._results, self._products, self._found = results, 0, []
+        self._results, self._products = results, 0
+        self._found: list[Any] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
         out = operator(*arguments, **keywords or {})
         if operator in self._results.saved:
-            found = tree_map_only(Tensor, Tensor.detach, out)
+            found = _changed(Tensor.detach, out, Tensor)
             self._products += operator in _OPERATORS["experts"]
             if operator in _OPERATORS["experts"] and self._products % 2 == 0 and not self._results.reads_down:
                 # Of the second of the experts' two products only what adapters keep is read: its shape is enough.
@@ -161,7 +167,7 @@ class _Keeping(compat.DispatchMode):
         super().__exit__(*error)
         # Not before: rows of an exchange have arrived only once they have been awaited.
         put = self._results.put or (lambda x: lambda: x)
-        self._results.kept.extend(tree_map_only(Tensor, put, found) for found in self._found)
+        self._results.kept.extend(_changed(put, found, Tensor) for found in self._found)
         self._found = []
 
 
@@ -174,5 +180,5 @@ class _Recalling(compat.DispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
         if operator in self._results.saved:
-            return tree_map(lambda kept: kept(), self._results.kept.popleft())
+            return _changed(lambda kept: kept(), self._results.kept.popleft(), Callable)
         return operator(*arguments, **keywords or {})

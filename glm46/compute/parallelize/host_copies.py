@@ -43,7 +43,7 @@ class HostCopies:
 
 
 class LayerCopies:
-    """What one forward of a layer keeps."""
+    """The tensors that one forward of a layer keeps."""
 
     def __init__(self, owner: HostCopies, before: "weakref.ref[LayerCopies] | None"):
         self._owner, self._before, self._is_fetched = owner, before, False
@@ -53,10 +53,10 @@ class LayerCopies:
 
     def copy(self, x: Tensor) -> "Copied":
         """Start to copy a tensor, which no one may change."""
-        copied = Copied(self, x)
         pinned = _stream(x.device) is not None
-        copied.host = torch.empty_like(x, device="cpu", pin_memory=pinned, requires_grad=False)
-        self._start(copied.host, x, x.device)
+        host = torch.empty_like(x, device="cpu", pin_memory=pinned, requires_grad=False)
+        self._start(host, x, x.device)
+        copied = Copied(self, x, host)
         self._copies.add(copied)
         return copied
 
@@ -81,7 +81,7 @@ class LayerCopies:
 
     def _load(self) -> None:
         for copied in self._copies:
-            if copied.here is None:
+            if copied.here is None and copied.host is not None:
                 copied.here = torch.empty_like(copied.host, device=copied.device, pin_memory=False)
                 self._start(copied.here, copied.host, copied.device)
 
@@ -105,14 +105,15 @@ class LayerCopies:
 class Copied:
     """A tensor with a copy in host memory."""
 
-    def __init__(self, layer: LayerCopies, x: Tensor):
+    def __init__(self, layer: LayerCopies, x: Tensor, host: Tensor):
         self._layer, self._has_gradient, self.device = layer, x.requires_grad, x.device
         self.here: Tensor | None = x.detach()
-        self.host: Tensor | None = None
+        self.host: Tensor | None = host
 
     def take(self) -> Tensor:
         """The tensor on the device, outside of any graph. Once: the copies are let go."""
         self._layer.fetch()
         self._layer._copies.discard(self)
         (here, self.here), self.host = (self.here, None), None
+        assert here is not None, "taken before"
         return here.requires_grad_(self._has_gradient)

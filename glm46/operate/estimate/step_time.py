@@ -263,8 +263,8 @@ def _rank(
         layers = offloaded_activations(plan, stage_index, stage)
         # Without a pipeline backward finds the two last layers on the device.
         for of_pass, copied in ((forward, layers), (backward, layers[:-2] if plan.layout.pp == 1 else layers)):
-            waits = sum(copied) / roofline.host_bytes_per_second - of_pass[stage.index].seconds
-            of_pass[stage.index].add({"waiting for the host": waits} if waits > 0 else {})
+            beyond = sum(copied) / roofline.host_bytes_per_second - of_pass[stage.index].seconds
+            of_pass[stage.index].add({"waiting for the host": beyond} if beyond > 0 else {})
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
     of_muon = [each for each in traffic if each.what == MUON]
     once = roofline.update(_updated(plan, stages), muon.flops, of_muon, offloaded)
