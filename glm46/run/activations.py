@@ -195,7 +195,7 @@ def layer_bytes(
         whole = {"dense": dense_layer_bytes, "moe": moe_layer_bytes}[block](shape, width, tp, frozen)
     if mode == "none":
         return whole
-    kept = sum(kept_tensors(shape, width, block, mode, spread, frozen=frozen, recompute=recompute))
+    kept = sum(kept_tensors(shape, width, block, mode, spread, frozen, recompute))
     if block != "dense":
         kept += _order_bytes(shape, ep, hops, repeats=mode == "full" or "exchange" in recompute)
     # Selective checkpointing covers only the decoder layer inside an MTP layer.
@@ -208,17 +208,12 @@ def kept_tensors(
     block: str,
     mode: str,
     spread: Spread,
-    *,
     frozen: Frozen | None = None,
     recompute: tuple[str, ...] = (),
 ) -> list[float]:
-    """Bytes of each tensor that "full" or "selective" keeps of a block, per token of a rank: those that wait in host
-    memory under activation_checkpoint.cpu_checkpointing. The first is the input. "selective" keeps results of
-    attention, the log-sum of its softmax, chosen experts and their scores, gate and up of the experts, and the rows
-    that came from other ranks with their weights; of rows that are passed on to other ranks of a host, the numbers of
-    the experts. Backward reads nothing of what the experts return, but for DoRA's magnitudes."""
-    _, ep, hops = spread
-    chosen, hidden = shape.num_experts_per_tok, shape.hidden_size * width
+    """Bytes of each tensor that "full" or "selective" keeps of a block, per token of a rank, the input first: those
+    that `cpu_checkpointing` moves. Backward reads nothing of what the experts return, but for DoRA's magnitudes."""
+    chosen, hidden, hops = shape.num_experts_per_tok, shape.hidden_size * width, spread.hops
     tensors: list[float] = [hidden]
     if mode == "full":
         return tensors * (2 if block == "mtp" else 1)  # the embeddings of a prediction depth
@@ -236,7 +231,7 @@ def kept_tensors(
     if "exchange" not in recompute:
         tensors += [rows * chosen * EXPERT_NUMBER for rows in hops]
         tensors += [rows * each for rows in hops[-1:] for each in (hidden, chosen * FP32)]
-        tensors += [chosen * hidden, chosen * FP32] if ep > 1 and not hops else []
+        tensors += [chosen * hidden, chosen * FP32] if spread.ep > 1 and not hops else []
     return tensors
 
 

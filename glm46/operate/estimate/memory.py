@@ -390,7 +390,7 @@ class _Step:
         for index, (block, rows) in enumerate(self._backward_blocks(part), part.backward_from):
             mode = self._checkpointing.mode_of(index)
             if mode != "none":
-                tensors = kept_tensors(self._shape, self._width, block, mode, spread, frozen=rows, recompute=recompute)
+                tensors = kept_tensors(self._shape, self._width, block, mode, spread, rows, recompute)
                 # Buffers that a stage receives in stay where they are.
                 stays = (not part.has_embedding) * ((index == 0) + ((block, mode) == ("mtp", "full")))
                 found.append([self._tokens * size for size in tensors[stays:]])
