@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
 set_group_timeout = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -229,6 +230,15 @@ def varlen_attention(
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn`."""
     return _varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window, **_GROUPED_HEADS)
+
+
+class DispatchMode(TorchDispatchMode):
+    """Its ``__torch_dispatch__`` sees each operator in its context, also those of code that stays compiled there."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by `torch.compile`, which else runs a function in its context uncompiled."""
+        return True
 
 
 VARLEN_OPERATOR = torch.ops.torch_attn._varlen_attn.default

@@ -167,6 +167,10 @@ class ActivationCheckpointConfig(Section):
     """Apply the mode to the first of every n layers of a pipeline stage, prediction layers included, and keep every
     activation of the others: each n is a step between the memory and the speed of none and of the mode."""
 
+    cpu_checkpointing: Annotated[bool, Needs("mode", ("selective", "full"))] = False
+    """Keep in host memory what the mode keeps of a layer, its input and results, until backward needs it. A GPU copies
+    it while it computes other layers; the two last layers of a forward stay on it."""
+
     def mode_of(self, index: int) -> Literal["none", "selective", "full"]:
         """The mode of a layer, by its place in its pipeline stage."""
         return "none" if index % self.every_n_layers else self.mode

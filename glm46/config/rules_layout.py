@@ -157,6 +157,10 @@ def deepep_takes_the_rows(config: RunConfig, shape: ModelShape) -> Faults:
     if config.parallelism.expert_exchange_chunks == 2:
         other = "parallelism.expert_exchange_chunks"
         yield fault(f"`{key}`: DeepEP sends all tokens at once; remove {other}, {remedy}", other)
+    checkpointing, other = config.activation_checkpoint, "activation_checkpoint.cpu_checkpointing"
+    if checkpointing.cpu_checkpointing and not checkpointing.sends_again(checkpointing.mode):
+        why = f"DeepEP's buffer has the rows that selective keeps, which {other} cannot move"
+        yield fault(f'`{key}`: {why}; add "exchange" to activation_checkpoint.recompute, {remedy}', other)
     if width := shape.hidden_size % 16:
         other, below = "model.hidden_size", shape.hidden_size - width
         why = f"DeepEP sends rows of a multiple of 32 bytes, and {other} is {shape.hidden_size}"

@@ -207,21 +207,44 @@ def layer_bytes(
         whole = {"dense": dense_layer_bytes, "moe": moe_layer_bytes}[block](shape, width, tp, frozen)
     if mode == "none":
         return whole
-    inputs = shape.hidden_size * width
-    if mode == "full":
-        # Besides, the order of its assignments and of those that it received, and the embeddings of a prediction depth.
-        indices = 0 if block == "dense" else _order_bytes(shape, ep, hops)
-        return (2 * inputs if block == "mtp" else inputs) + indices
-    kept = inputs + selective_attention_bytes(shape, width) * ("core_attn" not in recompute)
-    if block == "dense":
-        return kept
-    kept += selective_experts_bytes(shape, width, ep=ep, hops=hops, recompute=recompute)
-    if frozen is not None and "experts" not in recompute:
-        # Kept beside the results of grouped products.
-        low = tuple(row for row in frozen.adapters if row.is_expert and row.rank and row.group == "adapter A")
-        kept += adapter_bytes(shape, width, tp, Frozen(low))
+    kept = sum(kept_tensors(shape, width, block, mode, spread, frozen, recompute))
+    if block != "dense":
+        kept += _order_bytes(shape, ep, hops, repeats=mode == "full" or "exchange" in recompute)
     # Selective checkpointing covers only the decoder layer inside an MTP layer.
-    return kept + whole - moe_layer_bytes(shape, width, tp) if block == "mtp" else kept
+    return kept + whole - moe_layer_bytes(shape, width, tp) if (block, mode) == ("mtp", "selective") else kept
+
+
+def kept_tensors(
+    shape: ModelShape,
+    width: int,
+    block: str,
+    mode: str,
+    spread: Spread,
+    frozen: Frozen | None = None,
+    recompute: tuple[str, ...] = (),
+) -> list[float]:
+    """Bytes of each tensor that "full" or "selective" keeps of a block, per token of a rank, the input first: those
+    that `cpu_checkpointing` moves. Backward reads nothing of what the experts return, but for DoRA's magnitudes."""
+    chosen, hidden, hops = shape.num_experts_per_tok, shape.hidden_size * width, spread.hops
+    tensors: list[float] = [hidden]
+    if mode == "full":
+        return tensors * (2 if block == "mtp" else 1)  # the embeddings of a prediction depth
+    if "core_attn" not in recompute:
+        tensors += [shape.num_attention_heads * shape.head_dim * width, shape.num_attention_heads * FP32]
+    if block == "dense":
+        return tensors
+    tensors += [chosen * FP32, chosen * INDEX]
+    if "experts" not in recompute:
+        tensors.append(chosen * 2 * shape.moe_intermediate_size * width)
+        rows = () if frozen is None else [row for row in frozen.adapters if row.is_expert]
+        # Kept beside the results of grouped products.
+        tensors += [chosen * row.shape(shape)[-2] * width for row in rows if row.group == "adapter A" and row.rank]
+        tensors += [chosen * hidden for row in rows if row.group == "magnitude" and "down" in row.name]
+    if "exchange" not in recompute:
+        tensors += [rows * chosen * EXPERT_NUMBER for rows in hops]
+        tensors += [rows * each for rows in hops[-1:] for each in (hidden, chosen * FP32)]
+        tensors += [chosen * hidden, chosen * FP32] if spread.ep > 1 and not hops else []
+    return tensors
 
 
 def output_gradient_bytes(shape: ModelShape, width: int, block: str, tp: int) -> float:
@@ -297,31 +320,8 @@ def travelling_key_bytes(shape: ModelShape, width: int, *, rows: int, length: in
     return 2 * rows * length / cp * heads * shape.head_dim * (3 * width + 3 * FP32)
 
 
-def selective_attention_bytes(shape: ModelShape, width: int) -> float:
-    """Bytes of one layer's attention that selective checkpointing keeps, per token: result and log-sum of the
-    softmax."""
-    return shape.num_attention_heads * (shape.head_dim * width + FP32)
-
-
-def _order_bytes(shape: ModelShape, ep: int, hops: tuple[float, ...]) -> float:
-    """Indices of one layer, per token, by which backward finds the rows of each assignment, and of each hop."""
-    return (shape.num_experts_per_tok * (3 if ep > 1 and not hops else 1) + sum(hops)) * INDEX
-
-
-def selective_experts_bytes(
-    shape: ModelShape, width: int, *, ep: int, hops: tuple[float, ...] = (), recompute: tuple[str, ...] = ()
-) -> float:
-    """Bytes of one layer's experts that selective checkpointing keeps, per token: gate and up, results, chosen experts
-    with scores, an index per assignment; under expert parallelism also the received rows and weights, and a second
-    index. Of rows that are passed on to other ranks of a host it keeps the numbers of the experts. ``recompute``: see
-    `layer_bytes`."""
-    chosen = shape.num_experts_per_tok
-    total = chosen * (FP32 + INDEX)
-    total += chosen * (2 * shape.moe_intermediate_size + shape.hidden_size) * width * ("experts" not in recompute)
-    if "exchange" in recompute:
-        return total + _order_bytes(shape, ep, hops)
-    total += chosen * INDEX
-    if ep > 1 and not hops:
-        total += chosen * (shape.hidden_size * width + FP32 + INDEX)
-    of_all = sum(hops) * (chosen * EXPERT_NUMBER + INDEX)
-    return total + of_all + sum(hops[-1:]) * (shape.hidden_size * width + chosen * FP32)
+def _order_bytes(shape: ModelShape, ep: int, hops: tuple[float, ...], *, repeats: bool) -> float:
+    """Indices of one layer, per token, by which backward finds the rows of each assignment, and of each hop; a
+    recomputation that ``repeats`` the exchange has the order of its assignments and of those that it received."""
+    of_ranks = ep > 1 and not hops
+    return (shape.num_experts_per_tok * (1 + of_ranks * (2 if repeats else 1)) + sum(hops)) * INDEX

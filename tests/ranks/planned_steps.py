@@ -32,6 +32,7 @@ from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import Process
 from glm46.compute.model.experts import Experts
 from glm46.compute.model.router import Router
+from glm46.compute.parallelize.host_copies import Copied, LayerCopies
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.config.loader import load_config
 from glm46.config.run_config import RunConfig
@@ -74,6 +75,8 @@ class Case(NamedTuple):
     checkpointing: str = "none"
     every: int = 1
     recompute: tuple[str, ...] = ()
+    host: bool = False
+    """What checkpointing keeps waits in host memory."""
     micro_batches: int = 1
     rows: int = 1
     dtype: str = "float32"
@@ -115,6 +118,7 @@ class Case(NamedTuple):
             "parallelism": parallelism,
             "activation_checkpoint": {
                 "mode": self.checkpointing, "every_n_layers": self.every, "recompute": self.recompute,
+                "cpu_checkpointing": self.host,
             },
             "training": {
                 "seq_len": LENGTH, "local_batch_size": self.rows, "mixed_precision_param": self.dtype,
@@ -180,6 +184,19 @@ CASES = {
     ),
     "lora-ep-experts-again": Case(
         8, adapter=LORA, experts_over=2, checkpointing="selective", recompute=("experts", "exchange"), dtype=BF16
+    ),
+    "fsdp-full-on-host": Case(10, checkpointing="full", rows=2, host=True),
+    "ep-selective-on-host": Case(4, experts_over=2, checkpointing="selective", dtype=BF16, host=True),
+    "levels-every-second-on-host": Case(
+        8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="selective", every=2, host=True
+    ),
+    "zbv-tp-selective-on-host": Case(
+        4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), checkpointing="selective", micro_batches=4,
+        host=True,
+    ),
+    "pp-tp-full-on-host": Case(8, pipeline=2, tensor=2, checkpointing="full", dtype=BF16, micro_batches=4, host=True),
+    "dora-ep-on-host": Case(
+        8, adapter=LORA | {"name": "dora"}, experts_over=2, checkpointing="selective", dtype=BF16, host=True
     ),
     "one-rank-groups": Case(2, experts_over=2, checkpointing="full"),
     "hsdp": Case(4, replicate=2, micro_batches=3),
@@ -371,6 +388,9 @@ class LiveMemory(TorchDispatchMode):
         self.activations = self.gradients = self.rounded = 0
         """The most of what is neither gathered weight nor gradient, after the forward of a stage; the most of the
         gradients of whole weights; and of the experts' weights in FP8."""
+        self.on_host = 0
+        """The most that checkpointed layers keep in host memory after the forward of a stage; no activations."""
+        self.copies: list[weakref.ref[Tensor]] = []
         self._experts = [module for model in models for module in model.modules() if isinstance(module, Experts)]
         self._groups, self._parameters = fsdp_groups(models), fsdp_parameters(models)
         everything = [parameter for model in models for parameter in model.parameters()]
@@ -400,9 +420,11 @@ class LiveMemory(TorchDispatchMode):
         gradients = (local_tensor(gradient) for gradient in shards if gradient is not None)
         # Replicas keep the sum of the micro-batches here, in place of the gradients, until the last one.
         partial = (sums for group in self._groups if (sums := group._partial_reduce_output) is not None)
+        on_host = [tensor for ref in self.copies if (tensor := ref()) is not None]
+        self.on_host = max(self.on_host, sum(1 << max(tensor.nbytes - 1, 0).bit_length() for tensor in on_host))
         rounded = [form for experts in self._experts for forms in experts.forms.values() for form in forms]
         self.rounded = max(self.rounded, _sizes(rounded))
-        for tensor in (*self._weights, *self._gathered(), *self._gradients(), *gradients, *partial, *rounded):
+        for tensor in (*self._weights, *self._gathered(), *self._gradients(), *gradients, *partial, *rounded, *on_host):
             alive.pop(tensor.untyped_storage().data_ptr(), None)
         self.activations = max(self.activations, sum(alive.values()))
 
@@ -524,7 +546,15 @@ def measure(name: str) -> dict:
         mock.patch.object(Router, "select", spread_evenly),
         LiveMemory([m for one in job.networks.values() for m in one.models]),
     )
-    with evenly, most, nonzero_norms, CountedTraffic() as traffic, memory:
+    copy = LayerCopies.copy
+
+    def copied(layer: LayerCopies, x: Tensor) -> Copied:
+        found = copy(layer, x)
+        memory.copies.append(weakref.ref(found.host))
+        return found
+
+    counted = mock.patch.object(LayerCopies, "copy", copied)
+    with evenly, most, nonzero_norms, counted, CountedTraffic() as traffic, memory:
         train_step(job, complete(batches), totals, 0, 1.0)
     axes, first = ranks_of_axes(job.plan.layout, job.plan.shape.num_key_value_heads, rank, case.of_host or 1), {}
     for axis, ranks in axes.items():
@@ -546,6 +576,7 @@ def measure(name: str) -> dict:
         "states": _sizes(map(local_tensor, states.values())),
         "activations": memory.activations,
         "rounded": memory.rounded,
+        "on_host": memory.on_host,
     }
 
 

@@ -95,6 +95,8 @@ class Layout(NamedTuple):
     """The first of so many layers is checkpointed."""
     recompute: tuple[str, ...] = ()
     """Results that selective checkpointing does not keep."""
+    host: bool = False
+    """What checkpointing keeps waits in host memory."""
     micro_batches: int = 2
     document_mask: bool = True
     window: int | None = None
@@ -156,6 +158,7 @@ class Layout(NamedTuple):
             *([f"{self.checkpointing}_ac"] if self.checkpointing != "none" else []),
             *([f"every{self.every}"] if self.every > 1 else []),
             *(f"no_{name}" for name in self.recompute),
+            *(["on_host"] if self.host else []),
             *([] if self.document_mask else ["no_documents"]),
             *([f"window{self.window}"] if self.window else []),
             *(["compiled"] if self.compiled else []),
@@ -178,7 +181,7 @@ class Layout(NamedTuple):
 _LAYOUTS = {
     1: [
         Layout(), Layout(reshard="never"), Layout(checkpointing="full"), Layout(checkpointing="selective"),
-        Layout(offload=True), Layout(checkpointing="full", every=2),
+        Layout(offload=True), Layout(checkpointing="full", every=2), Layout(checkpointing="full", host=True),
     ],
     2: [
         Layout(), Layout(replicate=2), Layout(experts_over=2),
@@ -205,7 +208,6 @@ _LAYOUTS = {
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, checkpointing="full", adapter="lora"),
         Layout(pipeline=2, schedule="GPipe", micro_batches=4, adapter="dora", adapted=(0, 1)),
         Layout(tensor=2, checkpointing="full", adapter="dora"),
-        Layout(experts_over=2, checkpointing="selective", adapter="dora"),
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="dora"),
         Layout(tensor=2, checkpointing="full", routes=True), Layout(context=2, checkpointing="selective", routes=True),
         Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, routes=True),
@@ -228,6 +230,14 @@ _LAYOUTS = {
         Layout(latent=True, pipeline=2, schedule="ZBVZeroBubble", micro_batches=4),
         Layout(latent=True, context=2, window=5, checkpointing="full"),
         Layout(latent=True, tensor=2, adapter="dora"), Layout(latent=True, document_mask=False, offload=True),
+        Layout(experts_over=2, checkpointing="selective", host=True, compiled=True),
+        Layout(
+            pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, checkpointing="selective", host=True, adapter="lora",
+        ),
+        Layout(
+            pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, checkpointing="full", host=True, every=2,
+        ),
+        Layout(tensor=2, checkpointing="selective", recompute=("experts",), host=True, offload=True),
     ],
     4: [
         Layout(context=2, replicate=2, experts_over=2),
@@ -250,7 +260,6 @@ _LAYOUTS = {
         Layout(context=2, experts_over=4, num_experts=12, of_host=2, checkpointing="full", routes=True),
         Layout(replicate=2, experts_over=2, of_host=1, offload=True),
         Layout(tensor=2, experts_over=4, num_experts=12, of_host=2, chunks=2, checkpointing="full", compiled=True),
-        Layout(replicate=2, experts_over=2, of_host=2, chunks=2, adapter="dora"),
         Layout(pipeline=2, context=2, experts_over=2, schedule="DualPipeV", micro_batches=4, chunks=2),
         Layout(replicate=2, tensor=2, experts_over=2, deferred=True),
         Layout(replicate=2, experts_over=2, deferred=True, adapter="dora"),
@@ -269,6 +278,13 @@ _LAYOUTS = {
         Layout(latent=True, tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, routes=True),
         Layout(latent=True, tensor=4, checkpointing="selective", document_mask=False),
         Layout(latent=True, pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, adapter="lora"),
+        Layout(
+            replicate=2, experts_over=2, of_host=2, chunks=2, checkpointing="selective", host=True, adapter="dora",
+        ),
+        Layout(
+            pipeline=2, context=2, experts_over=2, schedule="DualPipeV", micro_batches=4, checkpointing="full",
+            host=True,
+        ),
     ],
     8: [
         Layout(pipeline=2, tensor=2, context=2, experts_over=2),
@@ -583,6 +599,7 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
                     "mode": layout.checkpointing,
                     "every_n_layers": layout.every,
                     "recompute": layout.recompute,
+                    "cpu_checkpointing": layout.host,
                 },
                 "parallelism": {
                     "data_parallel_replicate_degree": layout.replicate,

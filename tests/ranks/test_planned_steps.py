@@ -65,6 +65,9 @@ def test_planned_memory_is_what_a_rank_holds(measured):
     without = plan.config.model_copy(update={"float8": Float8Config()})
     rounded = planned.gathered - rank_memory(resolve_plan(without, plan.layout.world_size))[rank].gathered
     assert rounded == row["rounded"] and bool(rounded) == ("experts-in-8bit" in row["name"])
+    # A pinned tensor takes a power of two.
+    assert planned.host_activations == pytest.approx(row["on_host"], rel=0.01)
+    assert bool(row["on_host"]) == plan.config.activation_checkpoint.cpu_checkpointing
     # What forward keeps, without what only one layer needs.
     kept = planned.activations - _recomputed(plan, rank) + planned.loss
     if plan.config.activation_checkpoint.mode == "none" and not plan.keys_travel(plan.shape, (1, 1)):

@@ -1,10 +1,14 @@
 """Activation checkpointing of each layer: save some results of forward, recompute the rest in backward."""
 
 import functools
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from glm46 import compat
 from glm46.compute.distributed.recomputation import Part, recomputation
@@ -13,6 +17,7 @@ from glm46.compute.model.attention_runs import block_attention
 from glm46.compute.model.experts import grouped_mm
 from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.host_copies import Copied, HostCopies
 
 _aten = torch.ops.aten
 _OPERATORS = {
@@ -32,42 +37,148 @@ _OPERATORS = {
     "exchange": {compat.EXCHANGE_OPERATOR},
 }
 """Operators whose results selective checkpointing keeps, by the names that `recompute` takes."""
+Put = Callable[[Tensor], Callable[[], Tensor]]
 
 
-def apply(model: Transformer, mode: str, recompute: tuple[str, ...] = (), every_n_layers: int = 1) -> None:
+def apply(
+    model: Transformer,
+    mode: str,
+    recompute: tuple[str, ...] = (),
+    every_n_layers: int = 1,
+    cpu_checkpointing: bool = False,
+) -> None:
     """Checkpoint the activations of layers in place. A layer returns the routing statistics of its first run.
 
     Args:
         mode: "full" saves the input of a layer; "selective" also saves the results that cost most to recompute.
         recompute: names of results that "selective" does not save.
         every_n_layers: only the first of so many layers is checkpointed.
+        cpu_checkpointing: what is saved waits in host memory.
     """
-    for layer in (*model.layers.values(), *model.mtp.values())[::every_n_layers]:
+    copies = HostCopies() if cpu_checkpointing else None
+    for number, layer in enumerate((*model.layers.values(), *model.mtp.values())[::every_n_layers]):
         # Recomputation stops at the last tensor that backward needs: in a decoder layer before the exchange back. In a
         # prediction layer a norm follows the exchange, so "selective" recomputes only the decoder layer inside it.
         module = layer.block if mode == "selective" and isinstance(layer, MTPLayer) else layer
-        contexts = functools.partial(recomputation_contexts, mode, recompute, isinstance(module, MTPLayer))
-        # preserve_rng_state: the model draws no random numbers.
-        module.forward = functools.partial(
-            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        # DoRA's magnitudes scale what the experts' second product returns, and backward reads it.
+        reads_down = any(name.endswith("down_magnitude") for name, _ in module.named_parameters())
+        contexts = functools.partial(recomputation_contexts, mode, recompute, isinstance(module, MTPLayer), reads_down)
+        forward = functools.partial(checkpointed, module.forward, contexts)
+        if copies is not None:
+            # Buffers that a pipeline stage receives in stay: the first hidden states, and embeddings.
+            stay = {0, 1} if number == 0 else {1}
+            stay = set() if model.embed_tokens is not None else stay
+            forward = functools.partial(_in_host_memory, copies, number == 0, stay, module.forward, contexts)
+        module.forward = forward
+
+
+def checkpointed(forward: Callable, contexts: Callable, *arguments: Any, **keywords: Any) -> Any:
+    """The result of ``forward``, whose activations are computed again in backward."""
+    # preserve_rng_state: the model draws no random numbers.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    return checkpoint(forward, *arguments, **keywords, **options)
+
+
+def _in_host_memory(
+    copies: HostCopies, is_first: bool, stay: set[int], forward: Callable, contexts: Callable, *arguments: Any
+) -> Any:
+    """`checkpointed`, with what it keeps in host memory, but for the arguments at the places of ``stay``."""
+    if not torch.is_grad_enabled():
+        return forward(*arguments)
+    layer = copies.begin(is_first)
+
+    kept = [
+        layer.copy(each) if isinstance(each, Tensor) and each.is_floating_point() and place not in stay else each
+        for place, each in enumerate(arguments)
+    ]
+    first = [arguments]  # the tensors themselves, with their place in the graph, for the forward alone
+
+    def run(*arguments: Any) -> Any:
+        given = first.pop() if first else (a.take() if isinstance(a, Copied) else a for a in arguments)
+        return forward(*given)
+
+    return checkpointed(run, functools.partial(contexts, put=lambda x: layer.copy(x).take), *kept)
 
 
 def recomputation_contexts(
-    mode: str, recompute: tuple[str, ...] = (), reads_result: bool = False
+    mode: str,
+    recompute: tuple[str, ...] = (),
+    reads_result: bool = False,
+    reads_down: bool = False,
+    put: Put | None = None,
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of a forward and of its recomputation. ``reads_result``: backward needs what the experts of other
-    ranks return. Without, a chunk's rows are not sent back while those of the next one are computed again."""
+    """The contexts of a forward and of its recomputation.
+
+    Args:
+        reads_result: backward needs what the experts of other ranks return. Without, a chunk's rows are not sent back
+            while those of the next one are computed again.
+        reads_down: backward needs what the experts' second product returns.
+        put: moves what is kept of a tensor, and returns what gives it back; otherwise it stays where it is.
+    """
     left_out: tuple[Part, ...] = () if reads_result else ("back",)
     if mode == "full":
         return recomputation(left_out)
     saved = set[object]().union(*(_OPERATORS[name] for name in _OPERATORS.keys() - set(recompute)))
     # The choice of experts, which is small, and must match the rows that were exchanged.
     saved.add(_aten.topk.default)
-
-    def policy(_context, operator, *_arguments, **_keywords) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
+    results = _Results(saved, reads_result or reads_down, put)
     if "exchange" not in recompute:  # it keeps what the last hop brings
         left_out = ("first hop", *left_out)
-    return recomputation(left_out, create_selective_checkpoint_contexts(policy))
+    return recomputation(left_out, (_Keeping(results), _Recalling(results)))
+
+
+def _changed(change: Callable, results: Any, kind: Any) -> Any:
+    """The result of an operator, or each of several, changed if it is of a kind."""
+    if isinstance(results, tuple):
+        return tuple(_changed(change, each, kind) for each in results)
+    return change(results) if isinstance(results, kind) else results
+
+
+class _Results:
+    """Holds functions that return the kept results of one forward of a layer, by operator, in their order."""
+
+    def __init__(self, saved: set[object], reads_down: bool, put: Put | None):
+        self.saved, self.reads_down, self.put = saved, reads_down, put
+        self.kept: deque[Any] = deque()
+
+
+class _Keeping(compat.DispatchMode):
+    """Keeps the results of a forward."""
+
+    def __init__(self, results: _Results):
+        super().__init__()
+        self._results, self._products = results, 0
+        self._found: list[Any] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
+        out = operator(*arguments, **keywords or {})
+        if operator in self._results.saved:
+            found = _changed(Tensor.detach, out, Tensor)
+            self._products += operator in _OPERATORS["experts"]
+            if operator in _OPERATORS["experts"] and self._products % 2 == 0 and not self._results.reads_down:
+                # Of the second of the experts' two products only what adapters keep is read: its shape is enough.
+                y, *others = found if isinstance(found, tuple) else (found,)
+                empty = functools.partial(torch.empty_strided, y.shape, y.stride(), dtype=y.dtype, device=y.device)
+                found = (empty, *others) if others else empty
+            self._found.append(found)
+        return out
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # Not before: rows of an exchange have arrived only once they have been awaited.
+        put = self._results.put or (lambda x: lambda: x)
+        self._results.kept.extend(_changed(put, found, Tensor) for found in self._found)
+        self._found = []
+
+
+class _Recalling(compat.DispatchMode):
+    """Gives the kept results to a recomputation, once."""
+
+    def __init__(self, results: _Results):
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
+        if operator in self._results.saved:
+            return _changed(lambda kept: kept(), self._results.kept.popleft(), Callable)
+        return operator(*arguments, **keywords or {})

@@ -42,8 +42,10 @@ KINDS = tuple(kind for kind, _ in _KINDS)
 LAYER_KINDS = KINDS[KINDS.index("attention projections") : KINDS.index("rest of the layers")]
 """Kinds inside of decoder layers; a compiled layer has no ranges for them."""
 _PATTERNS = tuple((kind, re.compile(pattern)) for kind, pattern in _KINDS)
-_DISPATCH = {"start": "dispatch", "arrived": "dispatch", "combine": "combine"}
-"""Methods of a token dispatcher, and the names of their ranges."""
+_DISPATCH = {
+    "start": "dispatch", "arrived": "dispatch", "halfway": "dispatch", "proceed": "combine", "combine": "combine",
+}  # fmt: skip
+"""Methods that a token dispatcher may have, and the names of their ranges."""
 
 
 @cache
@@ -78,8 +80,10 @@ def module_ranges(model: nn.Module, prefix: str = "", *, is_compiled: bool = Fal
             added.callback(closing.remove)
             if dispatcher is not None:
                 for method, part in _DISPATCH.items():
-                    setattr(dispatcher, method, _in_range(getattr(dispatcher, method), f"{prefix}{name}.{part}"))
-                    added.callback(delattr, dispatcher, method)
+                    if hasattr(dispatcher, method):
+                        names = f"{prefix}{name}.{part}", f"{prefix}{name}.experts"
+                        setattr(dispatcher, method, _in_range(getattr(dispatcher, method), *names))
+                        added.callback(delattr, dispatcher, method)
             if hasattr(module, "core"):
                 added.callback(setattr, module, "core", module.core)
                 module.core = _in_range(module.core, f"{own}.core")
@@ -96,11 +100,13 @@ def _close(opened: list[record_function], *_call: object) -> None:
         opened.pop().__exit__(None, None, None)
 
 
-def _in_range(function: Callable, name: str) -> Callable:
+def _in_range(function: Callable, name: str, called: str = "") -> Callable:
+    """The function in a range; functions that it is given, which it calls, in one of the name ``called``."""
+
     @wraps(function)
     def call(*arguments: object) -> object:
         with record_function(name):
-            return function(*arguments)
+            return function(*(_in_range(each, called) if callable(each) else each for each in arguments))
 
     return call
 

@@ -4,10 +4,12 @@ The formulas follow the allocations of FSDP2, our model and our optimizers, on t
 spread evenly over experts. Uneven routing needs more.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -41,6 +43,7 @@ from glm46.run.activations import (
     gathered_key_bytes,
     head_bytes,
     kept_of_key,
+    kept_tensors,
     kernel_runs,
     keys_travel,
     layer_bytes,
@@ -94,6 +97,8 @@ class MemoryPlan:
     host: float = 0.0
     """With a GPU: offloaded weights (those of a reference too) and gradients, and optimizer states in host memory, all
     of them or those on their way to a file and back. Not part of the total; on a CPU all memory is."""
+    host_activations: float = 0.0
+    """With a GPU: what checkpointed layers keep in host memory, not part of the total."""
     disk: float = 0.0
     """Optimizer states in a file of the rank, not part of the total. A step reads and writes each byte once."""
     text: float = 0.0
@@ -105,7 +110,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self)) - self.host - self.disk
+        return sum(getattr(self, field.name) for field in fields(self)) - self.host - self.host_activations - self.disk
 
 
 def plan_memory(config: RunConfig, world_size: int, *, device: str = "gpu") -> MemoryPlan:
@@ -152,6 +157,13 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     own = PROCESS_BYTES[device] + PROBE_BYTES[device] * bool(has_probe)
     of_attention = [step.attention_backward(of_rank) if device == "gpu" else 0.0 for of_rank in parts]
     return [replace(each, process=own, attention=more) for each, more in zip(plans, of_attention, strict=True)]
+
+
+def offloaded_activations(plan: Plan, stage_index: int, part: StagePart) -> list[float]:
+    """Bytes that the checkpointed layers of a stage copy to host memory in a micro-batch, and back; of each layer."""
+    if not plan.config.activation_checkpoint.cpu_checkpointing:
+        return []
+    return [*map(sum, _Step(plan, stage_index, "gpu").kept_tensors(part))]
 
 
 def step_text(plan: Plan) -> float:
@@ -251,7 +263,10 @@ class _Step:
             counts, waiting = in_flight(
                 self._config.parallelism, rank, self._micro_batches, kept, whole_backward=self._mode != "none"
             )
-        activations = sum(counts[index] * size for index, size in kept.items())
+        freed, in_host = self._in_host(parts, counts)
+        activations = (
+            in_host * (self._device == "cpu") - freed + sum(counts[index] * size for index, size in kept.items())
+        )
         activations += waiting * max(self._output_gradients(part) for part in parts)
         return MemoryPlan(
             weights=held * self._master + frozen + buffers * FP32 + reference,
@@ -265,6 +280,7 @@ class _Step:
             loss=sum(self._loss(counts[part.index]) for part in parts if part.has_head),
             process=0.0,
             host={"none": 0.0, "cpu": all_states, "nvme": on_device}[offload],
+            host_activations=in_host * (self._device != "cpu"),
             disk=all_states if offload == "nvme" else 0.0,
         )
 
@@ -366,6 +382,32 @@ class _Step:
             return self._tokens * (of_token + is_sent * heads * shape.hidden_size * self._width)
         frozen = None if part.adapters is None else Frozen()
         return self._tokens * (of_token + head_bytes(shape, self._width, layout.tp, frozen))
+
+    def _in_host(self, parts: list[StagePart], counts: dict[int, int]) -> tuple[float, float]:
+        """Bytes that leave the device for host memory, where two layers of each stage stay, and those that they take
+        there: torch's pinned allocator gives a power of two for each tensor."""
+        freed = held = 0.0
+        for part in parts if self._checkpointing.cpu_checkpointing else ():
+            layers = self.kept_tensors(part)
+            sizes = [*map(sum, layers), 0.0]
+            freed += counts[part.index] * sum(sizes) - max(map(sum, pairwise(sizes)), default=0.0)
+            if self._device == "gpu":
+                layers = [[1 << max(math.ceil(size) - 1, 0).bit_length() for size in tensors] for tensors in layers]
+            held += counts[part.index] * sum(map(sum, layers))
+        return freed, held
+
+    def kept_tensors(self, part: StagePart) -> list[list[float]]:
+        """Bytes of the tensors of each checkpointed layer of a stage that can wait in host memory."""
+        spread, recompute = Spread(self._layout.tp, self._layout.ep, self._hops), self._checkpointing.recompute
+        found = []
+        for index, (block, rows) in enumerate(self._backward_blocks(part), part.backward_from):
+            mode = self._checkpointing.mode_of(index)
+            if mode != "none":
+                tensors = kept_tensors(self._shape, self._width, block, mode, spread, rows, recompute)
+                # Buffers that a stage receives in stay where they are.
+                stays = (not part.has_embedding) * ((index == 0) + ((block, mode) == ("mtp", "full")))
+                found.append([self._tokens * size for size in tensors[stays:]])
+        return found
 
     def _output_gradients(self, part: StagePart) -> float:
         of_blocks = sum(

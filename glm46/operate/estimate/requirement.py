@@ -114,10 +114,9 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
             faults += [] if fits else [margin]
         has_weights = config.training.parameter_offload or (config.rl is not None and config.rl.reference_offload)
         what = "weights, optimizer states" if has_weights else "optimizer states"
-        who = f"{what} and text of {counted(here, 'process')} need"
-        fits, host = compare_memory(
-            who, (memory.host + text) * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes
-        )
+        what = f"activations, {what}" if memory.host_activations else what
+        who, held = f"{what} and text of {counted(here, 'process')} need", memory.host + memory.host_activations + text
+        fits, host = compare_memory(who, held * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [f"{host} of the host"]
     else:
         capacity = machine.free_bytes * USABLE_CPU_RATIO / here
@@ -234,7 +233,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     parts = memory_parts(plan)
     lines = [f"{name:<18} {binary_size(size, plan.total):>12}" for name, size in parts.items()]
     lines.append(f"{'total':<18} {binary_size(plan.total):>12}")
-    beside = {"and of the host": plan.host, "and on disk": plan.disk}
+    beside = {"and of the host": plan.host + plan.host_activations, "and on disk": plan.disk}
     return lines + [f"{name:<18} {binary_size(size):>12}" for name, size in beside.items() if size >= 0.1 * _GIB]
 
 

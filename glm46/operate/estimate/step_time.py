@@ -13,7 +13,7 @@ from math import prod
 from glm46.config.parallelism import ParallelismConfig
 from glm46.operate.estimate.exchange_time import CONTENTION, backward_steps, exposed_seconds, forward_steps
 from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work, work_beside_exchange
-from glm46.operate.estimate.memory import rank_memory
+from glm46.operate.estimate.memory import offloaded_activations, rank_memory
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.other_networks import other_networks, other_passes
 from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
@@ -92,6 +92,7 @@ class Roofline:
         self._links = {axis: cluster.link(*group) for axis, group in groups(plan).items()}
         self.overlap = share.overlap
         self._imbalance = share.imbalance if plan.layout.ep > 1 else 1.0
+        self.host_bytes_per_second = share.host_bytes_per_second
         self._states = "host", share.host_bytes_per_second
         if plan.config.optimizer.state_offload == "nvme":  # a ring in host memory: both links at once
             self._states = "disk", min(share.host_bytes_per_second, share.disk_bytes_per_second)
@@ -259,6 +260,11 @@ def _rank(
                 backward[stage.index].add(of_backward)
                 backward[stage.index].add({"recomputation": again} if again else {})
                 backward[stage.index].add({"waiting for ep": waits[1]} if waits[1] else {})
+        layers = offloaded_activations(plan, stage_index, stage)
+        # Without a pipeline backward finds the two last layers on the device.
+        for of_pass, copied in ((forward, layers), (backward, layers[:-2] if plan.layout.pp == 1 else layers)):
+            beyond = sum(copied) / roofline.host_bytes_per_second - of_pass[stage.index].seconds
+            of_pass[stage.index].add({"waiting for the host": beyond} if beyond > 0 else {})
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
     of_muon = [each for each in traffic if each.what == MUON]
     once = roofline.update(_updated(plan, stages), muon.flops, of_muon, offloaded)

@@ -120,6 +120,10 @@ def test_compile_takes_every_layer_and_no_other_module(monkeypatch):
         ({"mode": "selective", "recompute": ("core_attn", "experts", "exchange")}, (2, 2, 2, 2)),
         ({"mode": "full", "every_n_layers": 2}, (2, 1, 2, 1)),
         ({"mode": "selective", "every_n_layers": 3}, (2, 1, 1, 2)),
+        ({"mode": "full", "cpu_checkpointing": True}, (2, 2, 2, 2)),
+        ({"mode": "selective", "cpu_checkpointing": True}, (2, 2, 2, 2)),
+        ({"mode": "selective", "recompute": ("experts",), "cpu_checkpointing": True}, (2, 2, 2, 2)),
+        ({"mode": "full", "every_n_layers": 2, "cpu_checkpointing": True}, (2, 1, 2, 1)),
     ],
 )  # fmt: skip
 def test_checkpointing_repeats_the_layers_that_it_names_and_changes_no_bit(options, runs):

@@ -1,10 +1,13 @@
 """Profiles: who spent the time, on made-up and on real traces; what a recording leaves behind; disks that fail."""
 
 import json
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from glm46 import compat
@@ -12,6 +15,7 @@ from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.optim.muon import Muon
 from glm46.compute.parallelize import activation_checkpoint
+from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
@@ -176,6 +180,31 @@ def test_ranges_change_no_bit_and_leave_nothing_behind(mode, tmp_path):
     calls = 1 if mode == "none" else 2
     assert named.count("layers.1.self_attn") == calls and named.count("layers.1.mlp.dispatch") == 2 * calls
     assert {"model", "layers.1.mlp (MoE)", "layers.0.self_attn.core", "mtp.0.block.mlp.combine", "lm_head"} <= {*named}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_rows_of_two_chunks_travel_in_ranges_of_their_own(one_rank):
+    """The dispatcher calls the experts for the second chunk, and moves rows between the products of the first."""
+    model = small_model()
+    for moe in (module for module in model.modules() if hasattr(module, "dispatcher")):
+        moe.dispatcher = AllToAllDispatcher(one_rank, chunks=2)
+    with module_ranges(model), profile() as recorded:
+        gradients(model)
+    found = Counter()
+    for event in recorded.events():
+        what = next((what for what in ("grouped_mm", "alltoall", "all_to_all") if what in event.name), None)
+        parent = event.cpu_parent
+        while parent is not None and kind_of(parent.name) is None:
+            parent = parent.cpu_parent
+        if what is not None and parent is not None and parent.name.startswith("layers.1."):
+            found[what[:3], parent.name.rpartition(".")[2]] += 1
+    assert found.keys() == {("gro", "experts"), ("all", "dispatch"), ("all", "combine")}, found
 
 
 @pytest.mark.slow

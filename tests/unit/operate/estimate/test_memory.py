@@ -28,6 +28,7 @@ from glm46.run.activations import (
     dense_layer_bytes,
     gathered_key_bytes,
     head_bytes,
+    kept_tensors,
     kernel_runs,
     layer_bytes,
     moe_layer_bytes,
@@ -440,6 +441,26 @@ def test_checkpointing_keeps_layer_inputs_and_one_layer():
     ends = head_bytes(shape, 2) + 2 * 8 + shape.head_dim * shape.partial_rotary_factor * 2
     assert full == tokens * (inputs + indices + ends + mtp_layer_bytes(shape, 2))
     assert full < none / 2
+
+
+@pytest.mark.parametrize("keys", [{"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "every_n_layers": 2}])
+def test_host_memory_takes_most_of_what_checkpointed_layers_keep(keys):
+    model = {"flavor": "GLM-4.5-Air", "num_nextn_predict_layers": 0}
+    training = {"seq_len": 4096, "global_batch_size": 1}
+    keep, move = (
+        _run(model=model, training=training, activation_checkpoint=keys | {"cpu_checkpointing": moves})
+        for moves in (False, True)
+    )
+    kept, moved = plan_memory(keep, 1), plan_memory(move, 1)
+    shape, checkpointed = resolve_shape(keep.model), range(0, 46, keys.get("every_n_layers", 1))
+    layer = 4096 * sum(kept_tensors(shape, 2, "moe", keys["mode"], Spread()))
+    dense = 4096 * sum(kept_tensors(shape, 2, "dense", keys["mode"], Spread()))
+    whole = dense + (len(checkpointed) - 1) * layer
+    assert kept.activations - moved.activations == pytest.approx(whole - 2 * layer) and whole - 2 * layer > 0.9 * whole
+    # A pinned tensor takes a power of two.
+    assert whole <= moved.host_activations < 2 * whole and moved.total == kept.total - (whole - 2 * layer)
+    alone = [plan_memory(run, 1, device="cpu") for run in (keep, move)]  # one memory for both
+    assert alone[1].total - alone[0].total == pytest.approx(2 * layer) and alone[1].host_activations == 0
 
 
 def _held_bytes(shape, recompute=()):

@@ -65,7 +65,7 @@ def test_all_that_is_found_fits_and_is_ranked():
 
 @pytest.mark.parametrize(
     ("memory", "length", "step"),
-    [(8, 1024, {}), (2.8, 2048, {"mode": "full", "every_n_layers": 2}),
+    [(8, 1024, {}), (2.8, 2048, {"mode": "selective"}),
      (2.6, 2048, {"mode": "selective", "recompute": ("experts",)})],
 )  # fmt: skip
 def test_the_options_give_the_layout(memory, length, step):

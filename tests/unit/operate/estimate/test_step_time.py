@@ -492,3 +492,16 @@ def layer_seconds(plan, cluster) -> float:
     return sum(roofline.kernels(each).seconds for each in (work.forward, work.backward)) + sum(
         _waits_for_tokens(plan, roofline, batch, 0.0)
     )
+
+
+def test_copies_of_activations_take_what_kernels_do_not_hide():
+    def plan(moves: bool, **rate: float) -> StepTime:
+        options = {"mode": "full", "cpu_checkpointing": moves}
+        return predicted(run(global_batch_size=8, activation_checkpoint=options), world=8, **rate)
+
+    kept, (fast, slow, slower) = plan(False), (plan(True, host_bytes_per_second=rate) for rate in (25e9, 2e8, 1e8))
+    assert fast.seconds == kept.seconds and "waiting for the host" not in fast.parts
+    # Each layer's input, and of the prediction layer its embeddings; the two last layers do not come back.
+    inputs = 4096 * PRESETS["GLM-4.5-Air"].hidden_size * 2
+    layers = PRESETS["GLM-4.5-Air"].num_hidden_layers
+    assert slower.seconds - slow.seconds == pytest.approx(inputs * (layers + 2 + layers - 1) / 2e8)
