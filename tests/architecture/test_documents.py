@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import draw_house
+from scripts import draw_house, write_reference
 from tests.architecture import house
 
 ROOT = Path(__file__).parents[2]
@@ -81,3 +81,9 @@ def test_rooms_of_the_page_are_the_rooms():
 def test_picture_of_the_house_is_that_of_its_imports():
     """``python scripts/draw_house.py`` writes it."""
     assert (ROOT / "docs" / "images" / "house.svg").read_text(encoding="utf-8") == draw_house.picture()
+
+
+@pytest.mark.parametrize("page", ["keys.md", "verbs.md", "metrics.md"])
+def test_reference_is_that_of_schema_parsers_and_metrics(page):
+    """``python scripts/write_reference.py`` writes it."""
+    assert (write_reference.FOLDER / page).read_text(encoding="utf-8") == write_reference.pages()[page]
