@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from glm46.config.schema import describe_keys
 from scripts import draw_house, write_reference
 from tests.architecture import house
 
@@ -47,6 +48,29 @@ def test_links_lead_to_files_and_headings():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"\]\((\w+\.md)\)", index)) | {"index.md"}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - listed == set()
+
+
+def test_keys_that_pages_name_exist():
+    """Names in backticks, such as ``training.seq_len``; coming_from.md has keys of others in its first column."""
+    keys = {f"{section.header.strip('[]')}.{row.key}" for section in describe_keys() for row in section.rows}
+    named = {f"{key.rpartition('.')[0]}." for key in keys}  # a section, or the begin of its name
+    sections = {key.partition(".")[0] for key in keys}
+    others = {"model.embed_tokens.weight", "rollout.top_p"}  # a tensor; a key that is refused
+    unknown = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"(?m)^\| [^|]*\|", "|", text) if page.name == "coming_from.md" else text
+        for name in re.findall(r"`((?:[a-z0-9_]+(?:\[\d*\])?\.)+[a-z0-9_]+)(?: = [^`]*)?`", text):
+            key = re.sub(r"\[\d*\]", "", name)
+            is_file = key.rpartition(".")[2] in ("md", "py", "toml", "json", "jsonl", "sh", "txt", "jinja", "png")
+            if (
+                key.partition(".")[0] in sections
+                and not is_file
+                and key not in keys | others
+                and f"{key}." not in named
+            ):
+                unknown.append(f"{page.name}: {name}")
+    assert unknown == []
 
 
 def headings(page: Path) -> set[str]:
