@@ -32,7 +32,7 @@ SMALLER = {
     },
     "sft_debug.toml": {
         "flavor": _MODEL, "tokens": "40_960", "seq_len": "128", "max_tokens": "128", "local_batch_size": "1",
-        "global_batch_size": "2", "warmup_tokens": "1_280", "freq": "160", "max_new_tokens": "4",
+        "global_batch_size": "2", "warmup_tokens": "1_280", "freq": "50", "max_new_tokens": "4",
     },
     "rl_debug_labels.toml": _ROLLOUT,
     "rl_debug.toml": _ROLLOUT | {"max_num_seqs": "16"},
