@@ -2,7 +2,8 @@
 """Write docs/reference: the keys of a TOML file from its schema, the verbs from their parsers, the metrics from their
 table.
 
-    python scripts/write_reference.py
+    python scripts/write_reference.py            # into docs/reference
+    python scripts/write_reference.py FOLDER
 """
 
 import argparse
@@ -17,7 +18,6 @@ from glm46.config.options import VERBS, VerbParser  # noqa: E402
 from glm46.config.schema import describe_keys  # noqa: E402
 from glm46.engine.observe.metrics import METRICS  # noqa: E402
 
-FOLDER = ROOT / "docs" / "reference"
 _MADE = "Written by `scripts/write_reference.py`; a test holds it current.\n"
 
 
@@ -123,12 +123,12 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Write the pages."""
-    FOLDER.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for name, text in pages().items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if sys.argv[1:] else ROOT / "docs" / "reference")
