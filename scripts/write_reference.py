@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """Write docs/reference: the keys of a TOML file from its schema, the verbs from their parsers, the metrics from their
-table.
+table, the recipes from their heads.
 
     python scripts/write_reference.py            # into docs/reference
     python scripts/write_reference.py FOLDER
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
+
+import tomli
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,7 +33,7 @@ class _Parser(Exception):
 
 def pages() -> dict[str, str]:
     """The text of each page by its file name."""
-    return {"keys.md": _keys(), "verbs.md": _verbs(), "metrics.md": _metrics()}
+    return {"keys.md": _keys(), "verbs.md": _verbs(), "metrics.md": _metrics(), "recipes.md": _recipes()}
 
 
 def _keys() -> str:
@@ -112,6 +115,22 @@ def _metrics() -> str:
         ]  # fmt: skip
         parts.append(f"## {group}\n\n{_table(('metric', 'unit', 'meaning'), rows)}")
     return "\n".join(parts)
+
+
+def _recipes() -> str:
+    """One row for each shipped TOML file, with the first sentence of its head."""
+    rows = []
+    for file in sorted((ROOT / "train_configs").glob("*.toml")):
+        head, table = (
+            file.read_text(encoding="utf-8").partition("\n\n")[0],
+            tomli.loads(file.read_text(encoding="utf-8")),
+        )
+        text = " ".join(line.removeprefix("# ") for line in head.splitlines()[1:])
+        start = table.get("checkpoint", {}).get("initial_load_path")
+        row = text.partition(". ")[0].rstrip("."), table["model"]["flavor"], f"`{start}`" if start else ""
+        rows.append((f"`{file.name}`", *row))
+    titles = ("file", "what it is", "model", "starts from")
+    return f"# Recipes\n\nThe TOML files of `train_configs`. {_MADE}\n{_table(titles, rows)}"
 
 
 def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
