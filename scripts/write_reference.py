@@ -121,14 +121,12 @@ def _recipes() -> str:
     """One row for each shipped TOML file, with the first sentence of its head."""
     rows = []
     for file in sorted((ROOT / "train_configs").glob("*.toml")):
-        head, table = (
-            file.read_text(encoding="utf-8").partition("\n\n")[0],
-            tomli.loads(file.read_text(encoding="utf-8")),
-        )
-        text = " ".join(line.removeprefix("# ") for line in head.splitlines()[1:])
+        text = file.read_text(encoding="utf-8")
+        table = tomli.loads(text)
+        head = " ".join(line.removeprefix("# ") for line in text.partition("\n\n")[0].splitlines()[1:])
         start = table.get("checkpoint", {}).get("initial_load_path")
-        row = text.partition(". ")[0].rstrip("."), table["model"]["flavor"], f"`{start}`" if start else ""
-        rows.append((f"`{file.name}`", *row))
+        what = re.split(r"\. |:? #", head)[0].rstrip(".")
+        rows.append((f"`{file.name}`", what, table["model"]["flavor"], f"`{start}`" if start else ""))
     titles = ("file", "what it is", "model", "starts from")
     return f"# Recipes\n\nThe TOML files of `train_configs`. {_MADE}\n{_table(titles, rows)}"
 
