@@ -87,6 +87,9 @@ EVERY = {
     "tests/ranks/test_traffic.py": {
         "test_collectives_and_bytes_are_those_of_the_table": 4,
     },
+    "tests/ranks/test_tutorial.py": {
+        "test_every_command_of_the_tutorial_prints_what_the_page_shows": 0,
+    },
     "tests/ranks/test_validation_tasks.py": {
         "test_every_layout_validates_what_one_process_does": 0,
     },

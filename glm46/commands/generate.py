@@ -82,7 +82,7 @@ def _parser() -> VerbParser:
     parser.add_argument(
         "--min-p", type=float, default=0.0, help="leave out tokens below this part of the highest probability"
     )
-    parser.add_argument("--seed", type=whole(-(2**63), 2**64 - 1), default=0)
+    parser.add_argument("--seed", type=whole(-(2**63), 2**64 - 1), default=0, help="of the sampling")
     parser.add_argument("--speculative", action="store_true", help="draft with the multi-token prediction layers")
     return parser
 

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,27 @@ def test_links_lead_to_files_and_headings():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - listed == set()
 
 
+def test_keys_that_pages_name_exist():
+    """Names in backticks, such as ``training.seq_len``; coming_from.md has keys of others in its first column. Known
+    beside the keys are a tensor and a key that is refused."""
+    sections = re.split(r"(?m)^## ", (ROOT / "docs" / "reference" / "keys.md").read_text(encoding="utf-8"))[1:]
+    keys = {
+        f"{section.splitlines()[0].strip('[]')}.{key}"
+        for section in sections for key in re.findall(r"(?m)^\| `(\w+)` \|", section)
+    }  # fmt: skip
+    known = keys | {key.rpartition(".")[0] for key in keys} | {"model.embed_tokens.weight", "rollout.top_p"}
+    files = (".md", ".py", ".toml", ".json", ".jsonl", ".sh", ".txt", ".jinja", ".png")
+    unknown = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"(?m)^\| [^|]*\|", "|", text) if page.name == "coming_from.md" else text
+        names = re.findall(r"`((?:[a-z0-9_]+(?:\[\d*\])?\.)+[a-z0-9_]+)(?: = [^`]*)?`", text)
+        for name in (re.sub(r"\[\d*\]", "", name) for name in names if not name.endswith(files)):
+            if name not in known and any(key.startswith(f"{name.partition('.')[0]}.") for key in keys):
+                unknown.append(f"{page.name}: {name}")
+    assert unknown == []
+
+
 def headings(page: Path) -> set[str]:
     """The anchors of a page's headings."""
     titles = re.findall(r"(?m)^#+ (.+)$", page.read_text(encoding="utf-8"))
@@ -81,3 +104,11 @@ def test_rooms_of_the_page_are_the_rooms():
 def test_picture_of_the_house_is_that_of_its_imports():
     """``python scripts/draw_house.py`` writes it."""
     assert (ROOT / "docs" / "images" / "house.svg").read_text(encoding="utf-8") == draw_house.picture()
+
+
+def test_reference_is_that_of_the_code_and_the_recipes(tmp_path):
+    """``python scripts/write_reference.py`` writes it."""
+    subprocess.run([sys.executable, "scripts/write_reference.py", tmp_path], cwd=ROOT, check=True)
+    written = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.iterdir()}
+    shipped = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").iterdir()}
+    assert shipped == written and len(shipped) == 4

@@ -10,7 +10,6 @@ import threading
 import time
 from contextlib import suppress
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -395,9 +394,7 @@ def test_durations_read_like_a_clock():
     assert {seconds: duration(seconds) for seconds in known} == known
 
 
-def test_every_metric_is_documented():
-    page = (Path(__file__).parents[4] / "docs/observability.md").read_text()
-    assert [metric.name for metric in METRICS if f"| `{metric.name}` | {metric.unit} |" not in page] == []
+def test_names_of_metrics_are_unique_and_found_by_their_parts():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert find_metric("validation_loss/wiki").name == "validation_loss"
 
