@@ -61,6 +61,11 @@ def plan_command(argv: Sequence[str]) -> int:
         "--storage", type=above_zero, default=STORAGE_GBYTES, metavar="GBYTES",
         help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
     )  # fmt: skip
+    parser.add_argument(
+        "--exchange", choices=("own", "deepep"), default="own",
+        help="of tokens with experts: own, as the run does it, or deepep, as published training stacks do it, with "
+        "DeepEP-class kernels, an overlap of micro-batches and equal loads",
+    )  # fmt: skip
     parser.add_argument("--price", type=above_zero, metavar="DOLLARS", help="of one GPU for one hour")
     parser.add_argument(
         "--measured", type=Path, metavar="FILE", help="efficiencies of `benchmark rates --json`; default: assumed"
@@ -90,6 +95,9 @@ def plan_command(argv: Sequence[str]) -> int:
         raise UserError(
             "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
         )
+    if arguments.exchange == "deepep" and config.parallelism.expert_exchange == "all_to_all":
+        why = 'parallelism.expert_exchange = "all_to_all" sends a row for each expert, DeepEP one to each host'
+        raise UserError(f"command line: --exchange deepep: {why}; remove one of them")
     cluster = _cluster(arguments, arguments.gpus or smallest_world(config.parallelism))
     if arguments.search:
         found = run_search(config, cluster, _order, arguments.document_tokens)
@@ -122,7 +130,7 @@ def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
     if arguments.measured is not None:
         shares = Efficiencies.read(arguments.measured, shares)
     node = arguments.gpus_per_node or gpu.host_gpus, arguments.network, arguments.price, arguments.storage
-    return TargetCluster(gpu, gpus, *node, shares)
+    return TargetCluster(gpu, gpus, *node, shares, arguments.exchange)
 
 
 def _order(parallelism: ParallelismConfig, micro_batches: int) -> Order:

@@ -139,7 +139,7 @@ def _merged(calls: Iterator[_Call]) -> list[Traffic]:
 
 
 class _Runs(NamedTuple):
-    """The number of times that a block runs for a micro-batch."""
+    """The number of times that a block runs for a micro-batch, forwards with those of recomputation."""
 
     forward: int
     backward: int
@@ -191,27 +191,33 @@ class _Step:
                 yield call._replace(calls=call.calls * self._micro_batches)
 
     def _of_micro_batch(self, rank: int, part: StagePart) -> Iterator[_Call]:
-        layout = self._layout
+        layout, blocks = self._layout, Counter[tuple[Block, bool, str, bool]]()
         for index, block in enumerate(part.blocks):
-            # Forwards with those of recomputation, and backwards; the input of the first adapters has no gradient.
             has_backward = self._has_backward and index >= part.backward_from
             mode = self._plan.config.activation_checkpoint.mode_of(index) if has_backward else "none"
-            runs = _Runs(1 + (mode != "none"), int(has_backward))
+            # The input of the first adapters has no gradient.
             is_first = has_backward and part.adapters is not None and not part.index and index == part.backward_from
-            if layout.cp > 1:
-                yield from self._keys(runs)
-            if layout.tp > 1:
-                yield from self._around_block(block, runs, is_first)
-                yield from self._key_heads(runs)
-            if block != "dense":
-                yield from self._balance(runs) if self._has_backward else ()
-                if layout.ep > 1:
-                    yield from self._tokens_to_experts(block, runs, mode)
+            blocks[block, has_backward, mode, is_first] += 1
+        for each, number in blocks.items():
+            for call in self._of_block(*each):
+                yield call._replace(calls=call.calls * number)
         if layout.tp > 1:
             yield from self._vocabulary(part)
         if part.has_head and layout.cp > 1:
             yield from self._whole_rows()
         yield from self._pipeline(rank, part)
+
+    def _of_block(self, block: Block, has_backward: bool, mode: str, is_first: bool) -> Iterator[_Call]:
+        layout, runs = self._layout, _Runs(1 + (mode != "none"), int(has_backward))
+        if layout.cp > 1:
+            yield from self._keys(runs)
+        if layout.tp > 1:
+            yield from self._around_block(block, runs, is_first)
+            yield from self._key_heads(runs)
+        if block != "dense":
+            yield from self._balance(runs) if self._has_backward else ()
+            if layout.ep > 1:
+                yield from self._tokens_to_experts(block, runs, mode)
 
     def _whole_rows(self) -> Iterator[_Call]:
         """Sums over whole rows: accepted drafts, or the halves of pairs."""
