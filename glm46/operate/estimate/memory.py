@@ -16,7 +16,7 @@ from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import STATE_BLOCK, STATE_LEAST_ENTRIES
 from glm46.config.run_config import RunConfig
-from glm46.operate.estimate.other_networks import drawing, other_networks, other_passes
+from glm46.operate.estimate.other_networks import generation_memory, other_networks, other_passes
 from glm46.operate.estimate.rank_parts import (
     Block,
     HeldRows,
@@ -98,8 +98,8 @@ class MemoryPlan:
     """On a CPU: token data of a step, see `step_text`."""
     networks: float = 0.0
     """With [rl]: see `other_networks.other_networks`."""
-    drawing: float = 0.0
-    """With [rl]: see `other_networks.drawing`."""
+    generation: float = 0.0
+    """With [rl]: see `other_networks.generation_memory`."""
 
     @property
     def total(self) -> float:
@@ -134,7 +134,13 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     others = [other_networks(plan, m.weights, m.gradients + m.optimizer) for m in plans]
     optimizers = 1 + other_passes(plan)[1]
     plans = [
-        replace(m, networks=on_device, drawing=drawing(plan), host=optimizers * m.host + host, disk=optimizers * m.disk)
+        replace(
+            m,
+            networks=on_device,
+            generation=generation_memory(plan),
+            host=optimizers * m.host + host,
+            disk=optimizers * m.disk,
+        )
         for m, (on_device, host) in zip(plans, others, strict=True)
     ]
     if device == "cpu":
