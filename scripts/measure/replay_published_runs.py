@@ -98,12 +98,7 @@ class Replay:
         """A row of the table."""
         cost = self.cost()
         (published, planned), (low, high, _) = self.speeds(cost), cost.spread
-        cells = (
-            f"{self.gpus:,}",
-            f"{published:,.0f}",
-            f"{planned:,.0f}",
-            f"{planned / high:,.0f} to {planned / low:,.0f}",
-        )
+        cells = f"{published:,.0f}", f"{planned:,.0f}", f"{planned / high:,.0f}-{planned / low:,.0f}"
         deepep = f"{self.ratio('deepep'):.2f}" if self.plan.layout.ep > 1 else "-"
         inside = "yes" if self.is_inside() else "no"
         return f"| `{self.name}` | {' | '.join(cells)} | {self.ratio():.2f} | {inside} | {deepep} |"
