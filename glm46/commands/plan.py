@@ -62,9 +62,7 @@ def plan_command(argv: Sequence[str]) -> int:
         help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
     )  # fmt: skip
     parser.add_argument(
-        "--exchange", choices=("own", "deepep"), default="own",
-        help="of tokens with experts: own, as the run does it, or deepep, as published training stacks do it, with "
-        "DeepEP-class kernels, an overlap of micro-batches and equal loads",
+        "--exchange", choices=("own", "deepep"), default="own", help="the run's, or that of published stacks"
     )  # fmt: skip
     parser.add_argument("--price", type=above_zero, metavar="DOLLARS", help="of one GPU for one hour")
     parser.add_argument(
@@ -95,10 +93,7 @@ def plan_command(argv: Sequence[str]) -> int:
         raise UserError(
             "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
         )
-    if arguments.exchange == "deepep" and config.parallelism.expert_exchange == "all_to_all":
-        why = 'parallelism.expert_exchange = "all_to_all" sends a row for each expert, DeepEP one to each host'
-        raise UserError(f"command line: --exchange deepep: {why}; remove one of them")
-    cluster = _cluster(arguments, arguments.gpus or smallest_world(config.parallelism))
+    cluster = _cluster(arguments, config.parallelism)
     if arguments.search:
         found = run_search(config, cluster, _order, arguments.document_tokens)
         print(search_text(found))
@@ -119,8 +114,11 @@ def plan_command(argv: Sequence[str]) -> int:
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
 
 
-def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
-    if gpus > _MOST_GPUS:
+def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> TargetCluster:
+    if arguments.exchange == "deepep" and parallelism.expert_exchange == "all_to_all":
+        why = 'parallelism.expert_exchange = "all_to_all" sends a row for each expert, DeepEP one to each host'
+        raise UserError(f"command line: --exchange deepep: {why}; remove one of them")
+    if (gpus := arguments.gpus or smallest_world(parallelism)) > _MOST_GPUS:
         raise UserError(f"command line: --gpus: {gpus:,} GPUs: a plan goes up to {_MOST_GPUS:,}; take fewer")
     try:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)

@@ -1,7 +1,7 @@
 """Plan the runs that others published and compare the planned speed with theirs; fit the shares of Hopper's peaks.
 
-python scripts/measure/replay_published_runs.py ../shared/cases/published_runs        # the table of docs/planner.md
-python scripts/measure/replay_published_runs.py ../shared/cases/published_runs --fit  # and leave-one-out
+python scripts/measure/replay_published_runs.py FOLDER        # of the handed runs: the table of docs/planner.md
+python scripts/measure/replay_published_runs.py FOLDER --fit  # and leave-one-out
 """
 
 import argparse

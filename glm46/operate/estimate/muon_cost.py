@@ -43,8 +43,8 @@ def muon_cost(stages: list[StagePart], shape: ModelShape, layout: Layout, optimi
 
 @lru_cache(maxsize=4096)  # layouts of a search differ in much that does not matter here
 def _cost(stages: tuple[StagePart, ...], shape: ModelShape, mesh: Layout, optimizer: OptimizerConfig) -> MuonCost:
-    rows = (row for stage in stages for row in stage.rows(shape) if row.is_trained)
-    rows = [row for row in rows if row.choose_optimizer(optimizer) == "muon"]
+    trained = (row for stage in stages for row in stage.rows(shape) if row.is_trained)
+    rows = [row for row in trained if row.choose_optimizer(optimizer) == "muon"]
     steps, width = optimizer.ns_steps, 4 if optimizer.ns_dtype == "float32" else 2
     replicas, dense_shards, expert_shards, tp, ep = (
         mesh.dp_replicate, mesh.dense_shards, mesh.expert_shards, mesh.tp, mesh.ep,

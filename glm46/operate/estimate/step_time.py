@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
 
 from glm46.config.parallelism import ParallelismConfig
 from glm46.operate.estimate.exchange_time import (
@@ -243,14 +242,6 @@ class _Rank:
         return total
 
 
-class _PartCost(NamedTuple):
-    """Seconds of a part of the model for one micro-batch."""
-
-    forward: _Cost
-    backward: _Cost
-    """With the recomputation; nothing of a part that has no backward."""
-
-
 class _Costs:
     """The costs of the parts of the model in a stage of text, each computed once for all pipeline ranks."""
 
@@ -259,7 +250,7 @@ class _Costs:
         self._batch = _micro_batch(plan, stage_index)
         if roofline.published_exchange:
             self._batch = replace(self._batch, chunks=1)
-        self._known: dict[tuple, _PartCost] = {}
+        self._known: dict[tuple, tuple[_Cost, _Cost]] = {}
 
     def of_stage(self, stage: StagePart) -> tuple[_Cost, _Cost]:
         """Seconds of a stage for one micro-batch, forward and backward."""
@@ -271,7 +262,8 @@ class _Costs:
                 sum_of_pass.add(cost.times(number))
         return total
 
-    def _of_part(self, name: PartOfModel, frozen: Frozen | None, has_backward: bool, mode: str) -> _PartCost:
+    def _of_part(self, name: PartOfModel, frozen: Frozen | None, has_backward: bool, mode: str) -> tuple[_Cost, _Cost]:
+        """Seconds of a part for one micro-batch, forward, and backward with the recomputation."""
         checkpointing, roofline = self._plan.config.activation_checkpoint, self.roofline
         work = part_work(name, self._batch, mode, frozen, checkpointing.recompute)
         forward, backward, again = map(roofline.kernels, (work.forward, work.backward, work.recomputed))
@@ -281,7 +273,7 @@ class _Costs:
             waits = _waits_for_tokens(self._plan, roofline, self._batch, again.seconds, repeats=repeats)
             forward.add({"waiting for ep": waits[0]})
             backward.add({"waiting for ep": waits[1]} if waits[1] else {})
-        return _PartCost(forward, backward if has_backward else _Cost())
+        return forward, backward if has_backward else _Cost()
 
 
 def _rank(
