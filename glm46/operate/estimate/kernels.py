@@ -221,8 +221,7 @@ def _of_adapter(row: Parameter, batch: MicroBatch) -> list[Work]:
 def _attention(batch: MicroBatch) -> Work:
     """Scores and weighted values of one layer."""
     sizes, tokens = dimensions(with_key_copies(batch.shape, batch.layout.tp)), batch.tokens
-    # A third of forward and backward.
-    flops = tokens * attention_flops(batch.shape, batch.seq_len, batch.document_tokens) / 3
+    flops = tokens * attention_flops(batch.shape, batch.seq_len, batch.document_tokens) / 3  # of forward and backward
     parts = 2 * batch.layout.cp if batch.layout.cp > 1 else 1  # of a row; a rank of context parallelism has two
     run = min(batch.seq_len / parts, batch.document_tokens or batch.seq_len)
     return Work("attention", flops, 2 * tokens * (sizes["H"] + sizes["K"]) * batch.width, rows=run)
