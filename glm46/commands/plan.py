@@ -61,6 +61,9 @@ def plan_command(argv: Sequence[str]) -> int:
         "--storage", type=above_zero, default=STORAGE_GBYTES, metavar="GBYTES",
         help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
     )  # fmt: skip
+    parser.add_argument(
+        "--exchange", choices=("own", "deepep"), default="own", help="the run's, or that of published stacks"
+    )  # fmt: skip
     parser.add_argument("--price", type=above_zero, metavar="DOLLARS", help="of one GPU for one hour")
     parser.add_argument(
         "--measured", type=Path, metavar="FILE", help="efficiencies of `benchmark rates --json`; default: assumed"
@@ -90,7 +93,7 @@ def plan_command(argv: Sequence[str]) -> int:
         raise UserError(
             "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
         )
-    cluster = _cluster(arguments, arguments.gpus or smallest_world(config.parallelism))
+    cluster = _cluster(arguments, config.parallelism)
     if arguments.search:
         found = run_search(config, cluster, _order, arguments.document_tokens)
         print(search_text(found))
@@ -111,8 +114,11 @@ def plan_command(argv: Sequence[str]) -> int:
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
 
 
-def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
-    if gpus > _MOST_GPUS:
+def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> TargetCluster:
+    if arguments.exchange == "deepep" and parallelism.expert_exchange == "all_to_all":
+        why = 'parallelism.expert_exchange = "all_to_all" sends a row for each expert, DeepEP one to each host'
+        raise UserError(f"command line: --exchange deepep: {why}; remove one of them")
+    if (gpus := arguments.gpus or smallest_world(parallelism)) > _MOST_GPUS:
         raise UserError(f"command line: --gpus: {gpus:,} GPUs: a plan goes up to {_MOST_GPUS:,}; take fewer")
     try:
         gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
@@ -122,7 +128,7 @@ def _cluster(arguments: argparse.Namespace, gpus: int) -> TargetCluster:
     if arguments.measured is not None:
         shares = Efficiencies.read(arguments.measured, shares)
     node = arguments.gpus_per_node or gpu.host_gpus, arguments.network, arguments.price, arguments.storage
-    return TargetCluster(gpu, gpus, *node, shares)
+    return TargetCluster(gpu, gpus, *node, shares, arguments.exchange)
 
 
 def _order(parallelism: ParallelismConfig, micro_batches: int) -> Order:

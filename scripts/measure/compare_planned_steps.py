@@ -122,7 +122,9 @@ def predict(config: Path, overrides: list[str], rates: dict) -> StepTime:
     """The step of a layout on the CPU that these rates describe."""
     plan = resolve_plan(load_config(config, overrides, world_size=RANKS), RANKS)
     cluster = TargetCluster(
-        Accelerator(**rates["peaks"]), RANKS, efficiencies=Efficiencies(**{"experts_rows": 0.0} | rates["efficiencies"])
+        Accelerator(**rates["peaks"]),
+        RANKS,
+        efficiencies=Efficiencies(**{"experts_rows": 0.0, "attention_rows": 0.0} | rates["efficiencies"]),
     )
     return step_time(plan, 0, SEQUENCES, cluster, pipeline_order)
 

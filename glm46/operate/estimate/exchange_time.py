@@ -8,6 +8,10 @@ from typing import Literal, NamedTuple
 
 CONTENTION = 0.1
 """Of the time in which rows travel beside kernels: copies take part of a GPU's processors and memory."""
+BESIDE_OTHERS = {"Interleaved1F1B": 0.37, "DualPipeV": 1.0}
+"""Of what a layer waits for tokens, the share that published training stacks run beside kernels of another micro-batch,
+by schedule: Megatron's 1F1B overlap (Megatron-Bridge@067f987, skills/nemo-mbridge-perf-expert-parallel-overlap: 37 % of
+the communication) and DualPipe (arXiv 2412.19437, section 3.2.1: all of it). Neither recomputes whole layers."""
 
 
 class Step(NamedTuple):

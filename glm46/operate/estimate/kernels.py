@@ -40,7 +40,7 @@ class Work(NamedTuple):
     """Those of a layer are all counted with its memory-bound work."""
     in_fp8: bool = False
     rows: float = 0.0
-    """Of grouped products: those of one expert; 0 where the share of the peak does not depend on them."""
+    """Of grouped products those of one expert, of attention the queries of one run; 0: it does not matter."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,10 @@ def _of_adapter(row: Parameter, batch: MicroBatch) -> list[Work]:
 def _attention(batch: MicroBatch) -> Work:
     """Scores and weighted values of one layer."""
     sizes, tokens = dimensions(with_key_copies(batch.shape, batch.layout.tp)), batch.tokens
-    # A third of forward and backward.
-    flops = tokens * attention_flops(batch.shape, batch.seq_len, batch.document_tokens) / 3
-    return Work("attention", flops, 2 * tokens * (sizes["H"] + sizes["K"]) * batch.width)
+    flops = tokens * attention_flops(batch.shape, batch.seq_len, batch.document_tokens) / 3  # of forward and backward
+    parts = 2 * batch.layout.cp if batch.layout.cp > 1 else 1  # of a row; a rank of context parallelism has two
+    run = min(batch.seq_len / parts, batch.document_tokens or batch.seq_len)
+    return Work("attention", flops, 2 * tokens * (sizes["H"] + sizes["K"]) * batch.width, rows=run)
 
 
 def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:

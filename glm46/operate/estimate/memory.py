@@ -18,7 +18,7 @@ from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import STATE_BLOCK, STATE_LEAST_ENTRIES
 from glm46.config.run_config import RunConfig
-from glm46.operate.estimate.other_networks import drawing, other_networks, other_passes
+from glm46.operate.estimate.other_networks import generation_memory, other_networks, other_passes
 from glm46.operate.estimate.rank_parts import (
     Block,
     HeldRows,
@@ -105,8 +105,8 @@ class MemoryPlan:
     """On a CPU: token data of a step, see `step_text`."""
     networks: float = 0.0
     """With [rl]: see `other_networks.other_networks`."""
-    drawing: float = 0.0
-    """With [rl]: see `other_networks.drawing`."""
+    generation: float = 0.0
+    """With [rl]: see `other_networks.generation_memory`."""
 
     @property
     def total(self) -> float:
@@ -141,7 +141,13 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     others = [other_networks(plan, m.weights, m.gradients + m.optimizer) for m in plans]
     optimizers = 1 + other_passes(plan)[1]
     plans = [
-        replace(m, networks=on_device, drawing=drawing(plan), host=optimizers * m.host + host, disk=optimizers * m.disk)
+        replace(
+            m,
+            networks=on_device,
+            generation=generation_memory(plan),
+            host=optimizers * m.host + host,
+            disk=optimizers * m.disk,
+        )
         for m, (on_device, host) in zip(plans, others, strict=True)
     ]
     if device == "cpu":
@@ -236,6 +242,7 @@ class _Step:
         self._tokens = self._rows * self._length / (self._layout.cp * self._layout.tp)
         self._document_tokens, self._hops = plan.document_tokens or self._length, plan.hops(stage.shape)
         self._sums_once = gradients_are_summed_once(plan)
+        self._known: dict[tuple[Block, Frozen | None, str], float] = {}
 
     def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
         """Of a rank with these stages, all offloaded weights and gradients on the device."""
@@ -267,7 +274,7 @@ class _Step:
         activations = (
             in_host * (self._device == "cpu") - freed + sum(counts[index] * size for index, size in kept.items())
         )
-        activations += waiting * max(self._output_gradients(part) for part in parts)
+        activations += waiting and waiting * max(self._output_gradients(part) for part in parts)
         return MemoryPlan(
             weights=held * self._master + frozen + buffers * FP32 + reference,
             gradients=max(self.gradients_of(parts)),
@@ -450,14 +457,20 @@ class _Step:
     def _layers(self, part: StagePart, modes: list[str] | None = None) -> list[float]:
         """Bytes that each block that has a backward keeps, per token of a rank; ``modes``: other than `_modes`."""
         modes = self._modes(part) if modes is None else modes
-        spread, recompute = Spread(self._layout.tp, self._layout.ep, self._hops), self._checkpointing.recompute
-        kept = [
-            layer_bytes(self._shape, self._width, block, mode, spread, frozen=rows, recompute=recompute)
-            for (block, rows), mode in zip(self._backward_blocks(part), modes, strict=True)
-        ]
+        blocks = self._backward_blocks(part)
+        kept = [self._layer(block, rows, mode) for (block, rows), mode in zip(blocks, modes, strict=True)]
         if kept and part.adapters is not None and not part.index and modes[0] == "none":
             kept[0] -= self._shape.hidden_size * FP32  # the input of the first norm, which has no gradient
         return kept
+
+    def _layer(self, block: Block, frozen: Frozen | None, mode: str) -> float:
+        """`layer_bytes` of a block."""
+        if (key := (block, frozen, mode)) not in self._known:
+            spread, recompute = Spread(self._layout.tp, self._layout.ep, self._hops), self._checkpointing.recompute
+            self._known[key] = layer_bytes(
+                self._shape, self._width, block, mode, spread, frozen=frozen, recompute=recompute
+            )
+        return self._known[key]
 
     def _gathered_keys(self, parts: list[StagePart], counts: dict[int, int]) -> float:
         """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
@@ -488,8 +501,7 @@ class _Step:
         layout, shape, schedule = self._layout, self._shape, self._config.parallelism.pipeline_parallel_schedule
         freed = [
             freed_before_attention(shape, self._width, block, layout.tp, frozen)
-            for part in parts
-            for block, frozen in self._backward_blocks(part)
+            for block, frozen in dict.fromkeys(each for part in parts for each in self._backward_blocks(part))
         ]
         if not freed:
             return 0.0

@@ -1,14 +1,14 @@
 """FLOPs and bytes of Muon in a step, from the degrees of a layout: `muon_plan.py` for the first rank."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from glm46.compute.optim.muon_plan import PlannedParameter, TensorLayout, make_plan, mesh_layout
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
-from glm46.operate.estimate.rank_parts import StagePart, sharded_dim
+from glm46.operate.estimate.rank_parts import StagePart, alike, mesh_of_stage, sharded_dim
 from glm46.run.flops import newton_schulz_flops
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
@@ -38,22 +38,22 @@ class MuonCost:
 
 def muon_cost(stages: list[StagePart], shape: ModelShape, layout: Layout, optimizer: OptimizerConfig) -> MuonCost:
     """The cost of the matrices of a pipeline rank."""
-    rows = tuple(row for stage in stages for row in stage.rows(shape) if row.is_trained)
-    muon = tuple(row for row in rows if row.choose_optimizer(optimizer) == "muon")
-    mesh = (layout.dp_replicate, layout.dense_shards, layout.expert_shards, layout.tp, layout.ep)
-    return _cost(muon, shape, mesh, optimizer.ns_steps, 4 if optimizer.ns_dtype == "float32" else 2)
+    return _cost(alike(stages), shape, replace(mesh_of_stage(layout), dp_replicate=layout.dp_replicate), optimizer)
 
 
 @lru_cache(maxsize=4096)  # layouts of a search differ in much that does not matter here
-def _cost(
-    rows: tuple[Parameter, ...], shape: ModelShape, mesh: tuple[int, int, int, int, int], steps: int, width: int
-) -> MuonCost:
-    replicas, dense_shards, expert_shards, tp, ep = mesh
+def _cost(stages: tuple[StagePart, ...], shape: ModelShape, mesh: Layout, optimizer: OptimizerConfig) -> MuonCost:
+    trained = (row for stage in stages for row in stage.rows(shape) if row.is_trained)
+    rows = [row for row in trained if row.choose_optimizer(optimizer) == "muon"]
+    steps, width = optimizer.ns_steps, 4 if optimizer.ns_dtype == "float32" else 2
+    replicas, dense_shards, expert_shards, tp, ep = (
+        mesh.dp_replicate, mesh.dense_shards, mesh.expert_shards, mesh.tp, mesh.ep,
+    )  # fmt: skip
     layouts: dict[Parameter, TensorLayout] = {}
     requests = []
     for row in rows:
         if row not in layouts:
-            layouts[row] = _layout_of(row, shape, Layout(1, replicas, dense_shards, 1, tp, ep))
+            layouts[row] = _layout_of(row, shape, mesh)
         requests.append(PlannedParameter(row.name, layouts[row], row.block_rows(shape)))
     plan = make_plan(requests, steps, width)
     axes = {

@@ -28,7 +28,7 @@ def other_networks(plan: Plan, weights: float, trained: float) -> tuple[float, f
     return reference - host + (weights + trained) * rl.has_critic, host
 
 
-def drawing(plan: Plan) -> float:
+def generation_memory(plan: Plan) -> float:
     """Bytes of the local engine on a rank of its largest pipeline stage: the keys and values of its rows, and copied
     weights, unless the rank has the whole policy in the type of its products and without adapters. Ranks with parts of
     the model gather one tensor at a time to take theirs."""

@@ -95,6 +95,7 @@ def plan_numbers(run: RunPlan) -> dict:
         "flops": plan.flops,
         "gpu": run.cluster.gpu.name,
         "gpus": run.cluster.gpus,
+        "exchange": run.cluster.exchange,
         "fits": run.verdict.fits,
         "reasons": run.verdict.lines,
         "checkpoint": asdict(size) | {"seconds": run.cluster.writing_seconds(size.total)},
@@ -181,6 +182,8 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
     low, high, widest = cost.spread
     network = f"nodes of {cluster.gpus_per_node}, {cluster.network_gbits:,.0f} Gbit/s for each GPU between them"
     title = f"time of a step, predicted for {network} (efficiencies: {source})"
+    if cluster.exchange == "deepep":
+        title += "; tokens travel as in published training stacks, not as in this run"
     of_stage = f", stage {index + 1}" if len(cost.stages) > 1 else ""
     if plan.config.rl is not None:
         title += "; without rollouts, of samples that fill training.seq_len: shorter ones are packed"

@@ -224,7 +224,7 @@ def memory_parts(plan: MemoryPlan) -> dict[str, float]:
         "loss and logits": plan.loss,
         "program and text": plan.process + plan.text,
         **({"other networks": plan.networks} if plan.networks else {}),
-        **({"drawing samples": plan.drawing} if plan.drawing else {}),
+        **({"sample generation": plan.generation} if plan.generation else {}),
     }
 
 

@@ -99,11 +99,11 @@ def search_layouts(
         if faults := find_faults(candidate, cluster.gpus):
             refused[faults[0].keys[0]] += 1
             continue
+        plan = resolve_plan(candidate, cluster.gpus, document_tokens, host_ranks=cluster.host_ranks)
         for step in _STEPS:
-            with_step = candidate.model_copy(update={"activation_checkpoint": step})
-            plan = resolve_plan(with_step, cluster.gpus, document_tokens, host_ranks=cluster.host_ranks)
+            plan = replace(plan, config=candidate.model_copy(update={"activation_checkpoint": step}))
             memory = largest_stage(stage_memory(plan)).total
-            if memory <= usable and not find_faults(with_step, cluster.gpus):  # a stage may have a single layer
+            if memory <= usable and not find_faults(plan.config, cluster.gpus):  # a stage may have a single layer
                 best.append(Candidate(plan, memory, run_cost(plan, cluster, None)))
                 break
         else:

@@ -6,12 +6,19 @@ machines. FSDP2's gathers and reductions run beside the products of their stage 
 tokens run beside shared and routed experts as `exchange_time` says; all other collectives cost their whole time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from glm46.config.parallelism import ParallelismConfig
-from glm46.operate.estimate.exchange_time import CONTENTION, backward_steps, exposed_seconds, forward_steps
+from glm46.operate.estimate.exchange_time import (
+    BESIDE_OTHERS,
+    CONTENTION,
+    backward_steps,
+    exposed_seconds,
+    forward_steps,
+)
 from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work, work_beside_exchange
 from glm46.operate.estimate.memory import offloaded_activations, rank_memory
 from glm46.operate.estimate.muon_cost import muon_cost
@@ -91,8 +98,11 @@ class Roofline:
         self._fp8, self._memory = gpu.fp8_flops, gpu.memory_bandwidth * share.memory
         self._links = {axis: cluster.link(*group) for axis, group in groups(plan).items()}
         self.overlap = share.overlap
-        self._imbalance = share.imbalance if plan.layout.ep > 1 else 1.0
         self.host_bytes_per_second = share.host_bytes_per_second
+        self.published_exchange = cluster.exchange == "deepep" and plan.expert_levels is not None
+        """Tokens travel as `TargetCluster.exchange` says, not as the run sends them."""
+        # Published benchmarks force equal loads.
+        self._imbalance = share.imbalance if plan.layout.ep > 1 and not self.published_exchange else 1.0
         self._states = "host", share.host_bytes_per_second
         if plan.config.optimizer.state_offload == "nvme":  # a ring in host memory: both links at once
             self._states = "disk", min(share.host_bytes_per_second, share.disk_bytes_per_second)
@@ -114,7 +124,7 @@ class Roofline:
         peak = self._fp8 * self._share.fp8 if work.in_fp8 and self._fp8 > self._bf16 else self._bf16
         share = getattr(self._share, work.kind)
         if work.rows:
-            share *= work.rows / (work.rows + self._share.experts_rows)
+            share *= work.rows / (work.rows + getattr(self._share, f"{work.kind}_rows"))
         computed = max(work.flops / (peak * share), moved)
         return computed * (self._imbalance if work.kind == "experts" else 1.0)
 
@@ -175,8 +185,9 @@ def step_time(
         # Without an offloaded reference, which no update reads, and without a critic, which is added below.
         hosts = [m.host - other_networks(plan, m.weights, 0.0)[1] for m in memory]
         offloaded = [(m.disk or host) / networks for m, host in zip(memory, hosts, strict=True)]
+    costs = _Costs(plan, stage_index, roofline)
     ranks = [
-        _rank(plan, stage_index, roofline, parts, of_rank, micro_batches, states)
+        _rank(plan, costs, parts, of_rank, micro_batches, states)
         for parts, of_rank, states in zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
     ]
     slowest = max(ranks, key=lambda rank: rank.seconds)
@@ -232,35 +243,49 @@ class _Rank:
         return total
 
 
+class _Costs:
+    """The costs of the parts of the model in a stage of text, each computed once for all pipeline ranks."""
+
+    def __init__(self, plan: Plan, stage_index: int, roofline: Roofline):
+        self._plan, self.stage_index, self.roofline = plan, stage_index, roofline
+        self._batch = _micro_batch(plan, stage_index)
+        if roofline.published_exchange:
+            self._batch = replace(self._batch, chunks=1)
+        self._known: dict[tuple, tuple[_Cost, _Cost]] = {}
+
+    def of_stage(self, stage: StagePart) -> tuple[_Cost, _Cost]:
+        """Seconds of a stage for one micro-batch, forward and backward."""
+        total = _Cost(), _Cost()
+        for part, number in Counter(_kernel_parts(stage, self._plan)).items():
+            if part not in self._known:
+                self._known[part] = self._of_part(*part)
+            for sum_of_pass, cost in zip(total, self._known[part], strict=True):
+                sum_of_pass.add(cost.times(number))
+        return total
+
+    def _of_part(self, name: PartOfModel, frozen: Frozen | None, has_backward: bool, mode: str) -> tuple[_Cost, _Cost]:
+        """Seconds of a part for one micro-batch, forward, and backward with the recomputation."""
+        checkpointing, roofline = self._plan.config.activation_checkpoint, self.roofline
+        work = part_work(name, self._batch, mode, frozen, checkpointing.recompute)
+        forward, backward, again = map(roofline.kernels, (work.forward, work.backward, work.recomputed))
+        backward.add({"recomputation": again.seconds} if again else {})
+        if name in ("moe", "mtp") and self._plan.layout.ep > 1:
+            repeats = checkpointing.sends_again(mode)
+            waits = _waits_for_tokens(self._plan, roofline, self._batch, again.seconds, repeats=repeats)
+            forward.add({"waiting for ep": waits[0]})
+            backward.add({"waiting for ep": waits[1]} if waits[1] else {})
+        return forward, backward if has_backward else _Cost()
+
+
 def _rank(
-    plan: Plan,
-    stage_index: int,
-    roofline: Roofline,
-    stages: list[StagePart],
-    traffic: list[Traffic],
-    micro_batches: int,
-    offloaded: float,
+    plan: Plan, costs: _Costs, stages: list[StagePart], traffic: list[Traffic], micro_batches: int, offloaded: float
 ) -> _Rank:
     """``offloaded``: bytes of optimizer states that a step copies from host memory or a file, and back."""
-    batch = _micro_batch(plan, stage_index)
-    forward, backward, costs, checkpointing = {}, {}, {}, plan.config.activation_checkpoint
+    forward, backward, checkpointing = {}, {}, plan.config.activation_checkpoint
+    roofline = costs.roofline
     for stage in stages:
-        forward[stage.index], backward[stage.index] = _Cost(), _Cost()
-        for name, frozen, has_backward, mode in _kernel_parts(stage, plan):
-            if (name, frozen, mode) not in costs:
-                work = part_work(name, batch, mode, frozen, checkpointing.recompute)
-                costs[name, frozen, mode] = tuple(map(roofline.kernels, (work.forward, work.backward, work.recomputed)))
-            of_forward, of_backward, recomputed = costs[name, frozen, mode]
-            forward[stage.index].add(of_forward)
-            again, waits = recomputed.seconds, (0.0, 0.0)
-            if name in ("moe", "mtp") and plan.layout.ep > 1:
-                waits = _waits_for_tokens(plan, roofline, batch, again, repeats=checkpointing.sends_again(mode))
-                forward[stage.index].add({"waiting for ep": waits[0]})
-            if has_backward:
-                backward[stage.index].add(of_backward)
-                backward[stage.index].add({"recomputation": again} if again else {})
-                backward[stage.index].add({"waiting for ep": waits[1]} if waits[1] else {})
-        layers = offloaded_activations(plan, stage_index, stage)
+        forward[stage.index], backward[stage.index] = costs.of_stage(stage)
+        layers = offloaded_activations(plan, costs.stage_index, stage)
         # Without a pipeline backward finds the two last layers on the device.
         for of_pass, copied in ((forward, layers), (backward, layers[:-2] if plan.layout.pp == 1 else layers)):
             beyond = sum(copied) / roofline.host_bytes_per_second - of_pass[stage.index].seconds
@@ -299,7 +324,9 @@ def _waits_for_tokens(
 ) -> tuple[float, float]:
     """Seconds in which one layer waits for tokens in forward, and in backward with its recomputation of ``again``
     seconds, which sends rows again if it ``repeats`` the exchange."""
+    parallelism, published = plan.config.parallelism, roofline.published_exchange
     found = exchanges(plan, batch.shape, batch.tokens / batch.chunks)
+    is_one_kernel = published or parallelism.expert_exchange == "deepep"
 
     def sends(first: int) -> dict[tuple[int, bool], float]:
         """Seconds of sends by hop; those there are of `TOKENS` from ``first`` on, those back of rows."""
@@ -307,6 +334,8 @@ def _waits_for_tokens(
         for hop, (axis, ranks, *sizes) in enumerate(found):
             calls = [roofline.traffic(Traffic(axis, "all_to_all", ranks, 1, size, "")) for size in sizes]
             seconds |= {(hop, False): sum(calls[first:-1]), (hop, True): calls[-1]}
+        if is_one_kernel:  # which forwards rows while others arrive
+            return {(0, is_back): max(seconds[hop, is_back] for hop in range(len(found))) for is_back in (False, True)}
         return seconds
 
     def computed(backward: bool) -> dict[str, float]:
@@ -315,11 +344,14 @@ def _waits_for_tokens(
         return seconds | {"shared": seconds["shared"] * batch.chunks, "recomputation": again}
 
     slowed, forward = 1 - min(roofline.overlap, 1 - CONTENTION), sends(0 if plan.expert_levels else 1)
-    order, of_forward = (batch.chunks, len(found)), computed(False)
+    order, of_forward = (batch.chunks, 1 if is_one_kernel else len(found)), computed(False)
     waits = exposed_seconds(forward_steps(*order), of_forward, forward, slowed)
     backward = exposed_seconds(backward_steps(*order), computed(True), sends(1), slowed)
     if repeats:
         backward += exposed_seconds(forward_steps(*order, returns=False), of_forward, forward, slowed)
+    elif published and plan.layout.pp > 1:
+        left = 1 - BESIDE_OTHERS.get(parallelism.pipeline_parallel_schedule, 0.0) * (1 - slowed)
+        return left * waits, left * backward
     return waits, backward
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from glm46.config.errors import UserError
 from glm46.config.faults import show
@@ -28,21 +29,24 @@ class Efficiencies:
     those of other generations. `read` takes measured ones.
     """
 
-    products: float = 0.66
+    products: float = 0.68
     """Of the peak, by products of large matrices."""
     experts: float = 0.65
     """Of the peak, by grouped products of many rows."""
-    experts_rows: float = 1024.0
+    experts_rows: float = 1536.0
     """Rows of an expert at which grouped products reach half of that."""
-    fp8: float = 0.75
+    fp8: float = 0.70
     """Of what products and experts reach in FP8, the time to quantise included, over twice their BF16 speed."""
-    attention: float = 0.30
-    """Of the peak, by attention over variable lengths."""
-    memory: float = 0.70
+    attention: float = 0.28
+    """Of the peak, by attention over long documents."""
+    attention_rows: float = 300.0
+    """Queries of a document, or of a rank's part of it, with which attention reaches half of that: from the speeds of
+    FlashAttention-2 with causal masks at 512 to 16,384 tokens on an H100 (arXiv 2407.08608, figure 5)."""
+    memory: float = 0.80
     """Of the memory's bandwidth, by kernels that compute element by element."""
     link: float = 0.75
     """Of the bandwidth inside a node, by collectives of large tensors."""
-    network: float = 0.90
+    network: float = 0.95
     """Of the bandwidth between nodes."""
     imbalance: float = 1.1
     """Load of the busiest rank that shares experts with others, over the mean."""
@@ -88,8 +92,8 @@ class Efficiencies:
             if key in _SHARES and value > 1:
                 raise UserError(f"{path}: {key} = {show(value)}: a share of a peak is at most 1; {remedy}")
         measured = frozenset(values.keys() - {"source"})
-        if "experts" in measured:  # as it is at the measured size
-            values.setdefault("experts_rows", 0.0)
+        for key in {"experts", "attention"} & measured:  # as it is at the measured size
+            values.setdefault(f"{key}_rows", 0.0)
         if missing := [key for key in _SHARES if key not in measured]:
             values["source"] = f"{values.get('source', path)}; assumed: {', '.join(missing)}"
         return replace(assumed, **values, measured=measured)
@@ -124,6 +128,9 @@ class TargetCluster:
     storage_gbytes: float = STORAGE_GBYTES
     """GB/s that each node writes."""
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    exchange: Literal["own", "deepep"] = "own"
+    """The way of tokens to experts: that of the config, or, to compare with published runs, that of training stacks
+    with DeepEP-class kernels, an overlap of micro-batches and equal loads, where tokens travel in levels."""
 
     @property
     def host_ranks(self) -> int:

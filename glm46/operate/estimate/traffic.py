@@ -18,6 +18,7 @@ from glm46.operate.estimate.rank_parts import (
     Block,
     FsdpUnit,
     StagePart,
+    alike,
     fsdp_units,
     held_elements,
     held_rows,
@@ -102,8 +103,14 @@ def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = N
         stage_index: of `Plan.text_stages`.
         micro_batches: of the step; absent: those of the largest step of the stage.
     """
-    step, parts = _Step(plan, stage_index, micro_batches), parts_of_ranks(plan)
-    return [[*_merged(step.of_rank(rank, of_rank)), *_of_muon(plan, of_rank)] for rank, of_rank in enumerate(parts)]
+    step, known = _Step(plan, stage_index, micro_batches), dict[tuple, list[Traffic]]()
+    found = []
+    for rank, parts in enumerate(parts_of_ranks(plan)):
+        key = step.alike(rank, parts)
+        if key not in known:
+            known[key] = [*_merged(step.of_rank(rank, parts)), *_of_muon(plan, parts)]
+        found.append(known[key])
+    return found
 
 
 def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
@@ -148,7 +155,7 @@ def _merged(calls: Iterator[_Call]) -> list[Traffic]:
 
 
 class _Runs(NamedTuple):
-    """The number of times that a block runs for a micro-batch."""
+    """The number of times that a block runs for a micro-batch, forwards with those of recomputation."""
 
     forward: int
     backward: int
@@ -176,6 +183,11 @@ class _Step:
         self._tokens = self._rows * length // (self._layout.cp * self._layout.tp)
         self._hidden = self._tokens * shape.hidden_size * self._width
 
+    def alike(self, rank: int, parts: list[StagePart]) -> tuple:
+        """A key that is equal for pipeline ranks with the same calls."""
+        names = [part.first_layer for part in parts if self._in_fp8]
+        return alike(parts), *((not part.index, *self._borders(rank, part)) for part in parts), *names
+
     def of_rank(self, rank: int, parts: list[StagePart]) -> Iterator[_Call]:
         """All calls of a pipeline rank."""
         for part in parts:
@@ -185,9 +197,9 @@ class _Step:
             for call in self._of_micro_batch(rank, part):
                 yield call._replace(calls=call.calls * self._micro_batches)
             yield from self._norms(part)
-        if in_fp8 := sum(
-            len(self._gathered_in_fp8(unit)) for part in parts for unit in fsdp_units(part, self._shape, self._layout)
-        ):
+        if self._in_fp8:
+            units = (unit for part in parts for unit in fsdp_units(part, self._shape, self._layout))
+            in_fp8 = sum(len(self._gathered_in_fp8(unit)) for unit in units)
             shards = self._layout.dense_shards
             yield _Call("shard", "all_reduce", shards, "scales of weights", 1, in_fp8 * self._master)
         yield from self._step_sums(parts)
@@ -200,27 +212,33 @@ class _Step:
                 yield call._replace(calls=call.calls * self._micro_batches)
 
     def _of_micro_batch(self, rank: int, part: StagePart) -> Iterator[_Call]:
-        layout = self._layout
+        layout, blocks = self._layout, Counter[tuple[Block, bool, str, bool]]()
         for index, block in enumerate(part.blocks):
-            # Forwards with those of recomputation, and backwards; the input of the first adapters has no gradient.
             has_backward = self._has_backward and index >= part.backward_from
             mode = self._plan.config.activation_checkpoint.mode_of(index) if has_backward else "none"
-            runs = _Runs(1 + (mode != "none"), int(has_backward))
+            # The input of the first adapters has no gradient.
             is_first = has_backward and part.adapters is not None and not part.index and index == part.backward_from
-            if layout.cp > 1:
-                yield from self._keys(runs)
-            if layout.tp > 1:
-                yield from self._around_block(block, runs, is_first)
-                yield from self._key_heads(runs)
-            if block != "dense":
-                yield from self._balance(runs) if self._has_backward else ()
-                if layout.ep > 1:
-                    yield from self._tokens_to_experts(block, runs, mode)
+            blocks[block, has_backward, mode, is_first] += 1
+        for each, number in blocks.items():
+            for call in self._of_block(*each):
+                yield call._replace(calls=call.calls * number)
         if layout.tp > 1:
             yield from self._vocabulary(part)
         if part.has_head and layout.cp > 1:
             yield from self._whole_rows()
         yield from self._pipeline(rank, part)
+
+    def _of_block(self, block: Block, has_backward: bool, mode: str, is_first: bool) -> Iterator[_Call]:
+        layout, runs = self._layout, _Runs(1 + (mode != "none"), int(has_backward))
+        if layout.cp > 1:
+            yield from self._keys(runs)
+        if layout.tp > 1:
+            yield from self._around_block(block, runs, is_first)
+            yield from self._key_heads(runs)
+        if block != "dense":
+            yield from self._balance(runs) if self._has_backward else ()
+            if layout.ep > 1:
+                yield from self._tokens_to_experts(block, runs, mode)
 
     def _whole_rows(self) -> Iterator[_Call]:
         """Sums over whole rows: accepted drafts, or the halves of pairs."""
@@ -237,16 +255,17 @@ class _Step:
         layout, count, parallelism = self._layout, self._micro_batches, self._plan.config.parallelism
         # The first block with a backward prefetches the one before it, as all blocks do.
         forward_only = part.prefixes[: max(part.backward_from - 1, 0)] if self._has_backward else part.prefixes
-        sizes: dict[int, dict[Parameter, int]] = {}  # equal blocks have one tuple of rows
-        for unit in fsdp_units(part, self._shape, layout):
+        units = Counter[tuple[int, bool, tuple[Parameter, ...]]]()
+        firsts = dict[int, FsdpUnit]()
+        for unit in fsdp_units(part, self._shape, layout):  # equal blocks have one tuple of rows
+            units[id(unit.rows), unit.prefix in forward_only, tuple(self._gathered_in_fp8(unit))] += 1
+            firsts.setdefault(id(unit.rows), unit)
+        for (rows, is_forward_only, in_fp8), number in units.items():
+            unit, held = firsts[rows], {row: held_elements(row, self._shape, layout) for row in firsts[rows].rows}
             axis = "efsdp" if unit.has_own_mesh else "shard"
             shards = layout.expert_shards if unit.has_own_mesh else layout.dense_shards
-            if id(unit.rows) not in sizes:
-                sizes[id(unit.rows)] = {row: held_elements(row, self._shape, layout) for row in unit.rows}
-            held = sizes[id(unit.rows)]
-            in_fp8 = self._gathered_in_fp8(unit)
             frees = not unit.is_root and not parallelism.keeps_gathered
-            gathers, reduces = (2 * count if frees and unit.prefix not in forward_only else count), count
+            gathers, reduces = (2 * count if frees and not is_forward_only else count), count
             if not self._has_backward:
                 gathers, reduces = (count if frees else 1), 0  # released after the last one
             elif layout.pp > 1:
@@ -258,19 +277,22 @@ class _Step:
             nbytes = sum(
                 size * (1 if row in in_fp8 else row.stored_bytes or self._gathered) for row, size in held.items()
             )
-            yield _Call(axis, "all_gather", shards, "weights", gathers, shards * nbytes)
+            yield _Call(axis, "all_gather", shards, "weights", number * gathers, shards * nbytes)
             if not self._has_backward:  # a step computes them at once
-                yield _Call(axis, "all_reduce", shards, "scales of weights", gathers * len(in_fp8), self._master)
+                calls = number * gathers * len(in_fp8)
+                yield _Call(axis, "all_reduce", shards, "scales of weights", calls, self._master)
             reduced = sum(size for row, size in held.items() if row.is_trained) * self._reduce
             reduces *= reduced > 0
-            yield _Call(axis, "reduce_scatter", shards, "gradients", reduces, shards * reduced)
+            yield _Call(axis, "reduce_scatter", shards, "gradients", number * reduces, shards * reduced)
             if replicas_reduce_once(self._plan):
                 reduces = min(reduces, 1)
-            yield _Call("dp_replicate", "all_reduce", layout.dp_replicate, "gradients", reduces, reduced)
+            yield _Call("dp_replicate", "all_reduce", layout.dp_replicate, "gradients", number * reduces, reduced)
 
     def _norms(self, part: StagePart) -> Iterator[_Call]:
         """DoRA's norms, once per step (`compute/parallelize/magnitudes.py`): A and the magnitude are gathered, and each
         rank sums over its part of the weight."""
+        if part.adapters is None:
+            return
         layout = self._layout
         of_experts = ("efsdp" if layout.experts_have_own_mesh else "shard", layout.expert_shards), ("ep", layout.ep)
         of_others = ("shard", layout.dense_shards), ("tp", layout.tp)
@@ -390,13 +412,20 @@ class _Step:
 
     def _pipeline(self, rank: int, part: StagePart) -> Iterator[_Call]:
         """Hidden states and embeddings for prediction depths to the next stage, gradients to the one before."""
-        parallelism, pp = self._plan.config.parallelism, self._layout.pp
+        for what in self._borders(rank, part):
+            yield _Call("pp", "send", self._layout.pp, what, 1, self._hidden)
+            if self._depths:
+                yield _Call("pp", "send", self._layout.pp, what, 1, self._depths * self._hidden)
+
+    def _borders(self, rank: int, part: StagePart) -> list[str]:
+        """Tensors that a stage sends to other ranks."""
+        parallelism = self._plan.config.parallelism
         borders = ((part.index + 1, "hidden states"), (part.index - 1, "gradients of hidden states"))
-        for other, what in borders[: 1 + self._has_backward]:
-            if 0 <= other < parallelism.stages and rank_of_stage(parallelism, other) != rank:
-                yield _Call("pp", "send", pp, what, 1, self._hidden)
-                if self._depths:
-                    yield _Call("pp", "send", pp, what, 1, self._depths * self._hidden)
+        return [
+            what
+            for other, what in borders[: 1 + self._has_backward]
+            if 0 <= other < parallelism.stages and rank_of_stage(parallelism, other) != rank
+        ]
 
     def _step_sums(self, parts: list[StagePart]) -> Iterator[_Call]:
         """The gradient norm, and the sums of the step over all ranks."""

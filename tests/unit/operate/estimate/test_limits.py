@@ -18,7 +18,9 @@ RECIPES = Path(__file__).parents[4] / "train_configs"
 
 def explained(recipe, options):
     plan = resolve_plan(load_config(RECIPES / f"{recipe}.toml", options))
-    shares = Efficiencies(products=0.72, experts=0.60, experts_rows=0.0, attention=0.50, memory=0.80, network=0.75)
+    shares = Efficiencies(
+        products=0.72, experts=0.60, experts_rows=0.0, attention=0.50, attention_rows=0.0, memory=0.80, network=0.75
+    )
     cluster = TargetCluster(accelerator_of("H100"), plan.layout.world_size, efficiencies=shares)
     sequences = plan.batches_of(0)[1]
     step = step_time(plan, 0, sequences, cluster, pipeline_order)

@@ -1,85 +1,82 @@
 """Runs that others published, replayed: their speed beside the planned one and its range, as docs/planner.md states.
 
-    PYTHONPATH=. python tests/unit/operate/estimate/test_published_runs.py
-
-prints the table of the document.
+`scripts/measure/replay_published_runs.py` prints the table of the document.
 """
 
-import json
 from dataclasses import replace
-from functools import cache
-from itertools import combinations
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from glm46.compute.parallelize.pipeline_order import pipeline_order
-from glm46.config.loader import load_config
-from glm46.operate.estimate.run_cost import run_cost
-from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
-from glm46.run.peaks import accelerator_of
-from glm46.run.plan import resolve_plan
+from glm46.cli import main
+from glm46.operate.estimate.exchange_time import BESIDE_OTHERS
+from scripts.measure.replay_published_runs import SWEEP, error, fit, ordered_pairs, read_replays
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = ROOT.parent / "shared/cases/published_runs"
-RUNS = json.loads((FOLDER / "runs.json").read_text()) if FOLDER.is_dir() else []
-SWEEP = {"mb_q235_h100x256_bf16": 19.7, "zoo_q235_fsdp_tp2ep8": 17.6,
-         "zoo_q235_tp2pp32ep8": 24.2, "zoo_q235_tp4pp8ep8": 29.0}  # fmt: skip
-"""Seconds of a step of Qwen3-235B that NVIDIA measured on 256 H100."""
+REPLAYS = {replay.name: replay for replay in read_replays(FOLDER)} if FOLDER.is_dir() else {}
+ACROSS_NODES = {
+    "mb_q30_h100x16_ep16_fp8": (0.75, 0.95), "mb_q235_h100x256_bf16": (0.8, 1.1),
+    "mb_dsv3_h100x1024_bf16": (0.9, 1.15), "mb_dsv3_h100x1024_fp8": (0.9, 1.25), "ds_dsv3_h800x2048": (0.9, 1.25),
+}  # fmt: skip
+"""Runs whose tokens travel over nodes, with bounds of planned over published time with DeepEP-class kernels."""
 
-pytestmark = pytest.mark.skipif(not RUNS, reason="the handed runs are not there")
-
-
-@cache
-def planned(name: str):
-    run = next(each for each in RUNS if each["name"] == name)
-    gpu, config = accelerator_of(run["gpu"]), load_config(FOLDER / f"{name}.toml", [], world_size=run["gpus"])
-    cluster = TargetCluster(gpu, run["gpus"], gpu.host_gpus, efficiencies=Efficiencies.assumed(gpu))
-    return run_cost(resolve_plan(config, run["gpus"], host_ranks=cluster.host_ranks), cluster, pipeline_order)
+pytestmark = pytest.mark.skipif(not REPLAYS, reason="the handed runs are not there")
 
 
-def compared(run: dict) -> tuple[float, float, float]:
-    """Published tokens per second of a GPU, and planned time over published time: middle and half of the table."""
-    cost = planned(run["name"])
-    of_gpu = cost.tokens_per_second / run["gpus"]
-    published = run["tokens_per_second_per_gpu"] or run["tflops_per_gpu"] * 1e12 / (cost.flops / cost.tokens)
-    return published, of_gpu, published / of_gpu
-
-
-def is_inside(run: dict) -> bool:
-    low, high, _ = planned(run["name"]).spread
-    return low <= 1 / compared(run)[2] <= high
-
-
-def line(run: dict) -> str:
-    (published, of_gpu, ratio), (low, high, _) = compared(run), planned(run["name"]).spread
-    cells = f"{run['gpus']:,}", f"{published:,.0f}", f"{of_gpu:,.0f}", f"{of_gpu / high:,.0f} to {of_gpu / low:,.0f}"
-    return f"| `{run['name']}` | {' | '.join(cells)} | {ratio:.2f} | {'yes' if is_inside(run) else 'no'} |"
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
-def test_the_ratio_of_a_published_run_is_the_documented_one(run):
-    assert line(run) in (ROOT / "docs/planner.md").read_text()
+@pytest.mark.parametrize("name", REPLAYS)
+def test_the_ratio_of_a_published_run_is_the_documented_one(name):
+    assert REPLAYS[name].line in (ROOT / "docs/planner.md").read_text()
 
 
 def test_published_speeds_lie_inside_the_printed_range():
-    assert sum(map(is_inside, RUNS)) >= 0.85 * len(RUNS)
-    gb200 = next(run for run in RUNS if "gb200" in run["name"])
-    assert 1 / 1.3 <= compared(gb200)[2] <= 1.3
+    assert sum(replay.is_inside() for replay in REPLAYS.values()) >= 0.85 * len(REPLAYS)
+    assert median(error(replay.ratio()) for replay in REPLAYS.values()) <= 1.17
+    assert error(REPLAYS["mb_q235_gb200x256_bf16"].ratio()) <= 1.3
 
 
-def ordered_pairs() -> int:
-    seconds = {name: planned(name).longest.largest.seconds for name in SWEEP}
-    return sum((seconds[a] < seconds[b]) == (SWEEP[a] < SWEEP[b]) for a, b in combinations(SWEEP, 2))
+def test_experts_over_nodes_are_replayed_as_published_stacks_exchange_tokens():
+    assert {name for name, replay in REPLAYS.items() if replay.crosses_nodes} == set(ACROSS_NODES)
+    for name, (low, high) in ACROSS_NODES.items():
+        assert low <= REPLAYS[name].ratio("deepep") <= high, name
+    speeds = {way: median(1 / REPLAYS[name].ratio(way) for name in ACROSS_NODES) for way in ("own", "deepep")}
+    assert speeds["deepep"] >= 0.9 and 0.8 <= speeds["own"] < speeds["deepep"]
+
+
+def test_a_published_exchange_hides_what_its_schedule_hides():
+    """DualPipe hides all but what contention costs, Megatron's overlap a share, and a run without a pipeline none."""
+    waits = {}
+    for name in ("ds_dsv3_h800x2048", "mb_dsv3_h100x1024_bf16", "mb_q30_h100x16_ep16_fp8"):
+        step = REPLAYS[name].cost("deepep").longest.largest
+        waits[name] = step.parts["waiting for ep"] / step.seconds
+    assert (
+        waits["ds_dsv3_h800x2048"]
+        < 0.04
+        < 0.15
+        < min(waits["mb_dsv3_h100x1024_bf16"], waits["mb_q30_h100x16_ep16_fp8"])
+    )
+    assert set(BESIDE_OTHERS) == {"Interleaved1F1B", "DualPipeV"}
 
 
 def test_layouts_of_a_published_sweep_are_mostly_in_their_measured_order():
-    assert ordered_pairs() >= 4
+    assert ordered_pairs({name: REPLAYS[name].cost().longest.largest.seconds for name in SWEEP}) >= 5
+
+
+def test_a_fit_finds_shares_that_explain_its_runs():
+    """Of runs that are planned with other shares, a fit from the shipped ones gives the times back."""
+    names = "tt_l8_h100x8", "tt_q32_h100x8"
+    truth = {"products": 0.72, "attention": 0.34}
+    speeds = {name: REPLAYS[name].speeds(REPLAYS[name].cost("own", truth))[1] for name in names}
+    replays = [replace(REPLAYS[name], published={"tokens_per_second_per_gpu": speeds[name], "tflops_per_gpu": None})
+               for name in names]  # fmt: skip
+    shares = fit(replays, {"products": 0.68, "attention": 0.28})
+    assert all(replay.ratio("own", shares) == pytest.approx(1, abs=0.02) for replay in replays)
 
 
 @pytest.mark.parametrize("seen", [frozenset(), frozenset({"products", "experts", "attention"})])
 def test_measured_efficiencies_narrow_the_range_by_their_own_terms_only(seen):
-    cost = planned("am_q30_h100x8_ep8_bf16")
+    cost = REPLAYS["am_q30_h100x8_ep8_bf16"].cost()
     cluster = replace(cost.cluster, efficiencies=replace(cost.cluster.efficiencies, measured=seen))
     low, high, widest = replace(cost, cluster=cluster).spread
     before = cost.spread
@@ -87,5 +84,15 @@ def test_measured_efficiencies_narrow_the_range_by_their_own_terms_only(seen):
     assert len(widest) == 3 and "waiting for ep" in widest
 
 
-if __name__ == "__main__":
-    print(*map(line, RUNS), f"inside {sum(map(is_inside, RUNS))}, pairs in order {ordered_pairs()}", sep="\n")
+def test_the_command_plans_the_exchange_of_published_stacks(capsys):
+    name = "mb_q235_h100x256_bf16"
+    command = ["plan", "--config", str(FOLDER / f"{name}.toml"), "--gpu", REPLAYS[name].gpu, "--gpus", "256"]
+    printed = {}
+    for way in ("own", "deepep"):
+        assert main([*command, "--exchange", way]) == 0
+        printed[way] = capsys.readouterr().out
+        rate = REPLAYS[name].cost(way).longest.largest.tokens_per_second
+        assert f"{rate:,.0f} tokens/s" in printed[way]
+        assert ("as in published training stacks" in printed[way]) == (way == "deepep")
+    assert main([*command, "--exchange", "deepep", "--parallelism.expert_exchange=all_to_all"]) == 2
+    assert "--exchange deepep: parallelism.expert_exchange" in capsys.readouterr().err

@@ -27,20 +27,20 @@ def test_networks_beside_the_policy_are_counted():
 
 def test_ranks_with_parts_of_the_policy_hold_a_copy_to_draw_from():
     cache = 64 * 256 * 2 * 2 * 32 * 2 * 4
-    assert memory_of().drawing == cache
-    assert memory_of(ranks=2).drawing == pytest.approx(cache + 4 * 311_400, rel=1e-3)
+    assert memory_of().generation == cache
+    assert memory_of(ranks=2).generation == pytest.approx(cache + 4 * 311_400, rel=1e-3)
     servers = ("--rollout.kind", "vllm", "--rollout.urls", '["http://localhost:8000"]')
-    assert memory_of(*servers).drawing == 0
+    assert memory_of(*servers).generation == 0
 
 
 def test_ranks_that_draw_together_hold_parts_and_gather_one_tensor():
-    cache, copy = memory_of().drawing, memory_of(ranks=4).drawing - memory_of().drawing
+    cache, copy = memory_of().generation, memory_of(ranks=4).generation - memory_of().generation
     gate_up, down = 4 * 8 * 96 * 96, 4 * 8 * 96 * 48  # of the one layer with experts
 
-    def drawing(axis: str, degree: int) -> float:
-        return memory_of(f"--rollout.{axis}_parallel_degree", str(degree), ranks=4).drawing - gate_up
+    def generation(axis: str, degree: int) -> float:
+        return memory_of(f"--rollout.{axis}_parallel_degree", str(degree), ranks=4).generation - gate_up
 
-    assert drawing("expert", 4) == pytest.approx(cache + copy - 3 / 4 * (gate_up + down))
+    assert generation("expert", 4) == pytest.approx(cache + copy - 3 / 4 * (gate_up + down))
     # Norms and routers, less than a hundredth, are whole on both ranks; experts are, too.
-    assert drawing("tensor", 2) == pytest.approx(cache / 2 + (copy + gate_up + down) / 2, rel=1e-2)
-    assert cache / 2 + copy / 2 < drawing("pipeline", 2) < cache / 2 + copy
+    assert generation("tensor", 2) == pytest.approx(cache / 2 + (copy + gate_up + down) / 2, rel=1e-2)
+    assert cache / 2 + copy / 2 < generation("pipeline", 2) < cache / 2 + copy

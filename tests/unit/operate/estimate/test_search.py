@@ -1,6 +1,7 @@
 """The search of layouts: what it returns fits, obeys the rules, is ranked, and can be typed as it says."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from glm46.config.parallelism import ActivationCheckpointConfig
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate import search as search_command
 from glm46.operate.estimate.memory import largest_stage, stage_memory
+from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.run_cost import run_cost
 from glm46.operate.estimate.search import options_of, search_layouts, smallest_cluster
 from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.operate.estimate.traffic import _merged, _of_muon, _Step, step_traffic
 from glm46.run.parameters import Parameter
 from glm46.run.peaks import Accelerator, accelerator_of
 from glm46.run.plan import resolve_plan
@@ -63,22 +66,19 @@ def test_all_that_is_found_fits_and_is_ranked():
             assert run_cost(plan, cluster, pipeline_order).days >= days[0] * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("memory", "length", "step"),
-    [(8, 1024, {}), (2.8, 2048, {"mode": "selective"}),
-     (2.6, 2048, {"mode": "selective", "recompute": ("experts",)})],
-)  # fmt: skip
-def test_the_options_give_the_layout(memory, length, step):
+@pytest.mark.parametrize(("memory", "length"), [(8, 1024), (2.8, 2048)])
+def test_the_options_give_the_layout(memory, length):
     overrides = (f"--training.seq_len={length}", "--parallelism.tensor_parallel_degree=2")
     overrides += ("--activation_checkpoint.mode=full", "--activation_checkpoint.every_n_layers=3")
     config = load_config(DEBUG, overrides)
-    cluster = TargetCluster(small_gpu(memory), 4, 4)
-    best = search_layouts(config, cluster, pipeline_order).best
-    for each in best:
-        again = load_config(DEBUG, (*overrides, *options_of(each.plan, config)), world_size=4)
-        assert resolve_plan(again, 4).layout == each.plan.layout
-        assert again.activation_checkpoint == each.plan.config.activation_checkpoint
-    assert ActivationCheckpointConfig(**step) in [each.plan.config.activation_checkpoint for each in best]
+    best = search_layouts(config, TargetCluster(small_gpu(memory), 4, 4), pipeline_order).best
+    for plan in [each.plan for each in best] + [
+        replace(best[0].plan, config=best[0].plan.config.model_copy(update={"activation_checkpoint": step}))
+        for step in search_command._STEPS
+    ]:
+        again = load_config(DEBUG, (*overrides, *options_of(plan, config)), world_size=4)
+        assert resolve_plan(again, 4).layout == plan.layout
+        assert again.activation_checkpoint == plan.config.activation_checkpoint
 
 
 def test_without_a_fit_the_smallest_cluster_is_named():
@@ -151,6 +151,50 @@ def test_the_schedule_of_the_config_is_tried(schedule):
     found = search_layouts(config, TargetCluster(small_gpu(40), 2), pipeline_order)
     names = {each.plan.config.parallelism.pipeline_parallel_schedule for each in found.best if each.plan.layout.pp > 1}
     assert schedule in names
+
+
+PIPELINES = [{"pipeline_parallel_degree": 4},
+             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV"},
+             {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "Interleaved1F1B",
+              "expert_parallel_degree": 2, "tensor_parallel_degree": 2}]  # fmt: skip
+
+
+@pytest.mark.parametrize("parallelism", PIPELINES)
+def test_ranks_that_are_counted_once_send_what_each_would(parallelism):
+    """Equal pipeline ranks are counted once, on which a search relies."""
+    for more in ({}, {"adapter": {"rank": 4, "name": "dora"}}, {"optimizer": {"name": "AdamW"}}):
+        model = {"flavor": "debug", "num_hidden_layers": 8, "num_nextn_predict_layers": 0}
+        config = run(model=model, parallelism=parallelism, **more)
+        plan = resolve_plan(config, 16)
+        alone = [[*_merged(_Step(plan, 0, None).of_rank(rank, parts)), *_of_muon(plan, parts)]
+                 for rank, parts in enumerate(parts_of_ranks(plan))]  # fmt: skip
+        assert step_traffic(plan) == alone
+
+
+def test_a_search_finds_what_planning_each_layout_alone_finds():
+    config, cluster = run(parallelism={"tensor_parallel_degree": 2}), TargetCluster(small_gpu(2.7), 4, 2)
+    found, days = search_layouts(config, cluster, pipeline_order), []
+    for parallelism in search_command._layouts(config, cluster):
+        for step in search_command._STEPS:
+            alone = config.model_copy(update={"parallelism": parallelism, "activation_checkpoint": step})
+            plan = resolve_plan(alone, 4, host_ranks=2)
+            fits = largest_stage(stage_memory(plan)).total <= 0.92 * 2.7 * GIB
+            if fits and not check_config(alone, world_size=4):
+                days.append((run_cost(plan, cluster, None).days, run_cost(plan, cluster, pipeline_order).days))
+                break
+    simulated = sorted(exact for _, exact in sorted(days)[: len(found.best)])
+    assert found.fitting == len(days) > len(found.best) == search_command._SIMULATED
+    assert [each.cost.days for each in found.best] == simulated
+
+
+@pytest.mark.slow
+def test_a_search_of_94_layers_on_256_gpus_takes_30_seconds_of_a_processor():
+    config = run(
+        model={"flavor": "GLM-4.6", "num_hidden_layers": 94}, training={"global_batch_size": 2048, "steps": 10}
+    )
+    start = time.process_time()
+    assert search_layouts(config, TargetCluster(accelerator_of("H100"), 256), pipeline_order).best
+    assert time.process_time() - start <= 30
 
 
 def test_a_search_asks_for_each_size_once(monkeypatch):

@@ -392,14 +392,27 @@ def test_a_described_gpu_has_the_hosts_and_the_links_of_its_name():
         assert cluster.link(1, ranks).inside_node and not cluster.link(1, 128).inside_node
 
 
-def test_experts_with_few_rows_and_fp8_products_reach_less_of_the_peak():
-    cluster = TargetCluster(accelerator_of("H100"), 8)
+@pytest.mark.parametrize("kind", ["experts", "attention"])
+def test_small_kernels_and_fp8_products_reach_less_of_the_peak(kind):
+    """Half with as many rows of an expert, or queries of a document, as the key says."""
+    shares = Efficiencies(experts_rows=600.0, attention_rows=600.0, fp8=0.7)
+    cluster = TargetCluster(accelerator_of("H100"), 8, efficiencies=shares)
     plan = resolve_plan(run(parallelism={}, local_batch_size=1), 8)
     roofline, peak = Roofline(cluster, plan), cluster.gpu.bf16_flops
-    seconds = [roofline.kernel(Work("experts", peak, 0.0, rows=rows)) for rows in (0.0, 1024.0, 256.0)]
+    seconds = [roofline.kernel(Work(kind, peak, 0.0, rows=rows)) for rows in (0.0, 600.0, 150.0)]
     assert [each / seconds[0] for each in seconds] == pytest.approx([1, 2, 5])
     fp8 = roofline.kernel(Work("products", peak, 0.0, in_fp8=True))
-    assert roofline.kernel(Work("products", peak, 0.0)) / fp8 == pytest.approx(1.5)
+    assert roofline.kernel(Work("products", peak, 0.0)) / fp8 == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize(("parallelism", "documents", "queries"),
+                         [({}, None, 4096), ({}, 300, 300), ({"context_parallel_degree": 2}, None, 1024)])  # fmt: skip
+def test_attention_works_on_the_queries_of_a_document_or_of_a_part_of_a_row(parallelism, documents, queries):
+    plan = resolve_plan(run(parallelism=parallelism), 8, documents)
+    [attention] = [
+        each for each in part_work("dense", _micro_batch(plan, 0), "none").forward if each.kind == "attention"
+    ]
+    assert attention.rows == queries
 
 
 def test_measured_efficiencies(tmp_path):
@@ -479,7 +492,9 @@ def test_two_levels_in_chunks_make_a_layer_faster(flavor, ranks, gain):
     for exchange in ("all_to_all", "auto"):
         parallelism = {"expert_parallel_degree": ranks, "expert_exchange": exchange}
         plan = resolve_plan(run(flavor, parallelism, compile={"enable": True}), 32, host_ranks=8)
-        shares = Efficiencies(products=0.72, experts=0.60, experts_rows=0.0, attention=0.50, memory=0.80, network=0.75)
+        shares = Efficiencies(
+            products=0.72, experts=0.60, experts_rows=0.0, attention=0.50, attention_rows=0.0, memory=0.80, network=0.75
+        )
         cluster = TargetCluster(accelerator_of("H100"), 32, 8, 400.0, efficiencies=shares)
         seconds.append(layer_seconds(plan, cluster))
     assert 1 - seconds[1] / seconds[0] >= gain, seconds
