@@ -1,7 +1,7 @@
 """The local part of a tensor, its position in the whole tensor, and copies to the device of this rank."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,10 +28,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def copy_to_device(value: _Value, device: torch.device) -> _Value:
     """Copy from the CPU; the host does not wait for a GPU, as a copy from pageable memory does."""
-    if device.type == "cuda":
-        # A tensor whose elements share memory, as those of `expand` do, cannot be pinned.
-        value = (value.contiguous() if isinstance(value, Tensor) else value).pin_memory()
-    return value.to(device, non_blocking=True)
+    if device.type != "cuda":
+        return value.to(device, non_blocking=True)
+    # A tensor whose elements share memory, as those of `expand` do, cannot be pinned.
+    whole: Any = value.contiguous() if isinstance(value, Tensor) else value
+    return whole.pin_memory().to(device, non_blocking=True)
 
 
 def global_indices(tensor: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:

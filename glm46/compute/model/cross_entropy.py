@@ -96,9 +96,7 @@ def _softmax(
 
 def _probability(logits: Tensor, wide: Tensor) -> Tensor:
     """Softmax in ``wide``, FP32 or the logits themselves."""
-    if wide is not logits:
-        wide.copy_(logits)
-    return torch.softmax(wide, -1, out=wide)
+    return torch.softmax(logits if wide is logits else wide.copy_(logits), -1, out=wide)
 
 
 def _columns(labels: Tensor, width: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
@@ -118,8 +116,7 @@ def _chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield rows of `hidden` [T, D], their logits, and memory for as many in FP32; the next chunk overwrites both."""
     T = hidden.shape[0]
-    # The same memory for all chunks: to allocate as much costs more than to compute what goes into it on a CPU, and on
-    # a GPU that of the chunk before would still be in use.
+    # The same memory for all chunks: to allocate as much costs more than to compute what goes into it.
     buffer = hidden.new_empty(min(chunk_tokens, T), weight.shape[0])
     wide = buffer if buffer.dtype == torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
     for start in range(0, T, chunk_tokens):
