@@ -301,7 +301,7 @@ class _Step:
         return of_shards, self._layer_sizes(parts).trained.total() * self._reduce + others * self._master
 
     def _unsharded(self, parts: list[StagePart]) -> list[HeldRows]:
-        """What this rank trains and FSDP2 does not get."""
+        """The parameters that this rank trains and FSDP2 does not get."""
         rows = [each for each in held_rows(parts, self._shape, self._layout) if each.row.is_trained]
         return [each for each in rows if (each.row.is_expert, True) in parts[0].unsharded]
 
