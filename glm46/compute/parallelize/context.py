@@ -79,8 +79,9 @@ def _gathering(core: Any, shard: SequenceShard) -> Any:
         assert layout is not None and layout.exchange is not None, "see `take_part`"
         if isinstance(layout.exchange, KeyRing):
             return around_the_ring(q, k, v, layout.exchange)
-        # The gathered keys are free again before the values come. Of latent attention rows are gathered, and expanded.
-        keys, values = of_runs(k, layout.exchange), v if callable(v) else of_runs(v, layout.exchange)
-        return core(q, keys, values, layout._replace(exchange=None))
+        if callable(v):  # latent attention: rows are gathered, and expanded after it
+            return core(q, of_runs(k, layout.exchange), v, layout._replace(exchange=None))
+        # The gathered keys are free again before the values come.
+        return core(q, of_runs(k, layout.exchange), of_runs(v, layout.exchange), layout._replace(exchange=None))
 
     return gathering_core
