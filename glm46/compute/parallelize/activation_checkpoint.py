@@ -72,6 +72,7 @@ def apply(
         module.forward = forward
 
 
+@torch.compiler.disable(recursive=False)  # a compiled prediction layer calls it: tracing it would end in a break
 def checkpointed(forward: Callable, contexts: Callable, *arguments: Any, **keywords: Any) -> Any:
     """The result of ``forward``, whose activations are computed again in backward."""
     # preserve_rng_state: the model draws no random numbers.
@@ -79,6 +80,7 @@ def checkpointed(forward: Callable, contexts: Callable, *arguments: Any, **keywo
     return checkpoint(forward, *arguments, **keywords, **options)
 
 
+@torch.compiler.disable(recursive=False)
 def _in_host_memory(
     copies: HostCopies, is_first: bool, stay: set[int], forward: Callable, contexts: Callable, *arguments: Any
 ) -> Any:
