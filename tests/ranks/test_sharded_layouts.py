@@ -55,7 +55,7 @@ GRAPHS = {
     "ep2-compiled-chunks2": (16, 16),
     "tp2-ep4-experts12-full_ac-compiled-hosts_of_2-chunks2": (21, 21),
     "ep2-full_ac-every2-compiled": (10, 11),
-    "ep2-selective_ac-on_host-compiled": (10, 11),
+    "ep2-selective_ac-on_host-compiled": (11, 11),
     "cp2-ep2-selective_ac-every2-compiled": (15, 16),
     "cp2-ep4-experts12-selective_ac-no_experts-no_exchange-compiled-hosts_of_2": (13, 14),
 }

@@ -80,7 +80,6 @@ def checkpointed(forward: Callable, contexts: Callable, *arguments: Any, **keywo
     return checkpoint(forward, *arguments, **keywords, **options)
 
 
-@torch.compiler.disable(recursive=False)
 def _in_host_memory(
     copies: HostCopies, is_first: bool, stay: set[int], forward: Callable, contexts: Callable, *arguments: Any
 ) -> Any:
