@@ -38,6 +38,8 @@ _OPERATORS = {
 }
 """Operators whose results selective checkpointing keeps, by the names that `recompute` takes."""
 Put = Callable[[Tensor], Callable[[], Tensor]]
+_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+"""Of `checkpoint`. The model generates no random numbers."""
 
 
 def apply(
@@ -63,7 +65,8 @@ def apply(
         # DoRA's magnitudes scale what the experts' second product returns, and backward reads it.
         reads_down = any(name.endswith("down_magnitude") for name, _ in module.named_parameters())
         contexts = functools.partial(recomputation_contexts, mode, recompute, isinstance(module, MTPLayer), reads_down)
-        forward = functools.partial(checkpointed, module.forward, contexts)
+        # Nothing of ours is between: a compiled prediction layer would trace it, and end in a graph break.
+        forward = functools.partial(checkpoint, module.forward, context_fn=contexts, **_OPTIONS)
         if copies is not None:
             # Buffers that a pipeline stage receives in stay: the first hidden states, and embeddings.
             stay = {0, 1} if number == 0 else {1}
@@ -72,18 +75,11 @@ def apply(
         module.forward = forward
 
 
-@torch.compiler.disable(recursive=False)  # a compiled prediction layer calls it: tracing it would end in a break
-def checkpointed(forward: Callable, contexts: Callable, *arguments: Any, **keywords: Any) -> Any:
-    """The result of ``forward``, whose activations are computed again in backward."""
-    # preserve_rng_state: the model draws no random numbers.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
-    return checkpoint(forward, *arguments, **keywords, **options)
-
-
 def _in_host_memory(
     copies: HostCopies, is_first: bool, stay: set[int], forward: Callable, contexts: Callable, *arguments: Any
 ) -> Any:
-    """`checkpointed`, with what it keeps in host memory, but for the arguments at the places of ``stay``."""
+    """The result of a checkpointed ``forward``, whose kept tensors are in host memory, but for the arguments at the
+    places of ``stay``."""
     if not torch.is_grad_enabled():
         return forward(*arguments)
     layer = copies.begin(is_first)
@@ -98,7 +94,8 @@ def _in_host_memory(
         given = first.pop() if first else (a.take() if isinstance(a, Copied) else a for a in arguments)
         return forward(*given)
 
-    return checkpointed(run, functools.partial(contexts, put=lambda x: layer.copy(x).take), *kept)
+    in_host = functools.partial(contexts, put=lambda x: layer.copy(x).take)
+    return checkpoint(run, *kept, context_fn=in_host, **_OPTIONS)
 
 
 def recomputation_contexts(
