@@ -106,6 +106,8 @@ class EagerCount(TorchDispatchMode):
         outputs = {argument.name for argument in function._schema.arguments if argument.is_out}
         inputs = {name: value for name, value in keywords.items() if name not in outputs}
         read = [x for x in tree_leaves((arguments, inputs)) if isinstance(x, Tensor)]
+        if _name(function) == "copy_":  # it only writes what it copies to
+            read = read[1:]
         if _name(function).startswith("new_") or _name(function).endswith("s_like"):  # zeros or ones
             read = []
         if _name(function) == "_to_copy" and str(keywords.get("device")) == "cpu" and read[0].is_meta:

@@ -59,11 +59,11 @@ BAD = {
     "chats of any length": (
         ('path = "data/a"', 'path = "data/a"\npacking = "best_fit"\nrecipe = { input = ["a"], format = "alpaca" }'),
         ("data.document_mask = false", "set it to true"),
-        ("data.sources[0].recipe.max_tokens", "set it to at most 128, the shortest rows")),
+        ("data.sources[0].recipe.max_tokens", "set it to at most 128, by the shortest rows")),
     "keys of text for chats": (('path = "data/a"', 'path = "data/a"\nrecipe = { input = ["a"], history = "last" }'),
         ('data.sources[0].recipe.history = "last"',
-         'without data.sources[0].recipe.format = "messages" or "sharegpt" or "prompt_completion" or "alpaca"; '
-         'set that')),
+         'without data.sources[0].recipe.format = "chat" or "messages" or "sharegpt" or "prompt_completion" or '
+         '"alpaca"; set that')),
     "unknown validation task": (TASKS + '[{ kind = "needles", lengths = [64] }]',
         ('validation.tasks[0].kind = "needles"', "did you mean 'needle'?")),
     "unknown key of another section": (("steps = 10", "steps = 10\nlog_freq = 5"),
