@@ -97,7 +97,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("storage/prepare", 77, "labelled answers, and columns that are of another format"),
     ("tasks/finetune", 141, "IPO, ORPO, SimPO and KTO beside DPO"),
     ("operate/models", 198, "conversations token by token, on a terminal or as a page"),
-    ("operate/estimate", 149, "published exchanges; memory and copies of offloaded activations; one cost of equal layers"),
+    ("operate/estimate", 149, "published exchanges; offloaded activations; the cost of equal layers once"),
     ("commands", 1, "the published exchange of a plan"),
 )
 """Room, lines, and what they are for."""

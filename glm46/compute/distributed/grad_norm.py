@@ -32,8 +32,10 @@ def global_grad_norm(
         gradient = parameter.grad
         key: tuple = (None, ())  # of replicas
         if isinstance(gradient, DTensor):
-            axes = tuple(i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate))
-            key, gradient = (gradient.device_mesh, axes), gradient.to_local()
+            mesh, placements = gradient.device_mesh, gradient.placements
+            axes = tuple(i for i, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(i) > 1)
+            # What one rank has alone is summed as if FSDP2 had not got it: in one order, to the same bits.
+            key, gradient = (mesh, axes) if axes else key, gradient.to_local()
         if gradient is not None:
             squares.setdefault(key, []).append(gradient)
     total = torch.zeros((), device=device)  # a pipeline stage may have nothing that is trained
