@@ -385,12 +385,13 @@ def test_offloaded_weights_and_gradients_leave_the_device(optimizer):
     assert plan_memory(kept_run, 8, device="cpu") == plan_memory(moved_run, 8, device="cpu")
 
 
-def test_one_gpu_copies_the_layers_that_it_computes():
-    """FSDP2 does so on a single rank and in one type too, whether the weights are offloaded or not."""
+def test_one_gpu_copies_offloaded_layers_and_no_others():
+    """FSDP2 gets weights that lie in host memory, and no others on a single rank and in one type."""
     one_type = {"seq_len": 128, "mixed_precision_param": "float32"}
     runs = (one_type | {"parameter_offload": moves} for moves in (False, True))
     plain, offloaded = (plan_memory(_run(optimizer={"state_offload": "cpu"}, training=run), 1) for run in runs)
-    assert 0 < plain.gathered == offloaded.gathered < plain.weights + plain.gradients
+    two_types = plan_memory(_run(optimizer={"state_offload": "cpu"}, training={"seq_len": 128}), 1)
+    assert 0 < plain.gathered < two_types.gathered < offloaded.gathered < plain.weights + plain.gradients
 
 
 @pytest.mark.parametrize("keys", [{"ns_steps": 1}, {"name": "AdamW", "state_dtype": "8bit"}], ids=["Muon", "AdamW"])
