@@ -159,7 +159,7 @@ def config_of(shape: ModelShape, raw: Mapping[str, Any] | None, *, eos_ids: list
     """
     if shape.sliding_window is not None:
         raise UserError(
-            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: the file's models "
+            f"sliding_window = {shape.sliding_window} of [model] or of the last stage of text: GLM's models "
             "have none, so readers of the export would attend to all tokens; train without a window before exporting"
         )
     known = None if raw is None else shape_of(raw)
