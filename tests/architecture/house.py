@@ -85,7 +85,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("compute/model", 90, "latent attention of GLM-4.7-Flash; one FP32 tensor for all chunks of logits"),
     ("compute/optim", 12, "matrices of latent attention, head by head"),
     ("compute/parallelize", 228, "what checkpointed layers keep waits in host memory; latent attention over ranks"),
-    ("compute/distributed", 2, "a tensor that repeats its memory is made whole before it is pinned"),
+    ("compute/distributed", 4, "a tensor that repeats its memory is made whole; a norm of one order"),
     ("compat", 10, "modes of saved tensors that two versions of torch name differently"),
     ("run", 84, "numbers of latent attention; kept tensors one by one; parameters that FSDP2 does not get"),
     ("config", 146, "sizes and rules of latent attention; losses of preferences; activations in host memory"),
