@@ -1,6 +1,7 @@
 """The benchmark compares equal work, counts it correctly, and refuses to compare different work."""
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,11 +169,14 @@ def test_rounds_fit_into_a_minute_unless_they_are_stated(stated, seconds, total)
 def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys):
     file = tmp_path / "efficiencies.json"
     options = ["rates", "--flavor", "debug", "--tokens", "64", "--threads", "1", "--json", str(file)]
-    assert main(["benchmark", *options]) == 0
-    described = capsys.readouterr().out.splitlines()[0].partition("'")[2].rstrip("'")
-    measured = Efficiencies.read(file, Efficiencies())
+    for _ in range(4):
+        assert main(["benchmark", *options]) == 0
+        described = capsys.readouterr().out.splitlines()[0].partition("'")[2].rstrip("'")
+        # A share above 1 is refused: another program held the core while the peak was measured, and not afterwards.
+        with suppress(UserError):
+            measured = Efficiencies.read(file, Efficiencies())
+            break
     assert measured.source.startswith("CPU, debug, 64 tokens") and measured.launch_seconds > 0
-    # Without an upper bound: another program may hold the core while the peak is measured, and not afterwards.
     assert all(getattr(measured, name) > 0 for name in ("products", "experts", "attention"))
     debug = str(Path(__file__).parents[4] / "train_configs/debug.toml")
     assert main(["plan", "--config", debug, "--gpu", described, "--measured", str(file)]) == 0
