@@ -194,6 +194,7 @@ def _swiglu(part, prefix: str, width: str, group: str, **options) -> tuple[Param
 
 _QKV: dict[str, Any] = dict(group="attention", tensor_dim=0, fp8_family="self_attn[.][qkv]_proj", needs="has_key_heads")
 _LATENT: dict[str, Any] = dict(group="attention", needs="is_latent")
+_UP: dict[str, Any] = _LATENT | dict(tensor_dim=0)
 _DOWN: dict[str, Any] = _LATENT | dict(fp8_family="self_attn[.](q_a_proj|kv_a_proj_with_mqa)")
 _O: dict[str, Any] = dict(group="attention", tensor_dim=1, fp8_family="self_attn[.]o_proj")
 _EXPERT: dict[str, Any] = dict(is_expert=True, fp8_family="mlp[.]experts[.].*_proj")
@@ -220,26 +221,10 @@ PARAMETERS = (
     _bias("self_attn.v_proj.bias", "K"),
     _same("layer", "self_attn.q_a_proj.weight", "Q D", **_DOWN),
     _norm("layer", "self_attn.q_a_layernorm.weight", "Q", needs="is_latent"),
-    _same(
-        "layer",
-        "self_attn.q_b_proj.weight",
-        "H Q",
-        **_LATENT,
-        tensor_dim=0,
-        fp8_family="self_attn[.]q_b_proj",
-        head_rows="C",
-    ),
+    _same("layer", "self_attn.q_b_proj.weight", "H Q", **_UP, fp8_family="self_attn[.]q_b_proj", head_rows="C"),
     _same("layer", "self_attn.kv_a_proj_with_mqa.weight", "LR D", **_DOWN),
     _norm("layer", "self_attn.kv_a_layernorm.weight", "L", needs="is_latent"),
-    _same(
-        "layer",
-        "self_attn.kv_b_proj.weight",
-        "NC L",
-        **_LATENT,
-        tensor_dim=0,
-        fp8_family="self_attn[.]kv_b_proj",
-        head_rows="N C",
-    ),
+    _same("layer", "self_attn.kv_b_proj.weight", "NC L", **_UP, fp8_family="self_attn[.]kv_b_proj", head_rows="N C"),
     _same("layer", "self_attn.o_proj.weight", "D H", **_O),
     _norm("layer", "self_attn.q_norm.weight", "C", needs="use_qk_norm"),
     _norm("layer", "self_attn.k_norm.weight", "C", needs="use_qk_norm"),

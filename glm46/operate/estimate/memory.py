@@ -4,13 +4,12 @@ The formulas follow the allocations of FSDP2, our model and our optimizers, on t
 spread evenly over experts. Uneven routing needs more.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 from glm46.config.float8_layers import keeps_rounded_experts
@@ -302,8 +301,8 @@ class _Step:
 
     def _unsharded(self, parts: list[StagePart]) -> list[HeldRows]:
         """The parameters that this rank trains and FSDP2 does not get."""
-        rows = [each for each in held_rows(parts, self._shape, self._layout) if each.row.is_trained]
-        return [each for each in rows if (each.row.is_expert, True) in parts[0].unsharded]
+        rows = held_rows(parts, self._shape, self._layout)
+        return [each for each in rows if each.row.is_trained and parts[0].leaves_out(each.row)]
 
     def _trained(self, parts: list[StagePart]) -> int:
         """Elements of this rank's shards that have a gradient."""
@@ -399,7 +398,7 @@ class _Step:
             sizes = [*map(sum, layers), 0.0]
             freed += counts[part.index] * sum(sizes) - max(map(sum, pairwise(sizes)), default=0.0)
             if self._device == "gpu":
-                layers = [[1 << max(math.ceil(size) - 1, 0).bit_length() for size in tensors] for tensors in layers]
+                layers = [[1 << max(ceil(size) - 1, 0).bit_length() for size in tensors] for tensors in layers]
             held += counts[part.index] * sum(map(sum, layers))
         return freed, held
 

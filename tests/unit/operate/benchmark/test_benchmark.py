@@ -176,6 +176,8 @@ def test_measured_rates_are_what_the_planner_takes(tmp_path, capsys):
         with suppress(UserError):
             measured = Efficiencies.read(file, Efficiencies())
             break
+    else:
+        measured = Efficiencies.read(file, Efficiencies())
     assert measured.source.startswith("CPU, debug, 64 tokens") and measured.launch_seconds > 0
     assert all(getattr(measured, name) > 0 for name in ("products", "experts", "attention"))
     debug = str(Path(__file__).parents[4] / "train_configs/debug.toml")
