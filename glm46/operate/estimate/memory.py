@@ -302,7 +302,7 @@ class _Step:
     def _unsharded(self, parts: list[StagePart]) -> list[HeldRows]:
         """The parameters that this rank trains and FSDP2 does not get."""
         rows = held_rows(parts, self._shape, self._layout)
-        return [each for each in rows if each.row.is_trained and parts[0].leaves_out(each.row)]
+        return [each for each in rows if each.row.is_trained and (each.row.is_expert, True) in parts[0].unsharded]
 
     def _trained(self, parts: list[StagePart]) -> int:
         """Elements of this rank's shards that have a gradient."""

@@ -40,10 +40,6 @@ class StagePart:
     base_in_float8: bool = False
     """Frozen projections are stored in FP8."""
 
-    def leaves_out(self, row: Parameter) -> bool:
-        """True for a parameter that FSDP2 does not get."""
-        return (row.is_expert, row.is_trained) in self.unsharded
-
     @property
     def backward_from(self) -> int:
         """The first block that has a backward: a gradient comes in where adapters are, or from a stage before."""
@@ -167,7 +163,7 @@ def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpU
 
 def _sharded(rows: Sequence[Parameter], part: StagePart) -> list[Parameter]:
     """The parameters that FSDP2 gets."""
-    return [row for row in rows if row.optimizer and not part.leaves_out(row)]
+    return [row for row in rows if row.optimizer and (row.is_expert, row.is_trained) not in part.unsharded]
 
 
 def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:

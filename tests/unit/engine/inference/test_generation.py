@@ -379,10 +379,10 @@ def folders(tmp_path_factory):
 
 def test_greedy_tokens_equal_transformers_generate(folders):
     _, hf, model = folders
-    greedy_tokens_equal(AutoModelForCausalLM.from_pretrained(hf), model)
+    check_greedy_tokens(AutoModelForCausalLM.from_pretrained(hf), model)
 
 
-def greedy_tokens_equal(theirs, model):
+def check_greedy_tokens(theirs, model):
     """With and without drafts."""
     for prompt in PROMPTS[:2]:
         want = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -400,7 +400,7 @@ def test_greedy_tokens_of_flash_equal_transformers_generate(tmp_path):
     export_weights(tmp_path / "hf", model.shape, config, tensors, options=ExportOptions(dtype=torch.float32))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert type(theirs).__name__ == "Glm4MoeLiteForCausalLM"
-    greedy_tokens_equal(theirs, model)
+    check_greedy_tokens(theirs, model)
 
 
 @pytest.mark.parametrize("options", [[], ["--speculative"], ["--temperature", "0.9", "--top-p", "0.8"], ["--chat"]])
