@@ -82,7 +82,7 @@ def _recipe_parser() -> VerbParser:
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of the keys below")
     for key, field in TextRecipe.model_fields.items():
         meaning = " ".join(field.description.split()).replace("%", "%%")
-        is_list = key in ("input", "decontaminate", "pack_lengths")
+        is_list = key in ("input", "decontaminate")
         shape = {"nargs": "+", "action": "extend"} if is_list else {}
         parser.add_argument(f"--{key}", help=meaning, metavar="VALUE", **shape)
     return parser
@@ -90,8 +90,6 @@ def _recipe_parser() -> VerbParser:
 
 def _value(key: str, text: str | list[str]):
     """The value of a key of the recipe from its text; text that is not a number stays text and is refused later."""
-    if isinstance(text, list):
-        return [int(word) if key == "pack_lengths" and word.isdecimal() else word for word in text]
     if TextRecipe.model_fields[key].annotation in (int, float, int | None):
         try:
             return tomli.loads(f"value = {text}")["value"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.model import ModelShape, RopeScalingConfig
-from glm46.config.section import OF_TEXT, CountOrAll, LocalPath, Needs, Section
+from glm46.config.section import OF_TEXT, CountOrAll, LocalPath, Section
 from glm46.config.text_recipe import Recipe
 
 
@@ -77,10 +77,6 @@ class DataConfig(Section):
     """Mixtures, sequence lengths and attention by token count. Absent: one stage with training.seq_len and the weights
     of the sources."""
 
-    plan_folder: Annotated[LocalPath | None, Needs("sources[].packing", "best_fit")] = None
-    """Folder of the plans of best-fit packing. Absent: the folder of each source; if it is read-only, every process
-    makes its own plan."""
-
     document_mask: bool = False
     """Attend only within a document and restart positions at its first token. Labels never cross documents
     either way."""
@@ -88,9 +84,6 @@ class DataConfig(Section):
     num_workers: int = Field(0, ge=0)
     """Worker processes of the loader on each rank. 0 reads in the training process, which is fast enough for memory
     maps."""
-
-    prefetch_factor: Annotated[int, Needs("num_workers")] = Field(2, ge=1)
-    """Micro-batches that each worker reads ahead."""
 
     def stage_clocks(self, seq_len: int, clock: int) -> list[int]:
         """The tokens since the start of the curriculum at which each stage begins: after whole samples of the stages

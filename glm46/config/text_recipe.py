@@ -79,10 +79,6 @@ class Recipe(Section):
     """exact: keep the first of equal texts or conversations. near: also of similar ones, by MinHash over runs of
     tokens. Absent: near for text, exact for chats, which are similar where they share instructions and tools."""
 
-    deduplicate_memory_mb: int = Field(1024, ge=16)
-    """Memory in MB for finding duplicates, for any number of documents; less memory takes longer. The result does not
-    depend on it."""
-
     verify: Annotated[
         Literal["none", "python", "json", "c", "c++", "rust", "go", "javascript", "execute", "maths", "steps"], _TEXT
     ] = "none"
@@ -99,17 +95,8 @@ class Recipe(Section):
     """Files of evaluation text, read like ``input``; documents that share a run of 13 tokens with them are skipped."""
 
     fim_rate: Annotated[float, _TEXT] = Field(0.0, ge=0.0, le=1.0)
-    """Share of the documents rearranged for fill-in-the-middle (arXiv 2207.14255). For code."""
-
-    fim_spm_rate: Annotated[float, Needs("fim_rate")] = Field(0.5, ge=0.0, le=1.0)
-    """Share of the rearranged documents with the suffix first; the others begin with the prefix."""
-
-    pack_lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
-    """Row lengths to plan best-fit packing for during preparation. A run with another row length makes its plan when it
-    starts."""
-
-    processes: int | None = Field(None, ge=1)
-    """Worker processes. Absent: one per core. Each needs about 100 MB; the result does not depend on it."""
+    """Share of the documents rearranged for fill-in-the-middle (arXiv 2207.14255). For code. In half of
+    them the suffix is first; the others begin with the prefix."""
 
     @property
     def is_chat(self) -> bool:
@@ -127,6 +114,9 @@ class TextRecipe(Recipe):
 
     output: LocalPath = Field(min_length=1)
     """Folder to write; the ``path`` of a source in a training run."""
+
+    processes: int | None = Field(None, ge=1)
+    """Worker processes. Absent: one per core. Each needs about 100 MB; the result does not depend on it."""
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the source in its shards. Absent: the last part of ``output``."""

@@ -88,13 +88,13 @@ def plan_sources(plan: Plan, manifests: dict[str, Manifest]) -> list[SourcePlan]
                 rows[i][grid] = rows[i].get(grid, 0.0) + share / stage.seq_len
     plans = []
     for i, source in enumerate(sources):
-        manifest, folder = manifests[source.name], plan.config.data.plan_folder
+        manifest = manifests[source.name]
         split, epochs = manifest.splits["train"], 0.0
         for (seq_len, (low, high)), count in rows[i].items():
             if split.targets is None:
                 whole = full_rows(round(split.tokens * (high - low)), seq_len, depth)
             else:  # so few that their rows can be counted
-                whole = plan_of(manifest, seq_len, (low, high), Path(folder) if folder else None).rows
+                whole = plan_of(manifest, seq_len, (low, high)).rows
             epochs = max(epochs, count / whole if whole else float("inf"))
         plans.append(SourcePlan(source.name, tokens[i], epochs))
     return plans

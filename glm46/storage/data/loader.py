@@ -6,7 +6,6 @@ StatefulDataLoader provides worker processes and prefetching.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -62,8 +61,6 @@ class TrainSource(NamedTuple):
     weight: float
     """Share of the rows, which is also the share of the tokens."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
-    plan_folder: Path | None = None
-    """Folder of best-fit packing plans. None means the folder of the source."""
 
 
 class SampleSpan(NamedTuple):
@@ -99,7 +96,7 @@ class TrainStream(IterableDataset):
         for source in self.sources:
             tokens = open_tokens(source.manifest, "train", span.documents).length
             is_packed = source.packing == "best_fit"
-            plan = plan_of(source.manifest, layout.seq_len, span.documents, source.plan_folder) if is_packed else None
+            plan = plan_of(source.manifest, layout.seq_len, span.documents) if is_packed else None
             rows = full_rows(tokens, layout.seq_len, layout.mtp_depth) if plan is None else plan.rows
             if not rows:
                 short.append(
@@ -228,7 +225,7 @@ class TrainLoader(_BatchLoader):
 
 def build_train_loader(
     sources: Sequence[TrainSource], layout: BatchLayout, *, seed: int, start_sample: int, span: SampleSpan = WHOLE_RUN,
-    num_workers: int = 0, prefetch_factor: int = 2, begin_worker: Callable[[int], None] | None = None,
+    num_workers: int = 0, begin_worker: Callable[[int], None] | None = None,
 ) -> TrainLoader:  # fmt: skip
     """Build the endless training stream of one rank: a loader of dicts of tensors, as docs/data.md lists them. Raises
     UserError if a weight is invalid, or a source is shorter than one row.
@@ -236,12 +233,10 @@ def build_train_loader(
     Args:
         sources: at least one, with different names, which decide the order of samples.
         num_workers: processes that read ahead; 0 reads in this process.
-        prefetch_factor: micro-batches that each worker prefetches.
         begin_worker: called first in each worker, with its number.
     """
     stream = TrainStream(sources, seed, layout, start_sample, span)
-    prefetch = prefetch_factor if num_workers else None
-    return TrainLoader(stream, num_workers=num_workers, prefetch_factor=prefetch, worker_init_fn=begin_worker)
+    return TrainLoader(stream, num_workers=num_workers, worker_init_fn=begin_worker)
 
 
 def build_validation_loader(

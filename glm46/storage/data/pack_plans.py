@@ -1,8 +1,7 @@
 """Plans of best-fit packing on disk: the first process makes them, every process that reads rows maps them.
 
-A plan is a safetensors file ``packs-<row length>-<key>.safetensors`` in the folder of its source, or in
-``data.plan_folder``. The key is a hash of the shards, the range of documents and the row length. A damaged file is made
-again.
+A plan is a safetensors file ``packs-<row length>-<key>.safetensors`` in the folder of its source.
+The key is a hash of the shards, the range of documents and the row length. A damaged file is made again.
 """
 
 import errno
@@ -32,26 +31,21 @@ _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQ
 _HASHED_AT_LOAD_BYTES = 2**30
 
 
-def plan_of(
-    manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0, 1.0), folder: Path | None = None
-) -> PackPlan:
+def plan_of(manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0, 1.0)) -> PackPlan:
     """Return the packing plan of a source's training split, from disk where a folder can hold it.
 
     Args:
         share: the range of documents, as in `open_tokens`.
-        folder: folder of plans; None means the folder of the source.
     """
     try:
-        return keep_plan(manifest, seq_len, share, folder)
+        return keep_plan(manifest, seq_len, share)
     except OSError as error:
         if error.errno not in _NOT_WRITABLE:
             raise
     return concatenate(_groups(manifest, seq_len, share))
 
 
-def keep_plan(
-    manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0, 1.0), folder: Path | None = None
-) -> PackPlan:
+def keep_plan(manifest: Manifest, seq_len: int, share: tuple[float, float] = (0.0, 1.0)) -> PackPlan:
     """Return the same plan from its file, and make the file if it is missing or damaged.
 
     Any number of processes may call this at once: one makes the plan, the others wait and read it.
@@ -59,7 +53,7 @@ def keep_plan(
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    folder, key = folder or manifest.folder, _key(manifest, seq_len, share)
+    folder, key = manifest.folder, _key(manifest, seq_len, share)
     file = folder / f"packs-{seq_len}-{key[:16]}.safetensors"
     if (plan := _read(file, key)) is not None:
         return plan

@@ -34,6 +34,9 @@ _MAX_REPEATED_LINES = 0.3
 # In shorter texts a repeated line is no evidence.
 _MIN_LINES_FOR_REPEATS = 4
 
+# Share of the rearranged documents with the suffix first, as in the joint training of arXiv 2207.14255.
+_SUFFIX_FIRST = 0.5
+
 PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
 
 
@@ -141,7 +144,7 @@ def encode_document(text: str, digest: bytes, recipe: TextRecipe, tokenizer: Tok
     generator = random.Random(digest)
     if not recipe.fim_rate or generator.random() >= recipe.fim_rate:
         return tokenizer.encode(text)
-    suffix_first = generator.random() < recipe.fim_spm_rate
+    suffix_first = generator.random() < _SUFFIX_FIRST
     first, second = sorted((generator.randint(0, len(text)), generator.randint(0, len(text))))
     prefix, suffix = (PREFIX, text[:first]), (SUFFIX, text[second:])
     ordered = [*((suffix, prefix) if suffix_first else (prefix, suffix)), (MIDDLE, text[first:second])]

@@ -28,7 +28,6 @@ from glm46.storage.chats.chat_format import GLM_45, ChatFormat
 from glm46.storage.chats.chat_template import FORMAT_KEY, find_format, raise_for_source
 from glm46.storage.data.corpus import load_text
 from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest, save_manifest
-from glm46.storage.data.pack_plans import keep_plan
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.storage.prepare.compilers import require_compiler, verifier_version
 from glm46.storage.prepare.documents import require_fim_tokens
@@ -108,7 +107,6 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None], flavor: s
             require_recipe(manifest, recipe)
             raise_for_source(manifest, tokenizer)
             report(f"{recipe.output}: already prepared; remove the folder to make it again")
-            _plan_packs(recipe, manifest)
             return manifest
         require_compiler(recipe.verify)
         return _prepare(recipe, tokenizer, report)
@@ -142,9 +140,7 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
 
 def _settings(recipe: TextRecipe) -> dict:
     """Return the keys that decide the bytes of the shards. Texts and tokenizer are identified by hash instead."""
-    without_effect = {
-        "input", "output", "processes", "deduplicate_memory_mb", "max_bad", "tokenizer", "pack_lengths",
-    }  # fmt: skip
+    without_effect = {"input", "output", "processes", "max_bad", "tokenizer"}
     return recipe.model_dump(mode="json", exclude=without_effect) | {"deduplicate": recipe.duplicates}
 
 
@@ -201,7 +197,6 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
             noted=noted,
         )
     )  # fmt: skip
-    _plan_packs(recipe, load_manifest(partial, full=False))
     _publish(partial, output)
     if summary := tally.summary():
         report(summary)
@@ -217,12 +212,6 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     if train.targets is not None:
         report(describe_targets(train))
     return load_manifest(output)
-
-
-def _plan_packs(recipe: TextRecipe, manifest: Manifest) -> None:
-    """Make the packing plans of ``pack_lengths``."""
-    for length in recipe.pack_lengths if manifest.splits["train"].tokens else ():
-        keep_plan(manifest, length)
 
 
 def _make_parts(

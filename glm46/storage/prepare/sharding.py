@@ -15,6 +15,9 @@ from glm46.storage.prepare.tally import Tally
 # A shard is written when it reaches this size: 128 MiB on disk, and the memory that writing needs.
 SHARD_TOKENS = 2**25
 
+# Memory for finding duplicates, for any number of documents: less takes longer, and the result does not depend on it.
+DUPLICATES_BYTES = 10**9
+
 
 class SplitWriter:
     """Collects the documents of one split and writes a shard each time `SHARD_TOKENS` is reached.
@@ -70,8 +73,7 @@ def write_splits(
         metadata: for the header of each shard.
         tally: counts the duplicates, and the conversations or preferences.
     """
-    memory = recipe.deduplicate_memory_mb * 10**6
-    duplicates = Duplicates(pieces, memory, pieces[0].parent if pieces else folder)
+    duplicates = Duplicates(pieces, DUPLICATES_BYTES, pieces[0].parent if pieces else folder)
     names = ("train", "validation")
     writers = {name: SplitWriter(folder, name, metadata, is_chat=recipe.is_chat) for name in names}
     for piece in pieces:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from glm46.compute.distributed.mesh import Cluster
 from glm46.engine.reliability.workers import begin_worker, starting_workers
@@ -62,11 +61,10 @@ class DataStream:
         chosen = [i for i, weight in enumerate(stage.weights) if weight > 0]
         before = rows_before(plan, self._manifests, stage, progress.read_before)
         sources = [config.data.sources[i] for i in chosen]
-        folder = Path(config.data.plan_folder) if config.data.plan_folder is not None else None
         with starting_workers():
             self._loader = iter(
                 build_train_loader(
-                    [TrainSource(s.name, self._manifests[s.name], stage.weights[i], s.packing, folder)
+                    [TrainSource(s.name, self._manifests[s.name], stage.weights[i], s.packing)
                      for i, s in zip(chosen, sources, strict=True)],
                     BatchLayout(
                         seq_len=stage.seq_len,
@@ -79,7 +77,6 @@ class DataStream:
                     seed=config.debug.seed,
                     start_sample=progress.samples,
                     num_workers=config.data.num_workers,
-                    prefetch_factor=config.data.prefetch_factor,
                     span=SampleSpan(stage.first, stage.stop, tuple(before[i] for i in chosen), stage.documents),
                     begin_worker=begin_worker,
                 )

@@ -32,7 +32,6 @@ def loader(root, *, rank=0, degree=1, rows=1, start=0, workers=0, mask=True, seq
     return build_train_loader(
         [TrainSource(name, load_manifest(root / name), weight) for name, weight in (("a", 0.7), ("b", 0.3))],
         BatchLayout(seq_len, depth, rows, rank, degree, mask), seed=seed, start_sample=start, num_workers=workers,
-        prefetch_factor=2,
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm46.cli import main
 from glm46.storage.data import best_fit, pack_plans
 from glm46.storage.data.best_fit import concatenate, plan_groups
 from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
@@ -56,8 +55,8 @@ def test_groups_do_not_depend_on_the_blocks_that_documents_come_in(lengths, grou
 
 @pytest.mark.parametrize("share", [(0.0, 1.0), (0.25, 0.75)])
 def test_the_stream_is_the_same_with_and_without_a_file(source, monkeypatch, tmp_path, share):
-    def batches(folder=None):
-        chosen = [TrainSource("s", load_manifest(source), 1.0, "best_fit", folder)]
+    def batches():
+        chosen = [TrainSource("s", load_manifest(source), 1.0, "best_fit")]
         layout = BatchLayout(64, 1, 2, 0, 1, True)
         loader = build_train_loader(chosen, layout, seed=3, start_sample=5, span=SampleSpan(documents=share))
         return [batch for batch, _ in zip(loader, range(40), strict=False)]
@@ -68,8 +67,6 @@ def test_the_stream_is_the_same_with_and_without_a_file(source, monkeypatch, tmp
     assert not list(source.glob("packs-*"))
     made = batches()
     (file,) = source.glob("packs-64-*.safetensors")
-    batches(tmp_path / "plans")
-    assert [f.name for f in (tmp_path / "plans").glob("packs*")] == [file.name]
     with monkeypatch.context() as patch:
         patch.setattr(pack_plans, "plan_groups", never)
         read = batches()
@@ -139,18 +136,3 @@ def test_of_many_processes_one_plans(source, tmp_path):
     assert [run.returncode for run in runs] == [0] * 4
     assert sorted(map(len, outputs)) == [1, 1, 1, 2]
     assert {output[-1] for output in outputs} == {pack_plans._hash(planned(source, 64))}
-
-
-def test_prepare_plans_the_lengths_that_a_recipe_names(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("some words of text " * 50)
-    command = ["prepare", "--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--held_out", "0"]
-    assert main([*command, "--processes", "1", "--pack_lengths", "64", "128"]) == 0
-    assert sorted(f.name.split("-")[1] for f in (tmp_path / "out").glob("packs-*")) == ["128", "64"]
-    # The folder may lie elsewhere now; the plans go with it. A length that is missing is added.
-    (tmp_path / "out").rename(tmp_path / "moved")
-    command[4] = str(tmp_path / "moved")
-    assert main([*command, "--name", "out", "--pack_lengths", "32"]) == 0
-    assert len(list((tmp_path / "moved").glob("packs-*"))) == 3
-    monkeypatch.setattr(pack_plans, "plan_groups", never)
-    assert equal(plan_of(load_manifest(tmp_path / "moved"), 128), planned(tmp_path / "moved", 128))
-    assert main([*command, "--name", "out", "--pack_lengths", "1"]) == 2

@@ -274,7 +274,7 @@ def test_a_run_keeps_the_ids_that_were_stated_and_resumes_with_another_cache(
         places.append(tmp_path / machine / "models--owner--name/snapshots/c1")
         places[-1].mkdir(parents=True)
         shutil.copy(BUILTIN_PATH, places[-1] / "t.tiktoken")
-    config = small_config(source, tmp_path / "out", job={"print_config": True}, checkpoint={"interval": 1})
+    config = small_config(source, tmp_path / "out", checkpoint={"interval": 1})
     (tmp_path / "run.toml").write_text(dump_config(config).replace('"builtin"', f'"{HF}@main"'))
     for place, steps in zip(places, (1, 2), strict=False):
         command = ["train", "--config", str(tmp_path / "run.toml"), "--training.steps", str(steps)]

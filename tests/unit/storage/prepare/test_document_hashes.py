@@ -167,8 +167,9 @@ def test_fill_in_the_middle_keeps_every_character():
 
 def test_fill_in_the_middle_happens_as_often_as_asked():
     rng = random.Random(1)
-    outs = [rearranged("abcdef", rng.randbytes(16), fim_rate=0.3, fim_spm_rate=1.0) for _ in range(2_000)]
+    outs = [rearranged("abcdef", rng.randbytes(16), fim_rate=0.3) for _ in range(2_000)]
     changed = [out for out in outs if out != "abcdef"]
     # The standard deviation of the count is 20.
     assert abs(len(changed) - 600) < 100
-    assert all(out.startswith(SUFFIX) for out in changed)
+    # Half of them with the suffix first; the standard deviation is 12.
+    assert abs(sum(out.startswith(SUFFIX) for out in changed) - 300) < 60

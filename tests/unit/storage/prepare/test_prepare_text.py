@@ -116,6 +116,7 @@ def test_neither_the_memory_for_duplicates_nor_interruptions_change_a_byte(folde
     assert roomy.dropped["near duplicate"] > 20 and roomy.dropped["exact duplicate"] > 100
     # Memory for a few keys: they are read many times.
     monkeypatch.setattr(duplicates, "_KEY_BYTES", 10**6)
+    monkeypatch.setattr(sharding, "DUPLICATES_BYTES", 16 * 10**6)
     read, calls = sharding.map_arrays, []
     for stop in (3, 40, 300):
 
@@ -128,11 +129,11 @@ def test_neither_the_memory_for_duplicates_nor_interruptions_change_a_byte(folde
         for module in (sharding, duplicates):
             monkeypatch.setattr(module, "map_arrays", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            prepare(tmp_path, "tight", name="s", deduplicate_memory_mb=16)
+            prepare(tmp_path, "tight", name="s")
         calls.clear()
     for module in (sharding, duplicates):
         monkeypatch.setattr(module, "map_arrays", read)
-    tight = prepare(tmp_path, "tight", name="s", deduplicate_memory_mb=16)
+    tight = prepare(tmp_path, "tight", name="s")
     assert (tight.splits, tight.dropped) == (roomy.splits, roomy.dropped)
     assert sorted(f.name for f in (tmp_path / "tight").iterdir()) == ["manifest.json", "train-00000.safetensors"]
 
@@ -167,10 +168,9 @@ def test_an_option_of_many_values_may_be_repeated(folder, tmp_path, capsys):
     write_lines(folder / "a.jsonl", ["of a"])
     write_lines(folder / "b.jsonl", ["of b"])
     command = ["prepare", "--input", str(folder / "a.jsonl"), "--input", str(folder / "b.jsonl")]
-    command += ["--pack_lengths", "8", "--pack_lengths", "16", "--held_out", "0", "--output", str(tmp_path / "out")]
+    command += ["--held_out", "0", "--output", str(tmp_path / "out")]
     assert main(command) == 0, capsys.readouterr().err
     assert texts_of(load_manifest(tmp_path / "out")) == ["of a", "of b"]
-    assert "16" in " ".join(path.name for path in (tmp_path / "out").rglob("*"))
 
 
 def test_a_source_without_a_document_to_train_on_is_refused(folder, tmp_path):
