@@ -18,19 +18,14 @@ _LEVELS = ("token", "sequence", "geometric")
 class ClipConfig(Section):
     """[rl.clip]: how far the ratio of new to old policy may lead. Absent keys are those of the preset."""
 
-    kind: Literal["ppo", "cispo", "tv"] | None = None
-    """ppo: the smaller gain of the ratio and the clipped ratio. cispo: the clipped ratio is a constant weight of the
-    log-probability, so that no token loses its gradient (arXiv 2506.13585). tv: the ratio is not clipped; a token whose
-    probability has already moved by more than the bounds in the direction of its advantage has no gradient."""
-
     low: float | None = Field(None, ge=0.0)
-    """ppo, cispo: the ratio is clipped below 1 - low; from 1 on no bound. tv: largest fall of a probability."""
+    """The ratio is clipped below 1 - low; from 1 on no bound. algorithm = "tv": largest fall of a probability."""
 
     high: float | None = Field(None, ge=0.0)
-    """ppo, cispo: the ratio is clipped above 1 + high. tv: largest rise of a probability."""
+    """The ratio is clipped above 1 + high. algorithm = "tv": largest rise of a probability."""
 
     dual: float = Field(0.0, ge=0.0)
-    """ppo: with a negative advantage A the loss of a token is at most -dual * A (arXiv 1912.09729); 0: no bound."""
+    """With a negative advantage A the loss of a token is at most -dual * A (arXiv 1912.09729); 0: no bound."""
 
 
 class KLConfig(Section):
@@ -102,9 +97,6 @@ class ReferenceConfig(Section):
 class CriticConfig(Section):
     """[rl.critic]: the value network of algorithms with advantage = "gae"."""
 
-    value_clip: float = Field(0.2, ge=0.0)
-    """The loss counts no approach to the return beyond this distance from the old value; 0: no bound."""
-
     lr: float | None = Field(None, gt=0.0)
     """Peak learning rate. Absent: optimizer.lr."""
 
@@ -167,9 +159,6 @@ class RLConfig(Section):
     leave_one_out: reward - mean of the others of its group; returns: sum of the later rewards of the tokens; gae:
     generalised advantage estimation with a critic. Absent: that of the preset."""
 
-    whiten: bool | None = None
-    """Give the advantages of all tokens of a rollout the mean 0 and the deviation 1. Absent: that of the preset."""
-
     gamma: Annotated[float | None, Needs("advantage", ("returns", "gae"))] = Field(None, ge=0.0, le=1.0)
     """Discount per token, for advantage = "returns" or "gae". Absent: that of the preset."""
 
@@ -231,6 +220,11 @@ class RLConfig(Section):
 class ResolvedClip(ClipConfig):
     """[rl.clip] with the keys of the preset."""
 
+    kind: Literal["ppo", "cispo", "tv"]
+    """ppo: the smaller gain of the ratio and the clipped ratio. cispo: the clipped ratio is a constant weight of the
+    log-probability, so that no token loses its gradient (arXiv 2506.13585). tv: the ratio is not clipped; a token whose
+    probability has already moved by more than the bounds in the direction of its advantage has no gradient."""
+
     low: float
     high: float
 
@@ -243,6 +237,9 @@ class ResolvedKL(KLConfig):
 
 class ResolvedRL(RLConfig):
     """[rl] with the keys of the preset."""
+
+    whiten: bool
+    """Advantages of all tokens of a rollout get the mean 0 and the deviation 1."""
 
     clip: ResolvedClip
     kl: ResolvedKL

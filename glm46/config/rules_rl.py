@@ -37,9 +37,7 @@ def ratio_fits_its_clip(algorithm: ResolvedRL) -> Faults:
     ratio, clip = algorithm.ratio, algorithm.clip
     if clip.kind == "tv":
         if ratio == "sequence":
-            yield fault(
-                '`rl.ratio`, `rl.clip.kind`: the bounds of "tv" are on probabilities of tokens; set rl.ratio = "token"'
-            )
+            yield fault('`rl.ratio`, `rl.algorithm`: its bounds are on probabilities of tokens; set rl.ratio = "token"')
         return
     # From 1 on there is no lower bound.
     for key, value in (("high", clip.high), *([("low", clip.low)] if clip.low < 1 else [])):
@@ -51,7 +49,9 @@ def ratio_fits_its_clip(algorithm: ResolvedRL) -> Faults:
             continue
         yield fault(f"`rl.clip.{key}`, `rl.ratio`: {remedy}")
     if clip.dual and (clip.kind != "ppo" or clip.dual <= 1 + clip.high):
-        yield fault('`rl.clip.dual`: must be above 1 + rl.clip.high, with `rl.clip.kind` "ppo"; take 3.0, or remove it')
+        yield fault(
+            "`rl.clip.dual`: must be above 1 + rl.clip.high, and is not of `rl.algorithm` cispo; take 3.0, or remove it"
+        )
 
 
 @rule

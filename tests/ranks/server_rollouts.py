@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.process import join, leave
 from glm46.config.rollout import RolloutConfig
-from glm46.tasks.rl.rollout import first_rank, server_pool
+from glm46.tasks.rl.rollout import first_rank, server_engine, server_pool
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
@@ -70,8 +70,8 @@ def generate(rank: int, folder: Path) -> dict:
         max_new_tokens=6,
         urls=[f"http://127.0.0.1:{port.item()}"],
         deadline_seconds=DEADLINE,
-        restart_seconds=0.0,
     )
+    server_engine._RESTART_SECONDS = 0.0
     engine = ServerEngine(
         config,
         folder=folder,
@@ -129,8 +129,9 @@ def generate(rank: int, folder: Path) -> dict:
     engine.close()
     if rank == 0:
         stub = StubServer(port=port.item())
+    server_engine._RESTART_SECONDS = 20.0
     sent = ServerEngine(
-        config.model_copy(update={"weights": "broadcast", "restart_seconds": 20.0}),
+        config.model_copy(update={"weights": "broadcast"}),
         folder=folder,
         policy=ServedPolicy(export, tensors, score, routed_score, changed),
         prompts=PROMPTS,

@@ -78,8 +78,7 @@ def config_of(base: Path, name: str, port: int, *, steps: int, **rollout):
             "rewards": [{"name": "tests.ranks.brightness:brightness"}],
         },
         rollout={
-            "kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "max_new_tokens": 12, "restart_seconds": 30.0,
-            "temperature": 0.7,
+            "kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "max_new_tokens": 12, "temperature": 0.7,
         } | rollout,
         training={"steps": steps, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
         moe={"sequence_aux_loss_weight": 0.0},

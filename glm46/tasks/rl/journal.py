@@ -28,18 +28,15 @@ from glm46.tasks.rl.stepping import steps_per_rollout
 
 _NOT_OF_ROLLOUTS = {
     **dict.fromkeys(
-        (
-            "job", "metrics", "comm", "checkpoint", "profiling", "parallelism", "activation_checkpoint", "compile",
-            "validation", "inference",
-        ),
-        True,
+        ("job", "metrics", "comm", "checkpoint", "profiling", "parallelism", "activation_checkpoint", "compile",
+         "validation", "inference"), True,
     ),
     "rl": {"stop", "validation", "reference_offload"},
-    "training": {"steps", "tokens", "local_batch_size", "gc_freq"},
+    "training": {"steps", "tokens", "local_batch_size"},
     "rollout": {
-        "keep_latest_k", "speculative", "max_num_seqs", "tensor_parallel_degree", "pipeline_parallel_degree",
-        "expert_parallel_degree", "max_staleness", "urls", "launch", "weights", "weights_folder", "send_adapters",
-        "deadline_seconds", "restart_seconds",
+        "keep_latest_k", "speculative", "max_num_seqs", "tensor_parallel_degree", "pipeline_parallel_degree", "urls",
+        "expert_parallel_degree", "max_staleness", "launch", "weights", "weights_folder", "send_adapters",
+        "deadline_seconds",
     },
 }  # fmt: skip
 """Sections and keys that do not decide what is generated, up to rounding. Samples that are too old are known by their

@@ -34,6 +34,7 @@ from glm46.tasks.rl.policy_loss import (
 
 _FAR = 2.0
 """A ratio beyond this or its inverse counts in ``ratio_far``."""
+_VALUE_CLIP = 0.2  # of the approach of a value to its return, as in slime
 
 
 def critic_plan(plan: Plan) -> Plan:
@@ -239,14 +240,14 @@ class ValueLoss:
     fields = ("old_values", "returns", "sample_tokens")
 
     def __init__(self, network: Network, config: ResolvedRL):
-        self._network, self._clip = network, config.critic.value_clip
+        self._network = network
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
         return {"targets": count_targets(micro_batches, 0)["targets"]}
 
     def _losses(self, values: Tensor, batch: Batch) -> TokenLosses:
-        losses = value_loss(values, batch["old_values"], batch["returns"], self._clip)
+        losses = value_loss(values, batch["old_values"], batch["returns"], _VALUE_CLIP)
         is_token = batch["sample_tokens"] > 0
         return TokenLosses(losses.loss * is_token, losses.is_clipped & is_token)
 

@@ -51,7 +51,7 @@ BAD = {
     "bounds without rejection": (
         "correction.reject_high = 3.0", ["rl.correction.reject_high = 3.0", "rl.correction.reject_level"],
     ),
-    "a critic without values": ("critic.value_clip = 0.1", ["[rl.critic]", '"gae"', "remove [rl.critic]"]),
+    "a critic without values": ("critic.lr = 0.1", ["[rl.critic]", '"gae"', "remove [rl.critic]"]),
     "a discount without later tokens": ("gamma = 0.9", ["rl.gamma = 0.9", '"returns" or "gae"']),
     "a teacher that is the policy": (
         'algorithm = "distillation"', ['rl.algorithm = "distillation"', "[rl.reference]", "load_path"],

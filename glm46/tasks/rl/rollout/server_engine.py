@@ -27,6 +27,8 @@ VERSION_FILE = "version.json"
 """In a folder of weights: its version, and length and SHA-256 of each of its files."""
 
 _HASHED_AT_ONCE = 8
+_RESTART_SECONDS = 300.0
+"""Longest wait for a server to come back when none is left: a start with the weights of a large model."""
 _PROBES, _FIRST, _LONGEST = 4, 8, 256
 """Prompts of the probe, completions that a server generates before all others, and tokens of each."""
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
@@ -74,7 +76,7 @@ class ServerEngine:
             longest=max(map(len, prompts)) + config.max_new_tokens,
             most_running=config.samples_at_once,
             deadline=config.deadline_seconds,
-            restart=config.restart_seconds,
+            restart=_RESTART_SECONDS,
             say=say,
             still_starting=self._launched.require_running,
         )

@@ -220,8 +220,8 @@ class ServerPool:
             if time.monotonic() > end:
                 reasons = "; ".join(f"{state.server.url}: {state.lost}" for state in self._states)
                 raise EngineError(
-                    f"rollout.urls: no server is left, and none came back within {self._restart:g} s "
-                    f"(rollout.restart_seconds): {reasons}. Start them again, then start this run again: it goes on "
+                    f"rollout.urls: no server is left, and none came back within {self._restart:g} s: "
+                    f"{reasons}. Start them again, then start this run again: it goes on "
                     "from its last checkpoint"
                 )
             self._still_starting()

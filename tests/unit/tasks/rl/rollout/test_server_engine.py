@@ -45,11 +45,12 @@ class Policy:
         self.version = before
 
 
-def test_folder_that_a_server_was_started_with_stays_until_it_draws(stubs, tmp_path):
+def test_folder_that_a_server_was_started_with_stays_until_it_draws(stubs, monkeypatch, tmp_path):
     """It reads the weights when its imports are done, some updates after its start."""
+    monkeypatch.setattr(server_engine, "_RESTART_SECONDS", 0.2)
     policy, lines = Policy(), []
     config = RolloutConfig(
-        kind="vllm", urls=[stub.url for stub in stubs], max_new_tokens=6, restart_seconds=0.2,
+        kind="vllm", urls=[stub.url for stub in stubs], max_new_tokens=6,
         launch=[sys.executable, "-c", "import time; time.sleep(60)", "{folder}", "{port}"],
     )  # fmt: skip
     served = ServedPolicy(policy.export, None, policy.score, None, policy.changed)

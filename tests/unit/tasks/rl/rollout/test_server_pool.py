@@ -181,7 +181,7 @@ def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs, ki
     with pytest.raises(EngineError) as error:
         pool.generate(REQUESTS, RULES)
     assert all(stub.url in str(error.value) for stub in stubs)
-    assert "rollout.urls" in str(error.value) and "rollout.restart_seconds" in str(error.value)
+    assert "rollout.urls" in str(error.value) and "within 0.2 s" in str(error.value)
 
 
 @pytest.mark.parametrize("fault", ["stale", "half"])
