@@ -60,12 +60,6 @@ class CheckpointConfig(Section):
     """Load only weights and expert biases from initial_load_path. Otherwise also the optimizer's states, and text that
     the earlier phase has read is not read again. The clock begins at lr_scheduler.start_tokens in both cases."""
 
-    initial_load_include: Annotated[
-        tuple[str, ...], Needs("initial_load_path"), Needs("initial_load_in_hf", False)
-    ] = ()
-    """Load only names that match these patterns (``model.layers.*``); ``checkpoint show`` lists the names. The
-    optimizer state of a weight is loaded with it. Absent: everything."""
-
     initial_load_exclude: Annotated[
         tuple[str, ...], Needs("initial_load_path"), Needs("initial_load_in_hf", False)
     ] = ()
@@ -102,21 +96,11 @@ class MetricsConfig(Section):
     prometheus_address: Annotated[str, Needs("prometheus_port")] = "127.0.0.1"
     """Address of the endpoint. The default can be reached from this machine alone; 0.0.0.0 from everywhere."""
 
-    prometheus_tls_certificate: Annotated[LocalPath | None, Needs("prometheus_tls_key")] = None
-    """PEM file of the certificate with which the endpoint speaks HTTPS. Absent: HTTP."""
-
-    prometheus_tls_key: Annotated[LocalPath | None, Needs("prometheus_tls_certificate"), Needs("prometheus_port")] = (
-        None
-    )
-    """PEM file of the key of this certificate."""
-
     prometheus_sd_folder: Annotated[LocalPath, Needs("prometheus_port")] = "outputs/monitoring/targets"
     """Folder of a file for each run that exports metrics, by which Prometheus finds it (``file_sd_configs``); it is
     the one that scripts/setup_monitoring.sh reads."""
 
     tracker: TrackerName | None = None
     """Send the rows to Weights & Biases (``wandb``) or MLflow (``mlflow``) too; the package must be installed. Its own
-    variables say where: WANDB_MODE=offline, MLFLOW_TRACKING_URI. A restart continues the run there."""
-
-    tracker_project: Annotated[str, Needs("tracker")] = Field("glm46", min_length=1)
-    """Project of Weights & Biases, or experiment of MLflow."""
+    variables say where: WANDB_PROJECT, WANDB_MODE, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_URI. A
+    restart continues the run there."""

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from glm46.config.section import Needs, Section
 
 
@@ -20,9 +18,6 @@ class Float8Config(Section):
 
     filter_fqns: Annotated[tuple[str, ...], Needs("recipe_name")] = ()
     """Linear layers that are not converted: those with one of these texts in their name, such as "k_proj" or "mtp."."""
-
-    filter_min_features: Annotated[int, Needs("recipe_name")] = Field(0, ge=0)
-    """Linear layers that are not converted: those with fewer inputs or outputs on a rank than this."""
 
     enable_fsdp_float8_all_gather: Annotated[bool, Needs("recipe_name", "tensorwise")] = False
     """Gather the weights of converted linear layers in FP8: half the bytes of BF16. Only tensorwise has one scale for

@@ -70,8 +70,6 @@ def linear_layers(shape: ModelShape, float8: Float8Config, tp: int = 1) -> Itera
 
     for name, (outputs, inputs) in layers():
         excluded_by = next((f"filter_fqns {show(part)}" for part in float8.filter_fqns if part in name), None)
-        if excluded_by is None and min(outputs, inputs) < float8.filter_min_features:
-            excluded_by = f"filter_min_features = {float8.filter_min_features}"
         yield LinearLayer(name, outputs, inputs, excluded_by)
 
 
@@ -106,18 +104,16 @@ def filters_leave_something(config: RunConfig, shape: ModelShape) -> Faults:
     if float8.recipe_name is None:
         return
     layers = list(linear_layers(shape, float8, config.parallelism.tensor_parallel_degree))
-    keys = ("float8.filter_fqns", "float8.filter_min_features")
     for part in float8.filter_fqns:
         if not any(part in layer.name for layer in layers):
             kinds = ", ".join(dict.fromkeys(layer.name.rpartition(".")[2] for layer in layers))
             yield fault(
                 f"float8.filter_fqns = {show(part)}: no linear layer has this in its name, such as {layers[-1].name}; "
-                f"take a part of such a name ({kinds}), or remove it", keys[0],
+                f"take a part of such a name ({kinds}), or remove it", "float8.filter_fqns",
             )  # fmt: skip
     if all(layer.excluded_by for layer in layers):
-        key = keys[0] if float8.filter_fqns else keys[1]
         count = counted(len(layers), "linear layer")
-        yield fault(f"`{key}`: excludes all {count}; exclude fewer, or remove float8.recipe_name", *keys)
+        yield fault(f"`float8.filter_fqns`: excludes all {count}; exclude fewer, or remove float8.recipe_name")
 
 
 @rule

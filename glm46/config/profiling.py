@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, Section
+from glm46.config.section import Section
 
 
 class ProfilingConfig(Section):
@@ -13,26 +13,17 @@ class ProfilingConfig(Section):
 
     enable_profiling: bool = False
     """Record a trace in Chrome's format at every ``profile_freq``-th step, and a table of time and FLOPs by kind of
-    module."""
-
-    save_traces_folder: LocalPath = "profile_traces"
-    """Folder of the traces under job.dump_folder; those of step N are in ``step-00000N``."""
+    module, in ``profile_traces/step-00000N`` under job.dump_folder."""
 
     profile_freq: int = Field(100, ge=1)
     """Steps between two traces, and between two memory snapshots; step N is recorded if N is a multiple of it."""
 
-    profiler_active: int = Field(1, ge=1)
-    """Consecutive steps in a trace; the last one is the multiple of ``profile_freq``, or they follow a request."""
-
     profiler_warmup: int = Field(3, ge=0)
-    """Steps before these in which the profiler runs and drops what it records: its first steps are slow."""
+    """Steps before it in which the profiler runs and drops what it records: its first steps are slow."""
 
     enable_memory_snapshot: bool = False
-    """Record the allocations of the GPU, and write them at every ``profile_freq``-th step and when its memory is full;
-    pytorch.org/memory_viz shows them. Needs a GPU."""
-
-    save_memory_snapshot_folder: LocalPath = "memory_snapshot"
-    """Folder of the memory snapshots under job.dump_folder."""
+    """Record the allocations of the GPU, and write them at every ``profile_freq``-th step and when its memory is full,
+    in ``memory_snapshot`` under job.dump_folder; pytorch.org/memory_viz shows them. Needs a GPU."""
 
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
     """Ranks that record. A trace of a large model has hundreds of MB, so few ranks."""

@@ -18,9 +18,9 @@ def base_is_loaded_whole(config: RunConfig, adapter: AdapterConfig) -> Faults:
             "`checkpoint.initial_load_path`: required by `adapter`, but absent; name the checkpoint or the Hugging "
             "Face folder (with checkpoint.initial_load_in_hf = true) of the base"
         )
-    for name in ("checkpoint.initial_load_include", "checkpoint.initial_load_exclude"):
-        if getattr(config.checkpoint, name.partition(".")[2]):
-            yield fault(f"`{name}`: is not possible under `adapter`, whose base is loaded whole; remove {name}")
+    if config.checkpoint.initial_load_exclude:
+        name = "checkpoint.initial_load_exclude"
+        yield fault(f"`{name}`: is not possible under `adapter`, whose base is loaded whole; remove {name}")
 
 
 @rule

@@ -52,9 +52,8 @@ def reference_is_the_start(config: RunConfig, preference: PreferenceConfig) -> F
             f"{key}: absent, but the reference of `finetune.preference` is read from it at every start, "
             "checkpoint.load_path or not; name the weights that the first start had", key,
         )  # fmt: skip
-    for name in ("checkpoint.initial_load_include", "checkpoint.initial_load_exclude"):
-        if getattr(checkpoint, name.partition(".")[2]):
-            yield fault(
-                f"`{name}`: not possible under `finetune.preference`, whose policy begins as its reference; remove "
-                f"{name}"
-            )
+    if checkpoint.initial_load_exclude:
+        name = "checkpoint.initial_load_exclude"
+        yield fault(
+            f"`{name}`: not possible under `finetune.preference`, whose policy begins as its reference; remove {name}"
+        )

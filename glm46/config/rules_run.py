@@ -167,11 +167,11 @@ def events_have_a_folder_of_their_own(config: RunConfig) -> Faults:
 def recorded_steps_fit_between_profiles(config: RunConfig) -> Faults:
     """A profile with its warm-up ends before the next one begins."""
     profiling = config.profiling
-    needed = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.enable_profiling and needed > profiling.profile_freq:
+    if profiling.enable_profiling and profiling.profiler_warmup >= profiling.profile_freq:
+        needed = profiling.profiler_warmup + 1
         yield fault(
-            f"`profiling.profile_freq`: must be at least profiling.profiler_warmup + profiling.profiler_active = "
-            f"{needed}; raise it, or lower one of them", "profiling.profiler_warmup", "profiling.profiler_active",
+            f"`profiling.profile_freq`: must be at least profiling.profiler_warmup + 1 = {needed}; raise it, or lower "
+            "the warm-up", "profiling.profiler_warmup",
         )  # fmt: skip
 
 

@@ -41,9 +41,6 @@ class JobConfig(Section):
     description: str = "glm46 training"
     """One line that is printed at the start and written to the logs."""
 
-    print_config: bool = False
-    """Print the resolved configuration, defaults included, at the start."""
-
 
 _ANSWERS = ", which shows answers to messages: move the text to finetune.samples"
 

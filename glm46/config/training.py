@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import OF_TEXT, CountOrAll, LocalPath, Needs, Schedule, Section
+from glm46.config.section import OF_TEXT, CountOrAll, Needs, Schedule, Section
 
 _SAME_SAMPLES = Needs("rl", absent=", whose weights would generate the same samples again")
 
@@ -40,9 +40,6 @@ class TrainingConfig(Section):
     """A step is skipped if its loss, or the logarithm of its gradient norm, is more than this many robust deviations
     above the median of the last good steps; 0 switches it off."""
 
-    spike_window: Annotated[int, Needs("spike_sigmas")] = Field(128, ge=16)
-    """Good steps in the median; no step is a spike before half as many good steps."""
-
     max_rollbacks: Annotated[int, Needs("checkpoint.enable"), _SAME_SAMPLES] = Field(0, ge=0)
     """Number of times that the run may go back to the last checkpoint before such a series of skipped steps and skip
     their samples; 0 stops instead."""
@@ -60,33 +57,21 @@ class TrainingConfig(Section):
     """Sharded weights and their gradients stay in host memory (pinned beside a GPU). FSDP2 copies the weights of a
     layer to the device to compute it, Muon the gradients; AdamW updates on the CPU."""
 
-    gc_freq: int = Field(50, ge=1)
-    """Steps between two collections of Python garbage, on all ranks at the same step so that no rank delays the
-    others."""
-
-
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-
 
 class ValidationTaskConfig(Section):
     """[[validation.tasks]]: what a validation measures beside the loss."""
 
     kind: Literal["position", "needle", "standard"]
     """position: loss by position in long held-out documents. needle: how often the model repeats a sentence that it
-    read at some depth of a long held-out text. standard: tasks of lm-eval (docs/evaluation.md)."""
+    read at the begin, in the middle or at the end of a long held-out text. standard: tasks of lm-eval
+    (docs/evaluation.md)."""
 
     lengths: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Needs("kind", ("position", "needle"))] = ()
     """Tokens per row, also beyond training.seq_len, at most model.max_position_embeddings. position takes the longest
     one that a held-out document has; needle measures each. Required for both."""
 
-    depths: Annotated[tuple[Share, ...], Needs("kind", "needle")] = Field((0.0, 0.5, 1.0), min_length=1)
-    """Places of the sentence in the text before the question, as shares of it: 0 is its begin."""
-
     names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Needs("kind", "standard")] = ()
-    """Tasks of lm-eval, of this package and of ``task_folders`` by name, and task files. Required for standard."""
-
-    task_folders: Annotated[tuple[LocalPath, ...], Needs("kind", "standard")] = ()
-    """Folders with your own task files."""
+    """Tasks of lm-eval, and of this package by name, and task files of your own. Required for standard."""
 
     fewshot: Annotated[int | None, Needs("kind", "standard")] = Field(None, ge=0)
     """Examples before a question. Absent: as each task says."""
@@ -110,9 +95,6 @@ class ValidationConfig(Section):
 
     steps: Annotated[CountOrAll, Needs("enable"), OF_TEXT] = -1
     """Batches per source and validation; -1: all held-out text."""
-
-    local_batch_size: Annotated[int | None, Needs("enable"), OF_TEXT] = Field(None, ge=1)
-    """Sequences per rank and batch. Absent: as in training."""
 
     tasks: Annotated[tuple[ValidationTaskConfig, ...], Needs("enable"), OF_TEXT] = ()
     """Further tasks of validations; position and needle at most once."""

@@ -106,7 +106,7 @@ class Plan:
     def most_tokens(self) -> int:
         """Tokens of the largest micro-batch of a rank, in training and validation."""
         config = self.config
-        rows = max(config.training.local_batch_size, config.validation.local_batch_size or 0)
+        rows = config.training.local_batch_size
         longest = max([config.training.seq_len, *(stage.seq_len for stage in self.text_stages)])
         return -(-rows * longest // (self.layout.cp * self.layout.tp))
 

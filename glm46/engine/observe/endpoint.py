@@ -30,29 +30,22 @@ class Endpoint:
         report: takes one line about the address.
 
     Raises:
-        UserError: the address or the certificate cannot be used.
+        UserError: the address cannot be used.
     """
 
     def __init__(self, config: MetricsConfig, folder: Path, collector: Collector, report: Callable[[str], None]):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
-        is_tls = config.prometheus_tls_certificate is not None
         self._server = _start(config, registry, report)
-        if is_tls:
-            # The handshake is left to the thread of the request: a silent client must not hold up the others.
-            self._server.socket.do_handshake_on_connect = False
         address, self.port = config.prometheus_address, self._server.server_port
         host = f"[{address}]" if ":" in address else address
-        report(f"metrics      {'https' if is_tls else 'http'}://{host}:{self.port}/metrics")
+        report(f"metrics      http://{host}:{self.port}/metrics")
         target = socket.gethostname() if address in ("0.0.0.0", "::") else host
         self._report, self._is_loopback = report, address in ("localhost", "::1") or address.startswith("127.")
         # Two runs may have folders of one name.
         digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
         self._found_by = Path(config.prometheus_sd_folder) / f"{folder.name}-{digest}.json"
-        self._entry = {
-            "targets": [f"{target}:{self.port}"],
-            "labels": {"run": folder.name} | ({"__scheme__": "https"} if is_tls else {}),
-        }
+        self._entry = {"targets": [f"{target}:{self.port}"], "labels": {"run": folder.name}}
 
     def announce(self) -> None:
         """Write the file by which Prometheus finds the run. From then on a missing endpoint raises an alert.
@@ -91,18 +84,16 @@ class Endpoint:
 
 
 def _start(config: MetricsConfig, registry: CollectorRegistry, report: Callable[[str], None]) -> WSGIServer:
-    address, certificate = config.prometheus_address, config.prometheus_tls_certificate
+    address = config.prometheus_address
     for port in (config.prometheus_port, 0):
         try:
-            server, _ = start_http_server(port, address, registry, certificate, config.prometheus_tls_key)
+            server, _ = start_http_server(port, address, registry)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and port:
                 report(f"metrics.prometheus_port = {port} is taken on {address}; another port is used")
                 continue
             key, value, remedy = "prometheus_address", address, "state an address of this machine"
-            if error.errno is None:  # prometheus_client's own error, about the certificate or its key
-                key, value, remedy = "prometheus_tls_certificate", certificate, "state it and its key in PEM"
-            elif error.errno == errno.EACCES:
+            if error.errno == errno.EACCES:
                 key, value, remedy = "prometheus_port", port, "take one from 1024 on"
             raise UserError(f"metrics.{key} = {value!r}: {error.strerror or error}; {remedy}") from error
         return server

@@ -92,12 +92,11 @@ class Profiler:
         self._has_snapshots = config.enable_memory_snapshot and is_chosen
         self._has_failed = False
         self._profile: profile | None = None
-        self._ranges, self._has_ranges = contextlib.ExitStack(), False
-        self._totals = [0, 0, 0]  # recorded steps, their tokens and pairs
+        self._ranges = contextlib.ExitStack()
 
     def covers(self, step: int) -> bool:
         """True if chosen ranks run the profiler in this step; equal on all ranks, for who compares their speed."""
-        return self._bounds(step) is not None
+        return self._recorded(step) is not None
 
     def is_requested(self) -> bool:
         """True once, on the main rank, after somebody has made `REQUEST_FILE`."""
@@ -106,49 +105,42 @@ class Profiler:
     def record_after(self, step: int) -> None:
         """Record the steps after this one, with a memory snapshot on a GPU, unless a profile by ``profile_freq`` falls
         into them, which then is what was requested. Called with one step on all ranks."""
-        steps = range(step + 1, step + 1 + self._config.profiler_warmup + self._config.profiler_active)
+        steps = range(step + 1, step + 2 + self._config.profiler_warmup)
         if not any(self.covers(one) for one in steps):
             self._requested = steps
         if self._request is not None:
-            _, first, last = next(filter(None, map(self._bounds, steps)))
+            recorded = next(filter(None, map(self._recorded, steps)))
             ranks = ", ".join(map(str, self._config.ranks))
-            self._say(f"a profile was requested: steps {first} to {last} are recorded on ranks {ranks}")
+            self._say(f"a profile was requested: step {recorded} is recorded on ranks {ranks}")
 
     def step_begins(self, step: int) -> None:
         """Start the profiler, and the ranges of the modules, if it is time."""
-        bounds = self._bounds(step)
-        if not self._is_chosen or bounds is None:
+        recorded = self._recorded(step)
+        if not self._is_chosen or recorded is None:
             return
-        _, first, last = bounds
         if self._profile is None:
             if step in self._requested and self._on_gpu and not self._has_snapshots:
                 compat.record_allocations(True)
-            active = last + 1 - max(first, step)
-            actions = [ProfilerAction.WARMUP] * max(first - step, 0) + [ProfilerAction.RECORD] * (active - 1)
+            actions = [ProfilerAction.WARMUP] * (recorded - step)
             actions += [ProfilerAction.RECORD_AND_SAVE, ProfilerAction.NONE]
             activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA if self._on_gpu else None}
             self._profile = profile(activities=activities - {None}, schedule=actions.__getitem__)
-            self._totals = [0, 0, 0]
             self._profile.start()
-        if step >= first and not self._has_ranges:
-            self._has_ranges = True
+        if step == recorded:
             for prefix, model in self._run.models:
                 self._ranges.enter_context(module_ranges(model, prefix, is_compiled=self._run.is_compiled))
 
     def step_ends(self, step: int, tokens: int, half_pairs: int) -> None:
-        """End a step of this many tokens and pairs, see `batch_flops`. After the last one of a profile write it, and
-        wait for the ranks that write one. Collective."""
+        """End a step of this many tokens and pairs, see `batch_flops`. After a recorded one write the profile, and wait
+        for the ranks that write one. Collective."""
         if self._profile is not None:
-            _, first, last = self._bounds(step)
-            if step >= first:
-                self._totals = [sum(pair) for pair in zip(self._totals, (1, tokens, half_pairs), strict=True)]
             self._profile.step()
-            if step == last:
+            if step == self._recorded(step):
                 recorded = self._profile
                 self.drop()
-                folder = self._folder / self._config.save_traces_folder / f"step-{step:06d}"
+                folder = self._folder / "profile_traces" / f"step-{step:06d}"
                 path = folder / f"rank{self._run.rank}_trace.json"
-                self._write(path, lambda: self._report_profile(step, _export(recorded, path), path))
+                self._write(path, lambda: self._report_profile(step, tokens, half_pairs, _export(recorded, path), path))
         is_periodic = self._is_on and step % self._config.profile_freq == 0
         ends_request = len(self._requested) > 0 and step == self._requested[-1]
         if is_periodic or ends_request:
@@ -164,7 +156,7 @@ class Profiler:
         if self._profile is not None:
             self._profile.stop()
         self._ranges.close()
-        self._profile, self._has_ranges = None, False
+        self._profile = None
 
     def __enter__(self) -> "Profiler":
         if self._run.rank == 0:
@@ -183,21 +175,16 @@ class Profiler:
         if self._has_snapshots or (self._requested and self._on_gpu):
             compat.record_allocations(False)
 
-    def _bounds(self, step: int) -> tuple[int, int, int] | None:
-        """First step of the warm-up, first and last recorded step of the profile that a step belongs to; None if it
-        belongs to none."""
+    def _recorded(self, step: int) -> int | None:
+        """The recorded step of the profile that a step belongs to, its warm-up included; None if it belongs to none."""
         config = self._config
         if step in self._requested:
-            return self._requested[0], self._requested[config.profiler_warmup], self._requested[-1]
-        if not config.enable_profiling:
-            return None
-        last = -(-step // config.profile_freq) * config.profile_freq
-        first = last + 1 - config.profiler_active
-        begin = first - config.profiler_warmup
-        return (begin, first, last) if step >= begin else None
+            return self._requested[-1]
+        recorded = -(-step // config.profile_freq) * config.profile_freq
+        return recorded if config.enable_profiling and step >= recorded - config.profiler_warmup else None
 
     def _write_snapshot(self, name: str) -> None:
-        folder = self._folder / self._config.save_memory_snapshot_folder / name
+        folder = self._folder / "memory_snapshot" / name
         path = folder / f"rank{self._run.rank}_memory_snapshot.pickle"
         self._write(path, lambda: compat.write_memory_snapshot(path))
 
@@ -216,17 +203,19 @@ class Profiler:
                     "profiles that cannot be written"
                 )
 
-    def _report_profile(self, step: int, events: list[dict[str, Any]], trace: Path) -> None:
-        run, (steps, tokens, half_pairs) = self._run, self._totals
+    def _report_profile(
+        self, step: int, tokens: int, half_pairs: int, events: list[dict[str, Any]], trace: Path
+    ) -> None:
+        run = self._run
         step_ms, times = time_by_kind(events)
-        rows = table_rows(step_ms, times, run.flops(tokens / steps, half_pairs / steps), run.is_compiled)
+        rows = table_rows(step_ms, times, run.flops(tokens, half_pairs), run.is_compiled)
         device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
-        about = {"step": step, "steps": steps, "rank": run.rank, "device": device, "torch": torch.__version__}
+        about = {"step": step, "rank": run.rank, "device": device, "torch": torch.__version__}
         table = trace.with_name(f"rank{run.rank}_modules.json")
         table.write_text(json.dumps({**about, "step_ms": step_ms, "rows": rows}, indent=1) + "\n", encoding="utf-8")
         if run.rank == min(self._config.ranks):
             self._say(
-                f"profile of step {step}, rank {run.rank} ({device}), per step:\n{format_table(rows, step_ms)}\n"
+                f"profile of step {step}, rank {run.rank} ({device}):\n{format_table(rows, step_ms)}\n"
                 f"  {trace}, {trace.stat().st_size / 1e6:.1f} MB, for ui.perfetto.dev; {table.name} beside it"
             )
 

@@ -47,7 +47,7 @@ class Tracker:
         is_new: bool,
         report: Callable[[str], None],
     ):
-        name, project, keys = metrics.tracker, metrics.tracker_project, dict(_dotted(config))
+        name, keys = metrics.tracker, dict(_dotted(config))
         if fault := tracker_fault(name):
             raise UserError(fault)
         module = importlib.import_module(name)
@@ -57,7 +57,7 @@ class Tracker:
         if is_new:
             known.unlink(missing_ok=True)
         opens = {"wandb": _open_wandb, "mlflow": _open_mlflow}[name]
-        work = (lambda: opens(module, project, folder, keys),)
+        work = (lambda: opens(module, folder, keys),)
         self._thread = threading.Thread(target=self._send, args=work, name="tracker", daemon=True)
         self._thread.start()
 
@@ -101,9 +101,8 @@ def tracker_fault(name: TrackerName | None) -> str | None:
     return f"metrics.tracker = {name!r}: this package is not installed; pip install {name}, or take the key out"
 
 
-def _open_wandb(wandb: ModuleType, project: str, folder: Path, config: Mapping[str, object]) -> _Session:
+def _open_wandb(wandb: ModuleType, folder: Path, config: Mapping[str, object]) -> _Session:
     run = wandb.init(
-        project=project,
         name=folder.name,
         id=_known_id(folder),
         resume="allow",
@@ -118,8 +117,7 @@ def _open_wandb(wandb: ModuleType, project: str, folder: Path, config: Mapping[s
     return run.log, run.finish
 
 
-def _open_mlflow(mlflow: ModuleType, project: str, folder: Path, config: Mapping[str, object]) -> _Session:
-    mlflow.set_experiment(project)
+def _open_mlflow(mlflow: ModuleType, folder: Path, config: Mapping[str, object]) -> _Session:
     known = _known_id(folder)
     run = mlflow.start_run(run_id=known, run_name=None if known else folder.name)
     if known is None:

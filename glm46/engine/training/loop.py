@@ -19,6 +19,9 @@ from glm46.run.curriculum import stage_at
 from glm46.run.flops import batch_flops
 from glm46.run.schedule import batch_sequences, learning_rate_factor
 
+# Steps between two collections of Python garbage, on all ranks at the same step, so that no rank delays the others.
+_GC_STEPS = 50
+
 
 class NextStep(NamedTuple):
     """Input of a step. All fields except `batches` are equal on all ranks."""
@@ -186,7 +189,7 @@ def end_step(
         services.report.step({"step": progress.step, "tokens": progress.tokens} | row)
     if progress.skipped_in_a_row > config.training.max_skipped_steps:
         raise RollbackNeeded
-    if progress.step % config.training.gc_freq == 0:
+    if progress.step % _GC_STEPS == 0:
         gc.collect()
     with services.metrics.throughput.excluded(), services.watchdog.unwatched("profiles, validation and saves"):
         services.profiler.step_ends(progress.step, step.batches.computed_tokens, step.totals.half_pairs)

@@ -134,8 +134,7 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         raise UserError(*(f"{key}: {fault.removeprefix(f'{path}: ')}" for fault in error.faults)) from error
     if in_hf and kind is Kind.DCP:
         raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
-    is_part = config.checkpoint.initial_load_include or config.checkpoint.initial_load_exclude
-    if kind is Kind.DCP and is_part and keys == "checkpoint.initial_load":
+    if kind is Kind.DCP and config.checkpoint.initial_load_exclude and keys == "checkpoint.initial_load":
         raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
     if in_hf or kind is Kind.DCP:
         # imports torch, which the other checks do not need
@@ -156,7 +155,7 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             f"{keys}_in_hf = true for a Hugging Face one"
         )
     saved, is_reference = saved_run(path), keys == "rl.reference.load"
-    if (is_reference or not is_part) and saved is not None:
+    if (is_reference or not config.checkpoint.initial_load_exclude) and saved is not None:
         if saved.adapter is not None:
             raise UserError(
                 f"{key}: holds adapters without their base, {saved.checkpoint.initial_load_path}; export them with "

@@ -260,25 +260,22 @@ def names_not_loaded(ours: Iterable[str], theirs: Iterable[str], config: Checkpo
     """
     names = {*ours, *theirs}
     faults = [
-        f"checkpoint.{key}: {pattern!r} matches no tensor of this run or of {config.initial_load_path}; "
+        f"checkpoint.initial_load_exclude: {pattern!r} matches no tensor of this run or of {config.initial_load_path}; "
         "'python -m glm46 checkpoint show' lists the names"
-        for key in ("initial_load_include", "initial_load_exclude")
-        for pattern in getattr(config, key)
+        for pattern in config.initial_load_exclude
         if not _matching(names, [pattern])
     ]
     if faults:
         raise UserError(*faults)
     excluded = _matching(names, config.initial_load_exclude)
-    if config.initial_load_include:
-        excluded |= names - _matching(names, config.initial_load_include)
     if config.initial_load_model_only:
         excluded |= {name for name in names if not name.startswith("model.")}
     weights = tuple(f"optimizer.{name.removeprefix('model.')}." for name in excluded if name.startswith("model."))
     excluded |= {name for name in names if name.startswith(weights)}
     if excluded == names:
         raise UserError(
-            f"checkpoint.initial_load_include, initial_load_exclude: nothing of {config.initial_load_path} is loaded; "
-            "loosen them, or remove initial_load_path"
+            f"checkpoint.initial_load_exclude: nothing of {config.initial_load_path} is loaded; "
+            "loosen it, or remove initial_load_path"
         )
     return frozenset(excluded)
 

@@ -35,6 +35,9 @@ from glm46.engine.training.task import Task, trained_networks
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.manager import CheckpointManager
 
+# Good steps in the median that finds spikes; no step is one before half as many good steps.
+SPIKE_WINDOW = 128
+
 
 @dataclass(frozen=True)
 class Services:
@@ -110,12 +113,10 @@ def services_of(
             on_deleted=on_deleted,
         )
     try:
-        if config.job.print_config:
-            report.message(dump_config(config))
         report.config(dump_config(config))
         report.message(start_report(task, progress, meta, is_own=checkpoints.loaded_step is not None))
         sigmas = config.training.spike_sigmas if task.has_loss_level else 0.0
-        spikes = SpikeDetector(sigmas, config.training.spike_window)
+        spikes = SpikeDetector(sigmas, SPIKE_WINDOW)
         if meta is not None and progress.step:
             spikes.restore(meta["spikes"])
         say = report.message if process.is_main else partial(print, f"rank {process.rank}:", flush=True)

@@ -165,8 +165,8 @@ def start_report(task: Task, progress: Progress, meta: dict[str, Any] | None, *,
                 lines.append(
                     f"gates        times {factor:g}: at moe.router_temperature = {start:g} they compute the same"
                 )
-        patterns = {"only": config.checkpoint.initial_load_include, "without": config.checkpoint.initial_load_exclude}
-        lines += [f"  {word:<10} {', '.join(names)}" for word, names in patterns.items() if names]
+        if names := config.checkpoint.initial_load_exclude:
+            lines.append(f"  without    {', '.join(names)}")
     return "\n".join(lines)
 
 

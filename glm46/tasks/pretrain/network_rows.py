@@ -26,7 +26,7 @@ from glm46.storage.data.batches import Batch
 def tokens_at_once(network: Network) -> int:
     """Tokens of a batch of a rank in a validation."""
     config = network.plan.config
-    return (config.validation.local_batch_size or config.training.local_batch_size) * config.training.seq_len
+    return config.training.local_batch_size * config.training.seq_len
 
 
 def measured_figures(network: Network, measure: Measure) -> Figures:

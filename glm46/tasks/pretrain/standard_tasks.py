@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,9 +41,8 @@ class StandardMeasure:
         if dist.get_rank() != 0:
             return
         code = "judge a step with evaluate --run-code"
-        keys = Keys(f"{place}.names", f"{place}.task_folders", f"{place}.fewshot", code, others=())
-        folders = [Path(folder) for folder in task.task_folders]
-        self._tasks = find_tasks(task.names, folders, fewshot=task.fewshot, limit=task.samples, keys=keys)
+        keys = Keys(names := f"{place}.names", names, f"{place}.fewshot", code, others=())
+        self._tasks = find_tasks(task.names, [], fewshot=task.fewshot, limit=task.samples, keys=keys)
         self._run(self._tasks, _NoAnswers(keys))
 
     def columns(self, network: Network) -> dict[str, float]:

@@ -26,6 +26,9 @@ from glm46.tasks.pretrain.network_rows import measured_figures
 from glm46.tasks.pretrain.next_token import NextToken, count_drafts
 from glm46.tasks.pretrain.standard_tasks import StandardMeasure
 
+# The begin, the middle and the end of the text.
+_NEEDLE_DEPTHS = (0.0, 0.5, 1.0)
+
 ColumnsOf = Callable[[Network], dict[str, float]]
 """What a task of [[validation.tasks]] measures of a network, by column. Collective."""
 
@@ -62,7 +65,7 @@ def due_tasks(plan: Plan, progress: Progress) -> list[bool]:
 def _measure(task: ValidationTaskConfig, plan: Plan, manifests: dict[str, Manifest], tokenizer: Tokenizer) -> Measure:
     usual: dict[str, Any] = {"lengths": task.lengths, "samples": task.samples, "seed": plan.config.debug.seed}
     if task.kind == "needle":
-        return Needle(manifests, tokenizer, depths=task.depths, **usual)
+        return Needle(manifests, tokenizer, depths=_NEEDLE_DEPTHS, **usual)
     return Position(manifests, **usual)
 
 
@@ -103,7 +106,7 @@ def held_out_batches(network: Network, manifest: Manifest) -> Iterator[Batch]:
         BatchLayout(
             seq_len=config.training.seq_len,
             mtp_depth=plan.shape.num_nextn_predict_layers,
-            local_batch_size=config.validation.local_batch_size or config.training.local_batch_size,
+            local_batch_size=config.training.local_batch_size,
             dp_rank=cluster.dp_rank,
             dp_degree=plan.layout.dp_degree,
             document_mask=config.data.document_mask,

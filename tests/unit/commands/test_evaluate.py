@@ -16,9 +16,9 @@ from tests.small_run import small_config
 
 TASKS = [
     {"kind": "position", "lengths": [16, 64]},
-    {"kind": "needle", "lengths": [50, 64], "samples": 4, "depths": [0.0, 1.0]},
+    {"kind": "needle", "lengths": [50, 64], "samples": 4},
 ]
-OPTIONS = ["--lengths", "50,64", "--depths", "0,1", "--samples", "4"]
+OPTIONS = ["--lengths", "50,64", "--depths", "0,0.5,1", "--samples", "4"]
 
 
 @pytest.fixture(scope="module")

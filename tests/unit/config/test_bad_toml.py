@@ -49,8 +49,8 @@ BAD = {
         ("validation.tasks[0].freq = 150", "take 200")),
     "validation task beyond the positions": (TASKS + '[{ kind = "position", lengths = [256, 4096] }]',
         ("validation.tasks[0].lengths = [256, 4096]", "take lengths up to that, or raise it")),
-    "depths of a task without a needle": (TASKS + '[{ kind = "position", lengths = [64], depths = [0.5] }]',
-        ("validation.tasks[0].depths = [0.5]", 'without validation.tasks[0].kind = "needle"; set that')),
+    "lengths of a task without rows": (TASKS + '[{ kind = "standard", names = ["a"], lengths = [64] }]',
+        ("validation.tasks[0].lengths = [64]", 'without validation.tasks[0].kind = "position"')),
     "chats that are cut, that see each other, and are longer than a row": (
         ('path = "data/a"', 'path = "data/a"\nrecipe = { input = ["a"], format = "messages", max_tokens = 200 }'),
         ('data.sources[0].packing = "concatenate"', 'set packing = "best_fit"'),
@@ -72,7 +72,7 @@ BAD = {
         ("training.zzz", "valid keys are local_batch_size, global_batch_size")),
     "profile and warm-up longer than the steps between profiles": (
         "[profiling]\nenable_profiling = true\nprofile_freq = 3",
-        ("profiling.profile_freq = 3", "raise it, or lower one of them")),
+        ("profiling.profile_freq = 3", "raise it, or lower the warm-up")),
     "run without a profiled step": ("[profiling]\nenable_profiling = true",
         ("profiling.profile_freq = 100", "lower it to at most 10")),
     "profiled rank named twice": ("[profiling]\nranks = [1, 1]", ("profiling.ranks = [1, 1]", "name each once")),
@@ -215,8 +215,6 @@ BAD = {
          "or remove it")),
     "FP8 filter that matches everything": ('[float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["proj"]',
         ('float8.filter_fqns = ["proj"]', "exclude fewer, or remove float8.recipe_name")),
-    "FP8 size filter that excludes everything": ('[float8]\nrecipe_name = "rowwise"\nfilter_min_features = 100000',
-        ("float8.filter_min_features = 100000", "exclude fewer, or remove float8.recipe_name")),
     "widths that FP8 cannot divide": (
         ('flavor = "debug"',
          'flavor = "debug"\nmoe_intermediate_size = 104\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\n'

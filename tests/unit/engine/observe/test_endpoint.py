@@ -1,9 +1,7 @@
-"""The endpoint over real sockets: ports, TLS, silent clients, and the file by which Prometheus finds it."""
+"""The endpoint over real sockets: ports, silent clients, and the file by which Prometheus finds it."""
 
 import json
-import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import urllib.request
@@ -44,9 +42,8 @@ def serve(tmp_path):
         endpoint.close(has_failed=False)
 
 
-def get(port, context=None):
-    address = f"http{'s' if context else ''}://127.0.0.1:{port}/metrics"
-    with urllib.request.urlopen(address, timeout=60, context=context) as response:
+def get(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         return response.read().decode()
 
 
@@ -86,27 +83,8 @@ def test_a_client_that_says_nothing_holds_up_no_scrape(serve):
         assert "training_restarts_total" in get(endpoint.port)
 
 
-def test_tls_with_a_silent_client(serve, tmp_path):
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed, which makes the certificate")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
-    subprocess.run(command.split(), check=True, capture_output=True, timeout=300)
-    endpoint, said = serve(prometheus_tls_certificate=str(certificate), prometheus_tls_key=str(key))
-    context = ssl.create_default_context(cafile=str(certificate))
-    with socket.create_connection(("127.0.0.1", endpoint.port)):  # before its handshake
-        assert "training_restarts_total" in get(endpoint.port, context=context)
-    assert "https://" in said[0]
-    endpoint.announce()
-    assert next(iter(targets(tmp_path).values()))["labels"]["__scheme__"] == "https"
-    with pytest.raises(UserError, match="prometheus_tls_certificate.*PEM"):
-        serve(prometheus_tls_certificate=str(key), prometheus_tls_key=str(key))
-
-
 @pytest.mark.parametrize("keys, words", [
     ({"prometheus_address": "192.0.2.1"}, ("prometheus_address", "192.0.2.1", "address of this machine")),
-    ({"prometheus_tls_certificate": "absent", "prometheus_tls_key": "absent"}, ("certificate", "absent", "PEM")),
     ({"prometheus_address": "no.such.host.invalid"}, ("prometheus_address", "invalid", "address of this machine")),
 ])  # fmt: skip
 def test_mistakes_are_refused_with_key_value_and_remedy(serve, keys, words):

@@ -259,22 +259,22 @@ def steps_of(service: Profiler, first: int, last: int) -> list[int]:
 
 
 def test_steps_and_warm_up_are_those_of_the_config(tmp_path):
-    service, said = profiler(tmp_path, profile_freq=5, profiler_active=2, profiler_warmup=1)
+    service, said = profiler(tmp_path, profile_freq=5, profiler_warmup=2)
     with service:
         assert steps_of(service, 1, 11) == [3, 4, 5, 8, 9, 10]
         assert [number for number in range(1, 12) if service.covers(number)] == [3, 4, 5, 8, 9, 10]
         tables = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/*/rank0_modules.json"))]
-        assert [(table["step"], table["steps"]) for table in tables] == [(5, 2), (10, 2)]
+        assert [table["step"] for table in tables] == [5, 10]
         assert len(said) == 4 and said[1] == said[3] == WAITED
         assert "profile_traces/step-000005/rank0_trace.json" in said[0] and "step-000010" in said[2]
         # A run that continues inside of a profile records what is left of it.
         assert steps_of(service, 15, 15) == [15] and steps_of(service, 19, 19) == [19]
-    assert json.loads((tmp_path / "profile_traces/step-000015/rank0_modules.json").read_text())["steps"] == 1
+    assert json.loads((tmp_path / "profile_traces/step-000015/rank0_modules.json").read_text())["step"] == 15
     assert not (tmp_path / "profile_traces/step-000020").exists()
 
 
 def test_a_file_requests_a_profile_of_the_next_steps_once(tmp_path):
-    service, said = profiler(tmp_path, enable_profiling=False, profiler_warmup=1, profiler_active=2, profile_freq=100)
+    service, said = profiler(tmp_path, enable_profiling=False, profiler_warmup=2, profile_freq=100)
     with service:
         assert steps_of(service, 1, 2) == [] and not service.is_requested()
         (tmp_path / REQUEST_FILE).touch()
@@ -284,10 +284,10 @@ def test_a_file_requests_a_profile_of_the_next_steps_once(tmp_path):
         service.record_after(3)  # the ranks agree on it within a step
         assert steps_of(service, 3, 9) == [4, 5, 6]
         assert [number for number in range(1, 10) if service.covers(number)] == [4, 5, 6]
-    assert said[0] == "a profile was requested: steps 5 to 6 are recorded on ranks 0"
+    assert said[0] == "a profile was requested: step 6 is recorded on ranks 0"
     assert "profile of step 6, rank 0" in said[1] and said[2:] == [WAITED]
     table = json.loads((tmp_path / "profile_traces/step-000006/rank0_modules.json").read_text())
-    assert (table["step"], table["steps"]) == (6, 2)
+    assert table["step"] == 6
 
 
 def test_a_request_beside_a_periodic_profile_is_that_profile(tmp_path):
@@ -297,7 +297,7 @@ def test_a_request_beside_a_periodic_profile_is_that_profile(tmp_path):
         service.record_after(7)
         service.record_after(8)  # a second request, while the first one is recorded
         assert steps_of(service, 7, 11) == [9, 10]
-    assert said[0] == said[1] == "a profile was requested: steps 10 to 10 are recorded on ranks 0"
+    assert said[0] == said[1] == "a profile was requested: step 10 is recorded on ranks 0"
     assert sorted(path.name for path in (tmp_path / "profile_traces").iterdir()) == ["step-000010"]
 
 

@@ -66,6 +66,5 @@ def test_the_start_message_says_what_is_converted_and_why_the_rest_is_not():
         'filter_fqns "k_proj"; eh_proj, q_proj, v_proj, o_proj, gate_proj, up_proj, down_proj by filter_fqns "mtp."; '
         "routed experts, because experts_recipe_name is absent"
     )
-    text = describe_float8(PRESETS["debug"], Float8Config(filter_min_features=200, **GATHERED), tp=1)
+    text = describe_float8(PRESETS["debug"], Float8Config(**GATHERED), tp=1)
     assert text.startswith("tensorwise for ") and "gathered in FP8, rowwise for the routed experts, emulated" in text
-    assert "by filter_min_features = 200" in text

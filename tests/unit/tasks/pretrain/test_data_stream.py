@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm46.config.check import check_config
+from glm46.engine.training import services
 from glm46.engine.training.state import Progress
 from glm46.run.plan import resolve_plan
 from glm46.storage.data.corpus import load_text, plan_sources
@@ -235,7 +236,7 @@ def test_stages_of_other_sources_may_differ_in_length(staged_run, two_sources):
 
 
 @pytest.mark.slow
-def test_a_new_stage_with_a_higher_loss_is_no_spike(make_config, source_folder, two_sources, tmp_path):
+def test_a_new_stage_with_a_higher_loss_is_no_spike(make_config, source_folder, two_sources, monkeypatch, tmp_path):
     """The first stage learns repeated sentences, the second one meets tokens that come once."""
     stages = [
         {"start_tokens": 0, "weights": [1.0, 0.0]}, {"start_tokens": 16 * 64 * 36, "weights": [0.0, 1.0]},
@@ -243,10 +244,10 @@ def test_a_new_stage_with_a_higher_loss_is_no_spike(make_config, source_folder, 
     config = make_config(
         data={"sources": [{"name": "test", "path": str(source_folder)}, two_sources[0]], "stages": stages},
         training={
-            "seq_len": 64, "steps": 39, "global_batch_size": 16, "local_batch_size": 16, "spike_window": 16,
-            "max_skipped_steps": 0,
+            "seq_len": 64, "steps": 39, "global_batch_size": 16, "local_batch_size": 16, "max_skipped_steps": 0,
         },
     )  # fmt: skip
+    monkeypatch.setattr(services, "SPIKE_WINDOW", 16)
     assert train(config) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

@@ -62,10 +62,6 @@ def test_standard_tasks_are_those_of_evaluate_on_the_step_and_need_no_network(ma
     [
         ({"names": ["glm46_nextline"]}, ("validation.tasks[0].names glm46_nextline", "did you mean glm46_next_line?")),
         ({"names": ["nowhere/task.yaml"]}, ("validation.tasks[0].names nowhere/task.yaml", "correct the path")),
-        (
-            {"names": ["glm46_next_line"], "task_folders": ["/nowhere"]},
-            ("validation.tasks[0].task_folders /nowhere", "correct the path"),
-        ),
         ({"names": ["glm46_next_line"], "fewshot": 0}, ("validation.tasks[0].names glm46_next_line", "300 positions")),
     ],
 )
