@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from glm46.compute.distributed.hostfile import Host, read_hostfile  # noqa: E402
 from glm46.config.errors import UserError  # noqa: E402
 from glm46.operate.launch.host_group import CONNECTIONS, HostAnswer, HostGroup  # noqa: E402
+from glm46.operate.launch.hostfile import Host, read_hostfile  # noqa: E402
 from glm46.storage.checkpoint.gathering import (  # noqa: E402
     NodePart,
     copy_part,

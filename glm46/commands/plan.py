@@ -10,6 +10,7 @@ from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.config.options import above_zero, positive, process_count, require_picture, require_writable
 from glm46.config.parallelism import ParallelismConfig
+from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
@@ -22,7 +23,6 @@ from glm46.operate.estimate.target_cluster import (
 )
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.run.layout import smallest_world
-from glm46.run.peaks import accelerator_of
 from glm46.run.plan import resolve_plan
 from glm46.run.timeline import Order
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from glm46.compute.distributed.environment import set_variables
-from glm46.compute.distributed.hostfile import Host
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import load_config
@@ -28,6 +27,7 @@ from glm46.operate.cluster.setup import (
     place_of_address,
     refuse_answers,
 )
+from glm46.operate.launch.hostfile import Host
 from glm46.operate.launch.nodes import LAST_PORT, VARIABLES, refuse_hosts
 
 _FIRST_PORT = 1024

@@ -17,9 +17,9 @@ from statistics import median
 
 from glm46.compute.parallelize.pipeline_order import pipeline_order
 from glm46.config.loader import load_config
+from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.run_cost import RunCost, run_cost
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
-from glm46.run.peaks import accelerator_of
 from glm46.run.plan import resolve_plan
 
 SWEEP = {"mb_q235_h100x256_bf16": 19.7, "zoo_q235_fsdp_tp2ep8": 17.6,

@@ -39,8 +39,8 @@ from glm46.compute.optim.muon_plan import Bucket, Unit
 from glm46.compute.optim.muon_update import Orthogonalizer, Piece, update_whole
 from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from glm46.compute.parallelize.ring import _Passing
+from glm46.compute.parallelize.tensor import vocabulary_parallel_head, vocabulary_parallel_lookup
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher
-from glm46.compute.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup
 from glm46.config.presets import PRESETS
 from glm46.engine.reliability.hang_report import collectives_here
 from glm46.engine.training.network import build_network

@@ -25,7 +25,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-from glm46.compute.distributed.grad_norm import global_grad_norm, scale_gradients
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.mesh import Cluster, build_cluster
 from glm46.compute.distributed.process import Process, join, leave
@@ -46,7 +45,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import Network, build_network
-from glm46.engine.training.step import train_step
+from glm46.engine.training.step import global_grad_norm, scale_gradients, train_step
 from glm46.engine.training.totals import count_step
 from glm46.operate.estimate.requirement import SPLIT_BACKWARD_TORCH
 from glm46.run import activations

@@ -22,7 +22,7 @@ def test_chosen_ranks_record_their_part_of_the_step(server):
     # A file that the first rank has seen makes the second one record.
     requested = rows["requested"]
     assert [name.rpartition("/")[2] for name in requested["files"]] == ["rank1_modules.json", "rank1_trace.json"]
-    assert "a profile was requested: steps " in requested["said"][0] and "profile of step" in requested["said"][1]
+    assert "a profile was requested: step " in requested["said"][0] and "profile of step" in requested["said"][1]
     (experts,), (tensor,) = kinds["experts"], kinds["tensor"]
     for table in (data_parallel, experts, tensor):
         trained = {*KINDS} - {"optimizer", "FSDP and gradient sums"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from glm46.compute.distributed.process import join, leave
 from glm46.compute.model.cross_entropy import IGNORE, HeadForm, HeadOutput, summed_loss, token_logprobs
 from glm46.compute.model.transformer import OutputHead
-from glm46.compute.parallelize.vocabulary import vocabulary_parallel_head
+from glm46.compute.parallelize.tensor import vocabulary_parallel_head
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 3, 16, 64, 12
 FORMS = {

@@ -11,25 +11,28 @@ projection, and the ranks of this head gather its keys and values. So no weight 
 gradient norm see matrices split by rows, as for fewer ranks.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from glm46 import compat
 from glm46.compute.distributed.collectives import gather_sequence, scatter_sum, sum_over_ranks, whole_sequence
 from glm46.compute.distributed.groups import group_of_partition
 from glm46.compute.model.attention import Attention
+from glm46.compute.model.cross_entropy import HeadForm, VocabularyPart, summed_loss
 from glm46.compute.model.experts import Experts
 from glm46.compute.model.latent_attention import LatentAttention
-from glm46.compute.model.layers import FeedForward
+from glm46.compute.model.layers import FeedForward, local_weight
 from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import Router
 from glm46.compute.model.transformer import OutputHead, Transformer, ValueHead
-from glm46.compute.parallelize.vocabulary import vocabulary_parallel_head, vocabulary_parallel_lookup
 from glm46.run.parameters import find_parameter
 
 
@@ -113,3 +116,37 @@ def _with_whole_output(forward, group: dist.ProcessGroup):
 
 def _sum_also_over(sum_over_others, group: dist.ProcessGroup):
     return lambda x: sum_over_ranks(sum_over_others(x), group)
+
+
+def vocabulary_parallel_lookup(embedding: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Forward of an embedding split by rows: ids int64 [B, S], equal on all ranks, to this rank's [B, s, D]."""
+    rank = dist.get_rank(group)
+
+    def lookup(ids: Tensor) -> Tensor:
+        weight = local_weight(embedding.weight)
+        row = ids - rank * weight.shape[0]
+        is_local = (row >= 0) & (row < weight.shape[0])
+        found = F.embedding(row.where(is_local, 0), weight) * is_local.unsqueeze(-1)
+        return scatter_sum(found, group)
+
+    return lookup
+
+
+def vocabulary_parallel_head(head: OutputHead, group: dist.ProcessGroup) -> Callable:
+    """Forward of a head split by rows. It takes this rank's part of the sequence and labels of the whole sequence; see
+    `summed_loss` and `token_logprobs` for its output."""
+
+    def gather(x: Tensor) -> Tensor:
+        out = x.new_empty(part.ranks, *x.shape)
+        compat.gather_rows(out, x.unsqueeze(0), group)
+        return out
+
+    part = VocabularyPart(dist.get_rank(group), dist.get_world_size(group), gather)
+
+    def forward(hidden: Tensor, labels: Tensor | None = None, form: HeadForm = summed_loss):
+        whole, weight = gather_sequence(hidden, group), local_weight(head.weight)
+        if labels is None:
+            return gather_sequence(head.product(whole, weight, None).transpose(1, 2), group).transpose(1, 2)
+        return form(whole, weight, labels, part)
+
+    return forward

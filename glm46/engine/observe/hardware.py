@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from glm46.run.peaks import find_accelerator
+from glm46.engine.observe.peaks import find_accelerator
 
 _GIB = 2**30
 _PEAK_MATRIX_SIZE = 1024

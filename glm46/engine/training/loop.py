@@ -1,13 +1,14 @@
 """The training loop: steps until the budget is spent or a signal requests a stop."""
 
 import gc
+import shlex
 import signal
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from glm46.compute.distributed.collective_errors import catch_user_error, on_first_rank, raise_on_all_ranks
-from glm46.engine.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, Diverged
-from glm46.engine.training.final_report import final_report
+from glm46.engine.reliability.stop import EXIT_SIGNAL, EXIT_STOPPED, Diverged, StopRequest
 from glm46.engine.training.named_sums import sum_on_host
 from glm46.engine.training.services import Services
 from glm46.engine.training.state import Progress
@@ -18,6 +19,7 @@ from glm46.engine.training.totals import StepTotals, count_step, from_tensors, t
 from glm46.run.curriculum import stage_at
 from glm46.run.flops import batch_flops
 from glm46.run.schedule import batch_sequences, learning_rate_factor
+from glm46.storage.checkpoint.integrity import step_folder
 
 # Steps between two collections of Python garbage, on all ranks at the same step, so that no rank delays the others.
 _GC_STEPS = 50
@@ -225,3 +227,26 @@ def _end(task: Task, services: Services, progress: Progress) -> int:
     if is_finished:
         return 0
     return EXIT_STOPPED if config.checkpoint.enable else EXIT_SIGNAL + signal.Signals[stop.signal_name or "SIGTERM"]
+
+
+def final_report(task: Task, progress: Progress, stop: StopRequest, *, is_finished: bool) -> str:
+    """The last message of a run. Collective: all ranks compute the sample."""
+    config = task.plan.config
+    folder = Path(config.job.dump_folder)
+    checkpoint = step_folder(config.checkpoint_folder, progress.step)
+    saved = (
+        f"checkpoint   {checkpoint}" if config.checkpoint.enable else "checkpoint   none (checkpoint.enable = false)"
+    )
+    if is_finished:
+        lines = task.sample(stop, progress)
+    else:
+        reason = f"{stop.signal_name} " if stop.signal_name else ""
+        lines = [f"Stopped by {reason}after step {progress.step}. The same command continues from here."]
+    lines += [
+        saved,
+        f"metrics      {folder / 'metrics.jsonl'}",
+        f"log          {folder / 'log.txt'}",
+    ]
+    if config.metrics.enable_tensorboard:
+        lines.append(f"TensorBoard  {shlex.join(['tensorboard', '--logdir', str(config.tensorboard_folder)])}")
+    return "\n".join(lines)

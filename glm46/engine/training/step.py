@@ -1,15 +1,16 @@
 """One optimizer step, from micro-batches to updated weights."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
-from glm46.compat import own_clock
-from glm46.compute.distributed.grad_norm import global_grad_norm, scale_gradients
+from glm46.compat import multiply_in_place, norms_in_fp32, own_clock
+from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.transformer import LossSums
 from glm46.compute.parallelize.pipeline import Fields
 from glm46.engine.reliability.loss_spikes import NOT_FINITE
@@ -190,3 +191,47 @@ def _local_counters(network: TrainedNetwork, outputs: StageResults) -> dict[str,
 def _of(network: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
     prefix = f"{network}/"
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+
+
+@torch.no_grad()
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, pipeline: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Euclidean norm over every element of all gradients, each counted once. Collective.
+
+    Squares are summed locally for each set of mesh axes that shard a parameter, then over just those axes; replicas add
+    nothing. Every rank of a mesh must pass parameters of the same shardings.
+
+    Args:
+        device: of this rank; gradients may be in host memory instead.
+        pipeline: the ranks that hold other parameters.
+
+    Returns:
+        FP32 scalar, equal on all ranks of a mesh; replicas may differ in the last bits.
+    """
+    squares: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        key: tuple = (None, ())  # of replicas
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            axes = tuple(i for i, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(i) > 1)
+            # What one rank has alone is summed as if FSDP2 had not got it: in one order, to the same bits.
+            key, gradient = (mesh, axes) if axes else key, gradient.to_local()
+        if gradient is not None:
+            squares.setdefault(key, []).append(gradient)
+    total = torch.zeros((), device=device)  # a pipeline stage may have nothing that is trained
+    for (mesh, axes), gradients in squares.items():
+        square = torch.linalg.vector_norm(torch.stack(norms_in_fp32(gradients))).square().to(device)
+        for axis in axes:
+            dist.all_reduce(square, group=mesh.get_group(axis))
+        total += square
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply every gradient by `factor`, a scalar on the CPU, wherever the gradients are."""
+    multiply_in_place([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)

@@ -24,10 +24,10 @@ from glm46.config.model import ModelShape
 from glm46.config.options import require_writable
 from glm46.config.presets import PRESETS
 from glm46.engine.observe.hardware import measured_matmul_flops
+from glm46.engine.observe.peaks import Accelerator, find_accelerator
 from glm46.operate.estimate.kernels import MOVED
 from glm46.operate.estimate.machine import detect_machine
 from glm46.run.flops import attention_flops
-from glm46.run.peaks import Accelerator, find_accelerator
 
 _ROUNDS = 7
 _TINY_TOKENS = 16
@@ -51,7 +51,9 @@ def benchmark_rates(arguments: argparse.Namespace) -> None:
     device = torch.device(kind)
     peaks = device_peaks(device, dtype)
     if peaks is None:
-        raise UserError(f"benchmark: the table of GPUs (glm46/run/peaks.py) lacks {torch.cuda.get_device_name()}")
+        raise UserError(
+            f"benchmark: the table of GPUs (glm46/engine/observe/peaks.py) lacks {torch.cuda.get_device_name()}"
+        )
     if arguments.json is not None:
         require_writable("--json", arguments.json)
     rates = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)

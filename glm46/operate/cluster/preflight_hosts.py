@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm46.compute.distributed.environment import set_variables, variables_that_begin
-from glm46.compute.distributed.hostfile import Host, read_hostfile
 from glm46.operate.cluster.compare import from_json
 from glm46.operate.cluster.preflight import show_results
 from glm46.operate.cluster.results import FAIL, SKIP, HostReport, Result
@@ -18,6 +17,7 @@ from glm46.operate.launch.host_group import (
     module_command,
     places,
 )
+from glm46.operate.launch.hostfile import Host, read_hostfile
 from glm46.operate.launch.nodes import VARIABLES, refuse_hosts
 
 _PROBE_SECONDS = 20.0

@@ -15,10 +15,10 @@ from torch import Tensor
 from glm46 import compat
 from glm46.compute.distributed.bandwidth import bus_bandwidth, seconds_of
 from glm46.compute.distributed.process import Process
+from glm46.engine.observe.peaks import find_accelerator
 from glm46.operate.cluster.rank_files import DONE, WAITS, Rows, write_rows, write_stage
 from glm46.operate.cluster.results import FAIL, SKIP, WARN, Result, limited
 from glm46.operate.cluster.small_steps import small_steps
-from glm46.run.peaks import find_accelerator
 from glm46.run.plan import Plan
 
 _CLOCK_ROUNDS = 10

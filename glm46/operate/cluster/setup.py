@@ -15,12 +15,12 @@ from typing import Any
 
 import glm46
 from glm46.compute.distributed.environment import set_variables, variables_that_begin, visible_gpus
-from glm46.compute.distributed.hostfile import Host, read_hostfile
 from glm46.config.errors import UserError
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.estimate.machine import detect_machine, driver_version
 from glm46.operate.launch.environment import describe_version
 from glm46.operate.launch.host_group import HostAnswer, HostGroup, module_command
+from glm46.operate.launch.hostfile import Host, read_hostfile
 from glm46.operate.launch.nodes import VARIABLES, pbs_hosts
 
 _HOST_SECONDS = 60.0

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from glm46.config.parallelism import ParallelismConfig
+from glm46.engine.observe.peaks import find_accelerator
 from glm46.run.layout import fixed_processes, smallest_world
-from glm46.run.peaks import find_accelerator
 
 _PROCESSES_WITHOUT_GPU = 2
 """Enough for sharding and collectives to happen; more would only split the same cores further."""

@@ -6,9 +6,9 @@ from typing import Literal
 
 from glm46.config.errors import UserError
 from glm46.config.faults import show
+from glm46.engine.observe.peaks import Accelerator
 from glm46.files.file_content import read_json_object
 from glm46.run.layout import ExpertLevels
-from glm46.run.peaks import Accelerator
 from glm46.run.plan import Plan
 
 STORAGE_GBYTES = 2.0

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glm46.compute.distributed.hostfile import Host
 from glm46.config.errors import UserError
+from glm46.operate.launch.hostfile import Host
 
 CONNECTIONS = ("ssh", "srun")
 """Names of the clients."""

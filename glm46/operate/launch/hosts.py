@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from glm46.compute.distributed.hostfile import Host
 from glm46.config.faults import counted
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import (
@@ -22,6 +21,7 @@ from glm46.engine.reliability.stop import (
     exit_now,
 )
 from glm46.operate.launch.host_group import allow_files_for_clients
+from glm46.operate.launch.hostfile import Host
 from glm46.operate.launch.node_client import ANSWER_SECONDS, HELD_LINES, SSH_FAILED, NodeClient
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, SAVE_SECONDS
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm46.compute.distributed.environment import set_variables, variables_that_begin
-from glm46.compute.distributed.hostfile import Host, read_hostfile
 from glm46.config.check import check_config
 from glm46.config.command_line import replace_overrides
 from glm46.config.errors import UserError
@@ -17,6 +16,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED, code_before_training
 from glm46.operate.launch.host_group import PASSED_VARIABLES, module_command, places
+from glm46.operate.launch.hostfile import Host, read_hostfile
 from glm46.operate.launch.hosts import HostNodes, describe_nodes
 from glm46.operate.launch.nodes import VARIABLES, refuse_hosts
 from glm46.operate.launch.restarts import StorageLost, keep_running, known_step, write_state

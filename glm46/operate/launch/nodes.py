@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from glm46.compute.distributed.hostfile import Host
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
+from glm46.operate.launch.hostfile import Host
 
 VARIABLES = (
     "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",

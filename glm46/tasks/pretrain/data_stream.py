@@ -2,11 +2,17 @@
 
 import hashlib
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
 
 from glm46.compute.distributed.mesh import Cluster
-from glm46.engine.reliability.workers import begin_worker, starting_workers
+from glm46.compute.distributed.process_control import die_with_parent
+from glm46.engine.reliability.stop import SIGNALS
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import TextStage, describe_attention, stage_at
@@ -126,3 +132,29 @@ def _grid(plan: Plan, manifests: dict[str, Manifest], source: int, stage: TextSt
     facts = [described.name, described.packing, config.debug.seed, plan.shape.num_nextn_predict_layers, shards]
     identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     return (f"{described.name}:{identity}", stage.seq_len, *stage.documents)
+
+
+@contextmanager
+def starting_workers() -> Iterator[None]:
+    """Start worker processes inside this context: they inherit blocked signals. torchrun and job systems signal every
+    process of a rank; a worker that ended then would end the run before the save."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def begin_worker(_number: int) -> None:
+    """First call in a worker process started within `starting_workers`: it ends when its rank ends it or is gone."""
+    die_with_parent()
+    rank = parent_process()
+    assert rank is not None, "called outside of a worker"
+    threading.Thread(target=_end_with, args=(rank.pid,), name="signals", daemon=True).start()
+
+
+def _end_with(rank: int) -> None:
+    while True:
+        signal_info = signal.sigwaitinfo(SIGNALS)
+        if signal_info.si_pid == rank and signal_info.si_signo == signal.SIGTERM:  # the loader closes its workers
+            os._exit(0)

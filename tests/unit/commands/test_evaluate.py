@@ -18,7 +18,7 @@ TASKS = [
     {"kind": "position", "lengths": [16, 64]},
     {"kind": "needle", "lengths": [50, 64], "samples": 4},
 ]
-OPTIONS = ["--lengths", "50,64", "--depths", "0,0.5,1", "--samples", "4"]
+OPTIONS = ["--lengths", "50,64", "--depths", "0,1", "--samples", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,9 @@ def test_it_gives_the_numbers_of_the_last_validation(trained, tmp_path, capsys):
     # The validation read all held-out rows.
     loss = ["--tasks", "loss,drafts", "--samples", "1000", "--output", str(tmp_path / "loss")]
     assert main([*command, *loss]) == 0
-    assert main([*command, "--tasks", "position,needle", "--output", str(tmp_path / "long")]) == 0
+    assert (
+        main([*command, "--depths", "0,0.5,1", "--tasks", "position,needle", "--output", str(tmp_path / "long")]) == 0
+    )
     found, wanted = columns(tmp_path / "loss") | columns(tmp_path / "long"), last_validation(trained)
     assert wanted.keys() - found.keys() == {"seconds"} and found.keys() <= wanted.keys()
     for name, value in found.items():

@@ -17,11 +17,11 @@ import pytest
 
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
+from glm46.engine.observe.peaks import find_accelerator
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.operate.estimate.requirement import describe_requirement
 from glm46.run.layout import smallest_world
-from glm46.run.peaks import find_accelerator
 from glm46.run.plan import resolve_plan
 from glm46.run.schedule import schedule_value
 

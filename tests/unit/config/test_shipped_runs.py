@@ -11,11 +11,11 @@ from glm46.config.check import check_config
 from glm46.config.loader import load_config
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
+from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import stage_memory
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.run.flops import training_flops_per_token
-from glm46.run.peaks import accelerator_of
 from glm46.run.plan import Plan, resolve_plan
 from glm46.run.schedule import batch_sequences, learning_rate_factor, schedule_value
 

@@ -27,8 +27,7 @@ VERSION_FILE = "version.json"
 """In a folder of weights: its version, and length and SHA-256 of each of its files."""
 
 _HASHED_AT_ONCE = 8
-_RESTART_SECONDS = 300.0
-"""Longest wait for a server to come back when none is left: a start with the weights of a large model."""
+_RESTART_SECONDS = 300.0  # the longest start of a server with a large model, when none is left
 _PROBES, _FIRST, _LONGEST = 4, 8, 256
 """Prompts of the probe, completions that a server generates before all others, and tokens of each."""
 _SERVERS = {"vllm": VllmServer, "sglang": SglangServer}

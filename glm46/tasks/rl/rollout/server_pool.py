@@ -220,9 +220,8 @@ class ServerPool:
             if time.monotonic() > end:
                 reasons = "; ".join(f"{state.server.url}: {state.lost}" for state in self._states)
                 raise EngineError(
-                    f"rollout.urls: no server is left, and none came back within {self._restart:g} s: "
-                    f"{reasons}. Start them again, then start this run again: it goes on "
-                    "from its last checkpoint"
+                    f"rollout.urls: no server is left, and none came back within {self._restart:g} s: {reasons}. Start "
+                    "them again, then start this run again: it goes on from its last checkpoint"
                 )
             self._still_starting()
             time.sleep(min(_RESTART_TICK_SECONDS, self._restart))

@@ -16,7 +16,7 @@ from glm46.compute.model.moe import MoE
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import activation_checkpoint, compile, expert, fsdp, plan
-from glm46.compute.parallelize.vocabulary import vocabulary_parallel_head
+from glm46.compute.parallelize.tensor import vocabulary_parallel_head
 from glm46.config.presets import PRESETS
 from glm46.run.layout import resolve_layout
 from glm46.run.plan import resolve_plan

@@ -387,7 +387,7 @@ def test_a_run_without_profiling_is_traced_on_request_and_computes_the_same(make
     (trace,) = folder.glob("profile_traces/*/rank0_trace.json")
     assert json.loads(trace.read_text(), strict=False)["traceEvents"]
     log = (folder / "log.txt").read_text()
-    assert log.count("a profile was requested: steps ") == 1 and log.count("profile of step ") == 1
+    assert log.count("a profile was requested: step ") == 1 and log.count("profile of step ") == 1
     assert not (folder / REQUEST_FILE).exists() and not (tmp_path / "plain/profile_traces").exists()
 
 

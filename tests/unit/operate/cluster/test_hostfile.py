@@ -5,11 +5,11 @@ import os
 import pytest
 
 from glm46.commands.preflight import preflight_command
-from glm46.compute.distributed.hostfile import Host
 from glm46.config.errors import UserError
 from glm46.operate.cluster import preflight
 from glm46.operate.cluster.preflight_hosts import reach
 from glm46.operate.cluster.results import FAIL
+from glm46.operate.launch.hostfile import Host
 from tests.fake_ssh import UNREACHABLE, write_ssh
 
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate import run_cost as page
 from glm46.operate.estimate.run_cost import RunCost, StageCost, effective_ratio, effective_time
 from glm46.operate.estimate.target_cluster import TargetCluster
-from glm46.run.peaks import accelerator_of
 from glm46.run.plan import resolve_plan
 
 HOUR = 3600.0

@@ -1,7 +1,7 @@
 """The machine is read from files that the kernel writes; these tests write such files."""
 
+from glm46.engine.observe.peaks import ACCELERATORS, find_accelerator
 from glm46.operate.estimate import machine
-from glm46.run.peaks import ACCELERATORS, find_accelerator
 
 
 def _files(root, **texts):

@@ -8,13 +8,13 @@ import pytest
 
 from glm46.config.float8 import Float8Config
 from glm46.config.run_config import RunConfig
+from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate import requirement
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import plan_memory
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import describe_requirement, judge_config, memory_lines, memory_parts
 from glm46.operate.estimate.target_cluster import TargetCluster
-from glm46.run.peaks import accelerator_of
 from glm46.run.plan import resolve_plan
 
 _GIB = 2**30

@@ -13,6 +13,7 @@ from glm46.config.check import check_config
 from glm46.config.loader import load_config
 from glm46.config.parallelism import ActivationCheckpointConfig
 from glm46.config.run_config import RunConfig
+from glm46.engine.observe.peaks import Accelerator, accelerator_of
 from glm46.operate.estimate import search as search_command
 from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.operate.estimate.rank_parts import parts_of_ranks
@@ -21,7 +22,6 @@ from glm46.operate.estimate.search import options_of, search_layouts, smallest_c
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.traffic import _merged, _of_muon, _Step, step_traffic
 from glm46.run.parameters import Parameter
-from glm46.run.peaks import Accelerator, accelerator_of
 from glm46.run.plan import resolve_plan
 
 DEBUG = Path(__file__).parents[4] / "train_configs" / "debug.toml"

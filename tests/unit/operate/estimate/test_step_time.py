@@ -15,6 +15,7 @@ from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import PRESETS
 from glm46.config.rl import RLConfig
 from glm46.config.run_config import RunConfig
+from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds, forward_steps
 from glm46.operate.estimate.kernels import MicroBatch, Work, part_work
 from glm46.operate.estimate.memory import plan_memory
@@ -26,7 +27,6 @@ from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.flops import attention_flops, training_flops
 from glm46.run.layout import Layout
 from glm46.run.parameters import layer_counts
-from glm46.run.peaks import accelerator_of
 from glm46.run.plan import resolve_plan
 from glm46.run.schedule import batch_sequences
 from glm46.run.timeline import simulate

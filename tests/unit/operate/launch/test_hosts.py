@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from glm46.compute.distributed.hostfile import Host
 from glm46.config.errors import UserError
 from glm46.engine.observe.start_times import StartTimes
 from glm46.operate.launch import hosts, node_client
 from glm46.operate.launch.host_group import module_command, places
+from glm46.operate.launch.hostfile import Host
 from glm46.operate.launch.hosts import HostNodes, describe_nodes
 from tests.fake_ssh import UNREACHABLE, write_ssh
 from tests.processes import wait_until

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from glm46.compute.distributed.hostfile import Host
 from glm46.config.errors import UserError
+from glm46.operate.launch.hostfile import Host
 from glm46.operate.launch.nodes import Nodes, detect_nodes, first_slurm_host, refuse_hosts, refuse_node
 
 KUBEFLOW = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}

@@ -6,11 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from glm46.compute.distributed.hostfile import Host
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.engine.observe.start_times import StartTimes
 from glm46.operate.launch import launch_hosts
+from glm46.operate.launch.hostfile import Host
 from glm46.operate.launch.launch_hosts import Places, fewer_replicas
 
 A, B, C, D, E = (Host(line, name) for line, name in enumerate("abcde", start=1))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from glm46.compute.distributed.hostfile import Host, read_hostfile
 from glm46.config.errors import UserError
+from glm46.operate.launch.hostfile import Host, read_hostfile
 
 
 def test_lines_of_every_form_are_read(tmp_path):
