@@ -12,6 +12,7 @@ from glm46.config.options import above_zero, positive, process_count, require_pi
 from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import detect_machine
+from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
 from glm46.operate.estimate.search import run_search, search_numbers, search_text
@@ -24,7 +25,6 @@ from glm46.operate.estimate.target_cluster import (
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.run.layout import smallest_world
 from glm46.run.plan import resolve_plan
-from glm46.run.timeline import Order
 
 DEFAULT_GPU = "H100"
 EXIT_DOES_NOT_FIT = 1
@@ -95,12 +95,12 @@ def plan_command(argv: Sequence[str]) -> int:
         )
     cluster = _cluster(arguments, config.parallelism)
     if arguments.search:
-        found = run_search(config, cluster, _order, arguments.document_tokens)
+        found = run_search(config, cluster, pipeline_order, arguments.document_tokens)
         print(search_text(found))
         _write_numbers(arguments.json, lambda: search_numbers(found))
         return 0 if found.search.best else EXIT_DOES_NOT_FIT
     plan = resolve_plan(config, cluster.gpus, arguments.document_tokens, host_ranks=cluster.host_ranks)
-    run = plan_run(plan, cluster, _order)
+    run = plan_run(plan, cluster, pipeline_order)
     here = None
     if arguments.gpu is None:
         machine = detect_machine(visible_gpus())
@@ -129,12 +129,6 @@ def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> T
         shares = Efficiencies.read(arguments.measured, shares)
     node = arguments.gpus_per_node or gpu.host_gpus, arguments.network, arguments.price, arguments.storage
     return TargetCluster(gpu, gpus, *node, shares, arguments.exchange)
-
-
-def _order(parallelism: ParallelismConfig, micro_batches: int) -> Order:
-    from glm46.compute.parallelize.pipeline_order import pipeline_order  # torch, which only pipelines need here
-
-    return pipeline_order(parallelism, micro_batches)
 
 
 def _write_numbers(path: Path | None, numbers: Callable[[], dict]) -> None:

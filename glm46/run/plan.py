@@ -1,12 +1,13 @@
 """A run's config with all that follows from it, resolved once and handed down."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.run.activations import keys_travel, places_of_token
+from glm46.run.context_keys import keys_travel
 from glm46.run.curriculum import TextStage, plan_stages, stage_at
 from glm46.run.flops import training_flops_per_token
 from glm46.run.layout import (
@@ -231,3 +232,10 @@ def budget_tokens(config: RunConfig, stages: Sequence[TextStage], rows_per_micro
         rows = min(rows * steps, room)
         samples, total, left = samples + rows, total + rows * stage.seq_len, left - steps
     return total
+
+
+def places_of_token(shape: ModelShape, parts: int) -> float:
+    """The number of parts that have an expert of a token, on average: `parts` share the experts evenly, and each choice
+    of experts is as likely as any other."""
+    experts, chosen = shape.n_routed_experts, shape.num_experts_per_tok
+    return parts * (1 - math.comb(experts - experts // parts, chosen) / math.comb(experts, chosen))

@@ -26,10 +26,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from glm46.compute.parallelize.pipeline_order import pipeline_order  # noqa: E402
 from glm46.config.loader import load_config  # noqa: E402
 from glm46.engine.observe.peaks import Accelerator  # noqa: E402
 from glm46.operate.benchmark.rates import cpu_peaks, efficiencies, measure_rates  # noqa: E402
+from glm46.operate.estimate.pipeline_order import pipeline_order  # noqa: E402
 from glm46.operate.estimate.step_time import StepTime, step_time  # noqa: E402
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster  # noqa: E402
 from glm46.run.plan import resolve_plan  # noqa: E402

@@ -40,7 +40,7 @@ from glm46.compute.parallelize.exchange import AllToAllDispatcher  # noqa: E402
 from glm46.compute.parallelize.two_level import TwoLevelDispatcher  # noqa: E402
 from glm46.config.model import ModelShape  # noqa: E402
 from glm46.config.presets import PRESETS  # noqa: E402
-from glm46.run.activations import places_of_token  # noqa: E402
+from glm46.run.plan import places_of_token  # noqa: E402
 from scripts.measure.titan import TitanMoE  # noqa: E402
 
 KINDS = {

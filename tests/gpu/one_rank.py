@@ -46,7 +46,7 @@ from glm46.engine.reliability.hang_report import collectives_here
 from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
-from glm46.run import activations
+from glm46.run import context_keys
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.tasks.pretrain.next_token import NextToken
@@ -294,8 +294,8 @@ def trained(job: Job) -> dict[str, Tensor]:
 def train_on(process: Process, axes: tuple[str, ...], gathered: int | None = None, **degrees: str) -> None:
     """Two steps with these axes give what steps without them give."""
     wanted = trained(build(process, ()))
-    most = activations.MOST_GATHERED_BYTES if gathered is None else gathered
-    with mock.patch.object(activations, "MOST_GATHERED_BYTES", most):
+    most = context_keys.MOST_GATHERED_BYTES if gathered is None else gathered
+    with mock.patch.object(context_keys, "MOST_GATHERED_BYTES", most):
         found = trained(build(process, axes, **degrees))
     scale = wanted["norm 1"].item()
     assert found.keys() == wanted.keys()

@@ -8,7 +8,7 @@ from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import activation_checkpoint
 from glm46.config.presets import PRESETS
-from glm46.run.activations import Spread, kept_tensors
+from glm46.operate.estimate.activations import Spread, kept_tensors
 
 pytestmark = [
     pytest.mark.gpu,

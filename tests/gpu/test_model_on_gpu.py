@@ -17,7 +17,8 @@ from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import activation_checkpoint
 from glm46.compute.parallelize import compile as layer_compile
 from glm46.config.presets import PRESETS
-from glm46.run.activations import attention_backward_bytes, kernel_runs
+from glm46.operate.estimate.activations import attention_backward_bytes
+from glm46.run.context_keys import kernel_runs
 from glm46.run.sizes import loss_chunk_tokens
 from tests.unit.compute.model.test_attention import around_a_ring, dense, random_packing
 

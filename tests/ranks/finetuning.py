@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from glm46.config.text_recipe import TextRecipe
-from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.tasks.finetune.task import train
 from glm46.tasks.pretrain.task import train as pretrain

@@ -40,7 +40,7 @@ from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.operate.estimate.requirement import INTEGERS_TORCH
-from glm46.run import activations
+from glm46.run import context_keys
 from glm46.run.layout import Layout
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.chats.pairs import BEGIN
@@ -91,7 +91,7 @@ class Case(NamedTuple):
     of_host: int | None = None
     """Ranks of a host, between which and inside which tokens travel in two levels; None: all to all."""
     chunks: int = 1
-    most_gathered: int = activations.MOST_GATHERED_BYTES
+    most_gathered: int = context_keys.MOST_GATHERED_BYTES
 
     def config(self) -> RunConfig:
         parallelism = {
@@ -541,7 +541,7 @@ def measure(name: str) -> dict:
     totals, network = count_step(job, batches), job.network
     with CountedTraffic(), nonzero_norms:  # receives finite numbers
         network.loaded(new_adapters=True)
-    most = mock.patch.object(activations, "MOST_GATHERED_BYTES", case.most_gathered)
+    most = mock.patch.object(context_keys, "MOST_GATHERED_BYTES", case.most_gathered)
     evenly, memory = (
         mock.patch.object(Router, "select", spread_evenly),
         LiveMemory([m for one in job.networks.values() for m in one.models]),

@@ -48,7 +48,7 @@ from glm46.engine.training.network import Network, build_network
 from glm46.engine.training.step import global_grad_norm, scale_gradients, train_step
 from glm46.engine.training.totals import count_step
 from glm46.operate.estimate.requirement import SPLIT_BACKWARD_TORCH
-from glm46.run import activations
+from glm46.run import context_keys
 from glm46.run.parameters import scales_name
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.huggingface.config_json import config_of
@@ -787,9 +787,9 @@ def compare_some(layouts: list[Layout], references: dict[tuple, tuple], fp8_base
     faulthandler.enable()
     process = join(300)
     for layout in layouts:
-        most = 0 if layout.ring else activations.MOST_GATHERED_BYTES
+        most = 0 if layout.ring else context_keys.MOST_GATHERED_BYTES
         compile = functools.partial(torch.compile, backend=layout.backend)
-        with mock.patch.object(activations, "MOST_GATHERED_BYTES", most), mock.patch.object(torch, "compile", compile):
+        with mock.patch.object(context_keys, "MOST_GATHERED_BYTES", most), mock.patch.object(torch, "compile", compile):
             found = run_layout(process, layout, fp8_base(fp8_bases, layout))
             figures = compare(layout, found, references[layout.reference])
         if process.is_main:

@@ -9,11 +9,11 @@ import torch
 from glm46.config.float8 import Float8Config
 from glm46.config.loader import load_config
 from glm46.config.parallelism import ActivationCheckpointConfig
+from glm46.operate.estimate.activations import Frozen, Spread, layer_bytes
 from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
-from glm46.run import activations
-from glm46.run.activations import Frozen, Spread, layer_bytes
+from glm46.run import context_keys
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
 from tests.ranks.planned_steps import BF16, CASES, FULL_SCALE, rank_names
@@ -29,7 +29,7 @@ SEEN_KEYS = "all_to_all over cp"
 def measured(case_row, case):
     """The plan of a case, its pipeline rank and what it measured."""
     name, _, rank = case.rpartition(".")
-    with mock.patch.object(activations, "MOST_GATHERED_BYTES", CASES[name].most_gathered):
+    with mock.patch.object(context_keys, "MOST_GATHERED_BYTES", CASES[name].most_gathered):
         plan = resolve_plan(CASES[name].config(), CASES[name].ranks, host_ranks=CASES[name].of_host)
         yield plan, int(rank), case_row("planned_steps.main", case=case)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glm46.run.activations import kernel_runs
+from glm46.run.context_keys import kernel_runs
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,12 +16,12 @@ from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.stored_model import alignment_faults, require_whole_model
 from glm46.storage.checkpoint.finite import describe, names_not_finite
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
-from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
 from glm46.storage.huggingface.folder_check import stored_shape
 from glm46.storage.huggingface.hub import local_tokenizer
 from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.names import raise_if
+from glm46.storage.huggingface.step_tensors import StepTensors
 
 
 class Loaded(NamedTuple):

@@ -17,12 +17,12 @@ from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.checkpoint.integrity import MANIFEST
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata, tensor_entries
-from glm46.storage.checkpoint.step_tensors import MODEL_PREFIX
 from glm46.storage.checkpoint.stored_values import StoredTensor
 from glm46.storage.huggingface.adapter_origin import changed_files, hash_files
 from glm46.storage.huggingface.boxes import intervals_of, overlaps
 from glm46.storage.huggingface.folder_check import files_of_weights
 from glm46.storage.huggingface.names import HFPart, raise_if
+from glm46.storage.huggingface.step_tensors import MODEL_PREFIX
 
 _FAULTS_SHOWN = 10
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
-from glm46.run.activations import FP32, Frozen, with_key_copies
+from glm46.operate.estimate.activations import FP32, Frozen, with_key_copies
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.flops import attention_flops
 from glm46.run.layout import Layout

@@ -17,6 +17,19 @@ from glm46.config.model import ModelShape
 from glm46.config.parallelism import PIPELINE_SCHEDULES
 from glm46.config.rules_layout import STATE_BLOCK, STATE_LEAST_ENTRIES
 from glm46.config.run_config import RunConfig
+from glm46.operate.estimate.activations import (
+    FP32,
+    INDEX,
+    Frozen,
+    Spread,
+    attention_backward_bytes,
+    freed_before_attention,
+    head_bytes,
+    kept_tensors,
+    layer_bytes,
+    output_gradient_bytes,
+    travelling_key_bytes,
+)
 from glm46.operate.estimate.other_networks import generation_memory, other_networks, other_passes
 from glm46.operate.estimate.rank_parts import (
     Block,
@@ -30,27 +43,16 @@ from glm46.operate.estimate.rank_parts import (
     mesh_of_stage,
     parts_of_ranks,
 )
-from glm46.run.activations import (
-    FP32,
-    INDEX,
+from glm46.run.checkpoint_size import STATE_WIDTHS, WIDTHS
+from glm46.run.context_keys import (
     SHARED_KEYS,
-    Frozen,
-    Spread,
     attended_keys,
-    attention_backward_bytes,
-    freed_before_attention,
     gathered_key_bytes,
-    head_bytes,
     kept_of_key,
-    kept_tensors,
     kernel_runs,
     keys_travel,
-    layer_bytes,
-    output_gradient_bytes,
     sent_of_key,
-    travelling_key_bytes,
 )
-from glm46.run.checkpoint_size import STATE_WIDTHS, WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, part_rows
 from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan

@@ -3,8 +3,8 @@
 from math import prod
 
 from glm46.config.model import ModelShape
+from glm46.operate.estimate.activations import FP32
 from glm46.operate.estimate.rank_parts import local_shape
-from glm46.run.activations import FP32
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout, generation_layout
 from glm46.run.parameters import Parameter, dense_layer, moe_layer, mtp_layer, named_rows, part_rows

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from glm46.config.float8_layers import linear_layers
 from glm46.config.model import ModelShape
 from glm46.config.section import values_of
+from glm46.operate.estimate.activations import EXPERT_NUMBER, FP32, INDEX
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.rank_parts import (
     Block,
@@ -26,8 +27,8 @@ from glm46.operate.estimate.rank_parts import (
     parts_of_ranks,
     sharded_dim,
 )
-from glm46.run.activations import EXPERT_NUMBER, FP32, INDEX, attended_keys, sent_of_key
 from glm46.run.checkpoint_size import WIDTHS
+from glm46.run.context_keys import attended_keys, sent_of_key
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
 from glm46.run.plan import Plan, gradients_are_summed_once, replicas_reduce_once

@@ -28,7 +28,6 @@ from glm46.run.function import capacity_lines, moe_of_meta
 from glm46.run.parameters import named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
-from glm46.storage.checkpoint.step_tensors import StepTensors, write_model
 from glm46.storage.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
 from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
@@ -40,6 +39,7 @@ from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.storage.huggingface.names import HFNames, has_repeats, raise_if
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
+from glm46.storage.huggingface.step_tensors import StepTensors, write_model
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 
 _HF_CONFIG = "hf_config"

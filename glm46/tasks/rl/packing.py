@@ -11,7 +11,7 @@ from torch import Tensor
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.compute.model.routes import no_routes
 from glm46.config.model import ModelShape
-from glm46.run.activations import SHARED_KEYS
+from glm46.run.context_keys import SHARED_KEYS
 from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.rollouts import Rollout
 

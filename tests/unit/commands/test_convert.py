@@ -23,10 +23,10 @@ from glm46.operate.models.conversions import _table_of
 from glm46.storage.chats.chat_format import GLM_47
 from glm46.storage.chats.chat_template import find_format
 from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.checkpoint.step_tensors import ReadAhead, StepTensors, write_model
 from glm46.storage.data.tokenizer import BUILTIN_PATH, TOKENIZER_KEY, load_tokenizer
 from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.names import has_repeats
+from glm46.storage.huggingface.step_tensors import ReadAhead, StepTensors, write_model
 from glm46.storage.huggingface.tokenizer_files import tokenizer_files
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,8 +6,8 @@ import torch
 from glm46.config.errors import UserError
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import PRESETS
-from glm46.run.activations import places_of_token
 from glm46.run.layout import expert_levels
+from glm46.run.plan import places_of_token
 
 
 def levels(exchange: str, ranks: int, host_ranks: int | None):

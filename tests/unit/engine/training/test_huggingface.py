@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.pretrain.task import train
 
 

@@ -7,7 +7,7 @@ import torch
 
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.layout_report import _attention
-from glm46.run import activations
+from glm46.run import context_keys
 from glm46.run.plan import describe_exchange, resolve_plan
 from tests.small_run import small_config
 
@@ -39,7 +39,7 @@ from tests.small_run import small_config
 )
 def test_the_core_of_attention_is_named(source_folder, tmp_path, monkeypatch, device, tables, cp, said):
     if cp == 4:
-        monkeypatch.setattr(activations, "MOST_GATHERED_BYTES", 1)
+        monkeypatch.setattr(context_keys, "MOST_GATHERED_BYTES", 1)
     tables = {"parallelism": {"context_parallel_degree": cp}} | tables
     plan = resolve_plan(small_config(source_folder, tmp_path, **tables), cp)
     task = SimpleNamespace(plan=plan, cluster=SimpleNamespace(device=torch.device(device)))

@@ -41,7 +41,7 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint import save
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.storage.checkpoint.manager import CheckpointManager
-from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.pretrain import next_token
 from glm46.tasks.pretrain.task import Pretraining, train
 from tests.processes import HANG_SECONDS, wait_until

@@ -16,7 +16,8 @@ import pytest
 
 from glm46.cli import main
 from glm46.config.presets import PRESETS
-from glm46.run.activations import gathered_key_bytes, travelling_key_bytes
+from glm46.operate.estimate.activations import travelling_key_bytes
+from glm46.run.context_keys import gathered_key_bytes
 from glm46.run.flops import attention_flops
 
 ROOT = Path(__file__).resolve().parents[4]

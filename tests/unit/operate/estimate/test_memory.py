@@ -18,23 +18,21 @@ from glm46.compute.parallelize import activation_checkpoint
 from glm46.config.adapter import AdapterConfig
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.operate.estimate.memory import OFFLOAD_ITEM_BYTES, plan_memory
-from glm46.run.activations import (
+from glm46.operate.estimate.activations import (
     Frozen,
     Spread,
-    attended_keys,
     attention_backward_bytes,
     attention_bytes,
     dense_layer_bytes,
-    gathered_key_bytes,
     head_bytes,
     kept_tensors,
-    kernel_runs,
     layer_bytes,
     moe_layer_bytes,
     mtp_layer_bytes,
     travelling_key_bytes,
 )
+from glm46.operate.estimate.memory import OFFLOAD_ITEM_BYTES, plan_memory
+from glm46.run.context_keys import attended_keys, gathered_key_bytes, kernel_runs
 from glm46.run.layout import resolve_layout, smallest_world
 from glm46.run.parameters import adapter_layer, count_parameters
 from glm46.run.plan import resolve_plan

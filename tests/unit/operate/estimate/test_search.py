@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import main
-from glm46.compute.parallelize.pipeline_order import pipeline_order
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
 from glm46.config.parallelism import ActivationCheckpointConfig
@@ -16,6 +15,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import Accelerator, accelerator_of
 from glm46.operate.estimate import search as search_command
 from glm46.operate.estimate.memory import largest_stage, stage_memory
+from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.run_cost import run_cost
 from glm46.operate.estimate.search import options_of, search_layouts, smallest_cluster

@@ -4,20 +4,20 @@ import re
 
 import pytest
 
-from glm46.compute.parallelize.pipeline_order import pipeline_order
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import plan_memory, stage_memory, step_text
+from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.report import plan_run, plan_text
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.operate.estimate.timeline import simulate
 from glm46.run.flops import training_flops_per_token
 from glm46.run.plan import Plan, resolve_plan
 from glm46.run.stages import bubble
-from glm46.run.timeline import simulate
 
 B, T = 10**9, 10**12
 LENGTHS = [32_768, 65_536, 131_072, 196_608]

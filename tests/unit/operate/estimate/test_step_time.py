@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glm46.compute.parallelize.pipeline_order import pipeline_order
 from glm46.config.errors import UserError
 from glm46.config.finetune import FineTuneConfig, PreferenceConfig
 from glm46.config.parallelism import ParallelismConfig
@@ -19,9 +18,11 @@ from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds, forward_steps
 from glm46.operate.estimate.kernels import MicroBatch, Work, part_work
 from glm46.operate.estimate.memory import plan_memory
+from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.run_cost import count_steps, run_cost
 from glm46.operate.estimate.step_time import Roofline, StepTime, _micro_batch, _waits_for_tokens, step_time
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
+from glm46.operate.estimate.timeline import simulate
 from glm46.operate.estimate.traffic import step_traffic
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.flops import attention_flops, training_flops
@@ -29,7 +30,6 @@ from glm46.run.layout import Layout
 from glm46.run.parameters import layer_counts
 from glm46.run.plan import resolve_plan
 from glm46.run.schedule import batch_sequences
-from glm46.run.timeline import simulate
 from scripts.measure.count_kernels import count_chained, count_eager
 from tests.ranks.test_two_levels import ORDERS
 

@@ -11,10 +11,10 @@ from transformers import Glm4MoeForCausalLM
 
 from glm46.cli import main
 from glm46.config.errors import UserError
-from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.import_weights import import_weights
 from glm46.storage.huggingface.names import Form, HFNames
+from glm46.storage.huggingface.step_tensors import StepTensors
 from tests.unit.storage.huggingface.test_hf_safetensors import (
     EOS,
     MODELS,

@@ -12,7 +12,6 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
-from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_check import check_folder
@@ -22,6 +21,7 @@ from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, scheme_of
 from glm46.storage.huggingface.schemes import FP8_SCHEMES as SCHEMES
+from glm46.storage.huggingface.step_tensors import StepTensors
 
 # Sizes that are not multiples of a block: dense layers, as the 10944 rows of GLM-4.5-Air, and queries, keys and values.
 TABLE = ModelConfig(

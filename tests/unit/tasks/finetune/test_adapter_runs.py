@@ -14,8 +14,8 @@ from glm46.config.errors import UserError
 from glm46.config.presets import resolve_shape
 from glm46.engine.training.origin import refuse_origin
 from glm46.operate.estimate.requirement import INTEGERS_TORCH
-from glm46.storage.checkpoint.step_tensors import StepTensors
 from glm46.storage.huggingface.peft_export import export_adapter
+from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.finetune.task import train
 from glm46.tasks.pretrain.task import train as pretrain
 from tests.small_run import TINY

@@ -11,7 +11,7 @@ from glm46.commands.convert import convert_command
 from glm46.config.check import check_config
 from glm46.config.errors import UserError
 from glm46.engine.inference.loading import load_for_inference
-from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.pretrain.task import train
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}

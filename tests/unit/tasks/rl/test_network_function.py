@@ -35,7 +35,7 @@ from glm46.engine.training.balance import routing_options
 from glm46.engine.training.hf_weights import write_weights
 from glm46.run.function import function_of_meta, gate_factor, is_gate, next_temperature
 from glm46.run.schedule import schedule_value
-from glm46.storage.checkpoint.step_tensors import StepTensors
+from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.pretrain.task import Pretraining, train
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import Request, SamplingRules

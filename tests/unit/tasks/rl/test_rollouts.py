@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
-from glm46.run.activations import SHARED_KEYS
+from glm46.run.context_keys import SHARED_KEYS
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan

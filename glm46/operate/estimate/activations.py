@@ -5,7 +5,6 @@ Letters as in the model: D hidden, H and K query and key heads, C head width, F 
 token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,13 +77,6 @@ def _latent_bytes(shape: ModelShape, width: int, frozen: Frozen | None, has_grad
     if width == FP32:  # the norm keeps its input as it is, which lies beside the key to rotate
         norms += (shape.latent_width - keys) * FP32
     return norms + has_gradient * (queries + shape.latent_width) * width
-
-
-def kernel_runs(runs: float) -> int:
-    """Runs that attention kernels are given, the last ones empty: a power of two, at least 8. cuDNN, which
-    `varlen_attn` of torch 2.15 prefers for whole documents, makes a plan for each number of runs, and that takes longer
-    than a layer."""
-    return max(8, 1 << (math.ceil(runs) - 1).bit_length())
 
 
 def attention_backward_bytes(
@@ -181,13 +173,6 @@ def head_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None
     return _norm(shape.hidden_size, width, frozen) + heads * (_gathered_input(shape, width, tp) + INDEX * tp)
 
 
-def places_of_token(shape: ModelShape, parts: int) -> float:
-    """The number of parts that have an expert of a token, on average: `parts` share the experts evenly, and each choice
-    of experts is as likely as any other."""
-    experts, chosen = shape.n_routed_experts, shape.num_experts_per_tok
-    return parts * (1 - math.comb(experts - experts // parts, chosen) / math.comb(experts, chosen))
-
-
 def layer_bytes(
     shape: ModelShape,
     width: int,
@@ -263,54 +248,6 @@ def output_gradient_bytes(shape: ModelShape, width: int, block: str, tp: int) ->
     elements += (chosen + shared) * 2 * shape.moe_intermediate_size
     elements += (chosen + tp * (shared > 0) + 4 * (block == "mtp")) * shape.hidden_size
     return elements * width + shape.n_routed_experts * FP32
-
-
-def kept_of_key(shape: ModelShape, tp: int) -> float:
-    """Numbers of a token that a rank attends to: keys and values of its heads, and the latent that they are from."""
-    return 2 * max(shape.num_key_value_heads / tp, 1) * shape.head_dim + shape.latent_width
-
-
-def sent_of_key(shape: ModelShape, tp: int) -> float:
-    """Numbers of a token that ranks of context parallelism exchange in one call: its keys, then its values, or its
-    latent."""
-    return shape.latent_width or max(shape.num_key_value_heads / tp, 1) * shape.head_dim
-
-
-def gathered_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:
-    """Keys and values of one layer that a context-parallel rank holds while it attends, of whole rows as one document:
-    `attended_keys` of both."""
-    keys, _ = attended_keys(shape.sliding_window, length, cp)
-    return rows * keys * kept_of_key(shape, tp) * width
-
-
-def attended_keys(window: int | None, length: int, cp: int) -> tuple[float, float]:
-    """Keys of a row as one document that the chunks of a context-parallel rank see together, and those that it gets.
-
-    The first chunk and the last one see 1 + 1 / (2 cp) times the row between them, and the rank gets all keys. Under a
-    window this holds for the part of the row where the window fills. Each rank has one chunk of the rest, which sees
-    itself and the window before it.
-    """
-    if window is None or window >= length:
-        return length * (1 + 1 / (2 * cp)), length
-    rest = (length - window) / cp
-    return window * (1 + 1 / (2 * cp)) + rest + window, min(rest + 2 * window, length)
-
-
-MOST_GATHERED_BYTES = 4 * 2**30
-"""Of the keys and values of one layer. GLM-4.6 reaches it at a million tokens without tensor parallelism."""
-
-
-SHARED_KEYS = 3
-"""Of the rows of reinforcement learning, whose samples share their prompts: keys that the runs of a row have together,
-at most, as a multiple of its tokens."""
-
-
-def keys_travel(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> bool:
-    """True if context-parallel ranks pass keys from rank to rank, one part at a time, and do not gather them all. Those
-    of latent attention are gathered as latents."""
-    if cp == 1 or shape.sliding_window is not None or shape.is_latent:
-        return False
-    return gathered_key_bytes(shape, width, rows=rows, length=length, cp=cp, tp=tp) > MOST_GATHERED_BYTES
 
 
 def travelling_key_bytes(shape: ModelShape, width: int, *, rows: int, length: int, cp: int, tp: int) -> float:

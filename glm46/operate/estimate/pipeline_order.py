@@ -3,10 +3,8 @@
 from functools import cache
 from types import SimpleNamespace
 
-from torch.distributed.pipelining.schedules import get_schedule_class
-
 from glm46.config.parallelism import ParallelismConfig
-from glm46.run.timeline import Action, Kind, Order
+from glm46.operate.estimate.timeline import Action, Kind, Order
 
 _KINDS: dict[str, Kind] = {
     "FORWARD": "forward",
@@ -31,6 +29,8 @@ def _order(name: str, ranks: int, each: int, micro_batches: int) -> Order:
     if name in ("GPipe", "1F1B"):
         return [_of_one_stage(rank, micro_batches, micro_batches if name == "GPipe" else ranks - rank)
                 for rank in range(ranks)]  # fmt: skip
+    from torch.distributed.pipelining.schedules import get_schedule_class  # torch, for these schedules alone
+
     # What the schedule reads of the stages of a rank; it runs none.
     stages = [
         SimpleNamespace(
