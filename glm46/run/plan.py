@@ -105,10 +105,9 @@ class Plan:
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest micro-batch of a rank, in training and validation."""
-        config = self.config
-        rows = config.training.local_batch_size
-        longest = max([config.training.seq_len, *(stage.seq_len for stage in self.text_stages)])
-        return -(-rows * longest // (self.layout.cp * self.layout.tp))
+        training = self.config.training
+        longest = max([training.seq_len, *(stage.seq_len for stage in self.text_stages)])
+        return -(-training.local_batch_size * longest // (self.layout.cp * self.layout.tp))
 
     def rows_of_expert(self, seq_len: int) -> float:
         """Rows of a micro-batch for each expert, on average."""

@@ -27,23 +27,6 @@ def rank_of_stage(parallelism: ParallelismConfig, stage: int) -> int:
     return stage % ranks
 
 
-def bubble(parallelism: ParallelismConfig, micro_batches: int) -> float:
-    """Share of a step in which the ranks of a pipeline wait for each other.
-
-    All stages cost the same, and backward twice as much as forward. Exact for these schedules, except
-    InterleavedZeroBubble with fewer micro-batches than ranks, for which it is an upper bound.
-    """
-    ranks, each = parallelism.pipeline_parallel_degree, parallelism.stages_per_rank
-    missing = max(ranks - micro_batches, 0) * (each - 1)
-    # Idle time of a rank in forwards of a stage.
-    idle = {
-        "InterleavedZeroBubble": ranks - 1 + 3 * missing,
-        "ZBVZeroBubble": max(ranks - 1, 4 * ranks - 2 - 2 * micro_batches),
-        "DualPipeV": 2 * (ranks - 1),
-    }.get(parallelism.pipeline_parallel_schedule, 3 * (ranks - 1 + missing))
-    return idle / (3 * micro_batches * each + idle) if ranks > 1 else 0.0
-
-
 @cache  # plans ask for the same split again and again; with many stages it takes a tenth of a second
 def split_layers(shape: ModelShape, stages: int, seq_len: int) -> tuple[range, ...]:
     """Consecutive layers for each stage, at least one each: the most expensive stage as cheap as possible, then the

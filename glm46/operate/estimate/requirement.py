@@ -11,13 +11,13 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of, find_accelerator
 from glm46.operate.estimate.machine import Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
+from glm46.operate.estimate.timeline import bubble
 from glm46.operate.estimate.units import aligned, binary_size, token_count
 from glm46.run.curriculum import describe_attention
 from glm46.run.flops import training_flops_per_token
 from glm46.run.layout import fixed_processes, smallest_world
 from glm46.run.parameters import count_parameters
 from glm46.run.plan import Plan, resolve_plan
-from glm46.run.stages import bubble
 
 _GIB = 2**30
 USABLE_CPU_RATIO = 0.95

@@ -26,11 +26,10 @@ from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.other_networks import other_networks, other_passes
 from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
 from glm46.operate.estimate.target_cluster import TargetCluster, groups
-from glm46.operate.estimate.timeline import Order, Timeline, simulate
+from glm46.operate.estimate.timeline import Order, Timeline, bubble, simulate
 from glm46.operate.estimate.traffic import MUON, TOKENS, Traffic, exchanges, reference_traffic, step_traffic
 from glm46.run.flops import training_flops_per_token
 from glm46.run.plan import Plan
-from glm46.run.stages import bubble
 from glm46.run.tree import rounds
 
 OrderOf = Callable[[ParallelismConfig, int], Order]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from glm46.config.parallelism import ParallelismConfig
+
 Kind = Literal["forward", "backward", "input gradient", "weight gradient"]
 
 
@@ -102,3 +104,20 @@ def _enabled(action: Action, last: int) -> list[tuple[Action, int]]:
     if kind == "weight gradient" or stage == 0:
         return []
     return [(Action(each, stage - 1, micro_batch), stage - 1) for each in ("backward", "input gradient")]
+
+
+def bubble(parallelism: ParallelismConfig, micro_batches: int) -> float:
+    """Share of a step in which the ranks of a pipeline wait for each other.
+
+    All stages cost the same, and backward twice as much as forward. Exact for these schedules, except
+    InterleavedZeroBubble with fewer micro-batches than ranks, for which it is an upper bound.
+    """
+    ranks, each = parallelism.pipeline_parallel_degree, parallelism.stages_per_rank
+    missing = max(ranks - micro_batches, 0) * (each - 1)
+    # Idle time of a rank in forwards of a stage.
+    idle = {
+        "InterleavedZeroBubble": ranks - 1 + 3 * missing,
+        "ZBVZeroBubble": max(ranks - 1, 4 * ranks - 2 - 2 * micro_batches),
+        "DualPipeV": 2 * (ranks - 1),
+    }.get(parallelism.pipeline_parallel_schedule, 3 * (ranks - 1 + missing))
+    return idle / (3 * micro_batches * each + idle) if ranks > 1 else 0.0

@@ -55,7 +55,7 @@ class Fake(types.ModuleType):
     def define_metric(self, *_, **__):
         pass
 
-    log_params = set_experiment = define_metric
+    log_params = define_metric
 
 
 @pytest.fixture(params=["wandb", "mlflow"])

@@ -14,10 +14,9 @@ from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.report import plan_run, plan_text
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.operate.estimate.target_cluster import TargetCluster
-from glm46.operate.estimate.timeline import simulate
+from glm46.operate.estimate.timeline import bubble, simulate
 from glm46.run.flops import training_flops_per_token
 from glm46.run.plan import Plan, resolve_plan
-from glm46.run.stages import bubble
 
 B, T = 10**9, 10**12
 LENGTHS = [32_768, 65_536, 131_072, 196_608]
