@@ -33,6 +33,8 @@ class Accelerator:
     """GPUs of a host."""
     link_domain: int = 1
     """GPUs that NVLink connects over several hosts; 1 if it ends at the host."""
+    watts: float = 0.0
+    """Rated power of the GPU; 0 if it is not in the table."""
 
     @property
     def fp8_flops(self) -> float:
@@ -45,32 +47,32 @@ _NVL72 = 4, 72
 
 # The first entry whose words all occur in the driver's name wins, so longer names come before shorter ones.
 ACCELERATORS: tuple[Accelerator, ...] = (
-    Accelerator("GB300", 2.5e15, 279 * _GIB, 10.3, 8e12, 900e9, *_NVL72),
-    Accelerator("B300", 2.25e15, 268 * _GIB, 10.3, 8e12, 900e9),
-    Accelerator("GB200", 2.5e15, 184 * _GIB, 10.0, 8e12, 900e9, *_NVL72),
-    Accelerator("B200", 2.25e15, 179 * _GIB, 10.0, 8e12, 900e9),
-    Accelerator("GH200", 989.4e12, 95 * _GIB, 9.0, 4e12, 450e9),
-    Accelerator("H200", 989.4e12, 140 * _GIB, 9.0, 4.8e12, 450e9),
-    Accelerator("H100 NVL", 835.5e12, 93 * _GIB, 9.0, 3.9e12, 300e9),
-    Accelerator("H100 PCIe", 756e12, 79 * _GIB, 9.0, 2e12, 64e9),
-    Accelerator("H100", 989.4e12, 79 * _GIB, 9.0, 3.35e12, 450e9),
-    Accelerator("H800", 989.4e12, 79 * _GIB, 9.0, 3.35e12, 200e9),
-    Accelerator("H20", 148e12, 95 * _GIB, 9.0, 4e12, 450e9),
-    Accelerator("A100 40GB", 312e12, 39 * _GIB, 8.0, 1.555e12, 300e9),
-    Accelerator("A100", 312e12, 79 * _GIB, 8.0, 2.039e12, 300e9),
-    Accelerator("A800", 312e12, 79 * _GIB, 8.0, 2.039e12, 200e9),
-    Accelerator("L40S", 362e12, 44 * _GIB, 8.9, 864e9, 32e9),
-    Accelerator("L40", 181e12, 44 * _GIB, 8.9, 864e9, 32e9),
-    Accelerator("L4", 121e12, 22 * _GIB, 8.9, 300e9, 32e9),
-    Accelerator("A40", 149.7e12, 44 * _GIB, 8.6, 696e9, 32e9),
-    Accelerator("A30", 165e12, 23 * _GIB, 8.0, 933e9, 32e9),
-    Accelerator("A10G", 70e12, 22 * _GIB, 8.6, 600e9, 32e9),
-    Accelerator("A10", 125e12, 22 * _GIB, 8.6, 600e9, 32e9),
-    Accelerator("RTX 6000 Ada", 364.2e12, 47 * _GIB, 8.9, 960e9, 32e9),
-    Accelerator("RTX A6000", 154.8e12, 47 * _GIB, 8.6, 768e9, 32e9),
-    Accelerator("RTX 5090", 209.5e12, 31 * _GIB, 12.0, 1.792e12, 64e9),
-    Accelerator("RTX 4090", 165.2e12, 23 * _GIB, 8.9, 1.008e12, 32e9),
-    Accelerator("RTX 3090", 71e12, 23 * _GIB, 8.6, 936e9, 32e9),
+    Accelerator("GB300", 2.5e15, 279 * _GIB, 10.3, 8e12, 900e9, *_NVL72, 1400.0),
+    Accelerator("B300", 2.25e15, 268 * _GIB, 10.3, 8e12, 900e9, watts=1100.0),
+    Accelerator("GB200", 2.5e15, 184 * _GIB, 10.0, 8e12, 900e9, *_NVL72, 1200.0),
+    Accelerator("B200", 2.25e15, 179 * _GIB, 10.0, 8e12, 900e9, watts=1000.0),
+    Accelerator("GH200", 989.4e12, 95 * _GIB, 9.0, 4e12, 450e9, watts=900.0),
+    Accelerator("H200", 989.4e12, 140 * _GIB, 9.0, 4.8e12, 450e9, watts=700.0),
+    Accelerator("H100 NVL", 835.5e12, 93 * _GIB, 9.0, 3.9e12, 300e9, watts=400.0),
+    Accelerator("H100 PCIe", 756e12, 79 * _GIB, 9.0, 2e12, 64e9, watts=350.0),
+    Accelerator("H100", 989.4e12, 79 * _GIB, 9.0, 3.35e12, 450e9, watts=700.0),
+    Accelerator("H800", 989.4e12, 79 * _GIB, 9.0, 3.35e12, 200e9, watts=700.0),
+    Accelerator("H20", 148e12, 95 * _GIB, 9.0, 4e12, 450e9, watts=400.0),
+    Accelerator("A100 40GB", 312e12, 39 * _GIB, 8.0, 1.555e12, 300e9, watts=400.0),
+    Accelerator("A100", 312e12, 79 * _GIB, 8.0, 2.039e12, 300e9, watts=400.0),
+    Accelerator("A800", 312e12, 79 * _GIB, 8.0, 2.039e12, 200e9, watts=400.0),
+    Accelerator("L40S", 362e12, 44 * _GIB, 8.9, 864e9, 32e9, watts=350.0),
+    Accelerator("L40", 181e12, 44 * _GIB, 8.9, 864e9, 32e9, watts=300.0),
+    Accelerator("L4", 121e12, 22 * _GIB, 8.9, 300e9, 32e9, watts=72.0),
+    Accelerator("A40", 149.7e12, 44 * _GIB, 8.6, 696e9, 32e9, watts=300.0),
+    Accelerator("A30", 165e12, 23 * _GIB, 8.0, 933e9, 32e9, watts=165.0),
+    Accelerator("A10G", 70e12, 22 * _GIB, 8.6, 600e9, 32e9, watts=300.0),
+    Accelerator("A10", 125e12, 22 * _GIB, 8.6, 600e9, 32e9, watts=150.0),
+    Accelerator("RTX 6000 Ada", 364.2e12, 47 * _GIB, 8.9, 960e9, 32e9, watts=300.0),
+    Accelerator("RTX A6000", 154.8e12, 47 * _GIB, 8.6, 768e9, 32e9, watts=300.0),
+    Accelerator("RTX 5090", 209.5e12, 31 * _GIB, 12.0, 1.792e12, 64e9, watts=575.0),
+    Accelerator("RTX 4090", 165.2e12, 23 * _GIB, 8.9, 1.008e12, 32e9, watts=450.0),
+    Accelerator("RTX 3090", 71e12, 23 * _GIB, 8.6, 936e9, 32e9, watts=350.0),
 )
 
 _UNITS = {"bf16": 1e12, "memory": float(_GIB), "bandwidth": 1e9, "link": 1e9, "capability": 1.0}

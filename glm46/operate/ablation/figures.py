@@ -1,5 +1,6 @@
 """Figures of the runs of an ablation, and their gaps to the baseline, from the rows of metrics.jsonl."""
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,34 @@ def statistic(values: Sequence[float]) -> Statistic | None:
     if not values:
         return None
     return Statistic(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def probability_of_t(t: float, freedom: int) -> float:
+    """The probability that Student's t is as far from 0 as ``t`` or farther, by the finite series for whole degrees of
+    freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2
+    term = total = cosine if is_odd else 1.0
+    for k in range(2 + is_odd, freedom - 1, 2):
+        term *= cosine**2 * (k - 1) / k
+        total += term
+    if not is_odd:
+        return 1 - sine * total
+    return 1 - 2 / math.pi * (angle + (sine * total if freedom > 1 else 0.0))
+
+
+def paired_test(found: Statistic) -> tuple[float, float] | None:
+    """Of gaps to runs of the same seeds: half of the 95 % interval of their mean, and the probability of such a mean
+    if the true gap is 0 (paired t-test). None for a single seed, and if all gaps are equal."""
+    if not found.spread:
+        return None
+    error, freedom = found.spread / math.sqrt(found.count), found.count - 1
+    low, high = 0.0, 13.0  # with one degree of freedom 12.7
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability_of_t(middle, freedom) > 0.05 else (low, middle)
+    return high * error, probability_of_t(found.mean / error, freedom)
 
 
 def run_figures(outcome: Outcome, baseline: Outcome | None) -> dict[str, float]:

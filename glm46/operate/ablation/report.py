@@ -25,6 +25,7 @@ from glm46.operate.ablation.figures import (
     layer_of,
     mean_errors,
     mean_rows,
+    paired_test,
     run_figures,
     statistic,
 )
@@ -95,6 +96,7 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str]) -> str:
         "tenth of the tokens. Gradient norm: mean over the rows of the absolute gap. Tokens/s: median of the rows; "
         "other load on the machine is in it; a run that emulates products has none. Memory: the largest peak of a GPU, "
         "without GPUs of a process.",
+        *_test_lines(report),
         *(f"\n![{name.rpartition('.')[0]}]({name})" for name in pictures),
         "",
         "| variant | keys |",
@@ -122,6 +124,29 @@ def table(report: Mapping[str, Any]) -> list[str]:
         finished = sum(run["status"] == "finished" for run in variant["runs"])
         lines.append(_line([variant["name"], *cells, f"{finished} of {len(variant['runs'])}"]))
     return lines
+
+
+def _test_lines(report: Mapping[str, Any]) -> list[str]:
+    """Whether the gaps of losses are more than noise: none for a single seed."""
+    lines, noise = [], []
+    for name in ("final_loss", "validation_loss"):
+        for variant in report["variants"]:
+            found = variant["figures"].get(name)
+            if variant["name"] == report["baseline"] and found is not None and found["spread"] is not None:
+                noise.append(f"{100 * found['spread'] / found['mean']:.3f} % in {name.replace('_', ' ')}")
+            gap = variant["figures"].get(f"{name}_gap")
+            if gap is not None and (tested := paired_test(Statistic(**gap))) is not None:
+                low, high = gap["mean"] - tested[0], gap["mean"] + tested[0]
+                span = f"{low:+.3f} to {high:+.3f}"
+                lines.append(_line([variant["name"], name.replace("_", " "), span, f"{tested[1]:.3f}"]))
+    if not lines:
+        return []
+    header = _line(["variant", "gap", "95 % interval of the mean, %", "p"])
+    about = (
+        f"\nThe baseline differs from seed to seed by {' and '.join(noise)} (standard deviation). p is the probability "
+        "of such a mean gap if there were none: a paired t-test over the seeds.\n"
+    )
+    return [about, header, _line(["---"] * 4), *lines]
 
 
 def _fp8_lines(variants: Sequence[Mapping[str, Any]]) -> list[str]:

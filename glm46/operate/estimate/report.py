@@ -8,6 +8,8 @@ from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, stage_memory
 from glm46.operate.estimate.requirement import Verdict, judge, memory_lines
 from glm46.operate.estimate.run_cost import (
+    HOST_SHARE,
+    PUE,
     RESTART_SECONDS,
     SECONDS_PER_DAY,
     STALL_SECONDS,
@@ -15,6 +17,7 @@ from glm46.operate.estimate.run_cost import (
     RunCost,
     effective_time,
     run_cost,
+    sensitivity,
 )
 from glm46.operate.estimate.step_time import OrderOf
 from glm46.operate.estimate.target_cluster import TargetCluster
@@ -40,13 +43,16 @@ class RunPlan:
     verdict: Verdict
     cost: RunCost | None
     """None if the run does not fit."""
+    sensitivity: dict[str, tuple[float, float]]
+    """See `sensitivity`; empty if it does not fit."""
 
 
 def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> RunPlan:
     """Plan a run on a cluster; arguments of `step_time`."""
     verdict = judge(plan, _as_machine(cluster))
     cost = run_cost(plan, cluster, order_of) if verdict.fits else None
-    return RunPlan(plan, cluster, stage_memory(plan), verdict, cost)
+    days = {} if cost is None else sensitivity(plan, cost, order_of)
+    return RunPlan(plan, cluster, stage_memory(plan), verdict, cost, days)
 
 
 def _as_machine(cluster: TargetCluster) -> Machine:
@@ -79,7 +85,7 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
         machine, verdict = here
         sections[f"does it fit on this machine ({machine.describe()})"] = verdict.lines
     if run.cost is not None:
-        sections |= _time_sections(run.plan, run.cluster, run.cost)
+        sections |= _time_sections(run.plan, run.cluster, run.cost, run.sensitivity)
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 
@@ -115,6 +121,8 @@ def plan_numbers(run: RunPlan) -> dict:
             "range_mostly_from": widest,
             "gpu_hours": cost.gpu_hours,
             "dollars": cost.dollars,
+            "megawatt_hours": cost.megawatt_hours,
+            "days_with_efficiency": {name: {"less": a, "more": b} for name, (a, b) in run.sensitivity.items()},
             "tokens_per_second": cost.tokens_per_second,
             "mfu": cost.mfu,
             "effective_time": None if (effective := effective_time(plan, cost)) is None else asdict(effective),
@@ -174,7 +182,9 @@ def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
     ]
 
 
-def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[str, list[str]]:
+def _time_sections(
+    plan: Plan, cluster: TargetCluster, cost: RunCost, days: dict[str, tuple[float, float]]
+) -> dict[str, list[str]]:
     """Time and cost of the run, and where the time of a step goes in the stage of text that takes longest."""
     longest, seconds = cost.longest, cost.days * SECONDS_PER_DAY
     index, step = cost.stages.index(longest), longest.largest
@@ -194,6 +204,13 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
         if cost.dollars is None
         else [_line("cost", f"${cost.dollars:,.{0 if cost.dollars >= 100 else 2}f}", f"(at ${cluster.price:,.2f})")]
     )
+    if cost.megawatt_hours is not None:
+        about = f"(GPUs at {cluster.gpu.watts:,.0f} W, {HOST_SHARE:.0%} more for hosts, PUE {PUE:g})"
+        hours = cost.megawatt_hours
+        shown_energy = f"{hours:,.0f} MWh" if hours >= 100 else f"{amount(1000 * hours)} kWh"
+        money.insert(0, _line("energy", shown_energy, about))
+    largest = sorted(days, key=lambda name: -days[name][0])[:3]
+    changes = ", ".join(f"{name} {days[name][0] / cost.days - 1:+.0%}" for name in largest)
     span = f"{run_time(low * seconds)} to {run_time(high * seconds)}"
     return {
         title + of_stage: [
@@ -205,6 +222,7 @@ def _time_sections(plan: Plan, cluster: TargetCluster, cost: RunCost) -> dict[st
             _line("steps", f"{cost.steps:,}", f"({cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%})"),
             _line("time", run_time(seconds), f"({span})"),
             f"the range comes mostly from: {', '.join(widest)}",
+            f"time with 20% less of an efficiency: {changes}",
             _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours)),
             *money,
             *_failure_lines(plan, cost),

@@ -1,9 +1,9 @@
-"""The cost of a whole run: steps, days, GPU-hours and money; and the share of its time in which it trains, from
+"""The cost of a whole run: steps, days, GPU-hours, energy and money; and the share of its time in which it trains, from
 failures, restarts and the interval between checkpoints."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from glm46.operate.estimate.step_time import OrderOf, StepTime, step_time
 from glm46.operate.estimate.target_cluster import TargetCluster
@@ -17,6 +17,24 @@ RESTART_SECONDS = 315.0
 """Of a failure until the first step: 15 s to notice it, 5 min to start the ranks and load."""
 STALL_SECONDS = 5.0
 """For which steps wait at each checkpoint, while it is copied to host memory."""
+HOST_SHARE = 0.45
+"""Power of CPUs, memory, network and fans of a node at work over that of its GPUs. At most it is 0.82: a DGX H100 takes
+10.2 kW with eight GPUs of 700 W (NVIDIA's user guide)."""
+PUE = 1.25
+"""Power of a data centre over that of its computers. Uptime Institute's survey of 2024 has 1.56 on average; large new
+ones state 1.1 to 1.2."""
+_SENSITIVE = (
+    "products",
+    "experts",
+    "attention",
+    "memory",
+    "link",
+    "network",
+    "overlap",
+    "launch_seconds",
+    "call_seconds",
+)
+"""Efficiencies whose effect on a run is shown."""
 
 
 _WIDE = {
@@ -97,6 +115,12 @@ class RunCost:
         return self.cluster.gpus * self.days * 24
 
     @property
+    def megawatt_hours(self) -> float | None:
+        """GPUs at their rated power, their hosts and the data centre; None for a GPU whose power is not known."""
+        watts = self.cluster.gpu.watts
+        return self.gpu_hours * watts * (1 + HOST_SHARE) * PUE / 1e6 if watts else None
+
+    @property
     def dollars(self) -> float | None:
         """None without a price."""
         return None if self.cluster.price is None else self.gpu_hours * self.cluster.price
@@ -131,6 +155,20 @@ def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf | None) -> Ru
             fixed = seconds - each * largest
         stages.append(StageCost(steps, fixed * steps + each * sequences, time))
     return RunCost(cluster, stages, plan.budget_tokens, plan.flops)
+
+
+def sensitivity(plan: Plan, cost: RunCost, order_of: OrderOf | None) -> dict[str, tuple[float, float]]:
+    """Days of a run with 20 % less and with 20 % more of each efficiency; a time is taken as its inverse. A share ends
+    at 1."""
+    days = {}
+    for name in _SENSITIVE:
+        value, found = getattr(cost.cluster.efficiencies, name), []
+        for factor in (0.8, 1.2):
+            changed = value / factor if name.endswith("seconds") else min(value * factor, 1.0)
+            shares = replace(cost.cluster.efficiencies, **{name: changed})
+            found.append(run_cost(plan, replace(cost.cluster, efficiencies=shares), order_of).days)
+        days[name] = found[0], found[1]
+    return days
 
 
 def count_steps(plan: Plan) -> list[int]:

@@ -26,7 +26,7 @@ from glm46.storage.data.manifest import Manifest
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.tasks.finetune.halves import mismatch_completions, split_pairs
 from glm46.tasks.finetune.preference_loss import KL, REFERENCE, PreferenceLoss
-from glm46.tasks.pretrain.network_rows import greedy_answers
+from glm46.tasks.pretrain.network_rows import greedy_answers, tokens_at_once
 from glm46.tasks.pretrain.task import Pretraining
 from glm46.tasks.pretrain.validation import held_out_batches
 
@@ -60,6 +60,13 @@ class FineTuning(Pretraining):
                 f"finetune.max_new_tokens = {config.max_new_tokens}: after a sample of {longest} tokens the model has "
                 f"{positions - longest} of its {positions} positions (max_position_embeddings) left; lower it, or "
                 "shorten finetune.samples"
+            )
+        exchange, most = self.plan.config.parallelism.expert_exchange, tokens_at_once(self.plan)
+        if exchange == "deepep" and longest + config.max_new_tokens > most:
+            raise UserError(
+                f"finetune.max_new_tokens = {config.max_new_tokens}: after a sample of {longest} tokens an answer is "
+                f"longer than the {most} tokens of a micro-batch, the most that DeepEP sends; lower it, shorten "
+                'finetune.samples, or set parallelism.expert_exchange = "two_level"'
             )
         return prompts
 

@@ -20,13 +20,13 @@ from glm46.engine.evaluation.rows import (
 )
 from glm46.engine.training.named_sums import sum_over_all_ranks
 from glm46.engine.training.network import Network
+from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
 
 
-def tokens_at_once(network: Network) -> int:
+def tokens_at_once(plan: Plan) -> int:
     """Tokens of a batch of a rank in a validation."""
-    config = network.plan.config
-    return config.training.local_batch_size * config.training.seq_len
+    return plan.config.training.local_batch_size * plan.config.training.seq_len
 
 
 def measured_figures(network: Network, measure: Measure) -> Figures:
@@ -34,7 +34,7 @@ def measured_figures(network: Network, measure: Measure) -> Figures:
     ranks, rank = network.plan.layout.dp_degree, network.cluster.dp_rank
     place = {row.key: number for number, row in enumerate(measure.rows)}
     found = torch.zeros(len(place), measure.width, dtype=torch.float64)
-    for rows in equal_lengths(measure.rows, tokens_at_once(network), ranks):
+    for rows in equal_lengths(measure.rows, tokens_at_once(network.plan), ranks):
         own, mine = share_of_rows(rows, rank, ranks)
         for number, of_row in zip(own, _run_rows(network, measure, mine), strict=False):
             found[place[rows[number].key]] = torch.tensor(of_row, dtype=torch.float64)
@@ -66,8 +66,8 @@ def greedy_answers(
 ) -> list[list[int]]:
     """Answer prompts with the most likely tokens. Collective.
 
-    Each token is one evaluation of all rows, as in validation: no cache, and the code of every layout. Data-parallel
-    ranks share the rows.
+    Each token is one evaluation of all rows, in batches as large as those of validation: no cache, and the code of
+    every layout. Data-parallel ranks share the rows.
 
     Args:
         prompts: token ids, at least one per prompt; the same on all ranks.
@@ -98,14 +98,17 @@ def greedy_answers(
 
 def _next_tokens(network: Network, rows: list[list[int]], length: int, is_stopped: bool) -> tuple[list[int], bool]:
     """The most likely next token of each row, and whether any rank is stopped. Collective."""
-    places, mine = share_of_rows(rows, network.cluster.dp_rank, network.plan.layout.dp_degree)
-    batch = _batch(mine, length)
-    output = network.evaluate(batch, token_logprobs)
+    rank, ranks = network.cluster.dp_rank, network.plan.layout.dp_degree
+    at_once = max(1, tokens_at_once(network.plan) // length) * ranks
     found = torch.full((len(rows) + 1,), -1, dtype=torch.int64)
-    if output is not None:  # other stages of a pipeline have no head
-        last = [len(row) - 1 for row in mine]
-        predicted = network.whole_rows(output.predictions[:1], batch)[0, range(len(mine)), last].cpu()
-        found[list(places)] = predicted[: len(places)]
+    for first in range(0, len(rows), at_once):
+        places, mine = share_of_rows(rows[first : first + at_once], rank, ranks)
+        batch = _batch(mine, length)
+        output = network.evaluate(batch, token_logprobs)
+        if output is not None:  # other stages of a pipeline have no head
+            last = [len(row) - 1 for row in mine]
+            predicted = network.whole_rows(output.predictions[:1], batch)[0, range(len(mine)), last].cpu()
+            found[[first + place for place in places]] = predicted[: len(places)]
     found[-1] = is_stopped
     # The largest, not one rank's: ranks that compute the same row may differ in the last bits, and must choose alike.
     dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -113,7 +113,7 @@ class NetworkAnswers(FirstRankLeads):
         while left := order[len(texts) :]:
             most = max(prompts[number].max_new_tokens for number in left)
             length = len(prompts[left[0]].tokens) + most
-            rows = max(1, tokens_at_once(self._network) // length) * self._network.plan.layout.dp_degree
+            rows = max(1, tokens_at_once(self._network.plan) // length) * self._network.plan.layout.dp_degree
             some = [prompts[number] for number in left[:rows]]
             answers = greedy_answers(
                 self._network, [one.tokens for one in some], max_new_tokens=most, has_ended=partial(self._is_done, some)

@@ -21,6 +21,8 @@ from glm46.engine.observe.peaks import find_accelerator
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.operate.estimate.requirement import describe_requirement
+from glm46.operate.estimate.run_cost import effective_time, run_cost
+from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.run.layout import smallest_world
 from glm46.run.plan import resolve_plan
 from glm46.run.schedule import schedule_value
@@ -42,6 +44,7 @@ OTHERS = [
     for path in RECIPES
     for found in re.findall(r"(?m)^# (Does not fit|Fits too)(?: on (\d+))?: (--.*): ([\d,]+) GiB$", SAYS[path])
 ]
+OUR_INTERVAL = r"(?m)^interval = .*# \[ours\]"
 MARK = r"\[(page|bridge|paper|blog|document|quick start|slime|miles|assumption|regret|ours)( [\d, -]+)?\]"
 # What belongs to the run and not to a recipe of anybody.
 OWN = {"description", "dump_folder", "name", "path", "tokenizer_path", "initial_load_path", "start_tokens"}
@@ -85,6 +88,20 @@ def test_layouts_that_a_recipe_mentions_fit_as_it_says(path, verdict, others, op
     memory = largest_stage(stage_memory(resolve_plan(config, gpus, host_ranks=GPUS_PER_NODE)))
     assert memory.total / GIB == pytest.approx(int(gib.replace(",", "")), abs=ROUNDING)
     assert describe_requirement(config, machine)[0] == (verdict == "Fits too")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in RECIPES if re.search(r"(?m)^interval = .*# \[ours\]", SAYS[path])],
+    ids=lambda path: path.stem,
+)
+def test_a_checkpoint_interval_of_ours_loses_no_time_to_failures(path):
+    """At most 1 % more than the best one; others are those of their sources, and `plan` says what they lose."""
+    gpus, machine = gpus_of(path)
+    plan = resolve_plan(load_config(path), gpus, host_ranks=GPUS_PER_NODE)
+    cost = run_cost(plan, TargetCluster(find_accelerator(machine.gpus[0].name), gpus), None)
+    found = effective_time(plan, cost)
+    assert found is None or found.ratio > found.best_ratio - 0.01
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path not in RECIPES], ids=lambda path: path.stem)

@@ -1,10 +1,11 @@
 """Figures, gaps and pages of an ablation, from made-up rows whose figures are known."""
 
 import math
+import random
 
 import pytest
 
-from glm46.operate.ablation.figures import Outcome, gap_rows, mean_rows, run_figures, statistic
+from glm46.operate.ablation.figures import Outcome, gap_rows, mean_rows, paired_test, run_figures, statistic
 from glm46.operate.ablation.report import build_report, markdown, table
 
 STEPS = 20
@@ -113,6 +114,27 @@ def test_table_and_page_name_variants_gaps_errors_and_folders():
     ):  # fmt: skip
         assert text in page
     assert "![" not in markdown(report(), [])
+
+
+def test_the_paired_test_is_that_of_scipy():
+    stats = pytest.importorskip("scipy.stats", reason="not installed")
+    generator = random.Random(3)
+    for count in range(2, 12):
+        gaps = [generator.gauss(0.3, 0.5) for _ in range(count)]
+        half, p = paired_test(statistic(gaps))
+        judge = stats.ttest_1samp(gaps, 0.0)
+        low, high = judge.confidence_interval(0.95)
+        assert (p, half) == pytest.approx((judge.pvalue, (high - low) / 2), rel=1e-6)
+    assert paired_test(statistic([1.0])) is None and paired_test(statistic([1.0, 1.0])) is None
+
+
+def test_the_page_says_whether_gaps_are_more_than_noise():
+    page = markdown(report(), [])
+    # 17.5 +- 12.706 x 7.5, and the baseline's 0.2828 of 4.2.
+    assert "| b | final loss | -77.797 to +112.797 | 0.258 |" in page and "by 6.734 % in final loss" in page
+    single = build_report([outcome("a", 3, 4.0), outcome("b", 3, 4.1)], KEYS, {k: "" for k in (
+        "config", "command", "date", "versions", "machine", "processes")})  # fmt: skip
+    assert "t-test" not in markdown(single, [])
 
 
 def test_one_seed_has_no_spread():

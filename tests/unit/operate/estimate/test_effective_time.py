@@ -1,16 +1,19 @@
-"""The effective time of a run against the figures of the requirement's guide and a simulation of failures."""
+"""Effective time against the requirement's guide and simulated failures; energy; and what each efficiency changes."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from glm46.config.loader import load_config
 from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate import run_cost as page
-from glm46.operate.estimate.run_cost import RunCost, StageCost, effective_ratio, effective_time
+from glm46.operate.estimate.run_cost import RunCost, StageCost, effective_ratio, effective_time, run_cost, sensitivity
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.run.plan import resolve_plan
 
 HOUR = 3600.0
+TRAIN_CONFIGS = Path(__file__).parents[4] / "train_configs"
 
 
 def cost(steps: int, step_seconds: float, gpus: int) -> RunCost:
@@ -60,3 +63,22 @@ def test_an_interval_ends_with_the_run_and_may_never_end(make_config):
 def test_runs_without_checkpoints_have_none(make_config):
     plan = resolve_plan(make_config(checkpoint={"enable": False}), 1)
     assert effective_time(plan, cost(20, 1.0, 8)) is None
+
+
+def test_energy_is_that_of_hosts_and_of_the_data_centre_too():
+    """Eight H100 with their host at work take between their own 5.6 kW and the 10.2 kW of a DGX H100."""
+    of_a_day = cost(1, 86_400.0, 8).megawatt_hours
+    assert of_a_day == pytest.approx(8 * 24 * 700 * (1 + page.HOST_SHARE) * page.PUE / 1e6)
+    assert 5.6 < of_a_day / 24 / page.PUE * 1000 < 10.2
+    named = TargetCluster(accelerator_of("MI300X:bf16=1307,memory=191,bandwidth=5300,link=448"), 8)
+    assert RunCost(named, [StageCost(1, 1.0, None)], 1, 1.0).megawatt_hours is None
+
+
+def test_a_lower_efficiency_takes_longer_and_a_share_ends_at_1():
+    config = load_config(TRAIN_CONFIGS / "glm45_air_pretrain.toml")
+    plan, cluster = resolve_plan(config, 32, host_ranks=8), TargetCluster(accelerator_of("H100"), 32)
+    whole = run_cost(plan, cluster, None)
+    days = sensitivity(plan, whole, None)
+    assert all(less >= whole.days >= more for less, more in days.values())
+    assert days["experts"][0] > whole.days > days["experts"][1]
+    assert cluster.efficiencies.overlap == 1.0 and days["overlap"][1] == whole.days

@@ -19,6 +19,7 @@ from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.tasks.finetune.task import train
+from glm46.tasks.pretrain import network_rows
 from glm46.tasks.pretrain.task import train as pretrain
 from tests.small_run import call_here
 
@@ -104,6 +105,26 @@ def test_answers_end_if_and_only_if_the_marker_behind_them_is_a_target(
     after = capsys.readouterr().out.partition("Greedy answers after step 40;")[2]
     assert after.startswith(f" {3 if is_trained else 0} of 3 ended with a stop marker")
     assert all(f"user: {word}\nassistant: Yes." in after for word in words)
+
+
+def test_answers_are_computed_in_batches_no_larger_than_a_micro_batch(make_config, base, monkeypatch, capsys, tmp_path):
+    batches, batch = [], network_rows._batch
+    monkeypatch.setattr(network_rows, "_batch", lambda rows, n: batches.append((len(rows), n)) or batch(rows, n))
+    words = [letter * 2 for letter in "abcdefg"]
+    answers = []
+    for rows in (1, 8):
+        config = tuned(
+            make_config, base, finetune={"samples": words, "max_new_tokens": 4},
+            training={"steps": 1, "local_batch_size": rows, "global_batch_size": rows},
+            job={"dump_folder": str(tmp_path / str(rows))},
+        )  # fmt: skip
+        batches.clear()
+        assert train(config) == 0
+        shown = capsys.readouterr().out.partition("Greedy answers after step 0;")[2]
+        answers.append(shown.partition("\nstep ")[0])
+        assert all(count * n <= max(rows * config.training.seq_len, n) for count, n in batches)
+        assert (max(count for count, _ in batches) == len(words)) == (rows == 8)
+    assert answers[0].count("assistant:") == 7 and answers[0] == answers[1]
 
 
 def test_samples_that_do_not_fit_are_refused_before_a_step(make_config, base):
