@@ -6,9 +6,7 @@ from pathlib import Path
 from glm46.compute.distributed.environment import launched_world_size
 from glm46.config.errors import UserError
 from glm46.config.options import VerbParser, integer, verb_parser, whole
-from glm46.operate.launch.ranks import processes, start_ranks
-from glm46.operate.models.model_fit import add_model_options
-from glm46.storage.huggingface.hub import fetch_options, with_folders
+from glm46.operate.launch.ranks import add_model_options, processes, start_ranks
 
 _NEW_TOKENS, _NEW_TOKENS_OF_AN_ANSWER = 128, 1024
 """Defaults of ``--max-new-tokens``: with prompts, and in a chat."""
@@ -24,6 +22,7 @@ def generate_command(argv: Sequence[str]) -> int:
     if arguments.max_new_tokens is None:
         arguments.max_new_tokens = _NEW_TOKENS if arguments.prompt else _NEW_TOKENS_OF_AN_ANSWER
     from glm46.operate.models.generate_prompts import check_generation, raise_for_options, read_tools
+    from glm46.storage.huggingface.hub import fetch_options, with_folders
 
     raise_for_options(arguments)
     arguments.tools = () if arguments.tools is None else read_tools(arguments.tools)
