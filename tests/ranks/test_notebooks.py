@@ -5,10 +5,8 @@ import re
 import shutil
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
 from glm46.compute.model.transformer import Transformer
 from glm46.config.loader import load_config
@@ -19,6 +17,10 @@ from glm46.storage.huggingface.export_weights import ExportOptions, export_weigh
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
 from tests.processes import PROGRAM_SECONDS
 from tests.ranks.test_tutorial import SMALLER
+
+nbformat = pytest.importorskip("nbformat")
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
+pytest.importorskip("ipykernel")
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
