@@ -7,14 +7,9 @@ from glm46.compute.distributed.environment import set_variables, visible_gpus
 from glm46.config.command_line import module_command
 from glm46.config.errors import UserError
 from glm46.config.options import process_count
-from glm46.engine.reliability.run_lock import lock_run, writing
-from glm46.operate.ablation.ablation_runs import plan_ablation
-from glm46.operate.ablation.ablation_training import measure_fp8, train_all
-from glm46.operate.ablation.report import write_report
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.operate.launch.nodes import VARIABLES, detect_nodes
-from glm46.operate.launch.torchrun import LauncherSignals
 
 
 def ablate_command(argv: Sequence[str]) -> int:
@@ -35,6 +30,13 @@ def ablate_command(argv: Sequence[str]) -> int:
     arguments, overrides = parse_with_overrides(parser, argv)
     if arguments.seeds is not None:
         overrides = (*overrides, f"--ablation.seeds=[{arguments.seeds}]")
+    # Imported here: --help takes half the time without them.
+    from glm46.engine.reliability.run_lock import lock_run, writing
+    from glm46.operate.ablation.ablation_runs import plan_ablation
+    from glm46.operate.ablation.ablation_training import measure_fp8, train_all
+    from glm46.operate.ablation.report import write_report
+    from glm46.operate.launch.torchrun import LauncherSignals
+
     nodes = detect_nodes(set_variables(VARIABLES), "")
     if nodes.count > 1:
         raise UserError(f"environment: {nodes.count} nodes: ablate trains on one node; unset NNODES, or start it once")

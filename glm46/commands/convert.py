@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm46.config.options import VerbParser, above_zero, verb_parser
-from glm46.operate.models.model_fit import require_conversion
-from glm46.storage.huggingface.hub import fetch_options
 from glm46.storage.huggingface.scheme_names import FP8_NAMES, SCHEME_NAMES
 
 _ON_HUB = {"model", "base", "adapter", "tokenizer", "checkpoint", "config"}
@@ -19,6 +17,9 @@ def convert_command(argv: Sequence[str]) -> int:
         UserError: input is missing, damaged or does not fit; nothing incomplete is left behind.
     """
     arguments = _parser().parse_args(list(argv))
+    from glm46.operate.models.model_fit import require_conversion  # --help needs neither this nor the hub
+    from glm46.storage.huggingface.hub import fetch_options
+
     require_conversion(arguments)
     fetch_options(arguments, *(_ON_HUB & vars(arguments).keys()))
     from glm46.operate.models.conversions import convert

@@ -9,9 +9,6 @@ from glm46.config.errors import UserError
 from glm46.config.options import positive, process_count, whole
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.operate.launch.host_group import CONNECTIONS
-from glm46.operate.launch.launch_hosts import launch_hosts
-from glm46.operate.launch.one_node import launch_here, load_run, take_orders
-from glm46.operate.launch.torchrun import LauncherSignals, Standby
 
 
 def launch_command(argv: Sequence[str]) -> int:
@@ -53,6 +50,11 @@ def launch_command(argv: Sequence[str]) -> int:
     for option, value in {"--nodes": arguments.nodes, "--connect": arguments.connect}.items():
         if arguments.hostfile is None and value not in (None, "ssh"):
             raise UserError(f"command line: {option} {value}: has no effect without --hostfile; add it")
+    # Imported here: --help takes half the time without them.
+    from glm46.operate.launch.launch_hosts import launch_hosts
+    from glm46.operate.launch.one_node import launch_here, load_run, take_orders
+    from glm46.operate.launch.torchrun import LauncherSignals, Standby
+
     if arguments.hostfile is not None and not arguments.from_hostfile:
         return launch_hosts(arguments, overrides, load_run)
     with closing(LauncherSignals()) as signals, closing(Standby(signals)) as standby:

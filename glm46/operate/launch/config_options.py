@@ -2,6 +2,9 @@
 
 import argparse
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,23 +63,22 @@ class _KeysHelp(argparse.Action):
 
 def print_keys() -> None:
     """Print each section of a config with its keys: values and default on one line, the meaning below it."""
-    # Only the help needs them; the packages may be missing, which `cli.main` reports.
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.text import Text
+    from glm46.config.schema import describe_keys  # only the help needs it
 
-    from glm46.config.schema import describe_keys
-
-    # Without rich's highlighting of numbers and paths: bold is a key, dim is a type.
-    console = Console(highlight=False)
+    width = shutil.get_terminal_size().columns
+    bold, dim, plain = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
     for section in describe_keys():
-        console.print()
-        console.print(Text.assemble((section.header, "bold green"), "  ", section.meaning))
+        head, *rest = textwrap.wrap(f"{section.header}  {section.meaning}", width)
+        print("\n".join(["", f"{bold}{section.header}{plain}{head[len(section.header) :]}", *rest]))
         for row in section.rows:
             default = row.default if row.default in ("required", "absent") else f"default {row.default}"
-            title = Text.assemble((row.key, "bold"), "  ", (f"{row.values}, {default}", "dim"))
-            console.print(Padding(title, (0, 0, 0, 2), expand=False))
-            console.print(Padding(Text(row.meaning), (0, 0, 0, 6), expand=False))
+            head, *rest = textwrap.wrap(
+                f"{row.key}  {row.values}, {default}", width, initial_indent="  ", subsequent_indent="  ",
+                break_on_hyphens=False,
+            )  # fmt: skip
+            marked = f"  {bold}{row.key}{plain}{dim}{head[2 + len(row.key) :]}"
+            print("\n".join([marked, *rest]) + plain)
+            print(textwrap.fill(row.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 
 def fetched_overrides(config: RunConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from glm46.compute.distributed.environment import launched_world_size, set_variables, share_cores, visible_gpus
 from glm46.config.errors import UserError
@@ -17,6 +18,21 @@ from glm46.operate.launch.torchrun import LauncherSignals, run_ranks
 
 _PROCESSES = "NGPU"
 """The variable that run_train.sh takes, too."""
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` or ``--checkpoint``, ``--adapter``, ``--tokenizer``, ``--dtype``, ``--device`` and the options of
+    ranks."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="Hugging Face folder, or hf://owner/name of the hub")
+    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
+    parser.add_argument(
+        "--adapter", type=Path, help="PEFT folder, of LoRA or DoRA, that is added to the weights, or hf://…"
+    )
+    parser.add_argument("--tokenizer", help="tokenizer file or folder, or hf://…; default: the model's own")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
+    add_rank_options(parser)
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:

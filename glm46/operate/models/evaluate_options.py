@@ -10,7 +10,8 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.config.options import VerbParser, integer, positive, verb_parser, whole
 from glm46.engine.evaluation.task_names import TASKS, USUAL_TASKS
-from glm46.operate.models.model_fit import add_model_options, find_model, is_on_hub, require_fit
+from glm46.operate.launch.ranks import add_model_options
+from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
 from glm46.storage.data.manifest import load_manifest
 
 RESULTS, PICTURE = "evaluation.json", "evaluation.png"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,38 @@ from glm46.storage.chats.chat_template import find_format
 from glm46.storage.chats.conversation import BadConversation, Message, parse_tools
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
+
+
+def raise_for_options(arguments: argparse.Namespace) -> None:
+    """Raise one UserError for all options that are out of range or have no effect."""
+    faults = []
+    if arguments.max_new_tokens < 1:
+        faults.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
+    if not 0.0 <= arguments.temperature < math.inf:
+        faults.append(f"--temperature {arguments.temperature}: must be a number that is not negative")
+    if arguments.top_k is not None and arguments.top_k < 1:
+        faults.append(f"--top-k {arguments.top_k}: must be at least 1")
+    if not 0.0 < arguments.top_p <= 1.0:
+        faults.append(f"--top-p {arguments.top_p}: must be above 0 and at most 1")
+    if not 0.0 <= arguments.min_p <= 1.0:
+        faults.append(f"--min-p {arguments.min_p}: must be between 0 and 1")
+    filters = arguments.top_k is not None or arguments.top_p < 1.0 or arguments.min_p > 0.0
+    if arguments.temperature == 0.0 and filters:
+        faults.append("--top-k, --top-p and --min-p choose what is sampled from; set a --temperature above 0")
+    texts = {"--system": [arguments.system or ""], "--prompt": arguments.prompt, "--stop-token": arguments.stop_token}
+    for option, given in texts.items():
+        faults += [
+            f"{option} {text!r}: contains bytes that are not UTF-8; convert the text, or set LC_ALL=C.UTF-8"
+            for text in given
+            # Python decodes such bytes of the command line to surrogates.
+            if any("\ud800" <= letter <= "\udfff" for letter in text)
+        ]
+    if not arguments.chat and (arguments.system is not None or arguments.thinking or arguments.tools is not None):
+        faults.append("--system, --thinking and --tools belong to --chat; add it")
+    if not arguments.chat and not arguments.prompt:
+        faults.append("--prompt: give a text to continue, or --chat for a chat in the terminal")
+    if faults:
+        raise UserError(*faults)
 
 
 def check_generation(arguments: argparse.Namespace) -> None:

@@ -1,5 +1,4 @@
-"""The options of verbs that run a model, and the comparison of the model with this machine, before it is downloaded,
-read or given to ranks; without torch."""
+"""The comparison of a model with this machine, before it is downloaded, read or given to ranks; without torch."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from glm46.operate.estimate.machine import Machine, detect_machine
 from glm46.operate.estimate.memory import FP32, PROCESS_BYTES
 from glm46.operate.estimate.other_networks import inference_bytes
 from glm46.operate.estimate.requirement import USABLE_CPU_RATIO, compare_memory, usable_bytes
-from glm46.operate.launch.ranks import add_rank_options, degrees_of, processes
+from glm46.operate.launch.ranks import degrees_of, processes
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import generation_layout
 from glm46.run.parameters import named_rows
@@ -54,7 +53,7 @@ def require_fit(
     """Compare models that are in memory at the same time with this machine.
 
     Args:
-        arguments: of `add_model_options`.
+        arguments: of `launch.ranks.add_model_options`.
         shapes: of the model of these options, then of others.
         drafts: with the prediction layers.
         rows: sequences in the cache of keys and values, of all processes.
@@ -118,21 +117,6 @@ def require_conversion(arguments: argparse.Namespace) -> None:
         faults = [fault]
     if faults:
         raise UserError(*faults)
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` or ``--checkpoint``, ``--adapter``, ``--tokenizer``, ``--dtype``, ``--device`` and the options of
-    ranks."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, help="Hugging Face folder, or hf://owner/name of the hub")
-    source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
-    parser.add_argument(
-        "--adapter", type=Path, help="PEFT folder, of LoRA or DoRA, that is added to the weights, or hf://…"
-    )
-    parser.add_argument("--tokenizer", help="tokenizer file or folder, or hf://…; default: the model's own")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
-    add_rank_options(parser)
 
 
 def memory_faults(machine: Machine, needed: float, processes: int = 1) -> list[str]:

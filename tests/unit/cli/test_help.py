@@ -77,3 +77,15 @@ def test_help_and_typos_of_a_verb_and_of_its_kinds_import_nothing_heavy(verb, wi
         code, printed, errors = without_torch(*words, "--no-such-option")
         assert code == 2 and not printed and len(errors.splitlines()) == 1
         assert re.search("error: .*(--no-such-option|required).*; see --help", errors), errors
+
+
+@pytest.mark.parametrize("verb", ["launch", "ablate", "prepare", "generate", "convert", "checkpoint", "init"])
+def test_help_imports_nothing_that_only_work_needs(verb):
+    """What makes a help slow; seconds would be those of the machine."""
+    code = (
+        "import sys\nfrom glm46.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n"
+        "    heavy = {'numpy', 'rich.console', 'prometheus_client', 'glm46.operate.estimate.memory'}\n"
+        "    print('imported:', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, verb, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "imported: []", done.stderr

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[4] / "scripts/measure/measure_attentio
 @pytest.mark.slow
 def test_memory_grows_with_the_row_and_falls_with_the_ranks():
     """Two ranks: half of what the layer holds, and besides the keys and values of the whole row, a twelfth of it."""
-    lengths = (8192, 16384)  # docs/parallelism.md has them up to 65,536
+    lengths = (8192, 16384)  # docs/results/long_rows_2026-11-26.md has them up to 65,536
     command = [sys.executable, str(SCRIPT), "--document", "256", "--lengths", *map(str, lengths)]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

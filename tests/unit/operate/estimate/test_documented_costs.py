@@ -1,5 +1,4 @@
-"""The tables of docs/parallelism.md on the cost of long rows, and of docs/planner.md on that of whole runs: each figure
-from the planner.
+"""The tables of docs/results on the cost of long rows and of whole runs: each figure from the planner.
 
     PYTHONPATH=. python tests/unit/operate/estimate/test_documented_costs.py
 
@@ -21,7 +20,7 @@ from glm46.run.context_keys import gathered_key_bytes
 from glm46.run.flops import attention_flops
 
 ROOT = Path(__file__).resolve().parents[4]
-DOCUMENT = ROOT / "docs/parallelism.md"
+DOCUMENT = ROOT / "docs/results/long_rows_2026-11-26.md"
 RUNS = {
     "glm46_phase1": ("GLM-4.6, phase 1", "H800", 8192, "2.5", "$27.7M and $62.4M for all"),
     "glm46_phase2": ("GLM-4.6, phase 2", "H800", 8192, "2.5", ""),
@@ -86,7 +85,7 @@ def run_line(recipe: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RUNS)
 def test_the_cost_of_a_run_is_what_plan_prints(recipe):
-    assert run_line(recipe) in (ROOT / "docs/planner.md").read_text()
+    assert run_line(recipe) in (ROOT / "docs/results/published_runs_2026-11-26.md").read_text()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs that others published, replayed: their speed beside the planned one and its range, as docs/planner.md states.
+"""Runs that others published, replayed: their speed beside the planned one and its range, as docs/results states.
 
 `scripts/measure/replay_published_runs.py` prints the table of the document.
 """
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not REPLAYS, reason="the handed runs are not the
 
 @pytest.mark.parametrize("name", REPLAYS)
 def test_the_ratio_of_a_published_run_is_the_documented_one(name):
-    assert REPLAYS[name].line in (ROOT / "docs/planner.md").read_text()
+    assert REPLAYS[name].line in (ROOT / "docs/results/published_runs_2026-11-26.md").read_text()
 
 
 def test_published_speeds_lie_inside_the_printed_range():

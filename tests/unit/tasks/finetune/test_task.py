@@ -121,7 +121,7 @@ def test_answers_are_computed_in_batches_no_larger_than_a_micro_batch(make_confi
         batches.clear()
         assert train(config) == 0
         shown = capsys.readouterr().out.partition("Greedy answers after step 0;")[2]
-        answers.append(shown.partition("\nstep ")[0])
+        answers.append(shown.partition("\nfirst step")[0])
         assert all(count * n <= max(rows * config.training.seq_len, n) for count, n in batches)
         assert (max(count for count, _ in batches) == len(words)) == (rows == 8)
     assert answers[0].count("assistant:") == 7 and answers[0] == answers[1]
