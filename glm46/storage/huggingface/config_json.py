@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape, RopeScalingConfig
+from glm46.config.presets import RELATIVES
 from glm46.files.file_content import read_json_object
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 
@@ -32,16 +33,6 @@ _FIXED: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "a
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_OF_LATENT = ("head_dim", "use_qk_norm")
 """Keys of `ModelShape` that GLM-4.7-Flash's file lacks; transformers takes head_dim for qk_rope_head_dim."""
-
-_IMAGES = (
-    ", GLM-4.5V or 4.6V, of images and text: missing here are the vision tower, its projector, the rotary positions of "
-    "images and data with images"
-)
-_RELATIVES = {
-    "glm4v_moe": _IMAGES, "glm4v_moe_text": _IMAGES,
-    "glm_moe_dsa": ", GLM-5: missing here are latent attention of chosen keys and the indexer that chooses them",
-}  # fmt: skip
-"""Other models of the family, by model_type: their names, and what they need."""
 
 _INERT: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (), "clip_qkv": (), "embedding_multiplier": (1,), "final_logit_softcapping": (),
@@ -75,8 +66,9 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     """
     if (kind := raw.get("model_type", _GROUPED)) not in [*_ARCHITECTURES]:
         of_images = ", of images and text" if "vision_config" in raw else ""
+        relative = next((what for what, (_, kinds) in RELATIVES.items() if kind in kinds), of_images)
         raise UserError(
-            f"{file}: model_type = {kind!r}: another model{_RELATIVES.get(str(kind), of_images)}; glm46 computes "
+            f"{file}: model_type = {kind!r}: another model{relative}; glm46 computes "
             f"{_GROUPED!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have, and {_LATENT!r} of GLM-4.7-Flash; take one of "
             "them"
         )
