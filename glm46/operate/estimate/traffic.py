@@ -299,9 +299,7 @@ class _Step:
         blocks = [row for block in part.block_rows(self._shape) for row in block]
         rows = [row for row in blocks if row.rank is not None]
         has_norms = {row.name.rpartition("magnitude")[0] for row in rows if row.group == "magnitude"}
-        is_whole = {
-            row.name.removesuffix("weight") for row in blocks if row.tensor_dim is None
-        }  # with tensor parallelism
+        is_whole = {row.name.removesuffix("weight") for row in blocks if row.tensor_dim is None}
         for row in rows:
             if row.name.removesuffix("lora_A").removesuffix("magnitude") not in has_norms:
                 continue

@@ -36,10 +36,12 @@ def builders(*names):
     return {name: CONTESTANTS[name] for name in names}
 
 
-def test_every_contestant_computes_the_same_loss_from_the_same_weights():
-    ours = build_ours(TINY)
+@pytest.mark.parametrize("flavor", ["debug", "debug-flash"])
+def test_every_contestant_computes_the_same_loss_from_the_same_weights(flavor):
+    work = replace(TINY, flavor=flavor)
+    ours = build_ours(work)
     names = ("ours", "transformers grouped_mm", "transformers default")
-    losses = [build_contestant(name, TINY, ours).step() for name in names]
+    losses = [build_contestant(name, work, ours).step() for name in names]
     # FP32 over a few hundred operations in another order.
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     assert losses[0] == pytest.approx(np.log(8192), rel=0.02)  # untrained: near the uniform distribution
