@@ -74,7 +74,7 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         )
     raw, inert, fixed = dict(raw), dict(_INERT), {"architectures": _ARCHITECTURES[kind]} | _FIXED
     if kind == _LATENT:
-        inert = {key: plain for key, plain in inert.items() if key not in _OF_LATENT} | {"rope_interleave": (True,)}
+        inert = {key: plain for key, plain in inert.items() if key not in (*_OF_LATENT, "rope_interleave")}
         fixed |= _complete_latent(raw)
     faults = [
         f"{file}: {key} = {raw[key]!r}: glm46 computes the model without it; take a model that does not have it"
@@ -117,7 +117,7 @@ def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
     width = sum(parts) if all(isinstance(part, int) for part in parts) else raw.get("v_head_dim")
     fixed = {"head_dim": parts[1], "qk_head_dim": width, "v_head_dim": width, "use_qk_norm": False}
     fixed |= {"num_key_value_heads": raw.get("num_attention_heads"), "attention_bias": False}
-    fixed |= {"partial_rotary_factor": 1.0}
+    fixed |= {"partial_rotary_factor": 1.0, "rope_interleave": True}
     wrong = {key: value for key, value in fixed.items() if value is not None and raw.get(key, value) != value}
     raw |= {key: value for key, value in {"head_dim": width, "use_qk_norm": False}.items() if key not in wrong}
     if "partial_rotary_factor" not in (raw.get("rope_parameters") or {}):

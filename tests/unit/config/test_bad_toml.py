@@ -385,6 +385,10 @@ def test_gather_in_fp8_needs_even_shards(tmp_path):
     (fault,) = faults_of(text, tmp_path, world_size=3)
     assert "float8.enable_fsdp_float8_all_gather = true: layers.0.self_attn.q_proj has" in fault
     assert "rows, which 3 ranks" in fault and "set it to false" in fault
+    # Of GLM-4.7-Flash the latents of keys have 576 rows, no multiple of 128.
+    (fault,) = faults_of(text.replace('"debug"\n', '"GLM-4.7-Flash"\n').replace("n_routed_experts = 12", ""), tmp_path,
+                         world_size=128)  # fmt: skip
+    assert "layers.0.self_attn.kv_a_proj_with_mqa has 576 rows, which 128 ranks" in fault
 
 
 def test_batch_is_checked_against_the_processes(tmp_path):
