@@ -64,6 +64,10 @@ def _parser() -> VerbParser:
     )
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--thinking", action="store_true", help="let the model think before it answers, with --chat")
+    parser.add_argument(
+        "--keep-thoughts", action="store_true",
+        help="past thoughts stay (clear_thinking = false of GLM-4.7), with --chat without --prompt",
+    )  # fmt: skip
     parser.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of functions it may call, with --chat")
     parser.add_argument(
         "--max-new-tokens",
@@ -113,6 +117,8 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         ]
     if not arguments.chat and (arguments.system is not None or arguments.thinking or arguments.tools is not None):
         faults.append("--system, --thinking and --tools belong to --chat; add it")
+    if arguments.keep_thoughts and (arguments.prompt or not arguments.chat):
+        faults.append("--keep-thoughts: belongs to --chat without --prompt, where there are past thoughts")
     if not arguments.chat and not arguments.prompt:
         faults.append("--prompt: give a text to continue, or --chat for a chat in the terminal")
     if faults:
