@@ -56,6 +56,10 @@ def _parser() -> VerbParser:
     )
     parser.add_argument("--system", help="system message, with --chat")
     parser.add_argument("--thinking", action="store_true", help="let the model think before it answers, with --chat")
+    parser.add_argument(
+        "--keep-thoughts", action="store_true",
+        help="past thoughts stay (clear_thinking = false of GLM-4.7), with --chat without --prompt",
+    )  # fmt: skip
     parser.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of functions it may call, with --chat")
     parser.add_argument(
         "--max-new-tokens",

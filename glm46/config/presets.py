@@ -77,6 +77,25 @@ REPEATING = ("GLM-4.7", "GLM-4.7-Flash")
 """Presets whose exports repeat embedding and head in the prediction layers, as they are published. GLM-4.7 differs from
 4.6 in this and in its chat format."""
 
+RELATIVES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    ", GLM-4.5V or 4.6V, of images and text: missing here are the vision tower, its projector, the rotary positions of "
+    "images and data with images": (("GLM-4.5V", "GLM-4.6V"), ("glm4v_moe", "glm4v_moe_text")),
+    ", GLM-4.6V-Flash, of images and text, without experts: missing here are dense models and the vision tower": (
+        ("GLM-4.6V-Flash",), ("glm46v",)
+    ),
+    ", GLM-5: missing here are latent attention of chosen keys and the indexer that chooses them": (
+        ("GLM-5",), ("glm_moe_dsa",)
+    ),
+    ", GLM-5.3-Flash: missing here are linear attention and the vision tower": (("GLM-5.3-Flash",), ("glm5_next",)),
+}  # fmt: skip
+"""Other models of the family: what they are and need -> begins of their names, and values of ``model_type``."""
+
+
+def relative_of(flavor: str) -> str | None:
+    """What another model of the family is and needs, by its name; None if there is no such model."""
+    names = {name.lower(): what for what, (some, _) in RELATIVES.items() for name in some}
+    return names.get(max(filter(flavor.lower().startswith, names), key=len, default=""))
+
 
 @lru_cache(maxsize=64)  # one object for equal tables: a search of layouts compares shapes millions of times
 def resolve_shape(model: ModelConfig) -> ModelShape:

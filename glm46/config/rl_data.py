@@ -33,6 +33,10 @@ class PromptsConfig(Section):
     thinking: bool = False
     """True if the model may think before it answers; else the prompt closes the thought."""
 
+    keep_thoughts: bool = False
+    """Past thoughts of a prompt stay in it (clear_thinking = false), in the format of GLM-4.7; else those before the
+    last user message are removed. What a run samples itself always stays in a conversation with [rl.environment]."""
+
 
 class EnvironmentConfig(Section):
     """[rl.environment]: what answers the policy's turns, such as tools. Its tokens are not targets."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from glm46.config.faults import counted, nearest, show
 from glm46.config.hub_ids import hub_keys
-from glm46.config.presets import PRESETS
+from glm46.config.presets import PRESETS, relative_of
 from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
 from glm46.config.section import values_of
@@ -13,11 +13,13 @@ from glm46.config.section import values_of
 
 @rule
 def flavor_is_a_preset(config: RunConfig) -> Faults:
-    """The flavor is an existing preset; the message lists them."""
-    if config.model.flavor not in PRESETS:
-        near = nearest(config.model.flavor, PRESETS, 0.6)
-        remedy = f"did you mean '{near}'? " if near else ""
-        yield fault(f"`model.flavor`: no such preset; {remedy}Presets: {', '.join(PRESETS)}")
+    """The flavor is an existing preset; the message lists them, and says what another model of the family needs."""
+    flavor = config.model.flavor
+    if flavor not in PRESETS:
+        relative, near = relative_of(flavor), nearest(flavor, PRESETS, 0.6)
+        remedy = f"did you mean '{near}'? " if near and not relative else ""
+        what = f"another model{relative}" if relative else "no such preset"
+        yield fault(f"`model.flavor`: {what}; {remedy}Presets: {', '.join(PRESETS)}")
 
 
 @rule

@@ -17,7 +17,8 @@ _RENAMED = {
 
 
 def build_peer(ours: Transformer, experts: str) -> nn.Module:
-    """`Glm4MoeForCausalLM` with a copy of our weights. It has no multi-token prediction layers.
+    """`Glm4MoeForCausalLM`, or `Glm4MoeLiteForCausalLM` for latent attention, with a copy of our weights. It has no
+    multi-token prediction layers.
 
     Args:
         experts: implementation of the experts: "grouped_mm", or "eager", a loop.
@@ -27,19 +28,23 @@ def build_peer(ours: Transformer, experts: str) -> nn.Module:
     """
     quiet_libraries()  # transformers imports torchao where it is installed
     try:
-        from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+        from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
     except ImportError as error:
         raise UserError("benchmark: transformers is not installed; pip install 'glm46[hf]'") from error
     shape = ours.shape
-    weight = ours.embed_tokens.weight
+    weight, latent = ours.embed_tokens.weight, (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM)
+    config, model = latent if shape.is_latent else (Glm4MoeConfig, Glm4MoeForCausalLM)
     default = torch.get_default_dtype()
     torch.set_default_dtype(weight.dtype)  # FP32 would need twice the memory, and its cast rounds the rotation too
     try:
         with torch.device(weight.device):
-            peer = Glm4MoeForCausalLM(_peer_config(Glm4MoeConfig, shape))
+            peer = model(_peer_config(config, shape))
     finally:
         torch.set_default_dtype(default)
     peer.set_experts_implementation(experts)
+    for module in peer.modules():
+        if hasattr(module, "variance_epsilon"):  # the norms of latents have another one there
+            module.variance_epsilon = shape.rms_norm_eps
     targets = peer.state_dict()
     sources = {_peer_name(name): tensor for name, tensor in ours.state_dict().items() if not name.startswith("mtp.")}
     assert set(sources) == set(targets), sorted(set(sources) ^ set(targets))
@@ -57,7 +62,10 @@ def _peer_config(config_class: type, shape: ModelShape):
         "rope_theta": shape.rope_theta,
         "partial_rotary_factor": shape.partial_rotary_factor,
     }
-    config = config_class(**shape.model_dump(exclude=excluded), rope_parameters=rope, use_cache=False)
+    sizes = shape.model_dump(exclude=excluded)
+    if shape.is_latent:
+        sizes["head_dim"] = shape.qk_rope_head_dim  # the part of a head that is rotated
+    config = config_class(**sizes, rope_parameters=rope, use_cache=False)
     config._attn_implementation = "sdpa"
     return config
 

@@ -85,7 +85,7 @@ def device_line(device: torch.device) -> str:
 
 
 def build_transformers(name: str, work: Workload, ours: Transformer) -> Contestant:
-    """`Glm4MoeForCausalLM`, its experts as one grouped product or in its default loop."""
+    """The model of `transformers`, its experts as one grouped product or in its default loop."""
     peer = build_peer(ours, "grouped_mm" if name.endswith("grouped_mm") else "eager").train()
     return contestant_of(name, work, peer, lambda inputs, labels: peer(inputs, labels=inputs, shift_labels=labels).loss)
 
@@ -107,7 +107,10 @@ def model(arguments: argparse.Namespace) -> None:
     """Race a training step."""
     device, dtype = default_device(arguments.threads, arguments.device)
     dtype = dtype if arguments.dtype is None else getattr(torch, arguments.dtype)
-    work = Workload(arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers)
+    work = Workload(
+        arguments.flavor, arguments.batch, arguments.seq_len, device, dtype, arguments.layers,
+        experts=arguments.experts, vocabulary=arguments.vocabulary,
+    )  # fmt: skip
     missing = [peer for peer in PEERS if find_spec(peer) is None]
     missing += [] if work.device.type == "cuda" else ["ours compiled"]  # compilation takes minutes on a CPU
     missing += [] if work.dtype == torch.bfloat16 else ["torchtitan"]  # its experts compute in BF16
@@ -175,10 +178,12 @@ def _parser() -> argparse.ArgumentParser:
     for run in (model, finetune):
         of_kind[run].add_argument("--layers", type=int, default={finetune: 3}.get(run), help="decoder layers")
         of_kind[run].add_argument("--seq-len", type=int, default=512, help="tokens of each sequence")
+        for option, default in {"experts": 16, "vocabulary": 8192}.items():
+            of_kind[run].add_argument(f"--{option}", type=int, default={finetune: default}.get(run))
     of_kind[model].add_argument("--device", choices=["cpu", "cuda"], help="absent: a GPU if there is one")
     of_kind[model].add_argument("--dtype", choices=["float32", "bfloat16"], help="absent: that of the device")
     of_kind[model].add_argument("--only", action="append", choices=CONTESTANTS, help="contestant; again for more")
-    for option, default in {"experts": 16, "vocabulary": 8192, "rank": 32, "expert-rank": 8}.items():
+    for option, default in {"rank": 32, "expert-rank": 8}.items():
         of_kind[finetune].add_argument(f"--{option}", type=int, default=default)
     decoding = of_kind[generate]
     decoding.add_argument("--model", type=Path, help="Hugging Face folder, hf://… or step folder; with prompts of text")

@@ -143,6 +143,11 @@ BLOCKS = {
 DORA = LORA | {"name": "dora"}
 ROWWISE = {"recipe_name": "rowwise", "experts_recipe_name": "rowwise", "emulate": True}
 TENSORWISE = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True, "emulate": True}
+LATENT = {
+    "flavor": "debug-flash", "num_key_value_heads": 8, "head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "q_lora_rank": 36, "kv_lora_rank": 22,
+}  # fmt: skip
+"""The attention of GLM-4.7-Flash."""
 EVERYWHERE = {"n_routed_experts": 8, "num_experts_per_tok": 7}
 """All ranks have an expert of each token, so that the plan's mean over random choices is exact."""
 CASES = {
@@ -298,6 +303,32 @@ CASES = {
     "orpo-cp": Case(4, pairs="orpo", context=2, micro_batches=2, dtype=BF16),
     "kto-tp-ep": Case(4, pairs="kto", tensor=2, experts_over=2, micro_batches=2),
     "kto-pp-lora": Case(4, pairs="kto", adapter=LORA, pipeline=2, micro_batches=2, dtype=BF16),
+    "latent": Case(5, model=LATENT, micro_batches=2, dtype=BF16),
+    "latent-full": Case(4, model=LATENT, replicate=2, checkpointing="full", rows=2),
+    "latent-selective": Case(4, model=LATENT, experts_over=2, checkpointing="selective", dtype=BF16),
+    "latent-tp": Case(4, model=LATENT, tensor=2),
+    "latent-tp4-ep-full": Case(8, model=LATENT, tensor=4, experts_over=2, checkpointing="full", dtype=BF16),
+    "latent-cp": Case(4, model=LATENT, context=2, dtype=BF16),
+    "latent-cp-window": Case(4, model=LATENT | {"sliding_window": 40}, context=2),
+    "latent-cp-tp-ep-selective": Case(
+        8, model=LATENT, context=2, tensor=2, experts_over=2, checkpointing="selective", micro_batches=2
+    ),
+    "latent-cp-full": Case(4, model=LATENT, context=2, checkpointing="full", most_gathered=0),
+    "latent-zbv-tp": Case(
+        4, model=LATENT, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), micro_batches=4
+    ),
+    "latent-pp-ep-on-host": Case(
+        8, model=LATENT, pipeline=2, experts_over=2, checkpointing="full", host=True, micro_batches=4, dtype=BF16
+    ),
+    "latent-attention-again": Case(4, model=LATENT, checkpointing="selective", recompute=("core_attn",)),
+    "latent-8bit-gathers": Case(4, dtype=BF16, model=LATENT | EVEN, float8=TENSORWISE),
+    "latent-lora-tp": Case(4, model=LATENT, adapter=LORA, tensor=2, dtype=BF16),
+    "latent-lora-cp-ep-full": Case(8, model=LATENT, adapter=LORA, context=2, experts_over=2, checkpointing="full"),
+    "latent-lora-attention-of-some-layers": Case(
+        4, model=LATENT, adapter=LORA | {"targets": ["attention"], "layers": [2, 3]}
+    ),
+    "latent-dora": Case(4, model=LATENT, adapter=DORA, tensor=2, checkpointing="selective"),
+    "latent-dpo-tp": Case(4, model=LATENT, pairs="sigmoid", tensor=2, micro_batches=2),
     "dora-pp-tp-ep": Case(8, adapter=DORA, pipeline=2, tensor=2, experts_over=2, dtype=BF16, micro_batches=4),
 }  # fmt: skip
 """By name; the ranks of a case are the first one of some pipeline ranks."""

@@ -41,7 +41,8 @@ from tests.ranks.sharded_layouts import SHAPE, VOCABULARY, Layout, make_config
 LAYOUTS = {
     1: [
         (Layout(), Degrees()), (Layout(adapter="lora"), Degrees()), (Layout(adapter="dora"), Degrees()),
-        (Layout(num_experts=12, key_heads=1), Degrees()),
+        (Layout(num_experts=12, key_heads=1), Degrees()), (Layout(latent=True), Degrees()),
+        (Layout(latent=True, adapter="lora"), Degrees()),
     ],
     2: [
         (Layout(), Degrees(tensor_parallel=2)), (Layout(tensor=2), Degrees(expert_parallel=2)),
@@ -49,6 +50,10 @@ LAYOUTS = {
         (Layout(pipeline=2, schedule="DualPipeV"), Degrees(tensor_parallel=2)),
         (Layout(experts_over=2, adapter="lora"), Degrees(2, 1, 2)),
         (Layout(pipeline=2, adapter="dora"), Degrees(expert_parallel=2)),
+        (Layout(latent=True, tensor=2), Degrees(expert_parallel=2)),
+        (Layout(latent=True, context=2), Degrees(tensor_parallel=2)),
+        (Layout(latent=True, pipeline=2, schedule="DualPipeV"), Degrees(2, 1, 2)),
+        (Layout(latent=True, experts_over=2, adapter="lora"), Degrees(pipeline_parallel=2)),
     ],
     4: [
         (Layout(tensor=2), Degrees(pipeline_parallel=2, expert_parallel=2)),

@@ -7,14 +7,14 @@ BOUND = 1e-5
 def test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs(server):
     rows = server.rows("rollouts.main")
     alone = {row["name"].split(" ", 1)[1]: row for row in rows if row["name"].startswith("1 ")}
-    assert len(rows) == 14 and len(alone) == 4
+    assert len(rows) == 20 and len(alone) == 6
     for row in rows:
         assert row["error"] < BOUND, row["name"]
         # Tensor, expert and pipeline parallel groups, fewer rows and drafts of the prediction layers change nothing.
         assert row["engines_agree"] == row["routes_agree"] == [True, True], row["name"]
         kind = next((key for key in ("dora", "lora") if key in row["name"]), "")
-        kind = kind or ("experts12-keys1" if "keys1" in row["name"] else "")
-        wanted = alone[f"fsdp-{kind}" if kind else "fsdp"]
+        kinds = [kind, "experts12-keys1" if "keys1" in row["name"] else "", "latent" if "latent" in row["name"] else ""]
+        wanted = alone["-".join(filter(None, ["fsdp", *kinds]))]
         assert row["generated"] == wanted["generated"], row["name"]
         assert all(len(experts[0]) == 4 and len(experts[0][0]) == 2 for experts in row["generated"][0]["experts"])
         assert row["generated"][0] != row["generated"][1]

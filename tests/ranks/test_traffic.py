@@ -1,5 +1,7 @@
 """What each layout sends is what docs/parallelism.md says, call by call and byte by byte."""
 
+import re
+
 import pytest
 import torch
 
@@ -18,13 +20,15 @@ def figures(server, request) -> list[dict]:
 class Sizes:
     """Parameters of the model by FSDP unit, from its real shapes."""
 
-    def __init__(self, shape: dict, tensor: int):
-        self.shape = PRESETS["debug"].model_copy(update=shape)
+    def __init__(self, row: dict, tensor: int):
+        self.shape = PRESETS[row["case"]["flavor"]].model_copy(update=row["shape"])
         with torch.device("meta"):
             named = dict(Transformer(self.shape).named_parameters())
         experts = {name for name in named if ".mlp.experts." in name}
-        # Norms, routers and what joins a prediction layer's inputs are whole on the ranks of tensor parallelism.
-        self.whole = [p.numel() for name, p in named.items() if "norm" in name or "router" in name or "eh_proj" in name]
+        # Norms, routers, projections to latents and what joins a prediction layer's inputs are whole on the ranks of
+        # tensor parallelism.
+        whole = re.compile("norm|router|eh_proj|q_a_proj|kv_a_proj")
+        self.whole = [p.numel() for name, p in named.items() if whole.search(name)]
         layers = {name for name in named if name.startswith(("layers.", "mtp."))}
         self.experts = sum(named[name].numel() for name in experts)
         of_layers = sum(named[name].numel() for name in layers - experts)
@@ -74,16 +78,17 @@ class Expected:
 
     def _context(self) -> None:
         size, tokens = self._size, self._rows * self._row["seq_len"]
-        # Tensor parallelism has split the heads.
-        keys = size.shape.num_key_value_heads // self._case["tensor"] * size.shape.head_dim * tokens * FP32
+        # Keys and values, whose heads tensor parallelism has split, or one row for all heads.
+        of_token = size.shape.num_key_value_heads // self._case["tensor"] * size.shape.head_dim
+        keys, sent = (size.shape.latent_width or of_token) * tokens * FP32, 1 if size.shape.is_latent else 2
         if self._case["ring"]:
             ranks = self._case["context"]
             sends = size.num_layers * ((ranks - 1) * (self._forwards + 1) + ranks)
             self._add("send", sends, sends * 2 * keys // ranks)
         elif self._case["window"] is None:
-            gathers = 2 * size.num_layers * self._forwards
-            self._add("all_gather", gathers, gathers * keys)
-            self._add("reduce_scatter", 2 * size.num_layers, 2 * size.num_layers * keys)
+            gathers = sent * size.num_layers
+            self._add("all_gather", gathers * self._forwards, gathers * self._forwards * keys)
+            self._add("reduce_scatter", gathers, gathers * keys)
         self._balance()
 
     def _tensor(self) -> None:
@@ -104,7 +109,7 @@ class Expected:
 
 def test_collectives_and_bytes_are_those_of_the_table(figures):
     for row in figures:
-        expected = Expected(row, Sizes(row["shape"], row["case"]["tensor"]))
+        expected = Expected(row, Sizes(row, row["case"]["tensor"]))
         for name in expected.calls:
             assert row["calls"].get(name, 0) == expected.calls[name], (name, row["case"])
             assert {rank.get(name, 0) for rank in row["bytes"]} == {expected.bytes[name]}, (name, row["case"])
@@ -115,10 +120,10 @@ def test_under_a_window_keys_travel_that_are_seen(figures):
     windowed = [row for row in figures if row["case"]["window"]]
     assert windowed or figures[0]["ranks"] == 4
     for row in windowed:
-        size, forwards = Sizes(row["shape"], 1), 1 if row["case"]["checkpointing"] == "none" else 2
-        exchanges = 2 * size.num_layers * (forwards + 1)
+        size, forwards = Sizes(row, 1), 1 if row["case"]["checkpointing"] == "none" else 2
+        exchanges = (1 if size.shape.is_latent else 2) * size.num_layers * (forwards + 1)
         assert row["calls"]["all_to_all"] == exchanges
-        key = size.shape.num_key_value_heads * size.shape.head_dim * FP32
+        key = (size.shape.latent_width or size.shape.num_key_value_heads * size.shape.head_dim) * FP32
         assert sum(rank["all_to_all"] for rank in row["bytes"]) == exchanges * sum(row["keys_sent"]) * key
         assert sum(row["keys_sent"]) < row["rows"] * row["seq_len"] * row["ranks"]
 
@@ -126,7 +131,7 @@ def test_under_a_window_keys_travel_that_are_seen(figures):
 def test_tokens_travel_exactly_as_routing_requires(figures):
     """Every assignment goes to its expert and back, forward and backward, with its weight; padding stays at home."""
     for row in figures:
-        size, case = Sizes(row["shape"], 1), row["case"]
+        size, case = Sizes(row, 1), row["case"]
         if case["window"]:
             continue
         exchanged = sum(rank.get("all_to_all", 0) for rank in row["bytes"])

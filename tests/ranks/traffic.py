@@ -30,7 +30,7 @@ CHANGES = dict(
     num_hidden_layers=3, hidden_size=64, vocab_size=512, intermediate_size=96, moe_intermediate_size=32,
     n_routed_experts=8, num_experts_per_tok=2, num_nextn_predict_layers=1,
 )  # fmt: skip
-SHAPE = PRESETS["debug"].model_copy(update=CHANGES)
+SHAPES = {flavor: PRESETS[flavor].model_copy(update=CHANGES) for flavor in ("debug", "debug-flash")}
 ROWS, SEQ_LEN = 4, 32
 
 
@@ -45,6 +45,7 @@ class Case(NamedTuple):
     recompute: tuple[str, ...] = ()
     window: int | None = None
     ring: bool = False
+    flavor: str = "debug"
 
 
 RECOMPUTED = [("core_attn",), ("experts",), ("exchange",), ("core_attn", "experts", "exchange")]
@@ -54,11 +55,14 @@ CASES = {
         Case(context=2, ring=True), Case(context=2, window=5), Case(context=2, window=5, checkpointing="full"),
         *(Case(experts_over=2, checkpointing=mode) for mode in ("none", "selective", "full")),
         *(Case(experts_over=2, checkpointing="selective", recompute=some) for some in RECOMPUTED),
+        *(Case(context=2, checkpointing=mode, flavor="debug-flash") for mode in ("none", "full")),
+        Case(tensor=2, flavor="debug-flash"), Case(context=2, window=5, flavor="debug-flash"),
     ],
     4: [Case(), Case(replicate=2), Case(replicate=2, experts_over=2), Case(experts_over=4),
         Case(context=2), Case(context=2, experts_over=2), Case(context=2, experts_over=2, checkpointing="selective"),
         Case(context=4, ring=True), Case(context=4, ring=True, checkpointing="full"),
-        Case(tensor=2), Case(tensor=2, experts_over=4), Case(tensor=2, context=2)],
+        Case(tensor=2), Case(tensor=2, experts_over=4), Case(tensor=2, context=2),
+        Case(tensor=2, context=2, flavor="debug-flash")],
 }  # fmt: skip
 
 
@@ -102,7 +106,7 @@ def make_batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def tokens(*size: int) -> Tensor:
-        return torch.randint(0, SHAPE.vocab_size, size, generator=generator)
+        return torch.randint(0, CHANGES["vocab_size"], size, generator=generator)
 
     document_ids = torch.tensor([0] * 12 + [1] * 16 + [-1] * 4, dtype=torch.int32).expand(ROWS, SEQ_LEN).contiguous()
     labels = tokens(ROWS, SEQ_LEN).masked_fill(document_ids < 0, -100)
@@ -121,7 +125,7 @@ def measure(process: Process, case: Case) -> dict:
     config = RunConfig.model_validate_json(
         json.dumps(
             {
-                "model": {"flavor": "debug"},
+                "model": {"flavor": case.flavor},
                 "training": {"mixed_precision_param": "float32"},
                 "activation_checkpoint": {"mode": case.checkpointing, "recompute": case.recompute},
                 "parallelism": {
@@ -134,7 +138,7 @@ def measure(process: Process, case: Case) -> dict:
         )
     )
     with torch.device("meta"):
-        model = Transformer(SHAPE)
+        model = Transformer(SHAPES[case.flavor])
     plan = resolve_plan(config, process.world_size)
     cluster = build_cluster(plan, process)
     parallelize(model, plan, cluster)

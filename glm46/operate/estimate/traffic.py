@@ -297,14 +297,16 @@ class _Step:
         layout = self._layout
         of_experts = ("efsdp" if layout.experts_have_own_mesh else "shard", layout.expert_shards), ("ep", layout.ep)
         of_others = ("shard", layout.dense_shards), ("tp", layout.tp)
-        rows = [row for block in part.block_rows(self._shape) for row in block if row.rank is not None]
+        blocks = [row for block in part.block_rows(self._shape) for row in block]
+        rows = [row for row in blocks if row.rank is not None]
         has_norms = {row.name.rpartition("magnitude")[0] for row in rows if row.group == "magnitude"}
+        is_whole = {row.name.removesuffix("weight") for row in blocks if row.tensor_dim is None}
         for row in rows:
             if row.name.removesuffix("lora_A").removesuffix("magnitude") not in has_norms:
                 continue
             axes = of_experts if row.is_expert else of_others
             if row.group == "magnitude":
-                for axis, ranks in axes:
+                for axis, ranks in axes[: 1 if row.name.removesuffix("magnitude") in is_whole else 2]:
                     yield _Call(axis, "all_reduce", ranks, "norms of adapted rows", 1, row.numel(self._shape) * FP32)
             (axis, shards), (inner_axis, inner) = axes
             held, whole = held_elements(row, self._shape, layout), prod(local_shape(row, self._shape, layout))

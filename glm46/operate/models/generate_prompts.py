@@ -11,7 +11,7 @@ from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
 from glm46.storage.chats.chat import chat_prompt
-from glm46.storage.chats.chat_template import find_format
+from glm46.storage.chats.chat_template import find_format, raise_for_kept_thoughts
 from glm46.storage.chats.conversation import BadConversation, Message, parse_tools
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
@@ -43,6 +43,8 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         ]
     if not arguments.chat and (arguments.system is not None or arguments.thinking or arguments.tools is not None):
         faults.append("--system, --thinking and --tools belong to --chat; add it")
+    if arguments.keep_thoughts and (arguments.prompt or not arguments.chat):
+        faults.append("--keep-thoughts: belongs to --chat without --prompt, where there are past thoughts")
     if not arguments.chat and not arguments.prompt:
         faults.append("--prompt: give a text to continue, or --chat for a chat in the terminal")
     if faults:
@@ -79,6 +81,8 @@ def read_prompts(
     """
     if arguments.chat:
         find_format(tokenizer)
+    if arguments.keep_thoughts:
+        raise_for_kept_thoughts(tokenizer, "--keep-thoughts")
     if arguments.speculative and not shape.num_nextn_predict_layers:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
     prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]

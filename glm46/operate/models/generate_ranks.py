@@ -43,7 +43,8 @@ def chat(arguments: argparse.Namespace) -> None:
         one = Continuation(prompt, arguments.max_new_tokens, arguments.seed)
         return one, _generation(arguments, loaded, [one], stop, is_stopped)
 
-    TerminalChat(loaded.tokenizer, answer, stop, arguments.system, arguments.tools, arguments.thinking).run()
+    said = arguments.system, arguments.tools, arguments.thinking, arguments.keep_thoughts
+    TerminalChat(loaded.tokenizer, answer, stop, *said).run()
 
 
 def _generation(

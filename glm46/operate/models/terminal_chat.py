@@ -40,6 +40,7 @@ class TerminalChat:
         system: first message of each conversation.
         tools: descriptions of tools, as the model is shown them.
         thinks: whether the model may think before it answers.
+        keeps_thoughts: whether later prompts hold its thoughts; of formats that open thoughts.
     """
 
     tokenizer: Tokenizer
@@ -48,6 +49,7 @@ class TerminalChat:
     system: str | None = None
     tools: Sequence[Mapping] = ()
     thinks: bool = False
+    keeps_thoughts: bool = False
     _messages: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -104,7 +106,9 @@ class TerminalChat:
 
     def _write(self, thinks: bool) -> bool:
         """Write and show the assistant's turn; returns whether it waits for results of calls."""
-        prompt = chat_prompt(self.tokenizer, self._messages, tools=self.tools, thinking=thinks)
+        prompt = chat_prompt(
+            self.tokenizer, self._messages, tools=self.tools, thinking=thinks, keeps_thoughts=self.keeps_thoughts
+        )
         is_open, shown, kind = bool(opened_thought(self.tokenizer, thinks)), 0, None
         reader = TurnReader(self.tokenizer, in_thought=is_open)
         with _stoppable() as is_stopped:

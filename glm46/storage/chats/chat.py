@@ -142,7 +142,12 @@ def _document(
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Mapping] = (), thinking: bool
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping] = (),
+    thinking: bool,
+    keeps_thoughts: bool = False,
 ) -> list[int]:
     """Return the token ids of a prompt up to where the assistant's turn is sampled. Raises UserError if the tokenizer
     has no chat format.
@@ -150,8 +155,10 @@ def chat_prompt(
     Args:
         messages: the conversation so far; the last one is the user's, or a tool's.
         thinking: whether the model may think before it answers.
+        keeps_thoughts: past thoughts stay (``clear_thinking`` = false); of formats that open thoughts.
     """
-    pieces = [piece for piece, _ in _pieces(messages, tools, thinking, format_of(tokenizer), (), ChatOptions())]
+    options = ChatOptions("keep" if keeps_thoughts else "expand")
+    pieces = [piece for piece, _ in _pieces(messages, tools, thinking, format_of(tokenizer), (), options)]
     return _ids_before_turn(pieces, tokenizer, thinking)
 
 

@@ -227,6 +227,15 @@ format_of = lru_cache(maxsize=4)(find_format)
 """As `find_format`, once for a tokenizer: its files do not change while it is in memory."""
 
 
+def raise_for_kept_thoughts(tokenizer: Tokenizer, stated: str) -> None:
+    """Raise UserError if a user states that past thoughts stay, and the chat format always removes them."""
+    if not (format := format_of(tokenizer)).opens_thought:
+        raise UserError(
+            f"{stated}: the tokenizer {tokenizer.path!r} has the chat format of {format.models}, which removes past "
+            "thoughts; leave it out, or take the tokenizer of a GLM-4.7 folder"
+        )
+
+
 def missing_markers(tokenizer: Tokenizer) -> list[str]:
     """Special tokens of the chat formats that a tokenizer lacks."""
     return sorted(MARKERS - tokenizer.special.keys())

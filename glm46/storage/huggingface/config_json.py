@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from glm46.config.errors import UserError
 from glm46.config.model import ModelShape, RopeScalingConfig
+from glm46.config.presets import RELATIVES
 from glm46.files.file_content import read_json_object
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 
@@ -32,16 +33,6 @@ _FIXED: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "a
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_OF_LATENT = ("head_dim", "use_qk_norm")
 """Keys of `ModelShape` that GLM-4.7-Flash's file lacks; transformers takes head_dim for qk_rope_head_dim."""
-
-_IMAGES = (
-    ", GLM-4.5V or 4.6V, of images and text: missing here are the vision tower, its projector, the rotary positions of "
-    "images and data with images"
-)
-_RELATIVES = {
-    "glm4v_moe": _IMAGES, "glm4v_moe_text": _IMAGES,
-    "glm_moe_dsa": ", GLM-5: missing here are latent attention of chosen keys and the indexer that chooses them",
-}  # fmt: skip
-"""Other models of the family, by model_type: their names, and what they need."""
 
 _INERT: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (), "clip_qkv": (), "embedding_multiplier": (1,), "final_logit_softcapping": (),
@@ -75,14 +66,15 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     """
     if (kind := raw.get("model_type", _GROUPED)) not in [*_ARCHITECTURES]:
         of_images = ", of images and text" if "vision_config" in raw else ""
+        relative = next((what for what, (_, kinds) in RELATIVES.items() if kind in kinds), of_images)
         raise UserError(
-            f"{file}: model_type = {kind!r}: another model{_RELATIVES.get(str(kind), of_images)}; glm46 computes "
+            f"{file}: model_type = {kind!r}: another model{relative}; glm46 computes "
             f"{_GROUPED!r}, which GLM-4.5, 4.5-Air, 4.6 and 4.7 have, and {_LATENT!r} of GLM-4.7-Flash; take one of "
             "them"
         )
     raw, inert, fixed = dict(raw), dict(_INERT), {"architectures": _ARCHITECTURES[kind]} | _FIXED
     if kind == _LATENT:
-        inert = {key: plain for key, plain in inert.items() if key not in _OF_LATENT} | {"rope_interleave": (True,)}
+        inert = {key: plain for key, plain in inert.items() if key not in (*_OF_LATENT, "rope_interleave")}
         fixed |= _complete_latent(raw)
     faults = [
         f"{file}: {key} = {raw[key]!r}: glm46 computes the model without it; take a model that does not have it"
@@ -125,7 +117,7 @@ def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
     width = sum(parts) if all(isinstance(part, int) for part in parts) else raw.get("v_head_dim")
     fixed = {"head_dim": parts[1], "qk_head_dim": width, "v_head_dim": width, "use_qk_norm": False}
     fixed |= {"num_key_value_heads": raw.get("num_attention_heads"), "attention_bias": False}
-    fixed |= {"partial_rotary_factor": 1.0}
+    fixed |= {"partial_rotary_factor": 1.0, "rope_interleave": True}
     wrong = {key: value for key, value in fixed.items() if value is not None and raw.get(key, value) != value}
     raw |= {key: value for key, value in {"head_dim": width, "use_qk_norm": False}.items() if key not in wrong}
     if "partial_rotary_factor" not in (raw.get("rope_parameters") or {}):

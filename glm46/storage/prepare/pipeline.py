@@ -24,8 +24,8 @@ from glm46.files.local_disk import leads_nowhere
 from glm46.files.lock import FileLock
 from glm46.files.progress import bytes_progress
 from glm46.run.plan import Plan
-from glm46.storage.chats.chat_format import GLM_45, ChatFormat
-from glm46.storage.chats.chat_template import FORMAT_KEY, find_format, raise_for_source
+from glm46.storage.chats.chat_format import GLM_45
+from glm46.storage.chats.chat_template import FORMAT_KEY, find_format, raise_for_kept_thoughts, raise_for_source
 from glm46.storage.data.corpus import load_text
 from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest, save_manifest
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
@@ -95,7 +95,9 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None], flavor: s
     recipe = recipe.model_copy(update={"name": recipe.name or Path(recipe.output).name})
     require_fim_tokens(recipe, tokenizer)
     if recipe.is_chat:
-        _raise_for_history(recipe, find_format(tokenizer))
+        find_format(tokenizer)
+        if recipe.history == "keep":
+            raise_for_kept_thoughts(tokenizer, 'history = "keep"')
         if recipe.max_tokens is None:
             raise UserError(
                 f'max_tokens: absent, and format = "{recipe.format}" needs it; set it to at most the shortest seq_len '
@@ -110,14 +112,6 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None], flavor: s
             return manifest
         require_compiler(recipe.verify)
         return _prepare(recipe, tokenizer, report)
-
-
-def _raise_for_history(recipe: TextRecipe, format: ChatFormat) -> None:
-    if recipe.history == "keep" and not format.opens_thought:
-        raise UserError(
-            f'history = "keep": the tokenizer {recipe.tokenizer!r} has the chat format of {format.models}, which '
-            'removes past thoughts; set "expand", "last" or "all", or take the tokenizer of a GLM-4.7 folder'
-        )
 
 
 def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from glm46.config.errors import UserError
 from glm46.config.rl_data import PromptsConfig
 from glm46.storage.chats.chat import chat_prompt
-from glm46.storage.chats.chat_template import format_of
+from glm46.storage.chats.chat_template import format_of, raise_for_kept_thoughts
 from glm46.storage.chats.conversation import BadConversation, parse_prompt, parse_tools
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.tokenizer import Tokenizer
@@ -47,8 +47,11 @@ def read_prompts(
         needs_label: whether each row must have a label.
 
     Raises:
-        UserError: the file cannot be read, or with file and line what is wrong with its first bad rows.
+        UserError: the format cannot keep thoughts, the file cannot be read, or with file and line what is wrong with
+            its first bad rows.
     """
+    if keys.keep_thoughts:
+        raise_for_kept_thoughts(tokenizer, "rl.prompts.keep_thoughts = true")
     prompts, faults, too_long = [], [], []
     if not file.is_file():
         raise UserError(f"{file}: no such file; correct rl.prompts.file or rl.validation")
@@ -180,7 +183,9 @@ def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label:
         messages = parse_prompt(found, tools)
     except BadConversation as error:
         raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
-    tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking)
+    tokens = chat_prompt(
+        tokenizer, messages, tools=tools, thinking=keys.thinking, keeps_thoughts=keys.keep_thoughts
+    )
     return Prompt(tokens, messages[-1].content, label)
 
 

@@ -105,7 +105,7 @@ def test_calls_are_made_behind_the_thought_only():
     assert reader.end()[1] == Message("assistant", "", drafted, (ToolCall("now"),))
 
 
-def talk(lines, turns, monkeypatch, **options):
+def talk(lines, turns, monkeypatch, tokenizer=TOKENIZER, **options):
     """Run a chat with typed lines against turns that were written before; returns the prompts."""
     typed, written, prompts = iter(lines), iter(turns), []
 
@@ -138,9 +138,17 @@ def talk(lines, turns, monkeypatch, **options):
         return one, rounds()
 
     monkeypatch.setattr(builtins, "input", line)
-    stop = frozenset(stop_ids(TOKENIZER))
-    TerminalChat(TOKENIZER, answer, stop, **options).run()
+    TerminalChat(tokenizer, answer, frozenset(stop_ids(tokenizer)), **options).run()
     return prompts
+
+
+@pytest.mark.parametrize("keeps, first", [(True, "<think>why</think>A"), (False, "</think>A")])
+def test_later_prompts_hold_thoughts_where_they_are_kept(keeps, first, monkeypatch):
+    tokenizer = load_tokenizer("builtin", "GLM-4.7")
+    turn = tokenizer.encode_with_special("why</think>A<|user|>").tolist()
+    options = dict(tokenizer=tokenizer, thinks=True, keeps_thoughts=keeps)
+    _, prompt = talk(["Hi", "And?"], [(turn, "stop")] * 2, monkeypatch, **options)
+    assert tokenizer.decode(prompt) == f"[gMASK]<sop><|user|>Hi<|assistant|>{first}<|user|>And?<|assistant|><think>"
 
 
 def test_an_unknown_command_is_one_line_and_not_sent(monkeypatch, capsys):

@@ -115,6 +115,13 @@ BAD = {
         ("model.flavor", "one of GLM-4.6, GLM-4.7, GLM-4.5")),
     "unknown flavor": (('flavor = "debug"', 'flavor = "glm-4.5-air2"'),
         ('model.flavor = "glm-4.5-air2"', "did you mean 'GLM-4.5-Air'? Presets: GLM-4.6, GLM-4.7, GLM-4.5")),
+    **{f"flavor of another model of the family, {name}": (('flavor = "debug"', f'flavor = "{name}"'),
+        (f'model.flavor = "{name}"', f"another model, {what}", "; Presets: GLM-4.6, GLM-4.7"))
+       for name, what in (("GLM-4.5V", "GLM-4.5V or 4.6V, of images and text: missing here are the vision tower"),
+                          ("glm-4.6v-flash", "GLM-4.6V-Flash, of images and text, without experts"),
+                          ("GLM-5", "GLM-5: missing here are latent attention of chosen keys and the indexer"),
+                          ("GLM-5.2-FP8", "GLM-5: missing here are latent attention of chosen keys"),
+                          ("GLM-5.3-Flash", "GLM-5.3-Flash: missing here are linear attention"))},
     "schedule of the wrong type": ('[mtp]\nloss_weight = "high"',
         ('mtp.loss_weight = "high"', "finite number, or points [[tokens, value], ...]")),
     "schedule that is not a number": ("[mtp]\nloss_weight = nan",
@@ -376,6 +383,10 @@ def test_gather_in_fp8_needs_even_shards(tmp_path):
     (fault,) = faults_of(text, tmp_path, world_size=3)
     assert "float8.enable_fsdp_float8_all_gather = true: layers.0.self_attn.q_proj has" in fault
     assert "rows, which 3 ranks" in fault and "set it to false" in fault
+    # Of GLM-4.7-Flash the latents of keys have 576 rows, no multiple of 128.
+    (fault,) = faults_of(text.replace('"debug"\n', '"GLM-4.7-Flash"\n').replace("n_routed_experts = 12", ""), tmp_path,
+                         world_size=128)  # fmt: skip
+    assert "layers.0.self_attn.kv_a_proj_with_mqa has 576 rows, which 128 ranks" in fault
 
 
 def test_batch_is_checked_against_the_processes(tmp_path):

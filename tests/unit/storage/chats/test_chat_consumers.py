@@ -304,7 +304,7 @@ def test_prompts_of_generate(rows):
             continue
         system = messages[0].content if len(messages) > 1 else None
         given = Namespace(chat=True, prompt=[messages[-1].content], system=system, tools=tools, thinking=True)
-        given.speculative, given.max_new_tokens, given.stop_token = False, 8, []
+        given.keep_thoughts, given.speculative, given.max_new_tokens, given.stop_token = False, False, 8, []
         assert generate_prompts.read_prompts(given, TOKENIZER, shape)[0] == [wanted]
         seen += 1
     assert seen == 2

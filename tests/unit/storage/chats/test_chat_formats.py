@@ -124,6 +124,11 @@ def test_random_conversations_read_as_the_original_template_writes_them(format):
             if message["role"] in ("user", "tool"):
                 prompt = chat_prompt(tokenizer, conversation.messages[:end], tools=conversation.tools, thinking=on)
                 assert tokenizer.decode(prompt) == written(end, enable_thinking=on, add_generation_prompt=True)
+                if format.opens_thought:
+                    keep = dict(tools=conversation.tools, thinking=on, keeps_thoughts=True)
+                    asked = dict(enable_thinking=on, clear_thinking=False, add_generation_prompt=True)
+                    prompt = chat_prompt(tokenizer, conversation.messages[:end], **keep)
+                    assert tokenizer.decode(prompt) == written(end, **asked)
                 seen["prompts"] += 1
     assert seen["documents"] > 3000 and seen["prompts"] > 6000
 
@@ -144,7 +149,7 @@ def test_rendered_conversations_of_the_family(format):
 def test_the_format_is_that_of_the_template_beside_the_tokenizer(format, tmp_path):
     for name, content in files_beside_weights(TOKENIZERS[format], max_length=512).items():
         (tmp_path / name).write_bytes(content)
-    for flavor in ("", "GLM-4.5", "GLM-4.6", "GLM-4.7"):
+    for flavor in ("", "GLM-4.5", "GLM-4.6", "GLM-4.7", "GLM-4.7-Flash"):
         assert find_format(load_tokenizer(str(tmp_path), flavor)) is format
     if ORIGINALS[format].is_file():
         (tmp_path / "chat_template.jinja").write_bytes(ORIGINALS[format].read_bytes())

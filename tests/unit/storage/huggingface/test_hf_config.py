@@ -254,7 +254,8 @@ def test_a_file_of_transformers_own_is_read():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"rope_interleave": False}, "rope_interleave = False"), ({"head_dim": 64}, "head_dim = 64.*expected 16"),
+        ({"rope_interleave": False}, "rope_interleave = False.*expected True"),
+        ({"rope_interleave": None}, "rope_interleave = None"), ({"head_dim": 64}, "head_dim = 64.*expected 16"),
         ({"v_head_dim": 32}, "v_head_dim = 32.*expected 64"), ({"attention_bias": True}, "attention_bias = True"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2.*expected 4"), ({"use_qk_norm": True}, "use_qk_norm"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"), ({"scoring_func": "softmax"}, "softmax"),

@@ -11,6 +11,7 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.config.rl_data import PromptsConfig
+from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.prompts import Prompt, prompt_at, read_prompts, require_reachable_labels
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
@@ -26,6 +27,19 @@ def write(folder, *rows):
 def read(file, tokenizer, needs_label=True, most_tokens=100, **keys):
     config = PromptsConfig(file=str(file), **keys)
     return read_prompts(file, config, tokenizer, most_tokens=most_tokens, needs_label=needs_label)
+
+
+@pytest.mark.parametrize("keep, said", [(True, "<think>x</think>"), (False, "</think>")])
+def test_past_thoughts_stay_where_the_format_keeps_them(keep, said, tmp_path):
+    past = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "a", "reasoning_content": "x"}]
+    file = write(tmp_path, {"prompt": [*past, {"role": "user", "content": "2"}], "label": "b"})
+    of_47, of_45 = (load_tokenizer("builtin", flavor) for flavor in ("GLM-4.7-Flash", "GLM-4.6"))
+    keys = PromptsConfig(file=str(file), thinking=True, keep_thoughts=keep)
+    (prompt,) = read_prompts(file, keys, of_47, most_tokens=99, needs_label=True)
+    assert of_47.decode(prompt.tokens) == f"[gMASK]<sop><|user|>1<|assistant|>{said}a<|user|>2<|assistant|><think>"
+    if keep:
+        with pytest.raises(UserError, match=r"rl.prompts.keep_thoughts = true: the tokenizer 'builtin' has .* GLM-4.5"):
+            read_prompts(file, keys, of_45, most_tokens=99, needs_label=True)
 
 
 DAPO = {
