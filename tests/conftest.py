@@ -121,7 +121,7 @@ EVERY = {
         "test_compiled_block_equals_eager_without_break_or_recompilation": 2,
         "test_rollouts_compile_no_layer_again": 2,
     },
-    "tests/unit/compute/model/test_fp8_weights.py": {
+    "tests/unit/compute/model/test_quantised_weights.py": {
         "test_forward_keeps_no_converted_weight": 2,
     },
     "tests/unit/compute/model/test_h100_code.py": {

@@ -31,8 +31,8 @@ from glm46.compute.distributed.mesh import Cluster, build_cluster
 from glm46.compute.distributed.process import Process, join, leave
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.cross_entropy import token_logprobs
-from glm46.compute.model.fp8_weights import in_compute_type
 from glm46.compute.model.init import fill_normal
+from glm46.compute.model.quantised_weights import in_compute_type
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.routes import compact_routes, moe_layers
 from glm46.compute.model.transformer import LossSums, Transformer
