@@ -166,13 +166,18 @@ class FolderReader:
             assert self.scheme is not None
             target.copy_(self.scheme.dequantise(self._parts(hf_name, box), shape, box))
 
+    def is_as_stored(self, hf_name: str, base_dtype: str) -> bool:
+        """True if a base in this format has the values of the folder, which holds the weight so."""
+        scheme = {"float8": Fp8, "int4": Int4}.get(base_dtype)
+        return scheme is not None and isinstance(self.scheme, scheme) and hf_name in self.quantised
+
     def _read_quantised(self, hf_name: str, overlap: Overlap, values: Tensor, scales: Tensor) -> bool:
         """Read a box of a weight into the format of its scales, without converting it if the folder has the same one;
         returns whether it is finite."""
         base_dtype, (bits, columns, *_) = base_dtype_of(scales), format_of(scales)
         *rows, held = overlap.local
-        is_int4 = base_dtype == "int4" and isinstance(self.scheme, Int4)
-        if hf_name in self.quantised and (is_int4 or base_dtype == "float8"):
+        is_int4 = isinstance(self.scheme, Int4)
+        if self.is_as_stored(hf_name, base_dtype):
             parts = self._parts(hf_name, overlap.box)
             if is_int4:
                 codes, found = self.scheme.packed_groups(parts, overlap.box, columns)

@@ -124,7 +124,7 @@ def test_a_quantised_base_is_the_converted_base_bit_for_bit(scheme, base_dtype, 
 @pytest.mark.parametrize("quantised", BASE_FORMATS)
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_forward_keeps_no_converted_weight(is_compiled, quantised, tmp_path, random_batch):
-    """What forward saves shrinks by what the weights take less: of 4 bytes all but their own and those of the scales."""
+    """What forward saves shrinks by what the weights take less: 4 bytes, less their own and those of the scales."""
     folder, batch = write_folder(tmp_path / "base", "fp8-block"), random_batch(SHAPE)
     saved = []
     for base_dtype in (None, quantised):
@@ -134,7 +134,9 @@ def test_forward_keeps_no_converted_weight(is_compiled, quantised, tmp_path, ran
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
         gradients(model, batch, sizes)
         saved.append(sum(sizes.values()))
-    rows = in_base_dtype(list(named_rows(SHAPE).values()), SHAPE, quantised)
+    # The input of layer 0 has no gradient: a graph saves none of its first weights.
+    unsaved = [f"layers.0.self_attn.{name}_proj.weight" for name in "qkv"] if is_compiled else []
+    rows = in_base_dtype([row for name, row in named_rows(SHAPE).items() if name not in unsaved], SHAPE, quantised)
     weights = sum(row.numel(SHAPE) for row in rows if row.is_quantised)
     stored = sum(row.numel(SHAPE) * row.stored_bytes for row in rows if row.stored_bytes)
     assert saved[0] - saved[1] == pytest.approx(4 * weights - stored, rel=0.02)  # some of layer 0 are not saved
