@@ -161,7 +161,7 @@ class _Merge:
             if name in self._in_fp8:
                 return _FP8
             return torch.bfloat16 if record.dtype == _FP8 or name in self.reader.quantised else record.dtype
-        is_changed = record.dtype == _FP8 or name in self._changed | self.reader.quantised.keys()
+        is_changed = record.dtype == _FP8 or name in self._changed | self._rounded | self.reader.quantised.keys()
         return self._target if is_changed else record.dtype
 
     def _scale_type(self, name: str) -> torch.dtype:
@@ -247,12 +247,11 @@ class _Merge:
 def _unpacked(stored: Places, quantised: Mapping[str, tuple[int, ...]]) -> Places:
     """INT4 weights as one tensor each, in the file of their packed values: uint8, two values a byte."""
     parts = {f"{name}{suffix}" for name in quantised for suffix in Int4.suffixes}
-    whole = {name: stored[f"{name}_packed"] for name in quantised}
-    weights = {
-        name: (path, replace(record, dtype=torch.uint8, shape=quantised[name]))
-        for name, (path, record) in whole.items()
-    }
-    return {name: place for name, place in stored.items() if name not in parts} | weights
+    found = {name: place for name, place in stored.items() if name not in parts}
+    for name, shape in quantised.items():
+        path, record = stored[f"{name}_packed"]
+        found[name] = path, replace(record, dtype=torch.uint8, shape=shape)
+    return found
 
 
 def _rows(shape: tuple[int, ...], block: int) -> Iterator[Box]:

@@ -97,10 +97,8 @@ def test_bad_adapter_is_refused_in_one_message(name, tmp_path):
     change, said = BAD[name]
     sound = SOUND.replace("[adapter]", '[adapter]\nname = "dora"')
     if name.startswith("FP8 base") and isinstance(change, tuple):
-        base_dtype = "nf4" if name.endswith("NF4") else "float8"
-        sound = (
-            SOUND.replace("[checkpoint]", "[checkpoint]\ninitial_load_in_hf = true") + f'base_dtype = "{base_dtype}"\n'
-        )
+        sound = SOUND.replace("[checkpoint]", "[checkpoint]\ninitial_load_in_hf = true")
+        sound += 'base_dtype = "{}"\n'.format("nf4" if name.endswith("NF4") else "float8")
     text = sound.replace(*change) if isinstance(change, tuple) else SOUND + change + "\n"
     if not said:
         assert load(text, tmp_path)  # what is adapted by default may be missing
