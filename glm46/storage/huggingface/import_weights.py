@@ -85,7 +85,7 @@ def quantise_base(weight: Tensor, base_dtype: str) -> tuple[Tensor, Tensor]:
     if base_dtype == "nf4":
         return encode_nf4(weight)
     parts = Int4(BASE_FORMATS[base_dtype].columns).quantise(weight)
-    return parts["_packed"].view(torch.uint8), parts["_scale"]
+    return parts["_packed"].view(torch.uint8), parts["_scale"].view(torch.int16)
 
 
 class FolderReader:
