@@ -125,7 +125,7 @@ def test_a_quantised_base_trains_as_the_converted_one_and_a_resume_changes_no_bi
     shutil.rmtree(step)
     assert train(config) == 0
     steps["resumed"] = contents(step)
-    # Matrices of 128 x 128: outputs of attention, the dense layer, four experts and the shared one; queries, keys, values.
+    # Matrices of 128 x 128: outputs of attention, a dense layer, four experts, the shared one; queries, keys, values.
     matrices = 2 + 3 + 3 * 4 + 3 + 4 * (quantised != "float8")
     assert f"{matrices * 128**2:,} of" in capsys.readouterr().out
     for other in (quantised, "resumed") if quantised != "nf4" else ():
