@@ -320,7 +320,7 @@ class _Step:
             if row.optimizer is None:
                 continue
             width = self._master if row.is_trained else row.stored_bytes or self._width
-            size = prod(sizes) * width
+            size = int(prod(sizes) * width)
             rounding += count * (1 + row.is_trained) * ((1 << max(size - 1, 0).bit_length()) - size)
         return rounding
 
