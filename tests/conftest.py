@@ -121,7 +121,7 @@ EVERY = {
         "test_compiled_block_equals_eager_without_break_or_recompilation": 2,
         "test_rollouts_compile_no_layer_again": 2,
     },
-    "tests/unit/compute/model/test_fp8_weights.py": {
+    "tests/unit/compute/model/test_quantised_weights.py": {
         "test_forward_keeps_no_converted_weight": 2,
     },
     "tests/unit/compute/model/test_h100_code.py": {
@@ -200,7 +200,7 @@ EVERY = {
         "test_killed_at_random_moments_it_ends_with_the_same_bytes": 0,
     },
     "tests/unit/tasks/finetune/test_adapter_runs.py": {
-        "test_a_base_that_stays_in_fp8_trains_as_the_converted_one_and_a_resume_changes_no_bit": 2,
+        "test_a_quantised_base_trains_as_the_converted_one_and_a_resume_changes_no_bit": 2,
         "test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from": 2,
     },
     "tests/unit/tasks/finetune/test_preferences.py": {

@@ -1,12 +1,29 @@
 """The section [adapter]."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from glm46.config.section import ModelFolder, Needs, OnHub, Section
 
 AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
+
+
+class BaseFormat(NamedTuple):
+    """How the weights of a frozen base are stored: some bits each, and a scale for some columns of a row."""
+
+    bits: int
+    columns: int
+    """With one scale, of which the inputs of a projection are a multiple."""
+    rows: int
+    """Its outputs are a multiple of so many."""
+    scale_bytes: int
+
+
+BASE_FORMATS = {
+    "float8": BaseFormat(8, 128, 128, 4), "int4": BaseFormat(4, 32, 1, 2), "nf4": BaseFormat(4, 64, 1, 1)
+}  # fmt: skip
+"""By `AdapterConfig.base_dtype`."""
 
 
 class AdapterConfig(Section):
@@ -41,10 +58,12 @@ class AdapterConfig(Section):
     b_lr_ratio: float = Field(1.0, gt=0.0)
     """Learning rate of B relative to that of A (LoRA+, arXiv 2402.12354)."""
 
-    base_dtype: Annotated[Literal["float8"] | None, Needs("checkpoint.initial_load_in_hf")] = None
-    """float8: projections of the base stay in FP8, as a Hugging Face folder with FP8 weights has them, and each layer
-    converts its own where it computes with them; those with a size that is not a multiple of 128 do not. Absent:
-    training.mixed_precision_param."""
+    base_dtype: Annotated[Literal["float8", "int4", "nf4"] | None, Needs("checkpoint.initial_load_in_hf")] = None
+    """Projections of the base are held in 8 or 4 bits, and each layer converts its own where it computes with them.
+    float8: as a Hugging Face folder with FP8 weights has them; those with a size that is not a multiple of 128 are not.
+    int4: as a folder with INT4 weights has them, or quantised from one with other weights, in groups of 32 inputs. nf4:
+    QLoRA's levels (arXiv 2305.14314), quantised in blocks of 64. Projections whose inputs are not a multiple of that
+    stay in training.mixed_precision_param, as all do if the key is absent."""
 
     initial_load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """A PEFT folder, or ``hf://owner/name`` of the hub, whose adapters training goes on from, with a new optimizer: of

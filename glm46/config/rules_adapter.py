@@ -1,13 +1,10 @@
 """Rules about [adapter]."""
 
-from glm46.config.adapter import AdapterConfig
+from glm46.config.adapter import BASE_FORMATS, AdapterConfig
 from glm46.config.model import ModelShape
 from glm46.config.rules import Faults, fault, rule
 from glm46.config.run_config import RunConfig
 from glm46.config.section import values_of
-
-_FP8_BLOCK = 128
-"""Rows and columns of a block; a test holds it equal to `run/parameters.py`."""
 
 
 @rule
@@ -63,11 +60,11 @@ def base_is_in_full_precision(config: RunConfig, adapter: AdapterConfig) -> Faul
 
 
 @rule
-def float8_base_has_whole_blocks(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
-    """Some projections consist of blocks of 128 x 128, and tensor parallelism splits none."""
+def quantised_base_has_whole_groups(config: RunConfig, adapter: AdapterConfig, shape: ModelShape) -> Faults:
+    """Some projections consist of whole groups of columns with one scale, and tensor parallelism splits none."""
     if adapter.base_dtype is None:
         return
-    tp = config.parallelism.tensor_parallel_degree
+    tp, size = config.parallelism.tensor_parallel_degree, BASE_FORMATS[adapter.base_dtype].columns
     # Columns of the projections back to the hidden size, which tensor parallelism splits; experts stay whole.
     split = {
         "model.num_attention_heads x model.head_dim": shape.num_attention_heads * shape.head_dim,
@@ -75,17 +72,17 @@ def float8_base_has_whole_blocks(config: RunConfig, adapter: AdapterConfig, shap
         "model.moe_intermediate_size x model.n_shared_experts": shape.moe_intermediate_size * shape.n_shared_experts,
     }
     widths = [*split.values(), shape.moe_intermediate_size]
-    if shape.hidden_size % _FP8_BLOCK or all(width % _FP8_BLOCK for width in widths):
+    if shape.hidden_size % size or all(width % size for width in widths):
         yield fault(
-            f"`adapter.base_dtype`: no projection of this model has sizes that are multiples of {_FP8_BLOCK} "
+            f"`adapter.base_dtype`: no projection of this model has sizes that are multiples of {size} "
             "(`model.hidden_size`); remove adapter.base_dtype"
         )
         return
     for name, width in split.items():
-        if width and width % _FP8_BLOCK == 0 and width % (_FP8_BLOCK * tp):
+        if width and width % size == 0 and width % (size * tp):
             yield fault(
                 f"`parallelism.tensor_parallel_degree`: splits {name} = {width} into parts that are not multiples of "
-                f"{_FP8_BLOCK}, which `adapter.base_dtype` needs; take a degree of which {width} is {_FP8_BLOCK} times "
+                f"{size}, which `adapter.base_dtype` needs; take a degree of which {width} is {size} times "
                 "a multiple, or remove adapter.base_dtype"
             )
 

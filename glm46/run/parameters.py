@@ -14,16 +14,16 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
-from glm46.config.adapter import AdapterConfig, AdapterTarget
+from glm46.config.adapter import BASE_FORMATS, AdapterConfig, AdapterTarget
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
 
 Head = Literal["lm", "value"]
 """The last layer: logits of the vocabulary, or one value per token."""
 
-FP8_BLOCK = 128
-"""Rows and columns of a block of a weight in FP8. A frozen base has a scale for each row of a block, which holds the
-scales of blocks as well as those of whole rows."""
+DECODED_AT_ONCE = 1 << 22
+"""Weights of 4 bits that are converted at once, in `DECODING_BYTES` each besides the result."""
+DECODING_BYTES = 6
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,14 @@ class Parameter:
     """Of an adapter: the dimension r."""
     is_frozen: bool = False
     """Of the base of a run that trains adapters: no gradient and no state."""
-    stored_bytes: int | None = None
-    """Of an element, also while a layer is gathered. None: those of the type that a run computes with or trains in."""
+    stored_bytes: float | None = None
+    """Of an element of a quantised base, also while a layer is gathered. None: those of the type that a run computes
+    with or trains in."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """True for a weight of a quantised base, not for its scales."""
+        return self.stored_bytes is not None and self.group != "scales"
 
     @property
     def is_trained(self) -> bool:
@@ -163,9 +169,9 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _all_dimensions(shape: ModelShape) -> Mapping[str, int]:
-    """`dimensions`, and the groups of columns of weights in FP8. A search of layouts asks millions of times."""
-    sizes = dimensions(shape)
-    return MappingProxyType(sizes | {f"{dim}/{FP8_BLOCK}": size // FP8_BLOCK for dim, size in sizes.items()})
+    """`dimensions`, and the groups of columns of quantised weights. A search of layouts asks millions of times."""
+    sizes, groups = dimensions(shape), {base.columns for base in BASE_FORMATS.values()}
+    return MappingProxyType(sizes | {f"{dim}/{n}": size // n for dim, size in sizes.items() for n in groups})
 
 
 def _same(part, name: str, dims: str, group: str, **options) -> Parameter:
@@ -289,42 +295,49 @@ ADAPTER_PARAMETERS = tuple(adapter for row in PARAMETERS if row.fp8_family for a
 """The adapters of every weight that can have them, as rows without their rank; see `adapter_rows`."""
 
 
-def _scales_of(row: Parameter) -> Parameter:
-    """The scales of a frozen weight in FP8, which are sharded as it is; a folder has them in other shapes."""
+def _scales_of(row: Parameter, base_dtype: str) -> Parameter:
+    """The scales of a frozen weight, which are sharded as it is; a folder may have them in other shapes."""
     *lead, inputs = row.dims.split()
-    dims, name = " ".join([*lead, f"{inputs}/{FP8_BLOCK}"]), scales_name(row.name)
+    base, name = BASE_FORMATS[base_dtype], scales_name(row.name)
+    dims = " ".join([*lead, f"{inputs}/{base.columns}"])
     scales = replace(row, name=name, hf_names=(), dims=dims, group="scales", initial="zeros", fp8_family=None)
-    return replace(scales, is_frozen=True, stored_bytes=4)
+    return replace(scales, is_frozen=True, stored_bytes=base.scale_bytes)
 
 
 def scales_name(weight: str) -> str:
-    """Name of the scales of a frozen weight in FP8."""
+    """Name of the scales of a quantised frozen weight."""
     return f"{weight}_scale"
 
 
-_SCALES = {row.name: _scales_of(row) for row in PARAMETERS if row.fp8_family}
+_SCALES = {(row.name, key): _scales_of(row, key) for row in PARAMETERS if row.fp8_family for key in BASE_FORMATS}
 
 
-def fp8_families(shape: ModelShape) -> frozenset[str]:
-    """The `fp8_family` values whose weights consist of whole blocks; the others are never stored in FP8 blocks."""
-    rows = [row for row in PARAMETERS if row.needs is None or getattr(shape, row.needs)]
-    unfit = {row.fp8_family for row in rows if any(size % FP8_BLOCK for size in row.hf_shape(shape)[-2:])}
-    return frozenset(row.fp8_family for row in rows if row.fp8_family).difference(unfit)
+def base_families(shape: ModelShape, base_dtype: str) -> frozenset[str]:
+    """The `fp8_family` values that a base in this format has in it: all of their weights have whole groups."""
+    rows, base = [row for row in PARAMETERS if row.needs is None or getattr(shape, row.needs)], BASE_FORMATS[base_dtype]
+    sizes = [(row.fp8_family, row.hf_shape(shape)[-2:]) for row in rows if row.fp8_family]
+    unfit = {family for family, (rows, columns) in sizes if rows % base.rows or columns % base.columns}
+    return frozenset(family for family, _ in sizes).difference(unfit)
 
 
-def in_float8(rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
-    """Rows of a frozen base in FP8, each such weight followed by its scales."""
-    families, found = fp8_families(shape), []
+def in_base_dtype(rows: list[Parameter], shape: ModelShape, base_dtype: str | None) -> list[Parameter]:
+    """Rows of a frozen base, each weight that is held in this format followed by its scales."""
+    if base_dtype is None:
+        return rows
+    families, found, stored = base_families(shape, base_dtype), [], BASE_FORMATS[base_dtype].bits / 8
     for row in rows:
-        is_in_fp8 = row.fp8_family in families
-        found += [replace(row, stored_bytes=1), _SCALES[row.name]] if is_in_fp8 else [row]
+        is_in = row.fp8_family in families
+        found += [replace(row, stored_bytes=stored), _SCALES[row.name, base_dtype]] if is_in else [row]
     return found
 
 
-def float8_numel(shape: ModelShape) -> int:
-    """Weights of a model that a base in FP8 keeps so, scales not counted."""
-    rows = in_float8(list(named_rows(shape).values()), shape)
-    return sum(row.numel(shape) for row in rows if row.stored_bytes == 1)
+def describe_base(shape: ModelShape, base_dtype: str) -> str:
+    """A text about the weights that a base in this format has in it, and the projections that it has not."""
+    rows, columns = in_base_dtype(list(named_rows(shape).values()), shape, base_dtype), BASE_FORMATS[base_dtype].columns
+    others = dict.fromkeys(row.name.removesuffix(".weight") for row in rows if row.fp8_family and not row.stored_bytes)
+    numel, total = sum(row.numel(shape) for row in rows if row.is_quantised), count_parameters(shape).total
+    unfit = f"; not {', '.join(others)}, which have no groups of {columns}" if others else ""
+    return f"{numel:,} of {total:,} weights stay in {base_dtype}, converted where they are used{unfit}"
 
 
 _PREFIX = re.compile(r"(?:(layers\.\d+|mtp\.\d+\.block)|mtp\.\d+)\.(.+)")

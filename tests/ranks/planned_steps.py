@@ -135,7 +135,10 @@ BF16 = "bfloat16"
 EVEN = {"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 64}
 """FP8 products need multiples of 16 on each rank."""
 LORA = {"rank": 16, "expert_rank": 8}
-IN_FP8 = LORA | ({"base_dtype": "float8"} if TorchVersion(torch.__version__) >= INTEGERS_TORCH else {})
+IN_FP8, IN_INT4, IN_NF4 = (
+    LORA | ({"base_dtype": base_dtype} if TorchVersion(torch.__version__) >= INTEGERS_TORCH else {})
+    for base_dtype in ("float8", "int4", "nf4")
+)
 BLOCKS = {
     "hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 2, "moe_intermediate_size": 256,
 }  # fmt: skip
@@ -290,6 +293,10 @@ CASES = {
     ),
     "lora-tp-ep-in-fp8-full": Case(
         8, adapter=IN_FP8, tensor=2, experts_over=2, checkpointing="full", dtype=BF16, micro_batches=2, model=BLOCKS
+    ),
+    "lora-tp-ep-in-int4": Case(4, adapter=IN_INT4, tensor=2, experts_over=2, dtype=BF16, micro_batches=2, model=BLOCKS),
+    "lora-whole-experts-in-nf4-full": Case(
+        6, adapter=IN_NF4, experts_over=6, checkpointing="full", dtype=BF16, micro_batches=2, model=BLOCKS
     ),
     "lora-pp-whole-experts-in-fp8": Case(
         4, adapter=IN_FP8, pipeline=2, experts_over=2, dtype=BF16, micro_batches=2, model=BLOCKS

@@ -30,8 +30,8 @@ from glm46.compute.distributed.mesh import Cluster, build_cluster
 from glm46.compute.distributed.process import Process, join, leave
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.cross_entropy import token_logprobs
-from glm46.compute.model.fp8_weights import in_compute_type
 from glm46.compute.model.init import fill_normal
+from glm46.compute.model.quantised_weights import columns_of, in_compute_type
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.routes import compact_routes, moe_layers
 from glm46.compute.model.transformer import LossSums, Transformer
@@ -49,11 +49,12 @@ from glm46.engine.training.step import global_grad_norm, scale_gradients, train_
 from glm46.engine.training.totals import count_step
 from glm46.operate.estimate.requirement import SPLIT_BACKWARD_TORCH
 from glm46.run import context_keys
-from glm46.run.parameters import scales_name
+from glm46.run.parameters import base_families, find_parameter, scales_name
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
-from glm46.storage.huggingface.import_weights import import_weights
+from glm46.storage.huggingface.import_weights import import_weights, quantise_base
+from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme
 from glm46.tasks.pretrain.next_token import NextToken, count_targets, next_token_loss
@@ -65,7 +66,7 @@ SHAPE = {
     "moe_intermediate_size": 36, "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 16, "num_nextn_predict_layers": 2,
 }  # fmt: skip
-IN_FP8 = {
+QUANTISED = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 32, "vocab_size": 516,
 }  # fmt: skip
 """Whole blocks of 128, and two of them where tensor parallelism splits columns."""
@@ -74,6 +75,7 @@ LATENT = {
     "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "q_lora_rank": 20, "kv_lora_rank": 11,
 }  # fmt: skip
 """Latent attention; some widths are odd."""
+FOLDERS = {"float8": FP8_SCHEMES["fp8-block"], "int4": Int4(32)}
 DEPTHS, VOCABULARY = SHAPE["num_nextn_predict_layers"], SHAPE["vocab_size"]
 
 
@@ -110,8 +112,8 @@ class Layout(NamedTuple):
     """Weights, gradients and states in host memory."""
     adapter: str = ""
     """lora or dora of all targets on a frozen base; without prediction layers."""
-    in_fp8: bool = False
-    """The base stays in FP8; one process has it converted."""
+    base: str = ""
+    """How the base is held, see `AdapterConfig.base_dtype`; one process has it converted."""
     adapted: tuple[int, int] | None = None
     """The layers with adapters."""
     routes: bool = False
@@ -140,7 +142,7 @@ class Layout(NamedTuple):
     def reference(self) -> tuple:
         """What decides what one process computes."""
         options = self.layers, self.num_experts, self.key_heads, self.document_mask, self.window, self.stages
-        return *options, self.adapter, self.in_fp8, self.adapted, self.routes, self.latent
+        return *options, self.adapter, self.base, self.adapted, self.routes, self.latent
 
     @property
     def name(self) -> str:
@@ -166,7 +168,7 @@ class Layout(NamedTuple):
             *(["ring"] if self.ring else []),
             *(["offload"] if self.offload else []),
             *([self.adapter] if self.adapter else []),
-            *(["in_fp8"] if self.in_fp8 else []),
+            *([f"in_{self.base}"] if self.base else []),
             *(["layers{}to{}".format(*self.adapted)] if self.adapted else []),
             *(["routes"] if self.routes else []),
             *([f"hosts_of_{self.of_host}"] if self.of_host else []),
@@ -199,7 +201,8 @@ _LAYOUTS = {
         Layout(context=2, checkpointing="selective", stages=True),
         Layout(pipeline=2, checkpointing="full", stages=True),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, offload=True),
-        Layout(experts_over=2, checkpointing="selective", compiled=True, adapter="lora", in_fp8=True),
+        Layout(experts_over=2, checkpointing="selective", compiled=True, adapter="lora", base="float8"),
+        Layout(checkpointing="full", adapter="lora", base="int4"), Layout(tensor=2, adapter="dora", base="nf4"),
         Layout(tensor=2, key_heads=1, adapter="lora"), Layout(context=2, checkpointing="full", adapter="lora"),
         Layout(pipeline=2, adapter="lora", adapted=(3, 4)),
         Layout(pipeline=2, schedule="InterleavedZeroBubble", micro_batches=4, adapter="lora"),
@@ -262,7 +265,9 @@ _LAYOUTS = {
         Layout(pipeline=2, context=2, experts_over=2, schedule="DualPipeV", micro_batches=4, chunks=2),
         Layout(replicate=2, tensor=2, experts_over=2, deferred=True),
         Layout(replicate=2, experts_over=2, deferred=True, adapter="dora"),
-        Layout(replicate=2, offload=True, adapter="lora", in_fp8=True),
+        Layout(replicate=2, offload=True, adapter="lora", base="float8"),
+        Layout(tensor=2, experts_over=2, checkpointing="selective", compiled=True, adapter="lora", base="int4"),
+        Layout(pipeline=2, experts_over=2, schedule="DualPipeV", micro_batches=4, adapter="dora", base="nf4"),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="lora"),
         Layout(replicate=2, tensor=2, experts_over=2, adapter="dora"),
         Layout(tensor=2, context=2, experts_over=4, num_experts=12, compiled=True, adapter="dora"),
@@ -306,7 +311,7 @@ _LAYOUTS = {
             micro_batches=4,
         ),
         Layout(pipeline=2, tensor=2, experts_over=2, schedule="ZBVZeroBubble", micro_batches=4, adapter="lora"),
-        Layout(pipeline=2, tensor=2, experts_over=2, adapter="dora", in_fp8=True),
+        Layout(pipeline=2, tensor=2, experts_over=2, adapter="dora", base="float8"),
     ],
 }  # fmt: skip
 LAYOUTS = {ranks: {layout.name: layout for layout in layouts} for ranks, layouts in _LAYOUTS.items()}
@@ -440,9 +445,10 @@ def begin_adapters(parameters: dict[str, torch.nn.Parameter]) -> None:
             part.copy_(noise if "lora_B" in name else part * (1 + noise))
 
 
-def write_fp8_base(model: Transformer, folder: Path) -> None:
-    """A folder of the model in FP8, whose blocks have different scales; the model gets the weights of the folder."""
-    names, scheme = HFNames(model.shape, repeat_shared=False), FP8_SCHEMES["fp8-block"]
+def write_base(model: Transformer, folder: Path, base_dtype: str) -> None:
+    """A folder of the model in FP8 or INT4, whose groups have different scales, or in FP32 for NF4; the model gets the
+    weights of a base that is made of the folder."""
+    names, scheme = HFNames(model.shape, repeat_shared=False), FOLDERS.get(base_dtype)
     base = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     base |= dict(model.named_buffers())
     for tensor in base.values():
@@ -450,18 +456,23 @@ def write_fp8_base(model: Transformer, folder: Path) -> None:
             rows, columns = tensor.shape[-2:]
             tensor *= torch.linspace(0.4, 1.4, rows).unsqueeze(1) * torch.linspace(0.5, 1.5, columns)
     config = config_of(model.shape, None, eos_ids=[0], dtype="float32")
-    config[CONFIG_KEY] = config_of_scheme(scheme, names)
+    if scheme is not None:
+        config[CONFIG_KEY] = config_of_scheme(scheme, names)
     options = ExportOptions(dtype=torch.float32, scheme=scheme)
     export_weights(folder, model.shape, config, base, options=options)
     import_weights(folder, model.shape, base)
+    for name, weight in base.items() if scheme is None else ():
+        if find_parameter(name).fp8_family in base_families(model.shape, base_dtype):
+            rows = weight.view(-1, weight.shape[-1])
+            rows.copy_(in_compute_type(*quantise_base(rows, base_dtype), torch.float32))
 
 
-def run_reference(config: RunConfig, layout: Layout, fp8_base: Path | None = None) -> tuple:
+def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -> tuple:
     """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
     losses, counts and norms, first gradients and last weights of some steps, and the weights before these.
 
     Args:
-        fp8_base: folder to write the base to, in FP8, and to compute with what it holds.
+        base: folder to write a quantised base to, and to compute with what it holds.
     """
     with torch.device("meta"):
         model = Transformer(resolve_shape(config.model))
@@ -469,8 +480,8 @@ def run_reference(config: RunConfig, layout: Layout, fp8_base: Path | None = Non
             add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
     model.to_empty(device="cpu")
     initialise(model, config.debug.seed)
-    if fp8_base is not None:
-        write_fp8_base(model, fp8_base)
+    if base is not None:
+        write_base(model, base, layout.base)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     magnitudes = Magnitudes(model, config.adapter or AdapterConfig(), None)
@@ -560,12 +571,12 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
     if layout.adapter:
         # The rate: the steps move adapters, which are small, by a part of themselves like other weights.
         model["num_nextn_predict_layers"], optimizer = 0, {"name": "AdamW", "lr": 2e-4}
-    if layout.in_fp8:
-        model |= IN_FP8
+    if layout.base:
+        model |= QUANTISED
     if layout.latent:
         model |= LATENT
     adapter = {"name": layout.adapter, "rank": 4, "expert_rank": 8, "alpha": 6.0, "b_lr_ratio": 2.0}
-    adapter["base_dtype"] = "float8" if layout.in_fp8 else None
+    adapter["base_dtype"] = layout.base or None
     return RunConfig.model_validate_json(
         json.dumps(
             {
@@ -667,20 +678,25 @@ def assert_adapters_change_nothing(job: Job, layout: Layout) -> None:
 
 
 def converted(parameters: dict[str, Tensor]) -> dict[str, tuple[Tensor, Held]]:
-    """Parameters whole, and what is here of them; those in FP8 converted."""
+    """Parameters whole, and what is here of them; those of a quantised base converted."""
     found, scales = {}, {scales_name(name) for name in parameters}
     for name, parameter in parameters.items():
         if scales_name(name) in parameters:
-            own = parameters[scales_name(name)]
-            here = held(parameter)
-            here = here._replace(part=in_compute_type(here.part, local_tensor(own), torch.float32))
-            found[name] = in_compute_type(whole(parameter), whole(own), torch.float32), here
+            own = local_tensor(parameters[scales_name(name)])
+            values = in_compute_type(local_tensor(parameter), own, torch.float32)
+            if isinstance(parameter, DTensor):  # of whole groups, so its placements are those of the converted weight
+                size = (*parameter.shape[:-1], columns_of(parameter, own))
+                values = DTensor.from_local(
+                    values, parameter.device_mesh, parameter.placements, run_check=False, shape=size,
+                    stride=torch.empty(size, device="meta").stride(),
+                )  # fmt: skip
+            found[name] = whole(values).cpu().clone(), held(values)
         elif name not in scales:
             found[name] = whole(parameter).cpu().clone(), held(parameter)
     return found
 
 
-def run_layout(process: Process, layout: Layout, fp8_base: Path) -> tuple:
+def run_layout(process: Process, layout: Layout, base: Path | None) -> tuple:
     """The same as `run_reference`, by the engine's own step, of the parameters that are here: initial weights whole,
     and of each kind the parts that this rank holds, with their places in the whole. From the second step on nothing may
     be compiled."""
@@ -689,8 +705,8 @@ def run_layout(process: Process, layout: Layout, fp8_base: Path) -> tuple:
     job = build_job(make_config(layout), process, layout.of_host or None)
     job.objectives["model"].fields = ("routes",) if layout.routes else ()
     parameters, frozen = job.network.parameters, job.network.frozen
-    if layout.in_fp8:
-        load_weights(job.network, fp8_base)
+    if layout.base:
+        load_weights(job.network, base)
     frozen_parts = {name: held(p).part for name, p in frozen.items()}
     initial = converted(parameters | frozen)
     job.network.loaded(new_adapters=True)
@@ -782,24 +798,24 @@ def compare(layout: Layout, found: tuple, reference: tuple) -> dict:
     }
 
 
-def compare_some(layouts: list[Layout], references: dict[tuple, tuple], fp8_bases: Path) -> None:
-    """On each rank; ``references`` by `Layout.reference`; ``fp8_bases``: folder of those of `fp8_base`."""
+def compare_some(layouts: list[Layout], references: dict[tuple, tuple], bases: Path) -> None:
+    """On each rank; ``references`` by `Layout.reference`; ``bases``: folder of those of `base_of`."""
     faulthandler.enable()
     process = join(300)
     for layout in layouts:
         most = 0 if layout.ring else context_keys.MOST_GATHERED_BYTES
         compile = functools.partial(torch.compile, backend=layout.backend)
         with mock.patch.object(context_keys, "MOST_GATHERED_BYTES", most), mock.patch.object(torch, "compile", compile):
-            found = run_layout(process, layout, fp8_base(fp8_bases, layout))
+            found = run_layout(process, layout, base_of(bases, layout))
             figures = compare(layout, found, references[layout.reference])
         if process.is_main:
             print(json.dumps(figures), flush=True)
     leave()
 
 
-def fp8_base(folder: Path, layout: Layout) -> Path | None:
-    """The base in FP8 of a layout that has one."""
-    return folder / repr(layout.reference) if layout.in_fp8 else None
+def base_of(folder: Path, layout: Layout) -> Path | None:
+    """The folder of the base of a layout that has a quantised one."""
+    return folder / repr(layout.reference) if layout.base else None
 
 
 def main(world_size: int, *names: str) -> None:
@@ -810,7 +826,7 @@ def main(world_size: int, *names: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         bases = Path(folder)
         references = {
-            kind: run_reference(make_config(layout), layout, fp8_base(bases, layout)) for kind, layout in kinds.items()
+            kind: run_reference(make_config(layout), layout, base_of(bases, layout)) for kind, layout in kinds.items()
         }
 
         def work(some: list[str]) -> None:

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 
 from glm46 import compat
 from glm46.compute.model.experts import Experts, grouped_mm, grouped_outer
-from glm46.compute.model.fp8_weights import fp8_input_gradient, fp8_linear, in_compute_type, local_scales, store_in_fp8
 from glm46.compute.model.layers import Linear, local_weight
+from glm46.compute.model.quantised_weights import (
+    columns_of,
+    in_compute_type,
+    local_scales,
+    quantised_input_gradient,
+    quantised_linear,
+    store_quantised,
+)
 from glm46.compute.model.transformer import Transformer
 from glm46.config.adapter import AdapterConfig
 from glm46.run.parameters import adapter_layer
@@ -27,10 +34,10 @@ def add_adapters(model: Transformer, adapter: AdapterConfig, dtype: torch.dtype 
     """Freeze a model, or a part of it, and add the adapters of [adapter], which are trained; in place.
 
     The adapters are on the device of the model, without values: `fill_parameter` has the initial ones. So are weights
-    of a base in FP8: import reads them.
+    of a quantised base: import reads them.
     """
     model.requires_grad_(False)
-    for module in store_in_fp8(model) if adapter.base_dtype == "float8" else ():
+    for module in store_quantised(model, adapter.base_dtype) if adapter.base_dtype else ():
         _replace_products(module, adapter.scale)
     for index, layer in model.layers.items():
         for row in adapter_layer(model.shape, adapter, int(index)):
@@ -64,7 +71,7 @@ def without_adapters(models: Iterable[Transformer]) -> Iterator[None]:
 
 
 def _linear_product(module: Any, scale: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `Linear.product`; of a module with adapters, with a weight in FP8, or with both."""
+    """See `Linear.product`; of a module with adapters, with a quantised weight, or with both."""
     scales, is_adapted = local_scales(module, "weight"), getattr(module, "is_adapted", False)
     if not is_adapted and scales is None:
         return Linear.product(x, weight, bias)
@@ -85,7 +92,9 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_TI, weight_OI, scales, bias_O, a_RI, b_OR, scale: float, excess_O):
-        y_TO = F.linear(x_TI, weight_OI, bias_O) if scales is None else fp8_linear(x_TI, weight_OI, scales, bias_O)
+        y_TO = (
+            F.linear(x_TI, weight_OI, bias_O) if scales is None else quantised_linear(x_TI, weight_OI, scales, bias_O)
+        )
         ctx.scale, low_TR, unscaled_TO = scale, None, None
         if a_RI is not None:
             low_TR = F.linear(x_TI, a_RI).mul_(scale)
@@ -110,14 +119,14 @@ class _AdaptedLinear(torch.autograd.Function):
             grad_low_TR = (grad_TO @ b_OR).mul_(ctx.scale)
             grad_a, grad_b = grad_low_TR.t() @ x_TI, grad_TO.t() @ low_TR
         if ctx.needs_input_grad[0]:
-            grad_x = grad_TO @ weight_OI if scales is None else fp8_input_gradient(grad_TO, weight_OI, scales)
+            grad_x = grad_TO @ weight_OI if scales is None else quantised_input_gradient(grad_TO, weight_OI, scales)
             if a_RI is not None:
                 grad_x.addmm_(grad_low_TR, a_RI)
         return grad_x, None, None, None, grad_a, grad_b, None, grad_excess
 
 
 def _project(module: Experts, scale: float, name: str, x_NI: Tensor, offsets: Tensor) -> Tensor:
-    """See `Experts.project`; of experts with adapters, with weights in FP8, or with both."""
+    """See `Experts.project`; of experts with adapters, with quantised weights, or with both."""
     weight, scales = local_weight(getattr(module, name)), local_scales(module, name)
     is_adapted, a, b = getattr(module, "is_adapted", False), None, None
     if not is_adapted and scales is None:
@@ -150,11 +159,11 @@ def adapted_grouped_mm(
     """Multiply each group of rows by the transpose of ``weight + scale * b @ a`` of its expert.
 
     One operator, because selective checkpointing keeps the results of grouped products: this way it keeps the sum, and
-    not both terms of it, nor a weight in FP8 that was converted. The weight has no gradient.
+    not both terms of it, nor a quantised weight that was converted. The weight has no gradient.
 
     Args:
         x_NI: [N, I], sorted by expert; results of rows past the last offset are undefined.
-        scales: int32 [E, O, I / 128] of a weight in FP8, see `in_compute_type`.
+        scales: [E, O, groups] of a quantised weight, see `in_compute_type`.
         a_ERI, b_EOR: None: the weight alone.
         offsets: int32 [E], running sum of the group sizes.
 
@@ -176,14 +185,14 @@ def _(x_NI: Tensor, weight_EOI: Tensor, scales, a_ERI: Tensor | None, b_EOR, off
 
 @torch.library.custom_op("glm46::frozen_grouped_mm", mutates_args=())
 def _frozen_grouped_mm(grad_NO: Tensor, weight_EOI: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
-    """The gradient of the rows, [N, I]. An operator, inside of which a weight in FP8 is converted: of a compiled graph
-    the converted weight of forward would be kept."""
+    """The gradient of the rows, [N, I]. An operator, inside of which a quantised weight is converted: of a compiled
+    graph the converted weight of forward would be kept."""
     return compat.grouped_mm(grad_NO, in_compute_type(weight_EOI, scales, grad_NO.dtype), offsets)
 
 
 @_frozen_grouped_mm.register_fake
 def _(grad_NO: Tensor, weight_EOI: Tensor, scales, offsets: Tensor) -> Tensor:
-    return grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2])
+    return grad_NO.new_empty(grad_NO.shape[0], columns_of(weight_EOI, scales))
 
 
 def _save_for_product(ctx, inputs, output):

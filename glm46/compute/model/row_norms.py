@@ -6,7 +6,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from glm46.compute.model.fp8_weights import in_compute_type
+from glm46.compute.model.quantised_weights import columns_of, in_compute_type
 
 _CHUNK_ELEMENTS = 1 << 24
 """Elements of a weight that are in FP32 at a time."""
@@ -14,7 +14,12 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @torch.no_grad()
 def row_squares(
-    base: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, in_fp8: tuple[Tensor, torch.dtype] | None = None
+    base: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    quantised: tuple[Tensor, torch.dtype] | None = None,
 ) -> Tensor:
     """``|W_i + scale * (B A)_i|^2`` of each row, without a tensor of the size of W.
 
@@ -23,38 +28,38 @@ def row_squares(
         weight: [..., O, I], any dtype; some of the rows, or of the columns, of the matrix.
         a: [..., R, I], all of its rows.
         b: [..., O, R].
-        in_fp8: of such a weight the scales, and the type that products take it in, see `in_compute_type`.
+        quantised: of such a weight the scales, and the type that products take it in, see `in_compute_type`.
 
     Returns:
         FP32 [..., O]; of some columns, their part of the sum.
     """
     if weight.ndim == 2:
         stacked = weight.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0)
-        return row_squares(base, *stacked, scale, _stacked(in_fp8)).squeeze(0)
+        return row_squares(base, *stacked, scale, _stacked(quantised)).squeeze(0)
     a, b = a.float(), b.float()
-    cross = _by_pieces(weight, in_fp8, lambda w, experts: w @ a[experts].mT)
+    cross = _by_pieces(weight, quantised, lambda w, experts: w @ a[experts].mT)
     # |w|^2 + 2 scale b.(A w) + scale^2 b.(A A^T b)
     return base + scale * (cross.mul_(2).add_(b @ (a @ a.mT), alpha=scale) * b).sum(-1)
 
 
 @torch.no_grad()
-def base_squares(weight: Tensor, in_fp8: tuple[Tensor, torch.dtype] | None = None) -> Tensor:
-    """``|W_i|^2`` of each row of [..., O, I], FP32 [..., O]; ``in_fp8`` as in `row_squares`."""
+def base_squares(weight: Tensor, quantised: tuple[Tensor, torch.dtype] | None = None) -> Tensor:
+    """``|W_i|^2`` of each row of [..., O, I], FP32 [..., O]; ``quantised`` as in `row_squares`."""
     if weight.ndim == 2:
-        return base_squares(weight.unsqueeze(0), _stacked(in_fp8)).squeeze(0)
-    return _by_pieces(weight, in_fp8, lambda w, _: w.square().sum(-1))
+        return base_squares(weight.unsqueeze(0), _stacked(quantised)).squeeze(0)
+    return _by_pieces(weight, quantised, lambda w, _: w.square().sum(-1))
 
 
-def _stacked(in_fp8: tuple[Tensor, torch.dtype] | None) -> tuple[Tensor, torch.dtype] | None:
-    return None if in_fp8 is None else (in_fp8[0].unsqueeze(0), in_fp8[1])
+def _stacked(quantised: tuple[Tensor, torch.dtype] | None) -> tuple[Tensor, torch.dtype] | None:
+    return None if quantised is None else (quantised[0].unsqueeze(0), quantised[1])
 
 
 def _by_pieces(
-    weight_EOI: Tensor, in_fp8: tuple[Tensor, torch.dtype] | None, function: Callable[[Tensor, slice], Tensor]
+    weight_EOI: Tensor, quantised: tuple[Tensor, torch.dtype] | None, function: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
     """``function(weight, experts)`` of pieces in FP32, [E, O, ...]: of several experts, or of some rows of one."""
-    E, O, I = weight_EOI.shape  # noqa: E741 - the letters of dimensions
-    scales, dtype = in_fp8 or (None, weight_EOI.dtype)
+    scales, dtype = quantised or (None, weight_EOI.dtype)
+    E, O, I = *weight_EOI.shape[:2], columns_of(weight_EOI, scales)  # noqa: E741 - the letters of dimensions
     found, step = [], max(1, _CHUNK_ELEMENTS // (O * I))
     for experts in (slice(first, first + step) for first in range(0, E, step)):
         rows = max(1, _CHUNK_ELEMENTS // I)

@@ -35,7 +35,7 @@ class Magnitudes:
         """Compute the norms after the base was loaded. New adapters get the magnitudes with which the model is its
         base: those of the loaded weights."""
         self._base = [
-            base_squares(local_tensor(weight), _in_fp8(module, scales))
+            base_squares(local_tensor(weight), _quantised(module, scales))
             for module, *_, (weight, scales, *_) in self._sets
         ]
         if new_adapters:
@@ -55,11 +55,12 @@ class Magnitudes:
     ) -> Tensor:
         """FP32 [O] or [E, O], whole, on the device of this rank."""
         *rows, columns = global_indices(weight)
-        a = _whole(a)[..., columns.to(a.device)]
+        a = _whole(a)
+        a = a.unflatten(-1, (weight.shape[-1], -1))[..., columns.to(a.device), :].flatten(-2)  # of packed columns
         if len(rows) == 2:
             a = a[rows[0].to(a.device)]
-        in_fp8 = _in_fp8(module, scales)
-        squares = row_squares(base, local_tensor(weight), a, local_tensor(b), self._scale, in_fp8)
+        quantised = _quantised(module, scales)
+        squares = row_squares(base, local_tensor(weight), a, local_tensor(b), self._scale, quantised)
         whole = squares.new_zeros(weight.shape[:-1])
         whole[torch.meshgrid(*(index.to(whole.device) for index in rows), indexing="ij")] = squares
         if isinstance(weight, DTensor):
@@ -87,7 +88,7 @@ def _keys(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield f"{name}_", (name, scales_name(name), *(f"{name}_{key}" for key in ("lora_A", "lora_B", "magnitude")))
 
 
-def _in_fp8(module: Any, scales: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
+def _quantised(module: Any, scales: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
     """See `row_squares`."""
     return None if scales is None else (local_tensor(scales), module.compute_type)
 

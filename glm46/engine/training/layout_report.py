@@ -1,18 +1,22 @@
 """Layout of a run for the first message: the mesh, and the memory of each rank."""
 
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.attention_runs import describe_core, flash_package
+from glm46.compute.model.quantised_weights import columns_of
 from glm46.compute.optim.roles import RoleRow, add_role_rows
 from glm46.config.float8_layers import describe_float8
 from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.training.network import Network, TrainedNetwork
 from glm46.engine.training.task import Task
-from glm46.run.parameters import count_parameters, float8_numel
+from glm46.run.parameters import describe_base, scales_name
 from glm46.run.plan import describe_exchange
 
 _RANKS_SHOWN = 4
@@ -47,9 +51,8 @@ def describe_layout(task: Task) -> list[str]:
         lines.append(f"exchange     {describe_exchange(task.plan)}")
     if task.plan.config.float8.recipe_name is not None:
         lines.append(f"float8       {describe_float8(task.plan.shape, task.plan.config.float8, layout.tp)}")
-    if task.plan.config.adapter is not None and task.plan.config.adapter.base_dtype == "float8":
-        in_fp8, all_weights = float8_numel(task.plan.shape), count_parameters(task.plan.shape).total
-        lines.append(f"base         {in_fp8:,} of {all_weights:,} weights stay in FP8, converted where they are used")
+    if task.plan.config.adapter is not None and task.plan.config.adapter.base_dtype is not None:
+        lines.append(f"base         {describe_base(task.plan.shape, task.plan.config.adapter.base_dtype)}")
     held: list[Any] = [None] * layout.world_size
     dist.all_gather_object(held, _rank_memory(list(task.networks.values())))
     return lines + _memory_lines(held, layout.pp)
@@ -96,14 +99,22 @@ def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, i
     layers = [[int(number) for number in model.layers] for model in networks[0].models]
     trained = [local_tensor(parameter) for network in networks for parameter in network.parameters.values()]
     frozen = [local_tensor(parameter) for network in networks for parameter in network.frozen.values()]
+    weights = sum(_weights(network.frozen) for network in networks)
     optimizers = [network.optimizer for network in networks if isinstance(network, TrainedNetwork)]
     states = [local_tensor(state) for optimizer in optimizers for state in optimizer.state_tensors().values()]
     return (
         [(numbers[0], numbers[-1]) for numbers in layers],
-        sum(parameter.numel() for parameter in (*trained, *frozen) if parameter.dtype != torch.int32),  # scales
+        sum(parameter.numel() for parameter in trained) + weights,
         sum(parameter.nbytes for parameter in (*trained, *trained, *frozen)),
         sum(state.nbytes for state in states),
     )
+
+
+def _weights(frozen: Mapping[str, Tensor]) -> int:
+    """Weights of this rank's parts, without scales."""
+    scales = {scales_name(name): frozen.get(scales_name(name)) for name in frozen}
+    local = {name: local_tensor(parameter) for name, parameter in frozen.items() if name not in scales}
+    return sum(prod(part.shape[:-1]) * columns_of(part, scales[scales_name(name)]) for name, part in local.items())
 
 
 def _memory_lines(held: list, stages: int) -> list[str]:

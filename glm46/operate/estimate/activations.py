@@ -22,8 +22,8 @@ class Frozen:
     """A layer whose own weights have no gradient, with adapters that have one."""
 
     adapters: tuple[Parameter, ...] = ()
-    in_float8: bool = False
-    """Its projections are stored in FP8."""
+    base_dtype: str | None = None
+    """See `AdapterConfig.base_dtype`."""
 
     def adapts(self, module: str) -> bool:
         """True if there are adapters in the module of this name."""

@@ -6,19 +6,21 @@ them again.
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal, NamedTuple
 
+from glm46.config.adapter import BASE_FORMATS
 from glm46.config.model import ModelShape
 from glm46.operate.estimate.activations import FP32, Frozen, with_key_copies
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.flops import attention_flops
 from glm46.run.layout import Layout
 from glm46.run.parameters import (
-    FP8_BLOCK,
+    DECODED_AT_ONCE,
     Parameter,
     dense_layer,
     dimensions,
-    in_float8,
+    in_base_dtype,
     moe_layer,
     mtp_layer,
     part_rows,
@@ -162,8 +164,9 @@ def part_work(
         backward = [*products, *(replaced for work in adapters for replaced in (work, work))]
         products = [*products, *adapters]
     converted = []
-    if frozen is not None and frozen.in_float8:
-        converted = [(row.is_expert, _converted(row, batch)) for row in in_float8(rows, shape) if row.stored_bytes == 1]
+    if frozen is not None and frozen.base_dtype is not None:
+        quantised = [row for row in in_base_dtype(rows, shape, frozen.base_dtype) if row.is_quantised]
+        converted = [(row.is_expert, _converted(row, batch, frozen.base_dtype)) for row in quantised]
     of_all = [work for _, work in converted]
     forward = (*of_all, *products, core, moved[0])
     backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes)]
@@ -175,11 +178,16 @@ def part_work(
     return PartWork(forward, (*backward, moved[1]), tuple(again[checkpointing]))
 
 
-def _converted(row: Parameter, batch: MicroBatch) -> Work:
-    """A frozen weight in FP8 is converted to the compute type, and that is scaled in place."""
+def _converted(row: Parameter, batch: MicroBatch, base_dtype: str) -> Work:
+    """A frozen weight in FP8 is converted to the compute type, and that is scaled in place. One of 4 bits is an index
+    of values in FP32, which are scaled and rounded, some rows at a time."""
     share = batch.layout.ep if row.is_expert else batch.layout.tp
     weights = row.numel(batch.shape) / share
-    return Work("memory", 0.0, weights * (1 + 3 * batch.width + FP32 / FP8_BLOCK), 2)
+    base = BASE_FORMATS[base_dtype]
+    stored, passes, kernels = base.bits / 8 + base.scale_bytes / base.columns, 3 * batch.width, 2
+    if base.bits == 4:
+        passes, kernels = 5 * FP32 + batch.width, 4 * ceil(weights / DECODED_AT_ONCE)
+    return Work("memory", 0.0, weights * (stored + passes), kernels)
 
 
 def _product(row: Parameter, batch: MicroBatch) -> Work:

@@ -54,7 +54,7 @@ from glm46.run.context_keys import (
     sent_of_key,
 )
 from glm46.run.layout import Layout
-from glm46.run.parameters import Parameter, part_rows
+from glm46.run.parameters import DECODED_AT_ONCE, DECODING_BYTES, Parameter, part_rows
 from glm46.run.plan import Plan, gradients_are_summed_once, resolve_plan
 from glm46.run.sizes import OFFLOAD_SLOTS, PROBE_BYTES, loss_chunk_tokens
 
@@ -81,8 +81,8 @@ class MemoryPlan:
     """States of Muon and AdamW on the device: all, or the slots in use while the rest is in host memory."""
     gathered: float
     """Gathered weights of embedding, head and the current layers, with the whole gradient of one layer or, where they
-    take more, the logits of one chunk. Of a base in FP8 the weight that is computed with, in the compute type. DoRA's
-    norms of all rows, and the factors that follow from them."""
+    take more, the logits of one chunk. Of a quantised base the weight that is computed with, in the compute type, and
+    what converts it. DoRA's norms of all rows, and the factors that follow from them."""
     activations: float
     """Tensors that forward keeps for backward, those of a layer that is computed again, and what pipeline stages
     receive."""
@@ -322,7 +322,7 @@ class _Step:
             if row.optimizer is None:
                 continue
             width = self._master if row.is_trained else row.stored_bytes or self._width
-            size = prod(sizes) * width
+            size = int(prod(sizes) * width)
             rounding += count * (1 + row.is_trained) * ((1 << max(size - 1, 0).bit_length()) - size)
         return rounding
 
@@ -337,9 +337,11 @@ class _Step:
         return states * prod(sizes[:-1]) * (sizes[-1] + -(-sizes[-1] // STATE_BLOCK) * FP32)
 
     def _converted(self, rows: Iterable[Parameter]) -> float:
-        """The frozen weight in FP8 that a layer computes with, in the compute type."""
-        in_fp8 = (prod(local_shape(row, self._shape, self._layout)) for row in rows if row.stored_bytes == 1)
-        return max(in_fp8, default=0) * self._width
+        """The quantised weight that a layer computes with, in the compute type, and what converts it."""
+        rows = [row for row in rows if row.is_quantised]
+        largest = max((prod(local_shape(row, self._shape, self._layout)) for row in rows), default=0)
+        is_packed = any(row.stored_bytes == 0.5 for row in rows)
+        return largest * self._width + is_packed * min(largest, DECODED_AT_ONCE) * DECODING_BYTES
 
     def _gathered(self, parts: list[StagePart], loss_buffers: float) -> float:
         """Gathered weights; and what only one part of the step needs: the gradient of a layer in the compute and the

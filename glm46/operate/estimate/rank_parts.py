@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import ParallelismConfig
 from glm46.run.layout import Layout
-from glm46.run.parameters import Parameter, adapter_layer, dense_layer, in_float8, moe_layer, mtp_layer, part_rows
+from glm46.run.parameters import Parameter, adapter_layer, dense_layer, in_base_dtype, moe_layer, mtp_layer, part_rows
 from glm46.run.plan import Plan, unsharded_kinds
 from glm46.run.stages import split_layers, stages_of_rank
 
@@ -37,8 +37,8 @@ class StagePart:
     """Of each block, under [adapter]; all other parameters are frozen then."""
     unsharded: frozenset[tuple[bool, bool]] = frozenset()
     """See `unsharded_kinds`."""
-    base_in_float8: bool = False
-    """Frozen projections are stored in FP8."""
+    base_dtype: str | None = None
+    """See `AdapterConfig.base_dtype`."""
 
     @property
     def backward_from(self) -> int:
@@ -72,7 +72,7 @@ class StagePart:
 
     def _of_run(self, rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
         is_frozen = self.adapters is not None
-        rows = in_float8(rows, shape) if self.base_in_float8 else rows
+        rows = in_base_dtype(rows, shape, self.base_dtype)
         return [replace(row, is_frozen=True) if is_frozen and row.optimizer else row for row in rows]
 
 
@@ -88,7 +88,7 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
             index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start,
             None if adapter is None else tuple(tuple(adapter_layer(shape, adapter, layer)) for layer in layers),
             unsharded_kinds(plan),
-            adapter is not None and adapter.base_dtype == "float8",
+            None if adapter is None else adapter.base_dtype,
         )
         for index, layers in enumerate(split)
     ]  # fmt: skip

@@ -25,7 +25,7 @@ from glm46.operate.estimate.units import amount, decimal_size, duration, flops_t
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.curriculum import TextStage
 from glm46.run.flops import training_flops
-from glm46.run.parameters import adapter_rows, count_parameters, float8_numel
+from glm46.run.parameters import adapter_rows, count_parameters, describe_base
 from glm46.run.plan import Plan, describe_exchange
 
 _PLENTY = 2**60
@@ -138,11 +138,11 @@ def plan_numbers(run: RunPlan) -> dict:
 def _parameter_lines(plan: Plan) -> list[str]:
     count, adapter = count_parameters(plan.shape), plan.config.adapter
     trained = 0 if adapter is None else sum(row.numel(plan.shape) for row in adapter_rows(plan.shape, adapter).values())
-    in_fp8 = adapter is not None and adapter.base_dtype == "float8"
+    base_dtype = None if adapter is None else adapter.base_dtype
     return [
         _line("total", f"{count.total:,}", f"(main {count.main:,}, MTP {count.mtp:,})"),
         *([_line("adapters", f"{trained:,}", "(trained; the others are frozen)")] if trained else []),
-        *([_line("base in FP8", f"{float8_numel(plan.shape):,}", "(and a scale for each 128)")] if in_fp8 else []),
+        *([_line("base", describe_base(plan.shape, base_dtype))] if base_dtype else []),
         _line("active per token", f"{count.active:,}", "(embedding and head included)"),
         _line("tensors", f"{count.main_tensors + count.mtp_tensors:,}", "(as Hugging Face counts them)"),
     ]

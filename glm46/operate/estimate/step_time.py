@@ -361,7 +361,7 @@ def _kernel_parts(stage: StagePart, plan: Plan) -> Iterator[tuple[PartOfModel, F
     if stage.has_embedding:
         yield "embedding", frozen, True, "none"
     for index, block in enumerate(stage.blocks):
-        adapters = frozen if stage.adapters is None else Frozen(stage.adapters[index], stage.base_in_float8)
+        adapters = frozen if stage.adapters is None else Frozen(stage.adapters[index], stage.base_dtype)
         yield block, adapters, index >= stage.backward_from, plan.config.activation_checkpoint.mode_of(index)
     for _ in range(heads * stage.has_head):
         yield "head", frozen, True, "none"

@@ -186,6 +186,7 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
             scale=adapter.scale,
             base=base,
             base_files=base_files,
+            base_dtype=adapter.base_dtype,
             for_transformers_4=arguments.peft_for == "transformers-4",
             report=report,
         )

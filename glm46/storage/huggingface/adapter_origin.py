@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from glm46.compute.distributed.ranks import Ranks
+from glm46.config.adapter import BASE_FORMATS
 from glm46.config.errors import UserError
 from glm46.files.durable import hash_file
 from glm46.files.file_content import read_json_object
 from glm46.storage.huggingface.names import listed
 
 BASE_FILES = "base_files.json"
+BASE_FORMAT = "base_format.json"
 
 
 def hash_files(files: Sequence[Path], ranks: Ranks) -> dict[str, str]:
@@ -43,6 +45,16 @@ def read_base_files(adapter: Path) -> dict[str, str]:
     """The hashes in a PEFT folder; none in a folder of another program. Raises UserError if they are damaged."""
     file = adapter / BASE_FILES
     return read_json_object(file, "export the adapter again") if file.is_file() else {}
+
+
+def read_base_dtype(adapter: Path) -> str | None:
+    """``adapter.base_dtype`` of the run that trained a PEFT folder; None if it had none, or another program wrote it.
+    Raises UserError if the file is damaged."""
+    file, remedy = adapter / BASE_FORMAT, "export the adapter again"
+    found = read_json_object(file, remedy).get("base_dtype") if file.is_file() else None
+    if found is not None and found not in BASE_FORMATS:
+        raise UserError(f"{file}: base_dtype = {found!r} is unknown; {remedy}")
+    return found
 
 
 def refuse_other_base(saved: Mapping[str, str], found: Mapping[str, str], base: Path, adapter: Path) -> None:

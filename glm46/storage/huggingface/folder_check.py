@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from glm46.config.adapter import BASE_FORMATS
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
-from glm46.run.parameters import FP8_BLOCK, PARAMETERS, fp8_families
+from glm46.run.parameters import PARAMETERS, base_families
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
 from glm46.storage.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.storage.huggingface.dcp_folder import DcpFolder
 from glm46.storage.huggingface.folder_tensors import Places, find_tensors
 from glm46.storage.huggingface.fp8 import Scheme as Fp8
+from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import MOST_SHOWN, Form, HFNames, has_repeats, listed, raise_if, stacked_name
 from glm46.storage.huggingface.schemes import Scheme, scheme_of
 
@@ -106,17 +108,37 @@ def _without_extras(found: Places, names: HFNames, more: int) -> tuple[Places, l
     return {name: place for name, place in found.items() if name not in of_layers and name not in extra}, notes
 
 
-def check_fp8_folder(folder: Path, shape: ModelShape) -> None:
-    """`check_folder`, and that the weights which `fp8_families` names are stored in FP8, with a scale for each row or
-    for blocks whose columns are a multiple of 128. Raises UserError as `check_folder` does, or if they are not."""
-    checked, families = check_folder(folder, shape), fp8_families(shape)
+def check_base(folder: Path, shape: ModelShape, base_dtype: str | None) -> CheckedFolder:
+    """`check_folder`, and that a base in this format can be read from the folder: one in FP8 if the weights which
+    `base_families` names are stored so, with a scale for each row or for blocks of a multiple of its columns; one in
+    INT4 from any weights, those in INT4 if values and scales can stay as they are. Raises UserError as `check_folder`
+    does, or if it cannot."""
+    checked = check_folder(folder, shape)
+    if base_dtype == "int4" and isinstance(checked.scheme, Int4):
+        _check_int4(folder, checked, checked.scheme.group)
+    if base_dtype != "float8":
+        return checked
+    columns = BASE_FORMATS[base_dtype].columns
     remedy = "take the published FP8 model, or write one by `python -m glm46 convert to-hf --dtype fp8-block`"
-    if not isinstance(checked.scheme, Fp8) or checked.scheme.grid(FP8_BLOCK)[1] % FP8_BLOCK:
-        expected = f"scales of rows or of blocks of {FP8_BLOCK} columns"
-        raise UserError(f"{folder}: has no FP8 weights with {expected}; {remedy}")
+    if not isinstance(checked.scheme, Fp8) or checked.scheme.grid(columns)[1] % columns:
+        raise UserError(
+            f"{folder}: has no FP8 weights with scales of rows or of blocks of {columns} columns; {remedy}, or set "
+            'adapter.base_dtype = "nf4", which takes any'
+        )
+    families = base_families(shape, base_dtype)
     wanted = (name for name, (entry, _) in checked.names.places.items() if entry.row.fp8_family in families)
     if missing := [name for name in wanted if name not in checked.quantised]:
         raise UserError(f"{folder}: {missing[0]} and {len(missing) - 1} more tensors are not in FP8; {remedy}")
+    return checked
+
+
+def _check_int4(folder: Path, checked: CheckedFolder, group: int) -> None:
+    columns, remedy = BASE_FORMATS["int4"].columns, 'take another folder, or set adapter.base_dtype = "nf4"'
+    if group % columns:
+        raise UserError(f"{folder}: its INT4 weights have groups of {group}, not of a multiple of {columns}; {remedy}")
+    for name in checked.quantised:
+        if (dtype := checked.found[f"{name}_scale"][1].dtype) != torch.bfloat16:
+            raise UserError(f"{folder}: the scales of {name} are {dtype}, those of a base are BF16; {remedy}")
 
 
 def stored_shape(folder: Path, shape: ModelShape | None = None) -> ModelShape:

@@ -7,6 +7,8 @@ that holds it whole.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from math import prod
 from pathlib import Path
 
 import torch
@@ -16,14 +18,17 @@ from torch import Tensor
 from glm46.compute.distributed.collective_errors import catch_user_error
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
+from glm46.compute.model.quantised_weights import base_dtype_of, encode_nf4, format_of
+from glm46.config.adapter import BASE_FORMATS
 from glm46.config.model import ModelShape
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite
-from glm46.run.parameters import FP8_BLOCK, scales_name
+from glm46.run.parameters import scales_name
 from glm46.storage.checkpoint.stored_values import DiskTensor
-from glm46.storage.huggingface.boxes import Overlap, intervals_of, overlaps
+from glm46.storage.huggingface.boxes import Interval, Overlap, intervals_of, overlaps
 from glm46.storage.huggingface.dcp_folder import DcpFolder
-from glm46.storage.huggingface.folder_check import check_folder, check_fp8_folder
+from glm46.storage.huggingface.folder_check import check_base, check_folder
 from glm46.storage.huggingface.fp8 import Scheme as Fp8
+from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import MOST_SHOWN, raise_if
 
 ReportBytes = Callable[[int], None]
@@ -43,7 +48,8 @@ def import_weights(
 
     Args:
         tensors: our name -> Tensor or DTensor, any type and device; ranks may hold different names (pipeline stages).
-            Frozen weights in FP8 are as in `compute/model/fp8_weights.py`, beside their scales.
+            Quantised frozen weights are as in `compute/model/quantised_weights.py`, beside their scales. Those of 4
+            bits are quantised from what the folder has, unless it is the same format; no more than a box at once.
 
     Raises:
         UserError: on all ranks. Either all faults of the folder, before a tensor is changed; or tensors that hold NaN
@@ -53,8 +59,9 @@ def import_weights(
     ranks = Ranks.of_this_run()
     with ranks.stage(f"checking {folder}") as stage:
         if ranks.is_first:
-            in_fp8 = any(scales_name(name) in tensors for name in tensors)
-            _, error = catch_user_error(lambda: (check_fp8_folder if in_fp8 else check_folder)(folder, shape))
+            scales = next((tensors[name] for name in map(scales_name, tensors) if name in tensors), None)
+            base_dtype = None if scales is None else base_dtype_of(scales)
+            _, error = catch_user_error(lambda: check_base(folder, shape, base_dtype))
             stage.value = error and error.faults
     raise_if(stage.values[0] or [])
     with ranks.stage(f"reading {folder}") as stage, FolderReader(folder, shape) as reader:
@@ -70,6 +77,15 @@ def import_weights(
     more = [f"{folder}: {len(faults) - MOST_SHOWN} more tensors are faulty"] if faults[MOST_SHOWN:] else []
     raise_if(faults[:MOST_SHOWN] + more)
     return reader.bytes_read
+
+
+def quantise_base(weight: Tensor, base_dtype: str) -> tuple[Tensor, Tensor]:
+    """Values and scales of some rows of a weight in a format of 4 bits, as `compute/model/quantised_weights.py` has
+    them. ``weight``: FP32 [rows, I], of whole groups of columns."""
+    if base_dtype == "nf4":
+        return encode_nf4(weight)
+    parts = Int4(BASE_FORMATS[base_dtype].columns).quantise(weight)
+    return parts["_packed"].view(torch.uint8), parts["_scale"].view(torch.int16)
 
 
 class FolderReader:
@@ -111,33 +127,34 @@ class FolderReader:
 
         Args:
             held: int64 per dimension, see `global_indices`.
-            scales: of a frozen weight that is kept in FP8; filled too.
+            scales: of a quantised frozen weight; filled too.
 
         Returns:
             Faults: values that are not finite, repeats that differ.
         """
-        intervals = [intervals_of(index) for index in held]
+        columns, intervals = 1 if scales is None else 8 // format_of(scales).bits, [intervals_of(one) for one in held]
+        if columns > 1:
+            intervals[-1] = [Interval(*(columns * value for value in astuple(one))) for one in intervals[-1]]
         filled, faults = 0, []
         for part in self.names.entries[name].parts:
             differs, finite = False, True
             if part.is_repeat and part.hf_name not in self.found:
                 continue
             for overlap in overlaps(part, intervals):
-                target = local[overlap.local]
                 if part.is_repeat:
-                    differs |= not self._equals(part.hf_name, overlap.box, target)
+                    differs |= not self._equals(part.hf_name, overlap.box, local[overlap.local])
+                    continue
+                filled += prod(length for _, length in overlap.box)
+                if scales is None:
+                    self.read(part.hf_name, overlap.box, target := local[overlap.local])
+                    finite &= is_finite(target)
                 else:
-                    if scales is None:
-                        self.read(part.hf_name, overlap.box, target)
-                        finite &= is_finite(target)
-                    else:
-                        finite &= self._read_fp8(part.hf_name, overlap, target, scales)
-                    filled += target.numel()
+                    finite &= self._read_quantised(part.hf_name, overlap, local, scales)
             if not finite:
                 faults.append(f"tensor {part.hf_name} {NOT_FINITE}")
             if differs:
                 faults.append(f"tensor {part.hf_name} differs from {name}, which it must repeat")
-        assert filled == local.numel(), f"{name}: {filled} of {local.numel()} elements were read"
+        assert filled == columns * local.numel(), f"{name}: {filled} of {columns * local.numel()} elements were read"
         return faults
 
     def read(self, hf_name: str, box: Box, target: Tensor) -> None:
@@ -149,16 +166,32 @@ class FolderReader:
             assert self.scheme is not None
             target.copy_(self.scheme.dequantise(self._parts(hf_name, box), shape, box))
 
-    def _read_fp8(self, hf_name: str, overlap: Overlap, values: Tensor, scales: Tensor) -> bool:
-        """Read a box of a weight without converting it; returns whether it is finite."""
-        assert isinstance(self.scheme, Fp8)
-        parts = self._parts(hf_name, overlap.box)
+    def is_as_stored(self, hf_name: str, base_dtype: str) -> bool:
+        """True if a base in this format has the values of the folder, which holds the weight so."""
+        scheme = {"float8": Fp8, "int4": Int4}.get(base_dtype)
+        return scheme is not None and isinstance(self.scheme, scheme) and hf_name in self.quantised
+
+    def _read_quantised(self, hf_name: str, overlap: Overlap, values: Tensor, scales: Tensor) -> bool:
+        """Read a box of a weight into the format of its scales, without converting it if the folder has the same one;
+        returns whether it is finite."""
+        base_dtype, (bits, columns, *_) = base_dtype_of(scales), format_of(scales)
         *rows, held = overlap.local
-        groups = slice(held.start // FP8_BLOCK, held.stop // FP8_BLOCK)
-        found = self.scheme.scales_of_columns(parts, self.quantised[hf_name], overlap.box, FP8_BLOCK)
-        values.copy_(parts[""].view(torch.uint8))
-        scales[(*rows, groups)] = found.view(torch.int32).to(scales.device)
-        return is_finite(found) and is_finite(parts[""].float())
+        is_int4 = isinstance(self.scheme, Int4)
+        if self.is_as_stored(hf_name, base_dtype):
+            parts = self._parts(hf_name, overlap.box)
+            if is_int4:
+                codes, found = self.scheme.packed_groups(parts, overlap.box, columns)
+            else:
+                codes = parts[""].view(torch.uint8)
+                found = self.scheme.scales_of_columns(parts, self.quantised[hf_name], overlap.box, columns)
+            is_sound = is_finite(found) and (is_int4 or is_finite(parts[""].float()))
+        else:
+            weight = torch.empty([length for _, length in overlap.box], dtype=torch.float32, device=values.device)
+            self.read(hf_name, overlap.box, weight)
+            is_sound, (codes, found) = is_finite(weight), quantise_base(weight, base_dtype)
+        values[(*rows, slice(held.start * bits // 8, held.stop * bits // 8))] = codes.to(values.device)
+        scales[(*rows, slice(held.start // columns, held.stop // columns))] = found.view(scales.dtype).to(scales.device)
+        return is_sound
 
     def _equals(self, hf_name: str, box: Box, target: Tensor) -> bool:
         """True if a box of a repeat equals the values read before; in FP8, up to rounding."""

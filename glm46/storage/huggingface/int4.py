@@ -90,6 +90,14 @@ class Int4:
         skipped = box[1][0] % self.group
         return (values * scales)[:, skipped : skipped + box[1][1]]
 
+    def packed_groups(self, parts: Mapping[str, Tensor], box: Box, group: int) -> tuple[Tensor, Tensor]:
+        """The values of a box as they are stored, uint8 [rows, columns / 2], and their scales, one for each group of so
+        many columns, of which the groups of the folder are multiples; from the parts of its `boxes`."""
+        start, length = box[1][0] % self.group, box[1][1]
+        pairs = parts["_packed"].contiguous().view(torch.uint8)[:, start // 2 : (start + length) // 2]
+        scales = parts["_scale"].repeat_interleave(self.group // group, dim=1)
+        return pairs, scales[:, start // group : (start + length) // group]
+
     def weights_in(
         self, records: Mapping[str, Any], names: HFNames
     ) -> tuple[dict[str, tuple[int, ...]], set[str], list[str]]:

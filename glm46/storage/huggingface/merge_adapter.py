@@ -1,6 +1,7 @@
 """Adapters merged into a Hugging Face folder, some MB at a time; what has no adapter is copied byte for byte."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod, sqrt
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import catch_user_error
 from glm46.compute.distributed.ranks import Ranks
+from glm46.compute.model.quantised_weights import in_compute_type
 from glm46.config.errors import UserError
 from glm46.files.durable import create_durably
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, lay_out
-from glm46.storage.huggingface.adapter_origin import require_base
+from glm46.run.parameters import base_families
+from glm46.storage.huggingface.adapter_origin import read_base_dtype, require_base
 from glm46.storage.huggingface.config_json import CONFIG, read_config
 from glm46.storage.huggingface.folder_check import stored_shape
-from glm46.storage.huggingface.folder_tensors import INDEX, find_tensors
+from glm46.storage.huggingface.folder_tensors import INDEX, Places, find_tensors
 from glm46.storage.huggingface.fp8 import Scheme
-from glm46.storage.huggingface.import_weights import NOT_FINITE, FolderReader, ReportBytes
+from glm46.storage.huggingface.import_weights import NOT_FINITE, FolderReader, ReportBytes, quantise_base
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import Form, raise_if
 from glm46.storage.huggingface.peft_folder import AdapterFolder
@@ -48,11 +51,13 @@ def merge_adapter(
     holds what is returned.
 
     Args:
-        base: Hugging Face folder, in any type that `import_weights` reads, FP8 included.
+        base: Hugging Face folder, in any type that `import_weights` reads, FP8 and INT4 included.
         adapter: see `AdapterFolder`.
         output: must not exist; on a disk that all ranks share.
         target: of the changed weights: FP32 or BF16, in which FP8 weights are then stored too; or a scheme of FP8, in
-            which all projections are then stored. None: as in the base, whose other tensors always stay as they are.
+            which all projections are then stored. None: as in the base, whose other tensors always stay as they are;
+            of INT4 weights BF16. If training held the base in 4 bits, its weights are quantised so first, those without
+            an adapter too: adapters make up for what was lost.
 
     Returns:
         Hugging Face name of each changed weight -> "change", the norm of its change over that of the weight, and
@@ -106,9 +111,9 @@ class _Merge:
 
     def __init__(self, base: Path, adapter: Path, target: torch.dtype | Scheme | None):
         shape = stored_shape(base)
-        self.reader, self._target = FolderReader(base, shape), target
-        if isinstance(self.reader.scheme, Int4):
-            raise UserError(f"{base}: its weights are INT4; merge into the folder that it was made from")
+        self.reader = FolderReader(base, shape)
+        is_int4 = isinstance(self.reader.scheme, Int4)
+        self._target = target = torch.bfloat16 if is_int4 and target is None else target
         if self.reader.names.form is not Form.PER_EXPERT:
             raise UserError(f"{base}: has {self.reader.names.form.value}; give what convert to-hf writes from it")
         self.scheme = self.reader.scheme if target is None else target if isinstance(target, Scheme) else None
@@ -116,7 +121,18 @@ class _Merge:
         self.adapter = AdapterFolder(adapter, shape)
         self._stored = find_tensors(base)  # those included that the model does not have
         places, weights = self.reader.names.places.items(), set(self.adapter.weights)
+        if is_int4:
+            self._stored = _unpacked(self._stored, self.reader.quantised)
         self._changed = frozenset(name for name, (entry, _) in places if entry.name in weights)
+        self._base_dtype = read_base_dtype(adapter) or ""
+        families = base_families(shape, self._base_dtype) if self._base_dtype in ("int4", "nf4") else frozenset()
+        self._rounded = frozenset(
+            name
+            for name, (entry, _) in places
+            if entry.row.fp8_family in families
+            and not entry.name.startswith("mtp.")
+            and not self.reader.is_as_stored(name, self._base_dtype)
+        )
         self._in_fp8 = quantised_names(self.reader.names, self.scheme) if target is not None else frozenset()
         self._config = read_config(base) if target is None else self._changed_config(base)
         self._has_index = (base / INDEX).is_file()
@@ -133,7 +149,7 @@ class _Merge:
         self.files = [OutputFile(name, *lay_out(tensors)) for name, tensors in in_files.items()]
 
     def _is_scale(self, name: str) -> bool:
-        suffix = self.reader.scheme.suffix if self.reader.scheme else None
+        suffix = self.reader.scheme.suffix if isinstance(self.reader.scheme, Scheme) else None
         weight = self._stored.get(name.removesuffix(suffix)) if suffix and name.endswith(suffix) else None
         return weight is not None and weight[1].dtype == _FP8
 
@@ -144,8 +160,9 @@ class _Merge:
         if isinstance(self._target, Scheme):
             if name in self._in_fp8:
                 return _FP8
-            return torch.bfloat16 if record.dtype == _FP8 else record.dtype
-        return self._target if record.dtype == _FP8 or name in self._changed else record.dtype
+            return torch.bfloat16 if record.dtype == _FP8 or name in self.reader.quantised else record.dtype
+        is_changed = record.dtype == _FP8 or name in self._changed | self._rounded | self.reader.quantised.keys()
+        return self._target if is_changed else record.dtype
 
     def _scale_type(self, name: str) -> torch.dtype:
         known = self._stored.get(name + self.scheme.suffix) if self.scheme else None
@@ -158,13 +175,13 @@ class _Merge:
             for name, (path, record) in self._stored.items():
                 if path.name != file.name or self._is_scale(name):
                     continue
-                is_as_before = file.records[name].dtype == record.dtype and name not in self._changed
+                is_as_before = file.records[name].dtype == record.dtype and name not in self._changed | self._rounded
                 if is_as_before and (record.dtype != _FP8 or self.scheme == self.reader.scheme):
                     self._copy(name, written)
                 else:
                     self._change(name, written)
                 if report is not None:
-                    report(record.nbytes)
+                    report(record.nbytes // (2 if record.dtype == torch.uint8 else 1))
 
     def _copy(self, name: str, written: TensorFile) -> None:
         """Copy a tensor, and the scales of an FP8 one."""
@@ -183,6 +200,8 @@ class _Merge:
         for box in _rows(record.shape, block):
             weight = torch.empty([length for _, length in box], dtype=torch.float32)
             self.reader.read(name, box, weight)
+            if name in self._rounded:
+                weight = in_compute_type(*quantise_base(weight, self._base_dtype), torch.float32)
             merged = self.adapter.merged(name, weight, box[0][0]) if is_changed else weight
             if not is_finite(merged):
                 raise ValueError(f"tensor {name} {NOT_FINITE}")
@@ -223,6 +242,16 @@ class _Merge:
             return config | {CONFIG_KEY: config_of_scheme(self._target, self.reader.names)}
         key = "dtype" if "dtype" in config else "torch_dtype"
         return config | {key: str(self._target).removeprefix("torch.")}
+
+
+def _unpacked(stored: Places, quantised: Mapping[str, tuple[int, ...]]) -> Places:
+    """INT4 weights as one tensor each, in the file of their packed values: uint8, two values a byte."""
+    parts = {f"{name}{suffix}" for name in quantised for suffix in Int4.suffixes}
+    found = {name: place for name, place in stored.items() if name not in parts}
+    for name, shape in quantised.items():
+        path, record = stored[f"{name}_packed"]
+        found[name] = path, replace(record, dtype=torch.uint8, shape=shape)
+    return found
 
 
 def _rows(shape: tuple[int, ...], block: int) -> Iterator[Box]:

@@ -23,7 +23,7 @@ from glm46.compute.distributed.ranks import Ranks
 from glm46.config.model import ModelShape
 from glm46.files.tensor_file import lay_out
 from glm46.run.parameters import PEFT_NAMES
-from glm46.storage.huggingface.adapter_origin import BASE_FILES
+from glm46.storage.huggingface.adapter_origin import BASE_FILES, BASE_FORMAT
 from glm46.storage.huggingface.hub import repository_of
 from glm46.storage.huggingface.import_weights import ReportBytes
 from glm46.storage.huggingface.names import HFEntry, HFNames, HFPart
@@ -144,6 +144,7 @@ def export_adapter(
     scale: float,
     base: str,
     base_files: Mapping[str, str] | None = None,
+    base_dtype: str | None = None,
     for_transformers_4: bool = False,
     report: ReportBytes | None = None,
 ) -> int:
@@ -161,6 +162,7 @@ def export_adapter(
         base: folder or name of the base model, for the config; a folder of huggingface_hub's cache is written as the
             name and commit of its repository.
         base_files: SHA-256 of its files by name, if known, see `storage/huggingface/adapter_origin.py`.
+        base_dtype: how training held the base, which a merge needs to know.
         for_transformers_4: name the modules for PEFT on `transformers` 4, where experts are modules and the default
             names are refused, in place of the other readers.
 
@@ -194,5 +196,6 @@ def export_adapter(
     } | (_config_of_linears(modules) if for_transformers_4 else _config(modules, shape.num_hidden_layers))  # fmt: skip
     file = OutputFile(WEIGHTS, *lay_out(stored))
     contents = {CONFIG: json_bytes(config)} | ({BASE_FILES: json_bytes(dict(base_files))} if base_files else {})
+    contents |= {BASE_FORMAT: json_bytes({"base_dtype": base_dtype})} if base_dtype else {}
     with drafted_folder(folder, file.nbytes, ranks) as draft:
         return write_tensors(draft, entries, [file], tensors, ranks, contents, report=report)

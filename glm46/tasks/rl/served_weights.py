@@ -107,8 +107,8 @@ def write_adapters(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: t
     base = base_folder(policy, folder.parent)
     if not run_on_all_ranks(base.exists):
         write_weights(policy, tokenizer, base, dtype)
-    scale = policy.plan.config.adapter.scale
-    export_adapter(folder, policy.plan.shape, policy.parameters, scale=scale, base=str(base))
+    adapter, own = policy.plan.config.adapter, policy.parameters
+    export_adapter(folder, policy.plan.shape, own, scale=adapter.scale, base=str(base), base_dtype=adapter.base_dtype)
 
 
 def base_folder(policy: Network, versions: Path) -> Path:

@@ -77,6 +77,11 @@ BAD = {
         ("[optimizer]", "[parallelism]\ntensor_parallel_degree = 2\n[optimizer]"),
         ["tensor_parallel_degree = 2", "model.n_shared_experts = 128", 'adapter.base_dtype = "float8"', "or remove"],
     ),
+    "FP8 base in parts, of NF4": (
+        ("[optimizer]", "[parallelism]\ntensor_parallel_degree = 4\n[optimizer]"),
+        ["tensor_parallel_degree = 4", "model.n_shared_experts = 128", "multiples of 64", 'adapter.base_dtype = "nf4"'],
+    ),
+    "unknown base": ('base_dtype = "int8"', ["adapter.base_dtype", '"int8"', "'nf4'"]),
     "dropout": ("dropout = 0.1", ["adapter.dropout", "unknown key"]),
 }  # fmt: skip
 
@@ -92,7 +97,8 @@ def test_bad_adapter_is_refused_in_one_message(name, tmp_path):
     change, said = BAD[name]
     sound = SOUND.replace("[adapter]", '[adapter]\nname = "dora"')
     if name.startswith("FP8 base") and isinstance(change, tuple):
-        sound = SOUND.replace("[checkpoint]", "[checkpoint]\ninitial_load_in_hf = true") + 'base_dtype = "float8"\n'
+        sound = SOUND.replace("[checkpoint]", "[checkpoint]\ninitial_load_in_hf = true")
+        sound += 'base_dtype = "{}"\n'.format("nf4" if name.endswith("NF4") else "float8")
     text = sound.replace(*change) if isinstance(change, tuple) else SOUND + change + "\n"
     if not said:
         assert load(text, tmp_path)  # what is adapted by default may be missing

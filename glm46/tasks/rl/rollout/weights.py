@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from glm46.compat import gather_rows
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.adapters import merged_rows
-from glm46.compute.model.fp8_weights import in_compute_type
+from glm46.compute.model.quantised_weights import in_compute_type
 from glm46.compute.model.transformer import Transformer
 from glm46.config.model import ModelShape
 from glm46.engine.training.network import Network
@@ -95,11 +95,12 @@ def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: t
 
 
 def _whole(weights: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """A weight without its adapter. A base in FP8 is gathered so, and then converted."""
+    """A weight without its adapter. A quantised base is gathered so, and then converted."""
     scales = weights.get(scales_name(name))
     if scales is None:
         return _gathered(weights[name], dtype)
-    return in_compute_type(_gathered(weights[name], torch.uint8), _gathered(scales, torch.int32), dtype)
+    whole = _gathered(scales, torch.int32).to(scales.dtype)  # gloo does not send int16
+    return in_compute_type(_gathered(weights[name], torch.uint8), whole, dtype)
 
 
 def _small_ones(

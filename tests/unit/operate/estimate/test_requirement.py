@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from glm46.config.adapter import BASE_FORMATS
 from glm46.config.float8 import Float8Config
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of
@@ -112,14 +113,16 @@ def test_attention_kernels_of_a_package_need_a_gpu():
     assert "It fits." in describe_requirement(run, NODE, world_size=1)[1]
 
 
-def test_a_base_in_fp8_that_this_torch_cannot_shard_is_named(monkeypatch):
-    sections = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "adapter": {"base_dtype": "float8"}}
+@pytest.mark.parametrize("base_dtype", BASE_FORMATS)
+def test_a_quantised_base_that_this_torch_cannot_shard_is_named(base_dtype, monkeypatch):
+    sections = {"model": {"flavor": "debug", "num_nextn_predict_layers": 0}, "adapter": {"base_dtype": base_dtype}}
     config = RunConfig.model_validate(sections | {"training": {"seq_len": 4096, "steps": 10}})
     for torch, fits in (("2.11.0+cu130", False), ("2.13.0", True)):
         monkeypatch.setattr(requirement.metadata, "version", {"torch": torch}.__getitem__)
         text = describe_requirement(config, NODE)[1]
         assert ("It fits." in text) == fits
-        assert (f'adapter.base_dtype = "float8" needs torch 2.13; found: {torch}; update torch, or' in text) != fits
+        said = f'adapter.base_dtype = "{base_dtype}" needs torch 2.13; found: {torch}; update torch, or'
+        assert (said in text) != fits
 
 
 def test_a_schedule_that_this_torch_cannot_run_is_named(monkeypatch):

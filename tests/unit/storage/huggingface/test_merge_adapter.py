@@ -11,12 +11,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import Glm4MoeForCausalLM
 
 from glm46.cli import main
+from glm46.compute.model.quantised_weights import in_compute_type
+from glm46.config.errors import UserError
 from glm46.config.presets import PRESETS
 from glm46.files.tensor_file import TensorFile
+from glm46.run.parameters import base_families, find_parameter
+from glm46.storage.huggingface.adapter_origin import BASE_FORMAT
 from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_tensors import find_tensors
-from glm46.storage.huggingface.import_weights import FolderReader, import_weights
+from glm46.storage.huggingface.import_weights import FolderReader, import_weights, quantise_base
+from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.merge_adapter import merge_adapter
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.peft_export import export_adapter
@@ -194,6 +199,42 @@ def test_an_fp8_base_becomes_a_plain_folder(target, tmp_path):
         assert (found[name] - expected[name]).norm() <= tolerance * expected[name].norm(), name
     untouched = "layers.0.self_attn.q_proj.weight"
     assert torch.equal(found[untouched], weights[untouched])  # scales of powers of two are exact in BF16
+
+
+@pytest.mark.parametrize("base_dtype", ["int4", "nf4"])
+def test_a_base_that_was_quantised_for_training_is_merged_so(base_dtype, tmp_path):
+    """Each projection has the values that training computed with, also where no adapter is; all else stays."""
+    base, weights = base_folder(tmp_path / "base", WIDE)
+    tensors = adapter_folder(tmp_path / "adapter", base, WIDE, targets=["experts"])
+    (tmp_path / "adapter" / BASE_FORMAT).write_text(json.dumps({"base_dtype": base_dtype}))
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "out", target=torch.float32)
+    for name, weight in weights.items():
+        if find_parameter(name).fp8_family in base_families(WIDE, base_dtype) and not name.startswith("mtp."):
+            rows = weight.view(-1, weight.shape[-1])
+            # Experts are matrices of their own, which changes nothing: no group belongs to two rows.
+            rows.copy_(in_compute_type(*quantise_base(rows, base_dtype), torch.float32))
+    expected, found = merged(weights, tensors, 1.0), read(tmp_path / "out", WIDE)
+    for name in weights:
+        assert (found[name] - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+    (tmp_path / "adapter" / BASE_FORMAT).write_text('{"base_dtype": "int2"}')
+    with pytest.raises(UserError, match="base_format.json: base_dtype = 'int2' is unknown"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "other")
+
+
+def test_an_int4_base_becomes_bf16_and_int4_again(tmp_path):
+    base, weights = base_folder(tmp_path / "base", WIDE, fp8=Int4())
+    tensors = adapter_folder(tmp_path / "adapter", base, WIDE, targets=["experts"])
+    (tmp_path / "adapter" / BASE_FORMAT).write_text('{"base_dtype": "int4"}')
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert set(stored(tmp_path / "out")) == set(stored(base_folder(tmp_path / "plain", WIDE)[0]))
+    expected, found = merged(weights, tensors, 1.0), read(tmp_path / "out", WIDE)
+    for name in weights:
+        assert (found[name] - expected[name]).norm() <= 2**-8 * expected[name].norm(), name
+    again = ["--checkpoint", str(tmp_path / "out"), "--output", str(tmp_path / "int4"), "--dtype", "int4"]
+    assert main(["convert", "to-hf", *again]) == 0
+    last = read(tmp_path / "int4", WIDE)
+    assert all((last[name] - found[name]).norm() <= 0.12 * found[name].norm() for name in weights)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -91,21 +91,27 @@ def test_a_resume_reads_the_base_again_and_changes_no_bit(make_config, base, tmp
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    TorchVersion(torch.__version__) < INTEGERS_TORCH, reason="the launcher refuses a base in FP8 on this torch"
+    TorchVersion(torch.__version__) < INTEGERS_TORCH, reason="the launcher refuses a quantised base on this torch"
 )
-@pytest.mark.parametrize("name", ["lora", "dora"])
-def test_a_base_that_stays_in_fp8_trains_as_the_converted_one_and_a_resume_changes_no_bit(
-    make_config, tmp_path, capsys, name
+@pytest.mark.parametrize(
+    ("name", "scheme", "quantised"),
+    [
+        ("lora", "fp8-block", "float8"), ("dora", "fp8-block", "float8"), ("lora", "int4", "int4"),
+        ("dora", "bfloat16", "nf4"),
+    ],
+)  # fmt: skip
+def test_a_quantised_base_trains_as_the_converted_one_and_a_resume_changes_no_bit(
+    make_config, tmp_path, capsys, name, scheme, quantised
 ):
     """To the last bit of each adapter and state, through DoRA's norms too; and the same folder is generated from."""
     model = TINY | {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
     usual = {"model": model | {"num_nextn_predict_layers": 0}, "moe": NO_BALANCE}
     begun = make_config(**usual, job={"dump_folder": str(tmp_path / "base")}, training={"steps": 2})
     assert pretrain(begun) == 0
-    first, base = str(tmp_path / "base/checkpoint/step-000002"), tmp_path / "fp8"
-    assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(base), "--dtype", "fp8-block"]) == 0
+    first, base = str(tmp_path / "base/checkpoint/step-000002"), tmp_path / "quantised"
+    assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(base), "--dtype", scheme]) == 0
     steps = {}
-    for base_dtype in (None, "float8"):
+    for base_dtype in (None, quantised):
         config = make_config(
             **usual, finetune={}, job={"dump_folder": str(tmp_path / str(base_dtype))},
             checkpoint={
@@ -119,11 +125,15 @@ def test_a_base_that_stays_in_fp8_trains_as_the_converted_one_and_a_resume_chang
     shutil.rmtree(step)
     assert train(config) == 0
     steps["resumed"] = contents(step)
-    # Matrices of 128 x 128: outputs of attention, the dense layer, four experts and the shared one.
-    assert f"{(2 + 3 + 3 * 4 + 3) * 128**2:,} of" in capsys.readouterr().out
-    for other in ("float8", "resumed"):
+    # Matrices of 128 x 128: outputs of attention, a dense layer, four experts, the shared one; queries, keys, values.
+    matrices = 2 + 3 + 3 * 4 + 3 + 4 * (quantised != "float8")
+    assert f"{matrices * 128**2:,} of" in capsys.readouterr().out
+    for other in (quantised, "resumed") if quantised != "nf4" else ():
         assert steps[None].keys() == steps[other].keys()
         assert all(torch.equal(tensor, steps[other][key]) for key, tensor in steps[None].items())
+    assert all(torch.equal(tensor, steps["resumed"][key]) for key, tensor in steps[quantised].items())
+    if quantised != "float8":
+        return
     with pytest.raises(UserError, match=r'adapter.base_dtype = "float8": .*convert to-hf --dtype'):
         assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(tmp_path / "bf16")]) == 0
         checkpoint = config.checkpoint.model_copy(update={"initial_load_path": str(tmp_path / "bf16")})

@@ -34,20 +34,21 @@ def test_policy_learns_from_samples_of_its_fp8_weights(make_run):
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < INTEGERS_TORCH, reason="the launcher refuses a base in FP8 on this torch"
 )
-def test_policy_with_a_base_in_fp8_draws_and_trains_as_the_converted_one(make_run, tmp_path):
+@pytest.mark.parametrize(("scheme", "base_dtype"), [("fp8-block", "float8"), ("int4", "int4")])
+def test_policy_with_a_quantised_base_generates_and_trains_as_the_converted_one(make_run, tmp_path, scheme, base_dtype):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
     tables = {"model": sizes, "moe": {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}}
     assert train(make_run("first", 1, **tables)) == 0
-    first, base = str(tmp_path / "first/checkpoint/step-000001"), tmp_path / "fp8"
-    assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(base), "--dtype", "fp8-block"]) == 0
+    first, base = str(tmp_path / "first/checkpoint/step-000001"), tmp_path / "quantised"
+    assert main(["convert", "to-hf", "--checkpoint", first, "--output", str(base), "--dtype", scheme]) == 0
     start = {"initial_load_path": str(base), "initial_load_in_hf": True, "interval": 2, "async_mode": "disabled"}
     weights, mismatch = {}, []
-    for dtype in (None, "float8"):
+    for dtype in (None, base_dtype):
         adapter = {"name": "lora", "rank": 4, "base_dtype": dtype}
         config = make_run(str(dtype), 2, checkpoint=start, adapter=adapter, optimizer={"lr": 0.05}, **tables)
         assert train(config) == 0
         weights[dtype] = contents(config, 2)
         lines = Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()
         mismatch += [row["mismatch_kl"] for row in map(json.loads, lines) if "loss" in row]
-    assert weights["float8"] == weights[None] and len(weights[None]) > 10
+    assert weights[base_dtype] == weights[None] and len(weights[None]) > 10
     assert len(mismatch) == 4 and all(abs(kl) < 1e-10 for kl in mismatch)

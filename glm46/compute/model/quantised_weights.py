@@ -1,0 +1,170 @@
+"""Frozen weights in FP8, INT4 or NF4 (`BASE_FORMATS`): values, and a scale for some columns of each row.
+
+Both are parameters of integers with the same bits, which FSDP2 gathers as they are: it casts floating point to the
+compute type. They are sharded as the weight is, since no scale belongs to two rows. Nothing but a product reads them,
+so no weight is kept in the compute type.
+
+Values of 4 bits are in pairs of columns, the first one in the low bits, as `compressed-tensors` packs them. The type of
+the scales tells the format:
+
+* float8: E4M3, FP32 scales. A scale for each row holds the scales of blocks of 128 x 128 and those of whole rows, the
+  two formats of published folders.
+* int4: value + 8, BF16 scales. Groups of 32 columns hold those of folders with groups of any multiple of 32.
+* nf4: the 16 levels of QLoRA (arXiv 2305.14314, appendix E), blocks of 64. Double quantisation is to 8-bit floats, 5
+  bits of exponent and 3 of mantissa: QLoRA's second level, a scale of 256 blocks and a mean of the tensor, spans rows,
+  which no shard has. `encode` takes of the two nearest ones the better, and so loses less than QLoRA's.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glm46.compute.model.layers import local_weight
+from glm46.compute.model.transformer import Transformer
+from glm46.config.adapter import BASE_FORMATS, BaseFormat
+from glm46.run.parameters import DECODED_AT_ONCE, base_families, find_parameter, scales_name
+
+_TYPES = {"float8": torch.int32, "int4": torch.int16, "nf4": torch.uint8}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_LEVELS = {"int4": tuple(float(value) for value in range(-8, 8)), "nf4": NF4_LEVELS}
+_CODE_SHIFT = 7
+"""An 8-bit float is FP16 without its sign and its last bits."""
+_LARGEST_CODE = 247
+
+
+def store_quantised(model: Transformer, base_dtype: str) -> list[nn.Module]:
+    """Replace the frozen weights that `base_families` names by parameters in this format, without values; in place.
+
+    Returns:
+        The modules with such weights. Their products must convert them.
+    """
+    families, modules, base = base_families(model.shape, base_dtype), [], BASE_FORMATS[base_dtype]
+    for name, weight in list(model.named_parameters()):
+        if find_parameter(name).fp8_family not in families:
+            continue
+        owner, _, key = name.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        *rows, columns = weight.shape
+        values = weight.new_empty((*rows, columns * base.bits // 8), dtype=torch.uint8)
+        scales = weight.new_empty((*rows, columns // base.columns), dtype=_TYPES[base_dtype])
+        module.register_parameter(key, nn.Parameter(values, requires_grad=False))
+        module.register_parameter(scales_name(key), nn.Parameter(scales, requires_grad=False))
+        module.compute_type = weight.dtype
+        if module not in modules:
+            modules.append(module)
+    return modules
+
+
+def local_scales(module: nn.Module, key: str) -> Tensor | None:
+    """This rank's scales of the weight of this name, [..., O, groups]; None if it is not quantised."""
+    scales = getattr(module, scales_name(key), None)
+    return None if scales is None else local_weight(scales)
+
+
+def base_dtype_of(scales: Tensor) -> str:
+    """The format of the weights with such scales, a key of `BASE_FORMATS`."""
+    return _NAMES[scales.dtype]
+
+
+def format_of(scales: Tensor) -> BaseFormat:
+    """See `base_dtype_of`."""
+    return BASE_FORMATS[_NAMES[scales.dtype]]
+
+
+def columns_of(weight: Tensor, scales: Tensor | None) -> int:
+    """Columns of a weight [..., O, I], or of the part of them that is here."""
+    return weight.shape[-1] * (1 if scales is None else 8 // format_of(scales).bits)
+
+
+def in_compute_type(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A frozen weight as products take it.
+
+    Args:
+        weight: uint8 [..., O, I], or of 4 bits [..., O, I / 2], if there are scales; else in its own type, in which it
+            is returned.
+        scales: [..., O, groups].
+
+    Returns:
+        Values times scales, rounded once to `dtype`: what import makes of a folder of this format, bit for bit.
+    """
+    if scales is None:
+        return weight
+    base_dtype, columns = base_dtype_of(scales), format_of(scales).columns
+    if base_dtype == "float8":
+        blocks = weight.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, columns))
+        return blocks.mul_(scales.view(torch.float32).unsqueeze(-1)).flatten(-2)
+    whole = weight.new_empty((*weight.shape[:-1], columns_of(weight, scales)), dtype=dtype)
+    pairs = _pairs(base_dtype, weight.device)
+    # Indices of 4 bytes, and values in FP32: of some rows at a time.
+    rows = max(1, DECODED_AT_ONCE // max(1, whole.shape[-1]))
+    parts = (part.flatten(0, -2).split(rows) for part in (whole, weight, scales))
+    for out, packed, of_groups in zip(*parts, strict=True):
+        values = pairs.index_select(0, packed.flatten().int()).view(torch.float32)
+        out.copy_(values.view(*of_groups.shape, columns).mul_(_in_fp32(of_groups).unsqueeze(-1)).view(out.shape))
+    return whole
+
+
+@lru_cache
+def _pairs(base_dtype: str, device: torch.device) -> Tensor:
+    """The two FP32 values of each byte, 8 bytes as int64 [256]. Kept, because the copy to a GPU waits for it."""
+    levels = torch.tensor(_LEVELS[base_dtype])
+    return torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1).view(torch.int64).view(-1).to(device)
+
+
+def _in_fp32(scales: Tensor) -> Tensor:
+    """Scales of weights of 4 bits."""
+    if scales.dtype == torch.int16:
+        return scales.view(torch.bfloat16).float()
+    return (scales.to(torch.int16) << _CODE_SHIFT).view(torch.float16).float()
+
+
+def encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales in NF4 of a weight, FP32 [O, I] and finite. Of each block the scale is the better one of the
+    8-bit floats below and above its largest value."""
+    blocks = weight.unflatten(-1, (-1, BASE_FORMATS["nf4"].columns))
+    below = blocks.abs().amax(-1).half().clamp(max=torch.finfo(torch.float16).max).view(torch.int16) >> _CODE_SHIFT
+    levels = torch.tensor(NF4_LEVELS, device=weight.device)
+    bounds, found = (levels[1:] + levels[:-1]) / 2, []
+    for codes in (below, below + 1):
+        scales = codes.clamp(1, _LARGEST_CODE).to(torch.uint8)
+        in_fp32 = _in_fp32(scales).unsqueeze(-1)
+        values = torch.bucketize(blocks / in_fp32, bounds, out_int32=True)
+        error = (levels[values] * in_fp32 - blocks).square_().sum(-1)
+        found.append((values, scales, error))
+    (low, low_scales, low_error), (high, high_scales, high_error) = found
+    is_low = low_error <= high_error
+    values = torch.where(is_low.unsqueeze(-1), low, high).to(torch.uint8).view(weight.shape)
+    return values[:, ::2] | values[:, 1::2] << 4, torch.where(is_low, low_scales, high_scales)
+
+
+# Operators, because a compiled graph would keep the converted weight of forward for backward.
+
+
+@torch.library.custom_op("glm46::quantised_linear", mutates_args=())
+def quantised_linear(x_TI: Tensor, weight: Tensor, scales: Tensor, bias_O: Tensor | None) -> Tensor:
+    """`F.linear` with a quantised weight, see `in_compute_type`; [T, O] in the dtype of `x_TI`, without gradient."""
+    return F.linear(x_TI, in_compute_type(weight, scales, x_TI.dtype), bias_O)
+
+
+@quantised_linear.register_fake
+def _(x_TI: Tensor, weight: Tensor, scales: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_TI.new_empty(x_TI.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("glm46::quantised_input_gradient", mutates_args=())
+def quantised_input_gradient(grad_TO: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The gradient of the input of `quantised_linear`, [T, I]."""
+    return grad_TO @ in_compute_type(weight, scales, grad_TO.dtype)
+
+
+@quantised_input_gradient.register_fake
+def _(grad_TO: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return grad_TO.new_empty(grad_TO.shape[0], columns_of(weight, scales))
