@@ -200,7 +200,7 @@ DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>now<\uff5ctool\u2581calls\u2
     (MARKER_AS_TEXT, "Done.<|user|>"), (MARKER_AS_TEXT, "Done.<|im_end|>"), (MARKER_AS_TEXT, "\n<|user|>\nAnd you?"),
     (MARKER_AS_TEXT, "\n[INST] And you?"), (MARKER_AS_TEXT, "<|begin_of_box|>42<|end_of_box|>"),
     (OPEN_THOUGHT, "Sure. <think>never closed, cut"), (OPEN_THOUGHT, "\n<thinking>as another model</thinking>So."),
-    (CALL_AS_TEXT, "\n<start_function_call>call:now{}<end_function_call>"), (CALL_AS_TEXT, 'functools[{"name": "now"}]'),
+    (CALL_AS_TEXT, "\n<start_function_call>call:now{}"), (CALL_AS_TEXT, 'functools[{"name": "now"}]'),
     (MARKER_AS_TEXT, "\n[gMASK]<sop>"), (MARKER_AS_TEXT, "Done.</s>"), (MARKER_AS_TEXT, "\n<<SYS>>"),
     (MARKER_AS_TEXT, "Done.<eos>"),
 ])  # fmt: skip
