@@ -15,14 +15,17 @@ FORMAT_AS_TEXT = frozenset((OPEN_THOUGHT, CALL_AS_TEXT, MARKER_AS_TEXT))
 
 _CODE = re.compile(r"(```|~~~).*?(?:\1|\Z)|`[^`\n]*`", re.DOTALL)
 """Code and quoted words of Markdown, which show a marker and do not use it."""
-_CONTROL = r"<[|\uff5c][\w\u2581]+[|\uff5c]>|\[/?INST\]|<(?:start|end)_of_turn>"
+_CONTROL = (
+    r"<[|\uff5c][\w\u2581]+[|\uff5c]>|\[/?INST\]|<(?:start|end)_of_turn>|<</?SYS>>|\[s?g?MASK\]|<(?:[se]op|bos|eos)>"
+)
 _FORMAT = {
-    OPEN_THOUGHT: r"^[ \t]*(?:</?think>|\u25c1think\u25b7|<\|begin_of_thought\|>)",
+    # At the begin of a line or a sentence.
+    OPEN_THOUGHT: r"(?:^|(?<=[.!?\u3002]))[ \t]*(?:</?think(?:ing)?>|\u25c1think\u25b7|<\|begin_of_thought\|>)",
     # A tag at the begin of a line, or before a call.
-    CALL_AS_TEXT: r"^[ \t]*<(?:/?tool_calls?>|/?function_calls?>|/?tool_response>|\|(?:python_tag|tool_call))"
+    CALL_AS_TEXT: r"^[ \t]*<(?:/?(?:tool|(?:start_|end_)?function)_calls?>|/?tool_response>|\|(?:python_tag|tool_call))"
     r"|<tool_calls?>\s*(?:[\[{]|[\w.-]+\s*<arg_key>)|<function=[\w.-]+>|<invoke name="
-    r"|\[TOOL_CALLS\]\s*(?:[\[{]|\w+\s*[\[{])",
-    MARKER_AS_TEXT: rf"^[ \t]*(?:{_CONTROL})|(?:{_CONTROL})[ \t]*$",
+    r"|\[TOOL_CALLS\]\s*(?:[\[{]|\w+\s*[\[{])|\bfunctools\[\s*\{",
+    MARKER_AS_TEXT: rf"^[ \t]*(?:{_CONTROL})|(?:{_CONTROL})[ \t]*$|</s>\s*\Z",
 }
 """The form of each reason outside of code. A marker inside a sentence is a word of it."""
 _FORMS = {reason: re.compile(form, re.MULTILINE) for reason, form in _FORMAT.items()}

@@ -22,6 +22,8 @@ from glm46.storage.prepare.rows import EMPTY, BadDocument, Document, Fields, rea
 PART_BYTES = 4_000_000
 
 _JSON = {".jsonl", ".ndjson", ".json"}
+_TABLES = {".csv": ",", ".tsv": "\t"}
+"""Endings of rows that are not read, with what stands between columns."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,17 @@ def _text(file: Path, fields: Fields) -> Document | BadDocument:
         return BadDocument(f"not text but {found.name if found else 'binary, or UTF-16'}", place)
     if text.lstrip()[:1] in ("{", "[", "\x1e"):
         refuse_rows(file, data, fields)
+    if between := _TABLES.get(suffix_in(file)):
+        _refuse_table(file, text.lstrip().partition("\n")[0].strip().split(between), fields.text)
     return Document(text, place) if text.strip() else BadDocument(EMPTY, place)
+
+
+def _refuse_table(file: Path, columns: list[str], text: str) -> None:
+    if len(columns) > 1 or text in columns:
+        raise UserError(
+            f"{file}: holds rows of a table with the columns {', '.join(columns[:8])[:200]}, not a text; write them "
+            "as Parquet or .jsonl and set text_key, or leave it out of the input"
+        )
 
 
 def _lines(part: InputPart) -> Iterator[tuple[str, object]]:
@@ -216,7 +228,8 @@ def _row(line: bytes, place: str) -> object:
     except UnicodeDecodeError:
         return BadDocument("not UTF-8", place)
     except (ValueError, RecursionError):
-        return BadDocument("not JSON" if line.endswith(b"\n") else "truncated line", place)
+        is_cut = not line.endswith(b"\n") and line.lstrip(b"\x1e \t")[:1] in (b"{", b"[", b'"')
+        return BadDocument("truncated line" if is_cut else "not JSON", place)
 
 
 def _values(file: Path) -> Iterator[tuple[str, object]]:

@@ -85,6 +85,9 @@ _SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|;\s")
 _LONGEST_SENTENCE = 600
 _ALONE = re.compile(rf"{_LETTER}[.:]?")
 _OPTIONS = re.compile(r"(?:^|[\s(\[*])([A-Z])(?:[).:\]]|\*\*)", re.MULTILINE)
+_SMALL_OPTIONS = re.compile(r"(?:^|[\s(\[*])([a-z])[).\]]", re.MULTILINE)
+_SMALL_CHOICE = re.compile(r"(?<![\w(\[])[(\[]?[a-z][)\]](?!\w)|^[a-z](?=\.?\s*$|[.:]\s)", re.MULTILINE)
+"""A small letter in brackets, or at the begin of a line. The word "a" is none."""
 _OPTION = re.compile(
     rf"(?:(?:option|choice)\s)?{_LETTER}(?:[.:]\s|(?<=[)\]])|\s[-–—]\s)\s{{0,4}}(?![,;/&]|or\b|and\b)(?P<rest>.{{1,400}})",
     re.DOTALL | re.IGNORECASE,
@@ -118,7 +121,8 @@ def choice(answer: Answer, options: Mapping[str, Any]) -> float:
     A box comes first, if nothing behind it decides otherwise. Else the last sentence that decides counts ("the answer
     is C", "C is correct", "I choose C", "so C", a line of the letter alone), and without any the only option that is
     restated ("(C) three"). A decision for two letters, and one that is denied or taken back, is none. A small letter
-    counts in a box alone. If the prompt lists options, other letters are no choices.
+    counts in a box alone, and in brackets if the prompt lists small ones. If the prompt lists options, other letters
+    are no choices.
     """
     wanted = {_letter(label) for label in labels(answer)}
     return float(_chosen(answer.result, answer.prompt, wanted) in wanted)
@@ -169,6 +173,9 @@ def _letter(label: Any) -> str:
 def _chosen(text: str, prompt: str, wanted: set[str]) -> str | None:
     """The letter that a text decides for, of those that the prompt lists, if it does, and those that are right."""
     listed = set(_OPTIONS.findall(prompt))
+    if len(listed) < 2 and {"a", "b"} <= (small := set(_SMALL_OPTIONS.findall(prompt))):
+        listed = {letter.upper() for letter in small}
+        text = _SMALL_CHOICE.sub(lambda choice: choice[0].upper(), text)
     known = listed | wanted if len(listed) > 1 else {*map(chr, range(65, 91))} - ({"I"} - wanted)
     box, rest = last_box(text)
     if box is None:

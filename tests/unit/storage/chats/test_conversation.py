@@ -199,6 +199,10 @@ DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>now<\uff5ctool\u2581calls\u2
     (CALL_AS_TEXT, "\n<|tool_calls_section_begin|><|tool_call_begin|>now"), (MARKER_AS_TEXT, DEEPSEEK),
     (MARKER_AS_TEXT, "Done.<|user|>"), (MARKER_AS_TEXT, "Done.<|im_end|>"), (MARKER_AS_TEXT, "\n<|user|>\nAnd you?"),
     (MARKER_AS_TEXT, "\n[INST] And you?"), (MARKER_AS_TEXT, "<|begin_of_box|>42<|end_of_box|>"),
+    (OPEN_THOUGHT, "Sure. <think>never closed, cut"), (OPEN_THOUGHT, "\n<thinking>as another model</thinking>So."),
+    (CALL_AS_TEXT, "\n<start_function_call>call:now{}"), (CALL_AS_TEXT, 'functools[{"name": "now"}]'),
+    (MARKER_AS_TEXT, "\n[gMASK]<sop>"), (MARKER_AS_TEXT, "Done.</s>"), (MARKER_AS_TEXT, "\n<<SYS>>"),
+    (MARKER_AS_TEXT, "Done.<eos>"),
 ])  # fmt: skip
 def test_a_format_that_the_assistant_writes_as_text_is_refused_by_cause(before, reason, text):
     for turn in (
@@ -231,6 +235,7 @@ def test_an_answer_that_is_the_json_of_a_call_is_refused_where_the_tool_is_known
 def test_markers_are_words_in_what_others_write_and_where_the_assistant_speaks_of_them(text):
     told = [
         f"In code:\n```xml\n{text}\n```\nSo.", f"~~~\n{text}", "A `<think>` and a <think> tag, <|user|> too.", "a<b>c",
+        "The <s>old</s> new.",
     ]  # fmt: skip
     result = {"role": "tool", "content": text}
     for answer in told:

@@ -229,6 +229,17 @@ def test_rows_under_the_ending_of_a_text_are_refused(tmp_path, name, content):
         read([tmp_path / name])
 
 
+@pytest.mark.parametrize(("name", "content"), [
+    ("x.csv", "id,text\n1,a\n"), ("x.csv", "text\na\n"), ("x.tsv.gz", "prompt\tanswer\na\tb\n"),
+    ("X.CSV", '\ufeff"a, b",c\n1,2'),
+])  # fmt: skip
+def test_rows_of_a_table_are_no_text(tmp_path, name, content):
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(UserError, match=f"{name}: holds rows of a table with the columns .*, not a text; write them"):
+        read([tmp_path / name])
+
+
 def test_texts_that_begin_as_json_does_stay_texts(tmp_path):
     contents = ['{ "a": 1 }', "[1] Knuth", "{% extends %}", '{"text": 3}', "[[link]]", '{"a": 1} and prose']
     for number, content in enumerate([*contents, '{"cells": [{"source": "a"}]}', "[]"]):
@@ -441,6 +452,8 @@ def test_endings_in_capitals_are_the_same(tmp_path):
 def test_a_file_that_ends_inside_a_line_says_so(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "good"}\n{"text": "cut o')
     assert [d.args[0] for d in read([tmp_path / "x.jsonl"]) if isinstance(d, BadDocument)] == ["truncated line"]
+    (tmp_path / "x.jsonl").write_bytes(b"<html></html>")
+    assert [d.args[0] for d in read([tmp_path / "x.jsonl"])] == ["not JSON"]
 
 
 def test_text_files_that_are_no_text_are_named(tmp_path):

@@ -263,6 +263,21 @@ def test_a_letter_that_the_prompt_does_not_list_is_no_choice():
     assert choice(answer("The answer is B.\nThe answer is E.", "B"), {}) == 0
 
 
+@pytest.mark.parametrize("form", ["({})", "{})", "{}."])
+@pytest.mark.parametrize(("text", "expected"), [
+    ("The answer is (b).", 1), ("(b) two", 1), ("b", 1), ("b) two", 1), ("**Answer: (b)**", 1),
+    ("So (c) is wrong, and (b) is correct.", 1),
+    ("The answer is B.", 1), ("\\boxed{b}", 1), ("The answer is (c).", 0), ("The answer is not (b).", 0),
+    ("(b) or (c)", 0), ("The answer is a choice that (b) has too.", 0), ("f(b) = 2", 0),
+    ("The answer is (e).", 0), ("", 0),
+])  # fmt: skip
+def test_options_in_small_letters_are_chosen_by_them(form, text, expected):
+    words = ("one", "two", "three", "four")
+    prompt = "\n".join(f"{form.format(letter)} {word}" for letter, word in zip("abcd", words, strict=True))
+    for label in "Bb":
+        assert choice(answer(text, label)._replace(prompt=f"Which is it?\n{prompt}"), {}) == expected
+
+
 PROGRAM = "text\n```python\n{}\n```"
 
 
