@@ -69,7 +69,7 @@ class Heartbeat:
             with contextlib.suppress(OSError):
                 # Not truncated: a reader would find an empty file for a moment.
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-                self._size = os.fstat(self._file).st_size
+                self._size = self._found = os.fstat(self._file).st_size
                 self._writes = Writes("heartbeat", most_waiting=1)
             self._write()
 
@@ -130,8 +130,10 @@ class Heartbeat:
             self._write()
 
     def close(self) -> None:
-        """Close the file, which stays. Idempotent."""
+        """Close the file, which stays, unless this start made it and no training has begun. Idempotent."""
         if self._file is not None:
+            if self._beat.step is None and not self._found:
+                self._writes.make(self._remove)
             # Otherwise storage does not answer, for which closing would wait, too; the report says so.
             if self._writes.close():
                 os.close(self._file)
@@ -159,6 +161,10 @@ class Heartbeat:
         except OSError:
             pass  # a descriptor stays broken when its disk returns
         self._open_again(file, create)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
     def _open_again(self, file: int, create: int) -> None:
         with contextlib.suppress(OSError):

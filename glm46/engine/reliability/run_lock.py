@@ -6,7 +6,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -100,21 +101,37 @@ def refuse_unwritable(folder: Path, key: str) -> None:
         file.write(b"\0" * 4096)
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """A lock that this process holds."""
+
+    lock: FileLock
+    place: Path
+    """The folder that it locks."""
+    made: Sequence[Path]
+    """Folders that were made for it, the innermost first."""
+
+
 class RunLocks:
     """The locks of the folders of a run, held by this process until `close`; by other ranks than the first, none."""
 
-    def __init__(self, locks: Sequence[FileLock] = ()):
-        self._locks = locks
+    def __init__(self, taken: Sequence[_Taken] = ()):
+        self._taken = taken
 
     def retake(self) -> str:
         """Take the locks again whose files were deleted during the run; returns a text that says who holds one now."""
-        lost = [lock for lock in self._locks if not lock.retake()]
+        lost = [taken.lock for taken in self._taken if not taken.lock.retake()]
         return "".join(f"; {lock.holder()} trains in {lock.path.parent} too: stop one of both" for lock in lost)
 
     def close(self) -> None:
-        """Release them. Idempotent."""
-        for lock in self._locks:
-            lock.release()
+        """Release them. Idempotent. A start that has written nothing else, because it was refused, removes its locks
+        and the folders that it made."""
+        for taken in self._taken:
+            is_unused = all(path == taken.lock.path for path in taken.place.glob("*"))
+            taken.lock.release(remove=is_unused)
+            with suppress(OSError):  # not empty, or made by another process meanwhile
+                for folder in taken.made:
+                    folder.rmdir()
 
 
 def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
@@ -128,16 +145,18 @@ def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
         UserError: another process holds a lock, or a folder cannot be written.
     """
     with ExitStack() as locks:
-        taken = []
+        taken: list[_Taken] = []
+        locks.callback(RunLocks(taken).close)
         for key, place in {_DUMP_KEY: folder, **apart}.items():
             lock = _lock_of(key, place)
+            inner = lock.path.parent
+            made = [path for path in (inner, *inner.parents) if not path.exists()]
             with writing(place, key=key):
-                lock.path.parent.mkdir(parents=True, exist_ok=True)
+                inner.mkdir(parents=True, exist_ok=True)
                 is_held = lock.acquire(_PATIENCE_SECONDS)
             if not is_held:
                 raise UserError(_held(key, place, lock))
-            locks.callback(lock.release)
-            taken.append(lock)
+            taken.append(_Taken(lock, place, made))
         locks.pop_all()
     return RunLocks(taken)
 

@@ -54,64 +54,64 @@ def run(
     times = StartTimes.inherited(set_variables([START_TIMES]))
     times.ends("interpreter and config")
     stop = stop or StopRequest()
-    dump_folder, locks, ends = Path(config.job.dump_folder), RunLocks(), ExitStack()
-    if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
-        refuse_origin(config)
-        refuse_small_disk(resolve_plan(config, launched_world_size() or 1), launched_local_world_size())
-        locks = lock_run(dump_folder, config.folders_apart)
-    if config.debug.deterministic:
-        use_deterministic_kernels()
+    dump_folder, locks = Path(config.job.dump_folder), RunLocks()
     use_attention_kernel(config.model.attention_kernel)
-    warnings = KeptWarnings()
-    ends.enter_context(warnings.listening())
-    process = join(config.comm.init_timeout_seconds)
-    with writing(dump_folder):
-        watchdog = Watchdog(
-            process,
-            dump_folder / HANG_FOLDER,
-            shortest_seconds=config.comm.hang_seconds,
-            start_seconds=config.comm.init_timeout_seconds,
-        )
-        heartbeat = Heartbeat(dump_folder, is_main=process.is_main)
-    times.ends("process group")
-    try:
-        plan = resolve_plan(config, process.world_size, host_ranks=ranks_of_every_host())
-        task, checkpoints = build_task(plan, build_cluster(plan, process)), build_checkpoints(plan)
-        ends.callback(task.close)
-        times.ends("model and data")
-        progress, meta = resume.start(task, checkpoints)
-        times.ends("weights")
+    with ExitStack() as ends:
+        if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
+            refuse_origin(config)
+            refuse_small_disk(resolve_plan(config, launched_world_size() or 1), launched_local_world_size())
+            locks = lock_run(dump_folder, config.folders_apart)
+            ends.callback(locks.close)
+        if config.debug.deterministic:
+            use_deterministic_kernels()
+        process = join(config.comm.init_timeout_seconds)
+        ends.callback(leave)
+        warnings = KeptWarnings()
+        ends.enter_context(warnings.listening())
+        with writing(dump_folder):
+            watchdog = Watchdog(
+                process,
+                dump_folder / HANG_FOLDER,
+                shortest_seconds=config.comm.hang_seconds,
+                start_seconds=config.comm.init_timeout_seconds,
+            )
+            heartbeat = Heartbeat(dump_folder, is_main=process.is_main)
+        times.ends("process group")
+        try:
+            plan = resolve_plan(config, process.world_size, host_ranks=ranks_of_every_host())
+            task, checkpoints = build_task(plan, build_cluster(plan, process)), build_checkpoints(plan)
+            ends.callback(task.close)
+            times.ends("model and data")
+            progress, meta = resume.start(task, checkpoints)
+            times.ends("weights")
 
-        def write_config() -> None:
-            (dump_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+            def write_config() -> None:
+                (dump_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
 
-        def made_again() -> str:
-            write_config()
-            heartbeat.folder_is_new()
-            watchdog.folder_is_new()
-            return locks.retake()
-
-        if process.is_main:
-            with writing(dump_folder):
+            def made_again() -> str:
                 write_config()
-        while True:
-            try:
-                with (
-                    services_of(
-                        task, checkpoints, progress, meta, stop, watchdog, heartbeat, times, made_again
-                    ) as services,
-                    warnings.written(services.report.log),
-                ):
-                    return train(task, services, progress)
-            except RollbackNeeded:
-                progress, meta = resume.roll_back(task, checkpoints, progress)
-    except RuntimeError:  # of torch.distributed, perhaps
-        watchdog.check_store()
-        raise
-    finally:
-        watchdog.close()
-        heartbeat.close()
-        stop.restore()
-        ends.close()
-        leave()
-        locks.close()
+                heartbeat.folder_is_new()
+                watchdog.folder_is_new()
+                return locks.retake()
+
+            if process.is_main:
+                with writing(dump_folder):
+                    write_config()
+            while True:
+                try:
+                    with (
+                        services_of(
+                            task, checkpoints, progress, meta, stop, watchdog, heartbeat, times, made_again
+                        ) as services,
+                        warnings.written(services.report.log),
+                    ):
+                        return train(task, services, progress)
+                except RollbackNeeded:
+                    progress, meta = resume.roll_back(task, checkpoints, progress)
+        except RuntimeError:  # of torch.distributed, perhaps
+            watchdog.check_store()
+            raise
+        finally:
+            watchdog.close()
+            heartbeat.close()
+            stop.restore()

@@ -923,3 +923,32 @@ def test_the_first_step_of_a_warmup_has_its_share(make_config):
     config = make_config(lr_scheduler={"warmup_tokens": 4 * 2 * 16}, optimizer={"lr": 0.01})
     assert train(config) == 0
     assert [row["lr"] for row in training_rows(config)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+
+
+@pytest.mark.parametrize("found", ["no folder", "an empty folder", "a run"])
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"model": {"attention_kernel": "FA3"}},
+        {"checkpoint": {"load_path": "nowhere/step-000001"}},
+        {"checkpoint": {"initial_load_path": "nowhere", "initial_load_in_hf": True}},
+    ],
+    ids=["kernel", "load_path", "initial_load_path"],
+)
+def test_a_start_that_is_refused_leaves_a_folder_as_it_was(refused, found, make_config, tmp_path):
+    folder = tmp_path / "runs" / "one"
+    apart = {"folder": str(tmp_path / "disk" / "steps")}
+    if found == "an empty folder":
+        folder.mkdir(parents=True)
+    if found == "a run":
+        assert train(make_config(job={"dump_folder": str(folder)}, training={"steps": 1}, checkpoint=apart)) == 0
+    before = {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "heartbeat.json"
+    }
+    folders = {path for path in tmp_path.rglob("*") if path.is_dir()}
+    job = {"dump_folder": str(tmp_path / "other" if found == "a run" and "checkpoint" in refused else folder)}
+    with pytest.raises(UserError):
+        train(make_config(**{**refused, "job": job, "checkpoint": {**refused.get("checkpoint", {}), **apart}}))
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path for path in tmp_path.rglob("*") if path.is_dir()} == folders
+    assert {path for path in tmp_path.rglob("*") if path.is_file() and path.name != "heartbeat.json"} == before.keys()
