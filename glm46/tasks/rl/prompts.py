@@ -183,9 +183,7 @@ def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label:
         messages = parse_prompt(found, tools)
     except BadConversation as error:
         raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
-    tokens = chat_prompt(
-        tokenizer, messages, tools=tools, thinking=keys.thinking, keeps_thoughts=keys.keep_thoughts
-    )
+    tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking, keeps_thoughts=keys.keep_thoughts)
     return Prompt(tokens, messages[-1].content, label)
 
 
