@@ -92,7 +92,7 @@ RELATIVES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def relative_of(flavor: str) -> str | None:
-    """What another model of the family is and needs, by its name; None if there is no such model."""
+    """Words for a message about another model of the family, from its name; None if it names no such model."""
     names = {name.lower(): what for what, (some, _) in RELATIVES.items() for name in some}
     return names.get(max(filter(flavor.lower().startswith, names), key=len, default=""))
 

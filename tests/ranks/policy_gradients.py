@@ -65,7 +65,8 @@ ALGORITHMS = {
 _LAYOUTS = {
     2: [
         Layout(micro_batches=4), Layout(experts_over=2), Layout(context=2, checkpointing="selective"),
-        Layout(tensor=2), Layout(pipeline=2, micro_batches=4),
+        Layout(tensor=2), Layout(pipeline=2, micro_batches=4), Layout(tensor=2, latent=True),
+        Layout(context=2, checkpointing="selective", latent=True),
     ],
     4: [
         Layout(tensor=2, context=2, experts_over=4, num_experts=12),

@@ -137,18 +137,13 @@ def _document(
     messages = conversation.messages[: trained[-1] + 1]
     targets = {index for index in trained if messages[index].is_trained}
     pieces = _pieces(messages, conversation.tools, thinks, format_of(tokenizer), targets, options)
-    stop = OBSERVATION if messages[-1].tool_calls else USER
-    return _encode([*pieces, (stop, trained[-1] in targets)], tokenizer)
+    return _encode([*pieces, (OBSERVATION if messages[-1].tool_calls else USER, trained[-1] in targets)], tokenizer)
 
 
 def chat_prompt(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Mapping] = (),
-    thinking: bool,
+    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Mapping] = (), thinking: bool,
     keeps_thoughts: bool = False,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Return the token ids of a prompt up to where the assistant's turn is sampled. Raises UserError if the tokenizer
     has no chat format.
 
@@ -179,8 +174,7 @@ def _ids_before_turn(pieces: Sequence[str], tokenizer: Tokenizer, thinking: bool
 
 
 def opened_thought(tokenizer: Tokenizer, thinking: bool) -> str:
-    """The begin of a turn that stands at the end of its prompt already. Raises UserError if the tokenizer has no chat
-    format."""
+    """The begin of a turn that its prompt holds already. Raises UserError if the tokenizer has no chat format."""
     return THINK if thinking and format_of(tokenizer).opens_thought else ""
 
 
