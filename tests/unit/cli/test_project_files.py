@@ -10,7 +10,7 @@ import tomli
 import yaml
 from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
 RUNS = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in JOBS.items()}
