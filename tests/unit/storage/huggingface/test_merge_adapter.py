@@ -224,7 +224,6 @@ def test_a_base_that_was_quantised_for_training_is_merged_so(base_dtype, tmp_pat
 def test_an_int4_base_becomes_bf16_and_int4_again(tmp_path):
     base, weights = base_folder(tmp_path / "base", WIDE, fp8=Int4())
     tensors = adapter_folder(tmp_path / "adapter", base, WIDE, targets=["experts"])
-    (tmp_path / "adapter" / BASE_FORMAT).write_text('{"base_dtype": "int4"}')
     merge_adapter(base, tmp_path / "adapter", tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     assert set(stored(tmp_path / "out")) == set(stored(base_folder(tmp_path / "plain", WIDE)[0]))
