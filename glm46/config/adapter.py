@@ -10,7 +10,7 @@ AdapterTarget = Literal["attention", "dense", "shared_experts", "experts"]
 
 
 class BaseFormat(NamedTuple):
-    """How the weights of a frozen base are stored: some bits each, and a scale for some columns of a row."""
+    """The storage of weights of a frozen base: some bits each, and a scale for some columns of a row."""
 
     bits: int
     columns: int

@@ -45,6 +45,7 @@ GRAPHS = {
     "tp2-keys1-compiled": (5, 10),
     "cp2-tp2-ep4-experts12-selective_ac-compiled": (15, 17),
     "ep2-selective_ac-compiled-lora-in_float8": (8, 8),
+    "tp2-ep2-selective_ac-compiled-lora-in_int4": (9, 9),
     "cp2-tp2-ep4-experts12-compiled-lora": (17, 18),
     "cp2-tp2-ep4-experts12-compiled-dora": (17, 18),
     "fsdp-full_ac-compiled-latent": (0, 3),

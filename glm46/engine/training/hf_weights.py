@@ -73,7 +73,11 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
     if config.adapter is not None:
         base, adapters = config.checkpoint.initial_load_path, network.parameters
         assert base is not None, "adapters have a base"
-        origin = {"base": base, "base_files": network.frozen_files, "base_dtype": config.adapter.base_dtype}
+        origin: dict[str, Any] = {
+            "base": base,
+            "base_files": network.frozen_files,
+            "base_dtype": config.adapter.base_dtype,
+        }
         export_adapter(folder, shape, adapters, scale=config.adapter.scale, **origin)
         if not config.adapter.save_merged:
             return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)

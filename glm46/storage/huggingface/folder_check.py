@@ -118,14 +118,14 @@ def check_base(folder: Path, shape: ModelShape, base_dtype: str | None) -> Check
         _check_int4(folder, checked, checked.scheme.group)
     if base_dtype != "float8":
         return checked
-    columns = BASE_FORMATS[base_dtype].columns
+    columns = BASE_FORMATS["float8"].columns
     remedy = "take the published FP8 model, or write one by `python -m glm46 convert to-hf --dtype fp8-block`"
     if not isinstance(checked.scheme, Fp8) or checked.scheme.grid(columns)[1] % columns:
         raise UserError(
             f"{folder}: has no FP8 weights with scales of rows or of blocks of {columns} columns; {remedy}, or set "
             'adapter.base_dtype = "nf4", which takes any'
         )
-    families = base_families(shape, base_dtype)
+    families = base_families(shape, "float8")
     wanted = (name for name, (entry, _) in checked.names.places.items() if entry.row.fp8_family in families)
     if missing := [name for name in wanted if name not in checked.quantised]:
         raise UserError(f"{folder}: {missing[0]} and {len(missing) - 1} more tensors are not in FP8; {remedy}")

@@ -176,15 +176,15 @@ class FolderReader:
         returns whether it is finite."""
         base_dtype, (bits, columns, *_) = base_dtype_of(scales), format_of(scales)
         *rows, held = overlap.local
-        is_int4 = isinstance(self.scheme, Int4)
         if self.is_as_stored(hf_name, base_dtype):
             parts = self._parts(hf_name, overlap.box)
-            if is_int4:
+            if isinstance(self.scheme, Int4):
                 codes, found = self.scheme.packed_groups(parts, overlap.box, columns)
             else:
+                assert isinstance(self.scheme, Fp8)
                 codes = parts[""].view(torch.uint8)
                 found = self.scheme.scales_of_columns(parts, self.quantised[hf_name], overlap.box, columns)
-            is_sound = is_finite(found) and (is_int4 or is_finite(parts[""].float()))
+            is_sound = is_finite(found) and ("" not in parts or is_finite(parts[""].float()))
         else:
             weight = torch.empty([length for _, length in overlap.box], dtype=torch.float32, device=values.device)
             self.read(hf_name, overlap.box, weight)
