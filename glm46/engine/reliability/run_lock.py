@@ -123,15 +123,19 @@ class RunLocks:
         lost = [taken.lock for taken in self._taken if not taken.lock.retake()]
         return "".join(f"; {lock.holder()} trains in {lock.path.parent} too: stop one of both" for lock in lost)
 
-    def close(self) -> None:
-        """Release them. Idempotent. A start that has written nothing else, because it was refused, removes its locks
-        and the folders that it made."""
+    def close(self, *, is_refused: bool = False) -> None:
+        """Release them. Idempotent.
+
+        Args:
+            is_refused: remove the locks of folders that hold nothing else, and of these the ones that were made.
+        """
         for taken in self._taken:
-            is_unused = all(path == taken.lock.path for path in taken.place.glob("*"))
+            is_unused = is_refused and all(path == taken.lock.path for path in taken.place.glob("*"))
             taken.lock.release(remove=is_unused)
-            with suppress(OSError):  # not empty, or made by another process meanwhile
-                for folder in taken.made:
-                    folder.rmdir()
+            if is_unused:
+                with suppress(OSError):  # something else lies in it
+                    for folder in taken.made:
+                        folder.rmdir()
 
 
 def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
@@ -146,7 +150,7 @@ def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
     """
     with ExitStack() as locks:
         taken: list[_Taken] = []
-        locks.callback(RunLocks(taken).close)
+        locks.callback(RunLocks(taken).close, is_refused=True)
         for key, place in {_DUMP_KEY: folder, **apart}.items():
             lock = _lock_of(key, place)
             inner = lock.path.parent
