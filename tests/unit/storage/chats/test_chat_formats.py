@@ -254,13 +254,13 @@ def test_targets_of_the_format_that_opens_thoughts(name):
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("thought", ["why", ""])
+@pytest.mark.parametrize("thought", ["why", "", " \n"])
 def test_a_document_is_a_prompt_and_what_is_sampled_behind_it(thinking, thought):
     """A turn is sampled behind an opened thought, whether it has one or not, or behind a closed one."""
-    if thought and not thinking:
+    if thought.strip() and not thinking:
         return
     prompt = chat_prompt(TOKENIZER, [Message("user", "Hi")], thinking=thinking)
-    sampled = f"{thought}</think>Hello<|user|>" if thinking else "Hello<|user|>"
+    sampled = f"{thought.strip()}</think>Hello<|user|>" if thinking else "Hello<|user|>"
     options = ChatOptions(no_reasoning="train" if thinking else "nothink")
     conversation = parse_conversation({"messages": [user(), assistant("Hello", thought)]}, "messages")
     ((ids, is_target),) = render(conversation, TOKENIZER, options).documents
