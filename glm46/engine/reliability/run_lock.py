@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from types import MappingProxyType
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
+from glm46.engine.reliability.verdict import HANG_FOLDER
 from glm46.files.lock import FileLock
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan
@@ -130,12 +132,22 @@ class RunLocks:
             is_refused: remove the locks of folders that hold nothing else, and of these the ones that were made.
         """
         for taken in self._taken:
-            is_unused = is_refused and all(path == taken.lock.path for path in taken.place.glob("*"))
+            is_unused = is_refused and _is_unused(taken)
             taken.lock.release(remove=is_unused)
             if is_unused:
                 with suppress(OSError):  # something else lies in it
                     for folder in taken.made:
                         folder.rmdir()
+
+
+def _is_unused(taken: _Taken) -> bool:
+    """True if the folder holds nothing but the lock, once the watchdogs of other ranks have removed their files."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while (others := {path.name for path in taken.place.glob("*")} - {taken.lock.path.name}) == {HANG_FOLDER}:
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.05)
+    return not others
 
 
 def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:

@@ -65,10 +65,10 @@ def run(
             ends.push(lambda kind, *_: locks.close(is_refused=kind is not None and issubclass(kind, UserError)))
         if config.debug.deterministic:
             use_deterministic_kernels()
-        process = join(config.comm.init_timeout_seconds)
-        ends.callback(leave)
         warnings = KeptWarnings()
         ends.enter_context(warnings.listening())
+        process = join(config.comm.init_timeout_seconds)
+        ends.callback(leave)
         with writing(dump_folder):
             watchdog = Watchdog(
                 process,
