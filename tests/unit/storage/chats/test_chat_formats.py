@@ -100,6 +100,7 @@ def test_random_conversations_read_as_the_original_template_writes_them(format):
     that is null."""
     theirs, ours, tokenizer, writer = original(format), compiled(chat_template(format)), TOKENIZERS[format], Writer(7)
     seen = {"documents": 0, "prompts": 0}
+    closed = ("<think></think>", "</think>") if format.opens_thought else ("", "")
     for number in range(3000):
         messages, tools = writer.conversation()
         conversation = parse_conversation({"messages": messages, "tools": tools}, "messages")
@@ -118,7 +119,9 @@ def test_random_conversations_read_as_the_original_template_writes_them(format):
         # In the new format an empty thought that is a target has a tag that the template leaves out.
         no_reasoning = ("nothink", "mask", "train")[number % 3 if format is GLM_45 else number % 2]
         documents = render(conversation, tokenizer, ChatOptions(history, no_reasoning)).documents
-        assert {tokenizer.decode(one.ids).removesuffix("<|user|>") for one in documents} <= allowed
+        read = {tokenizer.decode(one.ids).removesuffix("<|user|>") for one in documents}
+        # A sampled thought of white space follows a prompt without thinking; the template writes tags of its own.
+        assert {text.replace(*closed) for text in read} <= {text.replace(*closed) for text in allowed}
         seen["documents"] += len(documents)
         for end, message in enumerate(messages, start=1):
             if message["role"] in ("user", "tool"):
