@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from glm46.config.faults import counted
-from glm46.config.options import integer, positive, verb_parser, whole
+from glm46.config.options import integer, positive, require_writable, verb_parser, whole
 from glm46.operate.models.chat_documents import (
     ChatPart,
     first_parts,
@@ -20,6 +20,7 @@ from glm46.operate.models.chat_documents import (
     shown_text,
     write_page,
 )  # fmt: skip
+from glm46.storage.chats.chat_format import made_in
 from glm46.storage.data.manifest import Manifest, describe_targets, load_manifest
 from glm46.storage.data.mixing import permute
 from glm46.storage.data.packing import TokenStream
@@ -76,6 +77,7 @@ def _show_first_chats(arguments: Namespace) -> None:
     tally = Tally()
     parts = first_parts(arguments.chat, arguments.tokenizer, arguments.rows, tally)
     if arguments.html is not None:
+        require_writable("--html", arguments.html)
         write_page(arguments.html, arguments.chat.name, parts, arguments.seq_len)
         print(arguments.html)
     else:
@@ -112,7 +114,7 @@ def describe(folder: Path) -> Iterator[str]:
             f"{counted(len(split.shards), 'shard')}"
         )
         if split.targets is not None:
-            yield f"  {describe_targets(split)}"
+            yield f"  {describe_targets(split)}, chat format of {made_in(manifest.settings)}"
         files = [manifest.folder / shard.file for shard in split.shards]
         lengths = np.concatenate([np.diff(open_shard(file).doc_ends, prepend=0) for file in files])
         marks = ", ".join(f"{share}% {int(np.percentile(lengths, share)):,}" for share in (1, 10, 50, 90, 99))

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli
 
-from glm46.config.faults import Fault, show
+from glm46.config.faults import Fault, counted, show
 
 _ABSENT = object()
 _KEY = re.compile(r"[A-Za-z0-9_-]+(\[\d+\])?(\.[A-Za-z0-9_-]+(\[\d+\])?)*")
@@ -103,7 +103,8 @@ def _apply(table: dict, override: Override) -> Fault | None:
         if isinstance(place, dict) and isinstance(part, str) and isinstance([*path, last][depth + 1], str):
             place.setdefault(part, {})
         if not _holds(place, part):
-            return _no_such_place(override.key, path[: depth + isinstance(part, str)], place)
+            inner = isinstance(part, str) and not isinstance(place, list)
+            return _no_such_place(override.key, path[: depth + inner], place)
         place = place[part]
     is_key = isinstance(place, dict) and isinstance(last, str)
     if not is_key and not _holds(place, last):
@@ -126,7 +127,12 @@ def _holds(place: Any, part: str | int) -> bool:
 def _no_such_place(key: str, path: list[str | int], place: Any) -> Fault:
     name = dotted(path)
     if isinstance(place, list):
-        rule = f"{name} has {len(place)} entries, counted from 0"
+        rest = key.removeprefix(f"{name}.")
+        if rest != key:
+            rule = f"{name} is an array of {counted(len(place), 'table')}; write {name}[0].{rest} for the first one"
+            return Fault((), f"{key}: {rule}", doubtful=(key,))
+        entries = "1 entry" if len(place) == 1 else f"{len(place)} entries"
+        rule = f"{name} has {entries}, counted from 0"
     elif isinstance(place, dict):
         rule = f"{name} is not an array in the file"
     else:

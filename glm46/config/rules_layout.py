@@ -149,7 +149,7 @@ def chunks_have_tokens(config: RunConfig) -> Faults:
 def deepep_takes_the_rows(config: RunConfig, shape: ModelShape) -> Faults:
     """Rows that DeepEP sends are of a type, width and number that it has kernels for, all tokens at once."""
     key, remedy = "parallelism.expert_exchange", 'or set parallelism.expert_exchange = "two_level"'
-    if config.parallelism.expert_exchange != "deepep":
+    if config.parallelism.expert_exchange != "deepep" or config.parallelism.expert_parallel_degree == 1:
         return
     if config.training.mixed_precision_param != "bfloat16":
         other = "training.mixed_precision_param"
@@ -253,7 +253,8 @@ def expert_shards_are_even(config: RunConfig, shape: ModelShape, world_size: int
                 next((n * step for n in numbers if n * each % ep == 0 and is_even(n * each, ep)), None)
                 for numbers in (range(min(here - 1, last), 0, -1), range(here + 1, last + 1))
             ]
-            remedies.insert(0, f"start {' or '.join(str(count) for count in counts if count)} processes")
+            if any(counts):
+                remedies.insert(0, f"start {' or '.join(str(count) for count in counts if count)} processes")
     yield fault(
         f"{subject}: {counted(shape.n_routed_experts // ep, 'expert')} of a layer sharded over {ranks // ep} ranks, "
         f"which divide neither their number nor an expert's {' and '.join(map(str, rows))} rows; "

@@ -47,7 +47,10 @@ class Section(BaseModel):
 
 
 def _tuples(value: Any) -> Any:
-    """Arrays as tuples: frozen sections hold tuples, for which strict mode takes no list."""
+    """Arrays as tuples: frozen sections hold tuples, for which strict mode takes no list. Integers have 64 bits, as
+    TOML's have and tensors that count."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError("does not fit into 64 bits; give a smaller number")
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

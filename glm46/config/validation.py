@@ -3,6 +3,7 @@
 import copy
 import re
 import typing
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -87,9 +88,9 @@ def _describe(item: ErrorDetails, root: type[Section]) -> Fault:
     if kind == "missing":
         return Fault((key,), f"{key}: required, but absent{_meaning(place[-1], field)}")
     rule = _RULES.get(kind) or re.sub(r"^\w+ should ", "must ", item["msg"].removeprefix("Value error, "))
-    hint = _conversion(kind, value) or _tables(kind, key, section_of(field)) or _meaning(place[-1], field)
+    hint = _tables(kind, key, section_of(field)) or _conversion(kind, value) or _meaning(place[-1], field)
     if kind == "literal_error":
-        near = nearest(str(value), re.findall("'(.*?)'", item["ctx"]["expected"]), 0.6)
+        near = nearest(value, re.findall("'(.*?)'", item["ctx"]["expected"]), 0.7) if isinstance(value, str) else None
         hint = f"; did you mean '{near}'?" if near else hint
     return Fault((key,), f"{key} = {show(value)}: {rule}{hint if kind != 'value_error' else ''}")
 
@@ -100,6 +101,8 @@ def _conversion(kind: str, value: Any) -> str:
         return f"; write {int(value):_}"
     if kind == "string_type" and isinstance(value, (bool, int, float)):
         return f'; write "{show(value)}" with quotes'
+    if kind == "tuple_type" and isinstance(value, (str, int, float)):
+        return f"; write {show([value])}"
     meant = literal(value.strip().lower()) if isinstance(value, str) else None
     if kind in ("int_type", "float_type", "bool_type") and isinstance(meant, (int, float)):
         return f"; write {show(meant)} without quotes" if isinstance(meant, bool) == (kind == "bool_type") else ""
@@ -118,17 +121,31 @@ def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
     """The key that an unknown key probably stands for, or its whole section, and the hint for the message."""
     wanted = str(place[-1])
     # A recipe has no other sections.
-    fields = RunConfig.model_fields.items() if section is not TextRecipe else ()
-    sections = ((name, section_of(field)) for name, field in fields)
-    elsewhere = [name for name, found in sections if found is not None and wanted in found.model_fields]
-    if elsewhere and wanted not in _EVERYDAY_NAMES:
-        meant = f"{elsewhere[0]}.{wanted}"
-        return meant, f"did you mean '{meant}'?"
-    near = nearest(wanted, section.model_fields, 0.7)
+    is_rare = wanted not in _EVERYDAY_NAMES and section is not TextRecipe
+    elsewhere = [f"{name}.{wanted}" for name, found in _sections(RunConfig) if wanted in found.model_fields and is_rare]
+    if elsewhere and elsewhere[0].count(".") == 1:
+        return elsewhere[0], f"did you mean '{elsewhere[0]}'?"
+    # TorchTitan and others repeat the name of the section: checkpoint.enable_checkpoint.
+    short = re.sub(rf"^{place[-2]}_|_{place[-2]}$", "", wanted) if len(place) > 1 else wanted
+    near = short if short in section.model_fields else nearest(wanted, section.model_fields, 0.7)
     if near:
         return dotted((*place[:-1], near)), f"did you mean '{near}'?"
+    if elsewhere:
+        return elsewhere[0], f"did you mean '{elsewhere[0]}'?"
     kind = "sections" if section is RunConfig else "keys"
     return dotted(place[:-1]) or wanted, f"valid {kind} are {', '.join(section.model_fields)}"
+
+
+def _sections(root: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """The tables below a section by their dotted names, without arrays of tables; outer ones first."""
+    found = [
+        (f"{above}{name}", of)
+        for name, field in root.model_fields.items()
+        if typing.get_origin(field.annotation) is not tuple and (of := section_of(field))
+    ]
+    yield from found
+    for name, of in found:
+        yield from _sections(of, f"{name}.")
 
 
 def _meaning(name: int | str, field: FieldInfo | None) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from types import MappingProxyType
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
+from glm46.engine.reliability.verdict import HANG_FOLDER
 from glm46.files.lock import FileLock
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan
@@ -123,15 +125,29 @@ class RunLocks:
         lost = [taken.lock for taken in self._taken if not taken.lock.retake()]
         return "".join(f"; {lock.holder()} trains in {lock.path.parent} too: stop one of both" for lock in lost)
 
-    def close(self) -> None:
-        """Release them. Idempotent. A start that has written nothing else, because it was refused, removes its locks
-        and the folders that it made."""
+    def close(self, *, is_refused: bool = False) -> None:
+        """Release them. Idempotent.
+
+        Args:
+            is_refused: remove the locks of folders that hold nothing else, and of these the ones that were made.
+        """
         for taken in self._taken:
-            is_unused = all(path == taken.lock.path for path in taken.place.glob("*"))
+            is_unused = is_refused and _is_unused(taken)
             taken.lock.release(remove=is_unused)
-            with suppress(OSError):  # not empty, or made by another process meanwhile
-                for folder in taken.made:
-                    folder.rmdir()
+            if is_unused:
+                with suppress(OSError):  # something else lies in it
+                    for folder in taken.made:
+                        folder.rmdir()
+
+
+def _is_unused(taken: _Taken) -> bool:
+    """True if the folder holds nothing but the lock, once the watchdogs of other ranks have removed their files."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while (others := {path.name for path in taken.place.glob("*")} - {taken.lock.path.name}) == {HANG_FOLDER}:
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.05)
+    return not others
 
 
 def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
@@ -146,7 +162,7 @@ def lock_run(folder: Path, apart: Mapping[str, Path] = _NONE) -> RunLocks:
     """
     with ExitStack() as locks:
         taken: list[_Taken] = []
-        locks.callback(RunLocks(taken).close)
+        locks.callback(RunLocks(taken).close, is_refused=True)
         for key, place in {_DUMP_KEY: folder, **apart}.items():
             lock = _lock_of(key, place)
             inner = lock.path.parent

@@ -14,6 +14,7 @@ from glm46.compute.distributed.mesh import Cluster, build_cluster
 from glm46.compute.distributed.process import join, leave, ranks_of_every_host, use_deterministic_kernels
 from glm46.compute.distributed.process_control import die_with_parent
 from glm46.compute.model.attention_runs import use_attention_kernel
+from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.heartbeat import Heartbeat
@@ -61,13 +62,13 @@ def run(
             refuse_origin(config)
             refuse_small_disk(resolve_plan(config, launched_world_size() or 1), launched_local_world_size())
             locks = lock_run(dump_folder, config.folders_apart)
-            ends.callback(locks.close)
+            ends.push(lambda kind, *_: locks.close(is_refused=kind is not None and issubclass(kind, UserError)))
         if config.debug.deterministic:
             use_deterministic_kernels()
-        process = join(config.comm.init_timeout_seconds)
-        ends.callback(leave)
         warnings = KeptWarnings()
         ends.enter_context(warnings.listening())
+        process = join(config.comm.init_timeout_seconds)
+        ends.callback(leave)
         with writing(dump_folder):
             watchdog = Watchdog(
                 process,
@@ -94,9 +95,6 @@ def run(
                 watchdog.folder_is_new()
                 return locks.retake()
 
-            if process.is_main:
-                with writing(dump_folder):
-                    write_config()
             while True:
                 try:
                     with (
@@ -105,6 +103,9 @@ def run(
                         ) as services,
                         warnings.written(services.report.log),
                     ):
+                        if process.is_main:  # not before services: they may refuse the run
+                            with writing(dump_folder):
+                                write_config()
                         return train(task, services, progress)
                 except RollbackNeeded:
                     progress, meta = resume.roll_back(task, checkpoints, progress)

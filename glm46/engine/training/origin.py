@@ -38,6 +38,9 @@ TENSOR_KEYS = (
 )  # fmt: skip
 """Keys that determine which tensors a checkpoint holds, and their shapes and dtypes."""
 
+_KEYS_SHOWN = 3
+"""More of them say that the folder is of another model."""
+
 
 def refuse_origin(config: RunConfig) -> None:
     """Check the checkpoint or weights that a run would start from. Needs no process group and writes nothing.
@@ -181,16 +184,18 @@ def saved_run(folder: Path) -> RunConfig | None:
 
 
 def differences(keys: tuple[str, ...], config: RunConfig, folder: Path) -> list[str]:
-    """One line for each key whose value differs from the one that a step folder was saved with."""
+    """A line for each of the first keys whose value differs from the one that a step folder was saved with."""
     saved = saved_run(folder)
     if saved is None:
         return []
     ours, theirs = _values(config), _values(saved)
-    return [
+    lines = [
         f"{key} = {_shown(ours.get(key))}: {folder} was saved with {_shown(theirs.get(key))}"
         for key in keys
         if ours.get(key) != theirs.get(key)
     ]
+    more = len(lines) - _KEYS_SHOWN
+    return [*lines[:_KEYS_SHOWN], *([f"more keys that differ from {folder}: {more}"] if more > 0 else [])]
 
 
 def _values(config: RunConfig) -> Mapping[str, Any]:
@@ -210,4 +215,4 @@ def _flatten(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)
+    return "absent" if value is None else json.dumps(value, default=str)

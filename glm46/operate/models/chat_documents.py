@@ -14,6 +14,7 @@ from glm46.config.loader import load_config
 from glm46.config.text_recipe import PAIRS, PREFERENCES
 from glm46.files.durable import replace_durably
 from glm46.operate.launch.config_options import fetched_overrides
+from glm46.storage.chats.chat_format import made_in
 from glm46.storage.chats.pairs import BEGIN, SIDES
 from glm46.storage.data.manifest import Manifest, load_manifest
 from glm46.storage.data.mixing import permute
@@ -61,7 +62,7 @@ def sampled_parts(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seed: 
     for number in numbers if seed is None else permute(numbers, count, f"inspect {seed}"):
         tokens = np.empty(starts[number + 1] - starts[number], np.int64)
         stream.read(int(starts[number]), tokens)
-        yield from _parts(f"{number} of {count}", tokens, manifest.format, tokenizer)
+        yield from _parts(f"{number} of {count}", tokens, manifest.format, tokenizer, made_in(manifest.settings))
 
 
 def first_parts(place: Path, tokenizer: str, rows: int, tally: Tally) -> Iterator[tuple[Tokenizer, ChatPart]]:
@@ -84,21 +85,33 @@ def first_parts(place: Path, tokenizer: str, rows: int, tally: Tally) -> Iterato
         yield from ((loaded, part) for part in sampled_parts(manifest, loaded, rows=rows, seed=None))
         return
     # Imported here: --help needs no jinja2.
+    from glm46.storage.chats.chat_template import find_format, raise_for_source
     from glm46.storage.huggingface.hub import local_inputs
     from glm46.storage.prepare.parts import first_documents
     from glm46.storage.prepare.pipeline import text_recipe
 
+    if place.suffix != ".toml" and place.exists():
+        raise UserError(
+            f"--chat {place}: neither a folder of shards nor the TOML file of a run; name {place} in the recipe of a "
+            "source, or prepare it"
+        )
     config = load_config(place, fetched_overrides(load_config(place)))
     loaded = load_tokenizer(config.model.tokenizer_path, config.model.flavor)
     found = False
     for source in config.data.sources:
         if Path(source.path).exists():
             manifest, _ = opened_source(Path(source.path), config.model.tokenizer_path)
+            raise_for_source(manifest, loaded)
             parts = sampled_parts(manifest, loaded, rows=rows, seed=None) if is_chat(manifest) else iter(())
         elif source.recipe is not None and source.recipe.is_chat:
             recipe = text_recipe(source, config.model.tokenizer_path)
             recipe = recipe.model_copy(update={"input": local_inputs(recipe.input)})
-            parts = _file_parts(first_documents(recipe, loaded, rows, tally), recipe.format, loaded)
+            made = find_format(loaded).name
+            parts = (
+                part
+                for name, tokens in first_documents(recipe, loaded, rows, tally)
+                for part in _parts(name, tokens, recipe.format, loaded, made)
+            )
         else:
             continue
         for part in parts:
@@ -124,23 +137,24 @@ def is_chat(manifest: Manifest) -> bool:
     return manifest.splits["train"].targets is not None
 
 
-def _file_parts(documents: Iterable[tuple[str, np.ndarray]], format: str, tokenizer: Tokenizer) -> Iterator[ChatPart]:
-    for place, tokens in documents:
-        yield from _parts(place, tokens, format, tokenizer)
+def _parts(name: str, tokens: np.ndarray, format: str, tokenizer: Tokenizer, made: str) -> Iterator[ChatPart]:
+    """The document of a conversation, both halves of a pair, or the answer that is labelled.
 
-
-def _parts(name: str, tokens: np.ndarray, format: str, tokenizer: Tokenizer) -> Iterator[ChatPart]:
-    """The document of a conversation, both halves of a pair, or the answer that is labelled."""
+    Args:
+        format: of the rows, as in the recipe.
+        made: name of the chat format.
+    """
     is_target, ids = tokens < NOT_A_TARGET, tokens.astype(np.int64) & ~NOT_A_TARGET
     if format not in PREFERENCES:
-        yield ChatPart(f"document {name}: {_amounts(is_target)}", ids, is_target)
+        yield ChatPart(f"document {name}: {_amounts(is_target)}, chat format of {made}", ids, is_target)
         return
     begins = np.flatnonzero(ids == tokenizer.special[BEGIN])[1:]
     names = SIDES if format == PAIRS else ("desirable", "undesirable")
     for side, half in zip(names, np.split(np.arange(len(ids)), begins), strict=False):
         if len(half) > 1:
             what = f"pair {name}, {side}" if format == PAIRS else f"{side} answer {name}"
-            yield ChatPart(f"{what}: {_amounts(is_target[half])}", ids[half], is_target[half])
+            title = f"{what}: {_amounts(is_target[half])}, chat format of {made}"
+            yield ChatPart(title, ids[half], is_target[half])
 
 
 def _amounts(is_target: np.ndarray) -> str:
@@ -173,9 +187,7 @@ def shown_text(part: ChatPart, tokenizer: Tokenizer, *, most: int, brackets: boo
 
 
 def write_page(file: Path, title: str, parts: Iterable[tuple[Tokenizer, ChatPart]], most: int) -> None:
-    """Write parts as a page of HTML, completely or not at all. Raises UserError if there is no such folder."""
-    if not file.absolute().parent.is_dir():
-        raise UserError(f"--html {file}: its folder does not exist; make it, or give another file")
+    """Write parts as a page of HTML, completely or not at all."""
     lines = [_PAGE.format(title=html.escape(title))]
     for tokenizer, part in parts:
         lines.append(f"<h2>{html.escape(part.title)}</h2>\n<div>")

@@ -224,7 +224,8 @@ def _pieces(
             shown = message.reasoning if keeps_thought else ""
             # A prompt opens the thought of what is sampled behind it, which may be empty.
             opened = format.opens_thought and thinking and sampled and keeps_thought
-            is_open = bool(shown) or opened or not format.opens_thought
+            # A template writes <think> for a thought of white space, and a prompt that forbids thinking has none.
+            is_open = bool(shown.strip() if sampled else shown) or opened or not format.opens_thought
             # An empty thought in the place of a removed one was never sampled.
             may_be_empty = options.no_reasoning == "train" and is_open and not message.reasoning.strip()
             sampled_thought = sampled and (bool(shown.strip()) or may_be_empty)

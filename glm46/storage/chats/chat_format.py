@@ -5,6 +5,10 @@ Sources: the chat templates of the releases. `chat_template.format_of` finds the
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT_KEY = "chat_format"
+"""Setting of the manifest of a source of chats; absent: the format of GLM-4.5."""
 
 _CALL = (
     "<tool_call>{function-name}", "<arg_key>{arg-key-1}</arg_key>", "<arg_value>{arg-value-1}</arg_value>",
@@ -67,6 +71,11 @@ GLM_47 = ChatFormat(
     "GLM-4.7", "GLM-4.7", "", opens_thought=True, sampling={"do_sample": True, "temperature": 1.0, "top_p": 0.95}
 )
 FORMATS = (GLM_45, GLM_47)
+
+
+def made_in(settings: Mapping[str, Any]) -> str:
+    """The name of the format of a source of chats, from the settings in its manifest."""
+    return settings.get(FORMAT_KEY, GLM_45.name)
 
 
 def format_of_flavor(flavor: str) -> ChatFormat:

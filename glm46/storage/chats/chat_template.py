@@ -16,13 +16,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from glm46.config.errors import UserError
 from glm46.files.file_content import read_json_object
-from glm46.storage.chats.chat_format import FORMATS, GLM_45, GLM_47, MARKERS, TOOLS_HEAD, ChatFormat, format_of_flavor
+from glm46.storage.chats.chat_format import (
+    FORMATS,
+    GLM_45,
+    GLM_47,
+    MARKERS,
+    TOOLS_HEAD,
+    ChatFormat,
+    format_of_flavor,
+    made_in,
+)
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import Tokenizer, tokenizer_file
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-FORMAT_KEY = "chat_format"
-"""Setting of the manifest of a source of chats; absent: the format of GLM-4.5."""
 
 _TEMPLATE = r"""
 {%- macro text(content) -%}
@@ -254,7 +261,7 @@ def raise_for_source(manifest: Manifest, tokenizer: Tokenizer) -> None:
     """Raise UserError if a source of chats has another format than the model of this tokenizer."""
     if manifest.splits["train"].targets is None:
         return
-    format, made = format_of(tokenizer), manifest.settings.get(FORMAT_KEY, GLM_45.name)
+    format, made = format_of(tokenizer), made_in(manifest.settings)
     if made != format.name:
         raise UserError(
             f"{manifest.folder}: its chats have the format of {made}, but the tokenizer {tokenizer.path!r} that of "

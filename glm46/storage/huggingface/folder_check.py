@@ -10,7 +10,7 @@ import torch
 
 from glm46.config.adapter import BASE_FORMATS
 from glm46.config.errors import UserError
-from glm46.config.faults import counted
+from glm46.config.faults import counted, show
 from glm46.config.model import ModelShape
 from glm46.run.parameters import PARAMETERS, base_families
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
@@ -30,6 +30,9 @@ _EXTRA = re.compile(r"rotary_emb\.\w+|(\w+\.)?[qkv]_scale|(\w+\.)?(input|output)
 _MAY_DIFFER = ("rope_theta", "rope_scaling", "max_position_embeddings", "sliding_window", "initializer_range")
 """Keys of the config that may differ from the folder's: they stretch positions, or have no effect on given weights.
 num_nextn_predict_layers may be smaller; the other prediction layers are then not read."""
+
+_KEYS_SHOWN = 3
+"""Keys of the config in faults: more of them say that the folder is of another model."""
 
 
 class CheckedFolder(NamedTuple):
@@ -172,11 +175,19 @@ def _lacks_mtp(names: Iterable[str], shape: ModelShape) -> bool:
 def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> list[str]:
     theirs = shape_of(raw, str(file))
     values = [(name, getattr(shape, name), getattr(theirs, name)) for name in ModelShape.model_fields]
-    return [
-        f"{file}: {name} = {there!r}, but the config has model.{name} = {ours!r}; set it to the folder's"
+    faults = [
+        f"{file}: {name} = {_shown(there)}, but the config has model.{name} = {_shown(ours)}; set it to the folder's"
         for name, ours, there in values
         if ours != there and name not in _MAY_DIFFER and not (name == "num_nextn_predict_layers" and ours < there)
     ]
+    if len(faults) <= _KEYS_SHOWN:
+        return faults
+    more = f"{file}: more keys of [model] that differ: {len(faults) - _KEYS_SHOWN}, so it is another model"
+    return [*faults[:_KEYS_SHOWN], f"{more}; set model.flavor and these keys to the folder's, or take another folder"]
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else show(value)
 
 
 def _is_extra(name: str) -> bool:

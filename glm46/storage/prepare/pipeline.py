@@ -24,8 +24,8 @@ from glm46.files.local_disk import leads_nowhere
 from glm46.files.lock import FileLock
 from glm46.files.progress import bytes_progress
 from glm46.run.plan import Plan
-from glm46.storage.chats.chat_format import GLM_45
-from glm46.storage.chats.chat_template import FORMAT_KEY, find_format, raise_for_kept_thoughts, raise_for_source
+from glm46.storage.chats.chat_format import FORMAT_KEY, GLM_45, ChatFormat
+from glm46.storage.chats.chat_template import find_format, raise_for_kept_thoughts, raise_for_source
 from glm46.storage.data.corpus import load_text
 from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest, save_manifest
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
@@ -171,13 +171,14 @@ def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], N
     metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
     splits = write_splits(pieces, partial, recipe, metadata, tally)
     count = sum(split.documents for split in splits.values())
-    if not count:
-        why = "; ".join(tally.skipped()) or "all are empty"
-        raise UserError(
-            f"{recipe.name}: no documents remain of {counted(len(files), 'file')}; {why}; "
-            f'correct the files, or change format = "{recipe.format}" or the keys of the recipe that filter documents'
-        )
     if not splits["train"].documents:
+        shutil.rmtree(partial)  # the same command, which alone continues it, would be refused again
+        if not count:
+            why = "; ".join(tally.skipped()) or "all are empty"
+            raise UserError(
+                f"{recipe.name}: no documents remain of {counted(len(files), 'file')}; {why}; correct the files, or "
+                f'change format = "{recipe.format}" or the keys of the recipe that filter documents'
+            )
         raise UserError(
             f"{recipe.name}: held_out = {recipe.held_out} holds out {counted(count, 'document')}, which is all; "
             f"{held_out_remedy(count, recipe.held_out)}; or set held_out = 0, and validation.enable = false in its runs"

@@ -78,7 +78,7 @@ def test_the_first_conversations_of_a_run_are_shown_before_it_is_prepared(
     of_files = capsys.readouterr().out
     assert not (tmp_path / "shards").exists()
     assert "·<sop>·<|user|>·\n" in of_files and "mine, " in of_files and "rows.jsonl line 1" in of_files
-    for part in SHOWN[format]:
+    for part in [*SHOWN[format], ", chat format of GLM-4.5\n"]:
         assert part in plain(of_files)
     monkeypatch.setattr("glm46.storage.prepare.pipeline.call_in_workers", call_here)
     recipe = {"input": (str(tmp_path / "rows.jsonl"),), "output": str(tmp_path / "shards"), "name": "mine"}
@@ -88,7 +88,7 @@ def test_the_first_conversations_of_a_run_are_shown_before_it_is_prepared(
     for place in (tmp_path / "shards", file):
         assert main(["inspect", "--chat", str(place)]) == 0
         of_folder = capsys.readouterr().out
-        assert "·<sop>·<|user|>·\n" in of_folder and "0 of " in of_folder
+        assert "·<sop>·<|user|>·\n" in of_folder and "0 of " in of_folder and ", chat format of GLM-4.5\n" in of_folder
         for part in SHOWN[format]:
             assert part in plain(of_folder)
 
@@ -116,7 +116,9 @@ def test_what_is_skipped_is_said(config, capsys):
 @pytest.mark.parametrize(("arguments", "said"), [
     ([], "give a folder, or --chat"), (["x", "--chat", "y"], "give a folder, or --chat"),
     (["x", "--html", "page.html"], "--html: has no effect without --chat"),
-    (["--chat", "CONFIG", "--html", "none/page.html"], "--html none/page.html: its folder does not exist; make it"),
+    (["--chat", "CONFIG", "--html", "none/page.html"], "--html none/page.html: cannot be written (No such file or "),
+    (["--chat", "CONFIG", "--html", "docs"], "--html docs: cannot be written (Is a directory)"),
+    (["--chat", "train_configs/debug_chats.jsonl"], "neither a folder of shards nor the TOML file of a run; name "),
     (["--chat", "EMPTY"], "no conversation in its data.sources (skipped, columns of no chat format: 1"),
     (["--chat", "train_configs/debug.toml"], "no conversation in its data.sources; give a run with a source of chats"),
     (["--chat", "none.toml"], "none.toml"),

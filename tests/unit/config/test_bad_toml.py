@@ -68,6 +68,23 @@ BAD = {
         ('validation.tasks[0].kind = "needles"', "did you mean 'needle'?")),
     "unknown key of another section": (("steps = 10", "steps = 10\nlog_freq = 5"),
         ("training.log_freq", "did you mean 'metrics.log_freq'?")),
+    "unknown key of a table in a section": (("steps = 10", "steps = 10\nloss_type = 'ipo'"),
+        ("training.loss_type", "did you mean 'finetune.preference.loss_type'?")),
+    "key that repeats its section": ("[checkpoint]\nenable_checkpoint = true",
+        ("checkpoint.enable_checkpoint", "did you mean 'enable'?")),
+    "choice that is near to none": ('[activation_checkpoint]\nmode = "selective"\nrecompute = ["moe_act"]',
+        ('activation_checkpoint.recompute[0] = "moe_act"', "or 'exchange' (Results that selective does not keep")),
+    "integer beyond 64 bits": (("steps = 10", "steps = 99999999999999999999999"),
+        ("training.steps = 99999999999999999999999", "does not fit into 64 bits; give a smaller number")),
+    "schedule beyond 64 bits": (
+        ("seq_len = 128", "seq_len = 128\nglobal_batch_size = [[0, 4], [9223372036854775808, 8]]"),
+        ("training.global_batch_size = [[0, 4], [9223372036854775808, 8]]", "does not fit into 64 bits")),
+    "value for array": ('[activation_checkpoint]\nmode = "selective"\nrecompute = "experts"',
+        ('activation_checkpoint.recompute = "experts"', 'must be an array; write ["experts"]')),
+    "choice that another trainer names so": ('[finetune.preference]\nloss_type = "dpo"',
+        ('finetune.preference.loss_type = "dpo"', "'orpo' or 'kto' (sigmoid: DPO (arXiv 2305.18290))")),
+    "choice in an array": ('[parallelism]\nexpert_exchange = ["auto"]',
+        ('parallelism.expert_exchange = ["auto"]', "or 'deepep' (The way of tokens to their experts)")),
     "unknown key like no other": (("steps = 10", "steps = 10\nzzz = 5"),
         ("training.zzz", "valid keys are local_batch_size, global_batch_size")),
     "profile and warm-up longer than the steps between profiles": (
@@ -527,6 +544,10 @@ def test_experts_that_no_shard_divides_are_refused_with_the_valid_choices(tmp_pa
     assert fault.startswith("run.toml: parallelism.data_parallel_shard_degree = 18: 24 experts of a layer sharded")
     (fault,) = faults_of(text + "[parallelism]\ndata_parallel_replicate_degree = 2\n", tmp_path, world_size=36)
     assert fault.startswith("run.toml: 36 processes:") and "; start 32 or 48 processes" in fault
+    # No number of ranks that three divides: nothing to name.
+    *_, fault = faults_of(SOUND + "[parallelism]\ntensor_parallel_degree = 3\n", tmp_path, world_size=3)
+    assert fault.startswith("run.toml: 3 processes: 16 experts of a layer sharded over 3 ranks")
+    assert fault.endswith("256 and 256 rows; take another number of ranks")
 
 
 @pytest.mark.parametrize(("override", "said"), [

@@ -119,6 +119,13 @@ def test_a_chunk_has_tokens(tmp_path):
         load_config(write(tmp_path, *lines))
 
 
+def test_an_exchange_without_expert_parallelism_is_one_fault(tmp_path):
+    with pytest.raises(UserError) as refused:
+        load_config(write(tmp_path, 'parallelism.expert_exchange = "deepep"', "model.hidden_size = 264"))
+    (said,) = [each for each in refused.value.faults if "expert_exchange" in each]
+    assert "has no effect without parallelism.expert_parallel_degree above 1" in said
+
+
 DEEPEP = [
     ("training.mixed_precision_param", '"float32"', "DeepEP sends BF16; set training.mixed_precision_param"),
     (

@@ -134,6 +134,16 @@ def test_budget_of_the_command_line_replaces_the_files_in_either_unit(file):
             "value of data.sources instead",
         ),
         (
+            ["--data.sources.recipe.format", "chat"],
+            "command line: data.sources.recipe.format: data.sources is an array of 2 tables; write "
+            "data.sources[0].recipe.format for the first one",
+        ),
+        (
+            ["--data.sources.path", "a"],
+            "command line: data.sources.path: data.sources is an array of 2 tables; write data.sources[0].path for "
+            "the first one",
+        ),
+        (
             ["--training.seq_len.x", "1"],
             "command line: training.seq_len.x: training.seq_len = 128 is not a table; set the whole value of "
             "training.seq_len instead",

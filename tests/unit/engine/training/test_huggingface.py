@@ -62,6 +62,23 @@ def test_a_folder_of_another_model_ends_the_start(make_config, tmp_path):
         train(other)
     assert len(error.value.faults) == 2
     assert "hidden_size = 32, but the config has model.hidden_size = 64" in str(error.value)
+    # Another model: three keys and the number of the others.
+    wide = {"hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 40, "n_routed_experts": 2}
+    step = str(tmp_path / "out/checkpoint/step-000001")
+    for start, last in (
+        (
+            {"initial_load_path": folder, "initial_load_in_hf": True},
+            "more keys of [model] that differ: 1, so it is another",
+        ),
+        (
+            {"initial_load_path": step, "initial_load_model_only": True},
+            f"more keys that differ from {step}: 1; restore it, or",
+        ),
+        ({"load_path": step}, f"more keys that differ from {step}: 1; "),
+    ):
+        with pytest.raises(UserError) as error:
+            train(make_config(job={"dump_folder": str(tmp_path / "third")}, model=wide, checkpoint=start))
+        assert len(error.value.faults) >= 4 and last in error.value.faults[3], error.value.faults
 
 
 def test_keys_that_cannot_work_are_refused_before_the_start(tmp_path):

@@ -142,7 +142,8 @@ def test_the_search_counts_documents():
 def test_a_stated_exchange_is_kept():
     config = run(parallelism={"expert_exchange": "all_to_all"})
     found = search_layouts(config, TargetCluster(small_gpu(3), 8, 4), pipeline_order)
-    assert {each.plan.config.parallelism.expert_exchange for each in found.best} == {"all_to_all"}
+    stated = {(each.plan.layout.ep > 1, each.plan.config.parallelism.expert_exchange) for each in found.best}
+    assert stated == {(True, "all_to_all"), (False, "auto")} and "parallelism.expert_exchange" not in found.refused
 
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble"])
