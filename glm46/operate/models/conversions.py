@@ -185,8 +185,7 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
             stored,
             scale=adapter.scale,
             base=base,
-            base_files=base_files,
-            base_dtype=adapter.base_dtype,
+            origin=AdapterOrigin(base_files, adapter.base_dtype),
             for_transformers_4=arguments.peft_for == "transformers-4",
             report=report,
         )

@@ -5,6 +5,7 @@ Readers of PEFT folders do not know the file and leave it alone.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from glm46.compute.distributed.ranks import Ranks
 from glm46.config.adapter import BASE_FORMATS
@@ -15,6 +16,20 @@ from glm46.storage.huggingface.names import listed
 
 BASE_FILES = "base_files.json"
 BASE_FORMAT = "base_format.json"
+
+
+class AdapterOrigin(NamedTuple):
+    """What is known of the base that an adapter was trained on."""
+
+    files: Mapping[str, str] = {}
+    """SHA-256 of its files by name."""
+    base_dtype: str | None = None
+    """How training held it, which a merge needs to know."""
+
+    def contents(self) -> dict[str, bytes]:
+        """The files of a PEFT folder that say it."""
+        of_files = {BASE_FILES: json_bytes(dict(self.files))} if self.files else {}
+        return of_files | ({BASE_FORMAT: json_bytes({"base_dtype": self.base_dtype})} if self.base_dtype else {})
 
 
 def hash_files(files: Sequence[Path], ranks: Ranks) -> dict[str, str]:

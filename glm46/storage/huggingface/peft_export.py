@@ -143,8 +143,7 @@ def export_adapter(
     *,
     scale: float,
     base: str,
-    base_files: Mapping[str, str] | None = None,
-    base_dtype: str | None = None,
+    origin: AdapterOrigin = _UNKNOWN,
     for_transformers_4: bool = False,
     report: ReportBytes | None = None,
 ) -> int:
@@ -161,8 +160,7 @@ def export_adapter(
         scale: factor of the product B A.
         base: folder or name of the base model, for the config; a folder of huggingface_hub's cache is written as the
             name and commit of its repository.
-        base_files: SHA-256 of its files by name, if known, see `storage/huggingface/adapter_origin.py`.
-        base_dtype: how training held the base, which a merge needs to know.
+        origin: what is known of the base beside its name.
         for_transformers_4: name the modules for PEFT on `transformers` 4, where experts are modules and the default
             names are refused, in place of the other readers.
 
@@ -195,7 +193,6 @@ def export_adapter(
         "use_rslora": False, "use_dora": any(name.endswith("magnitude") for name in entries),
     } | (_config_of_linears(modules) if for_transformers_4 else _config(modules, shape.num_hidden_layers))  # fmt: skip
     file = OutputFile(WEIGHTS, *lay_out(stored))
-    contents = {CONFIG: json_bytes(config)} | ({BASE_FILES: json_bytes(dict(base_files))} if base_files else {})
-    contents |= {BASE_FORMAT: json_bytes({"base_dtype": base_dtype})} if base_dtype else {}
+    contents = {CONFIG: json_bytes(config)} | origin.contents()
     with drafted_folder(folder, file.nbytes, ranks) as draft:
         return write_tensors(draft, entries, [file], tensors, ranks, contents, report=report)

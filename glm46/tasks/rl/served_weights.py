@@ -108,7 +108,8 @@ def write_adapters(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: t
     if not run_on_all_ranks(base.exists):
         write_weights(policy, tokenizer, base, dtype)
     adapter, own = policy.plan.config.adapter, policy.parameters
-    export_adapter(folder, policy.plan.shape, own, scale=adapter.scale, base=str(base), base_dtype=adapter.base_dtype)
+    origin = AdapterOrigin(base_dtype=adapter.base_dtype)
+    export_adapter(folder, policy.plan.shape, own, scale=adapter.scale, base=str(base), origin=origin)
 
 
 def base_folder(policy: Network, versions: Path) -> Path:
