@@ -218,7 +218,7 @@ def _layer_sizes(parts: tuple[StagePart, ...], shape: ModelShape, layout: Layout
                 unit.rows,
                 (
                     sum(size for row, size in whole if row.stored_bytes is None),
-                    sum(size * row.stored_bytes for row, size in whole if row.stored_bytes is not None),
+                    sum(int(size * row.stored_bytes) for row, size in whole if row.stored_bytes is not None),
                     sum(size for row, size in whole if row.is_trained),
                 ),
             )

@@ -275,9 +275,8 @@ class _Step:
                 gathers, reduces = (count + 1 if frees else 1), 1
             elif gradients_are_summed_once(self._plan):
                 reduces = 1
-            nbytes = sum(
-                size * (1 if row in in_fp8 else row.stored_bytes or self._gathered) for row, size in held.items()
-            )
+            widths = {row: 1 if row in in_fp8 else row.stored_bytes or self._gathered for row in held}
+            nbytes = sum(int(size * widths[row]) for row, size in held.items())
             yield _Call(axis, "all_gather", shards, "weights", number * gathers, shards * nbytes)
             if not self._has_backward:  # a step computes them at once
                 calls = number * gathers * len(in_fp8)
