@@ -13,7 +13,7 @@ from glm46.files.local_disk import real_path
 from glm46.files.progress import bytes_progress
 from glm46.run.function import capacity_lines
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.storage.huggingface.adapter_origin import read_base_files, refuse_other_base
+from glm46.storage.huggingface.adapter_origin import AdapterOrigin, read_base_files, refuse_other_base
 from glm46.storage.huggingface.config_json import config_of, read_config
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_tensors import find_tensors
@@ -73,12 +73,8 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
     if config.adapter is not None:
         base, adapters = config.checkpoint.initial_load_path, network.parameters
         assert base is not None, "adapters have a base"
-        origin: dict[str, Any] = {
-            "base": base,
-            "base_files": network.frozen_files,
-            "base_dtype": config.adapter.base_dtype,
-        }
-        export_adapter(folder, shape, adapters, scale=config.adapter.scale, **origin)
+        origin = AdapterOrigin(network.frozen_files, config.adapter.base_dtype)
+        export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base, origin=origin)
         if not config.adapter.save_merged:
             return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)
         merged = folder.with_name(f"{folder.name}-merged")

@@ -6,10 +6,12 @@ token. Compute-type elements have `width` bytes; FP32 has 4 and an index 8.
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
+from glm46.config.adapter import BASE_FORMATS
 from glm46.config.model import ModelShape
-from glm46.run.parameters import Parameter
+from glm46.run.parameters import DECODED_AT_ONCE, Parameter
 
 FP32 = 4
 INDEX = 8
@@ -28,6 +30,17 @@ class Frozen:
     def adapts(self, module: str) -> bool:
         """True if there are adapters in the module of this name."""
         return any(row.name.rpartition(".")[0].rpartition(".")[0] == module for row in self.adapters)
+
+    def decoding(self, weights: float, width: float) -> tuple[float, int]:
+        """Bytes that kernels move to convert so many weights of the base to the compute type, and these kernels. FP8 is
+        converted, and that is scaled in place; 4 bits are an index of values in FP32, which are scaled and rounded,
+        some rows at a time."""
+        assert self.base_dtype is not None, "the base is in the compute type"
+        base = BASE_FORMATS[self.base_dtype]
+        passes, kernels = 3 * width, 2
+        if base.bits == 4:
+            passes, kernels = 5 * FP32 + width, 4 * ceil(weights / DECODED_AT_ONCE)
+        return weights * (base.bits / 8 + base.scale_bytes / base.columns + passes), kernels
 
 
 class Spread(NamedTuple):

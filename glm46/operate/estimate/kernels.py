@@ -6,17 +6,14 @@ them again.
 """
 
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Literal, NamedTuple
 
-from glm46.config.adapter import BASE_FORMATS
 from glm46.config.model import ModelShape
-from glm46.operate.estimate.activations import FP32, Frozen, with_key_copies
+from glm46.operate.estimate.activations import Frozen, with_key_copies
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.flops import attention_flops
 from glm46.run.layout import Layout
 from glm46.run.parameters import (
-    DECODED_AT_ONCE,
     Parameter,
     dense_layer,
     dimensions,
@@ -166,7 +163,9 @@ def part_work(
     converted = []
     if frozen is not None and frozen.base_dtype is not None:
         quantised = [row for row in in_base_dtype(rows, shape, frozen.base_dtype) if row.is_quantised]
-        converted = [(row.is_expert, _converted(row, batch, frozen.base_dtype)) for row in quantised]
+        shares = [row.numel(shape) / (batch.layout.ep if row.is_expert else batch.layout.tp) for row in quantised]
+        works = [Work("memory", 0.0, *frozen.decoding(share, batch.width)) for share in shares]
+        converted = [(row.is_expert, work) for row, work in zip(quantised, works, strict=True)]
     of_all = [work for _, work in converted]
     forward = (*of_all, *products, core, moved[0])
     backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes)]
@@ -176,18 +175,6 @@ def part_work(
     selective += [core] if "core_attn" in recompute else []
     again = {"none": (), "full": forward, "selective": selective}
     return PartWork(forward, (*backward, moved[1]), tuple(again[checkpointing]))
-
-
-def _converted(row: Parameter, batch: MicroBatch, base_dtype: str) -> Work:
-    """A frozen weight in FP8 is converted to the compute type, and that is scaled in place. One of 4 bits is an index
-    of values in FP32, which are scaled and rounded, some rows at a time."""
-    share = batch.layout.ep if row.is_expert else batch.layout.tp
-    weights = row.numel(batch.shape) / share
-    base = BASE_FORMATS[base_dtype]
-    stored, passes, kernels = base.bits / 8 + base.scale_bytes / base.columns, 3 * batch.width, 2
-    if base.bits == 4:
-        passes, kernels = 5 * FP32 + batch.width, 4 * ceil(weights / DECODED_AT_ONCE)
-    return Work("memory", 0.0, weights * (stored + passes), kernels)
 
 
 def _product(row: Parameter, batch: MicroBatch) -> Work:

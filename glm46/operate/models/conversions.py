@@ -29,6 +29,7 @@ from glm46.run.parameters import named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
+from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_check import stored_shape

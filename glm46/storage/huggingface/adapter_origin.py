@@ -13,6 +13,7 @@ from glm46.config.errors import UserError
 from glm46.files.durable import hash_file
 from glm46.files.file_content import read_json_object
 from glm46.storage.huggingface.names import listed
+from glm46.storage.huggingface.write_folder import json_bytes
 
 BASE_FILES = "base_files.json"
 BASE_FORMAT = "base_format.json"

@@ -23,7 +23,7 @@ from glm46.compute.distributed.ranks import Ranks
 from glm46.config.model import ModelShape
 from glm46.files.tensor_file import lay_out
 from glm46.run.parameters import PEFT_NAMES
-from glm46.storage.huggingface.adapter_origin import BASE_FILES, BASE_FORMAT
+from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.hub import repository_of
 from glm46.storage.huggingface.import_weights import ReportBytes
 from glm46.storage.huggingface.names import HFEntry, HFNames, HFPart
@@ -133,6 +133,9 @@ def _config_of_linears(modules: Collection[str]) -> dict[str, Any]:
         places.setdefault("|".join(map(str, sorted(of))), []).append(rest)
     patterns = (rf"({of})\.({'|'.join(rests)})" for of, rests in places.items())
     return {"target_modules": rf"model\.layers\.({'|'.join(patterns)})"}
+
+
+_UNKNOWN = AdapterOrigin()
 
 
 @torch.no_grad()

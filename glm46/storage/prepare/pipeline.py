@@ -24,7 +24,7 @@ from glm46.files.local_disk import leads_nowhere
 from glm46.files.lock import FileLock
 from glm46.files.progress import bytes_progress
 from glm46.run.plan import Plan
-from glm46.storage.chats.chat_format import FORMAT_KEY, GLM_45, ChatFormat
+from glm46.storage.chats.chat_format import FORMAT_KEY, GLM_45
 from glm46.storage.chats.chat_template import find_format, raise_for_kept_thoughts, raise_for_source
 from glm46.storage.data.corpus import load_text
 from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest, save_manifest

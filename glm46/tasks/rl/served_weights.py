@@ -17,6 +17,7 @@ from glm46.engine.training.hf_weights import export_options, write_weights
 from glm46.engine.training.network import Network
 from glm46.run.parameters import named_rows
 from glm46.storage.data.tokenizer import Tokenizer
+from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.export_weights import export_weights
 from glm46.storage.huggingface.fp8 import Scheme as Fp8
 from glm46.storage.huggingface.merge_adapter import merge_adapter
