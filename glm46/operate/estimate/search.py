@@ -151,7 +151,7 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismC
                     expert_parallel_degree=ep,
                     data_parallel_shard_degree=gpus // (tp * pp * cp),
                     fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-                    **({"expert_exchange": config.parallelism.expert_exchange} if ep > 1 else {}),
+                    expert_exchange=config.parallelism.expert_exchange if ep > 1 else "auto",
                     **(of_pipeline if pp > 1 else {}),
                 )
 
