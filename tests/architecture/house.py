@@ -99,13 +99,41 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/models", 198, "conversations token by token, on a terminal or as a page"),
     ("operate/estimate", 149, "published exchanges; offloaded activations; the cost of equal layers once"),
     ("commands", 1, "the published exchange of a plan"),
+    ("", 5, "names of the Python API, imported when they are used"),
+    (
+        "operate/models",
+        214,
+        "the Python API; rules of generate's options beside its prompts; what inspect says of chats",
+    ),
+    ("compute/model", 98, "frozen weights in 4 bits: INT4's groups and NF4's levels"),
+    ("compute/parallelize", 1, "weights of half bytes"),
+    (
+        "config",
+        68,
+        "formats of a frozen base; kept thoughts; nearest keys that are not far-fetched; other models by name",
+    ),
+    ("engine/observe", 8, "locks by the kind of a run's end"),
+    ("engine/reliability", 35, "a refused start leaves its folder as it was"),
+    ("engine/training", 18, "quantised weights of a start; services that may refuse come first"),
+    ("operate/ablation", 54, "a paired t-test over the seeds, and the noise of the baseline"),
+    ("operate/estimate", 67, "energy, sensitivity, bases in 4 bits, traffic of latent attention"),
+    ("operate/launch", 18, "sections of help when they are asked for"),
+    ("run", 13, "families of a quantised base"),
+    ("storage/chats", 30, "kept thoughts in prompts; more formats of others as text"),
+    ("storage/huggingface", 126, "a base quantised while it is read; merges into its values; who a foreign folder is"),
+    ("storage/prepare", 8, "tables are no text; unfinished work without documents goes"),
+    ("tasks/finetune", 7, "samples that DeepEP cannot send"),
+    ("tasks/pretrain", 3, "answers in batches of a validation"),
+    ("tasks/rl", 5, "kept thoughts of prompts; the format of a base"),
+    ("tasks/rl/rewards", 7, "options in small letters"),
+    ("tasks/rl/rollout", 1, "the format of a served base"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_573
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 18_669
-"""Of `COURT`. It may only fall; 17,500 is the goal. Raised by 425: GLM-4.7-Flash (165), activations in host memory
-(235), parameters that FSDP2 does not get (25)."""
+MOST_COURT_LINES = 18_837
+"""Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
+leaves its folder as it was (53), answers in batches of a validation (3)."""
 MOST_OVERSIZED = 40
 """Files, classes and functions that are larger than good ones. It may only fall too."""
 MOST_VERB_LINES = 150
