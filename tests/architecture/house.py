@@ -103,14 +103,14 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     (
         "operate/models",
         214,
-        "the Python API; rules of generate's options beside its prompts; what inspect says of chats",
+        "the Python API; rules of options of generate; what inspect says",
     ),
     ("compute/model", 98, "frozen weights in 4 bits: INT4's groups and NF4's levels"),
     ("compute/parallelize", 1, "weights of half bytes"),
     (
         "config",
         68,
-        "formats of a frozen base; kept thoughts; nearest keys that are not far-fetched; other models by name",
+        "formats of a frozen base; kept thoughts; nearer keys; other models by name",
     ),
     ("engine/observe", 8, "locks by the kind of a run's end"),
     ("engine/reliability", 35, "a refused start leaves its folder as it was"),

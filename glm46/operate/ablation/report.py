@@ -127,7 +127,7 @@ def table(report: Mapping[str, Any]) -> list[str]:
 
 
 def _test_lines(report: Mapping[str, Any]) -> list[str]:
-    """Whether the gaps of losses are more than noise: none for a single seed."""
+    """The intervals and tests of the gaps of losses; none for a single seed."""
     lines, noise = [], []
     for name in ("final_loss", "validation_loss"):
         for variant in report["variants"]:
