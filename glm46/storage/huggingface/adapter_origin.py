@@ -20,7 +20,7 @@ BASE_FORMAT = "base_format.json"
 
 
 class AdapterOrigin(NamedTuple):
-    """What is known of the base that an adapter was trained on."""
+    """The known facts of the base that an adapter was trained on."""
 
     files: Mapping[str, str] = {}
     """SHA-256 of its files by name."""
