@@ -204,14 +204,13 @@ def _time_sections(
         if cost.dollars is None
         else [_line("cost", f"${cost.dollars:,.{0 if cost.dollars >= 100 else 2}f}", f"(at ${cluster.price:,.2f})")]
     )
-    if cost.megawatt_hours is not None:
-        about = f"(GPUs at {cluster.gpu.watts:,.0f} W, {HOST_SHARE:.0%} more for hosts, PUE {PUE:g})"
-        hours = cost.megawatt_hours
+    energy = ""
+    if (hours := cost.megawatt_hours) is not None:
         shown_energy = f"{hours:,.0f} MWh" if hours >= 100 else f"{amount(1000 * hours)} kWh"
-        money.insert(0, _line("energy", shown_energy, about))
-    largest = sorted(days, key=lambda name: -days[name][0])[:3]
+        energy = f"({shown_energy}: {cluster.gpu.watts:,.0f} W, {HOST_SHARE:.0%} more for hosts, PUE {PUE:g})"
+    largest = sorted(days, key=lambda name: -days[name][0])[:2]
     changes = ", ".join(f"{name} {days[name][0] / cost.days - 1:+.0%}" for name in largest)
-    span = f"{run_time(low * seconds)} to {run_time(high * seconds)}"
+    span = f"({run_time(low * seconds)} to {run_time(high * seconds)}; with 20% less of {changes})"
     return {
         title + of_stage: [
             *(_line(name, duration(share), f"{share / step.seconds:5.1%}") for name, share in shown),
@@ -220,10 +219,9 @@ def _time_sections(
         ],
         "whole run": [
             _line("steps", f"{cost.steps:,}", f"({cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%})"),
-            _line("time", run_time(seconds), f"({span})"),
+            _line("time", run_time(seconds), span),
             f"the range comes mostly from: {', '.join(widest)}",
-            f"time with 20% less of an efficiency: {changes}",
-            _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours)),
+            _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours), energy),
             *money,
             *_failure_lines(plan, cost),
         ],
