@@ -79,7 +79,8 @@ class LocalModel:
         rule = Sampling(**sampling)
         arguments = argparse.Namespace(
             **vars(rule), prompt=[prompts] if isinstance(prompts, str) else list(prompts), chat=chat, system=system,
-            thinking=thinking, max_new_tokens=max_new_tokens, tools=None, speculative=False, stop_token=[],
+            thinking=thinking, keep_thoughts=False, max_new_tokens=max_new_tokens, tools=None, speculative=False,
+            stop_token=[],
         )  # fmt: skip
         raise_for_options(arguments)
         arguments.tools = ()

@@ -8,7 +8,6 @@ import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
-from glm46.cli import main
 from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError
 from glm46.config.model import ModelConfig
@@ -195,10 +194,3 @@ def test_a_model_without_groups_is_refused():
     assert prod((shape.num_attention_heads, shape.head_dim)) == 96
     with pytest.raises(UserError, match="--dtype int4.*128"):
         config_of_scheme(INT4, HFNames(shape, repeat_shared=False))
-
-
-def test_an_int4_folder_is_no_base_of_a_merge(folder, tmp_path, capsys):
-    arguments = ["--base", str(folder), "--adapter", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert main(["convert", "merge", *arguments]) == 2
-    assert "INT4" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
