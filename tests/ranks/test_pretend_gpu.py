@@ -21,10 +21,10 @@ def test_a_layout_with_its_tensors_on_a_device_equals_one_process(case_row, rank
 
 
 def test_the_host_waits_once_per_step_and_once_per_layer_with_distributed_experts(server):
-    """In BF16 with the flash kernel's operands. The layout with distributed experts has four such layers and two
+    """In BF16 with the flash kernel's operands. The layout with distributed experts has five such layers and two
     micro-batches."""
     one, distributed = server.rows("pretend_step.main")
     assert [*one["waits"].values()] == [1], one
-    assert sorted(distributed["waits"].values()) == [1, 8], distributed
+    assert sorted(distributed["waits"].values()) == [1, 10], distributed
     for row in (one, distributed):
         assert len(row["waits_of_a_save"]) == 1, row
