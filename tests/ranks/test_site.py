@@ -15,8 +15,8 @@ from scripts import look_at_site
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
 
-pytest.importorskip("mkdocs")
-pytest.importorskip("material")
+pytest.importorskip("mkdocs", reason="not installed; pip install '.[docs]'")
+pytest.importorskip("material", reason="not installed; pip install '.[docs]'")
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> RunPlan:
     """Plan a run on a cluster; arguments of `step_time`."""
     verdict = judge(plan, _as_machine(cluster))
     cost = run_cost(plan, cluster, order_of) if verdict.fits else None
-    days = {} if cost is None else sensitivity(plan, cost, order_of)
+    days = {} if cost is None else sensitivity(plan, cost)
     return RunPlan(plan, cluster, stage_memory(plan), verdict, cost, days)
 
 

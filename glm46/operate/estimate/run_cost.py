@@ -157,16 +157,18 @@ def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf | None) -> Ru
     return RunCost(cluster, stages, plan.budget_tokens, plan.flops)
 
 
-def sensitivity(plan: Plan, cost: RunCost, order_of: OrderOf | None) -> dict[str, tuple[float, float]]:
-    """Days of a run with 20 % less and with 20 % more of each efficiency; a time is taken as its inverse. A share ends
-    at 1."""
-    days = {}
+def sensitivity(plan: Plan, cost: RunCost) -> dict[str, tuple[float, float]]:
+    """Days of a run with 20 % less and with 20 % more of each efficiency, as its longest stage changes; a time is taken
+    as its inverse, and a share ends at 1. Pipelines have the bubble of equal stages here."""
+    index = cost.stages.index(cost.longest)
+    sequences, days = plan.batches_of(index)[1], {}
+    base = step_time(plan, index, sequences, cost.cluster, None).seconds
     for name in _SENSITIVE:
         value, found = getattr(cost.cluster.efficiencies, name), []
         for factor in (0.8, 1.2):
             changed = value / factor if name.endswith("seconds") else min(value * factor, 1.0)
-            shares = replace(cost.cluster.efficiencies, **{name: changed})
-            found.append(run_cost(plan, replace(cost.cluster, efficiencies=shares), order_of).days)
+            cluster = replace(cost.cluster, efficiencies=replace(cost.cluster.efficiencies, **{name: changed}))
+            found.append(cost.days * (step_time(plan, index, sequences, cluster, None).seconds / base))
         days[name] = found[0], found[1]
     return days
 

@@ -78,7 +78,7 @@ def test_a_lower_efficiency_takes_longer_and_a_share_ends_at_1():
     config = load_config(TRAIN_CONFIGS / "glm45_air_pretrain.toml")
     plan, cluster = resolve_plan(config, 32, host_ranks=8), TargetCluster(accelerator_of("H100"), 32)
     whole = run_cost(plan, cluster, None)
-    days = sensitivity(plan, whole, None)
+    days = sensitivity(plan, whole)
     assert all(less >= whole.days >= more for less, more in days.values())
     assert days["experts"][0] > whole.days > days["experts"][1]
     assert cluster.efficiencies.overlap == 1.0 and days["overlap"][1] == whole.days
