@@ -11,17 +11,13 @@ from glm46.config.loader import load_config
 from glm46.config.options import above_zero, positive, process_count, require_picture, require_writable
 from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.observe.peaks import accelerator_of
+from glm46.operate.estimate.generation import EngineOptions
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
 from glm46.operate.estimate.search import run_search, search_numbers, search_text
-from glm46.operate.estimate.target_cluster import (
-    NETWORK_GBITS,
-    STORAGE_GBYTES,
-    Efficiencies,
-    TargetCluster,
-)
+from glm46.operate.estimate.target_cluster import NETWORK_GBITS, STORAGE_GBYTES, Efficiencies, TargetCluster
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.run.layout import smallest_world
 from glm46.run.plan import resolve_plan
@@ -47,12 +43,7 @@ def plan_command(argv: Sequence[str]) -> int:
         help="such as H800, or described: MI300X:bf16=1307,memory=191,bandwidth=5300,link=448 (dense BF16 TFLOP/s, "
         "GiB, GB/s of the memory, GB/s to the other GPUs of its node); default: H100, and a look at this machine",
     )  # fmt: skip
-    parser.add_argument(
-        "--gpus-per-node",
-        type=positive,
-        metavar="N",
-        help="GPUs of a host; default: those of the GPU's hosts, mostly 8",
-    )
+    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="of a host; default: the GPU's, mostly 8")
     parser.add_argument(
         "--network", type=above_zero, default=NETWORK_GBITS, metavar="GBIT",
         help=f"Gbit/s of each GPU's own port between nodes; default {NETWORK_GBITS:.0f}",
@@ -72,6 +63,13 @@ def plan_command(argv: Sequence[str]) -> int:
         "--document-tokens", type=positive, metavar="N",
         help="mean tokens of a document, whose lengths are taken as exponential; absent: each row is one document",
     )  # fmt: skip
+    parser.add_argument(
+        "--engines", type=positive, metavar="N", help="GPUs of servers; default: an engine for each URL"
+    )
+    parser.add_argument("--engine-gpus", type=positive, metavar="N", help="of one server; default: the fewest that fit")
+    parser.add_argument(
+        "--completion-tokens", type=positive, metavar="N", help="mean of [rl]; default: half of max_new_tokens"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw memory by rank and the timeline of a step: .png or .svg"
@@ -100,7 +98,8 @@ def plan_command(argv: Sequence[str]) -> int:
         _write_numbers(arguments.json, lambda: search_numbers(found))
         return 0 if found.search.best else EXIT_DOES_NOT_FIT
     plan = resolve_plan(config, cluster.gpus, arguments.document_tokens, host_ranks=cluster.host_ranks)
-    run = plan_run(plan, cluster, pipeline_order)
+    engines = EngineOptions(arguments.engines, arguments.engine_gpus, arguments.completion_tokens)
+    run = plan_run(plan, cluster, pipeline_order, engines)
     here = None
     if arguments.gpu is None:
         machine = detect_machine(visible_gpus())

@@ -3,6 +3,13 @@
 from dataclasses import asdict, dataclass
 
 from glm46.config.faults import counted
+from glm46.operate.estimate.generation import (
+    EngineOptions,
+    Rollouts,
+    plan_rollouts,
+    rollout_lines,
+    rollout_numbers,
+)
 from glm46.operate.estimate.limits import limits
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, stage_memory
@@ -45,14 +52,17 @@ class RunPlan:
     """None if the run does not fit."""
     sensitivity: dict[str, tuple[float, float]]
     """See `sensitivity`; empty if it does not fit."""
+    rollouts: Rollouts | None
+    """Of a run with [rl] that fits."""
 
 
-def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf) -> RunPlan:
-    """Plan a run on a cluster; arguments of `step_time`."""
+def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf, engines: EngineOptions | None = None) -> RunPlan:
+    """Plan a run on a cluster; arguments of `step_time` and `plan_rollouts`."""
     verdict = judge(plan, _as_machine(cluster))
     cost = run_cost(plan, cluster, order_of) if verdict.fits else None
     days = {} if cost is None else sensitivity(plan, cost)
-    return RunPlan(plan, cluster, stage_memory(plan), verdict, cost, days)
+    rollouts = None if cost is None or plan.config.rl is None else plan_rollouts(plan, cost, engines or EngineOptions())
+    return RunPlan(plan, cluster, stage_memory(plan), verdict, cost, days, rollouts)
 
 
 def _as_machine(cluster: TargetCluster) -> Machine:
@@ -86,6 +96,8 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
         sections[f"does it fit on this machine ({machine.describe()})"] = verdict.lines
     if run.cost is not None:
         sections |= _time_sections(run.plan, run.cluster, run.cost, run.sensitivity)
+    if run.rollouts is not None:
+        sections |= rollout_lines(run.rollouts)
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 
@@ -126,6 +138,7 @@ def plan_numbers(run: RunPlan) -> dict:
             "tokens_per_second": cost.tokens_per_second,
             "mfu": cost.mfu,
             "effective_time": None if (effective := effective_time(plan, cost)) is None else asdict(effective),
+            "rollouts": None if run.rollouts is None else rollout_numbers(run.rollouts),
             "stages": [
                 {"steps": stage.steps, "days": stage.seconds / SECONDS_PER_DAY, "step_seconds": stage.largest.seconds}
                 | {"parts": stage.largest.parts, "mfu": stage.largest.mfu}
@@ -196,7 +209,7 @@ def _time_sections(
         title += "; tokens travel as in published training stacks, not as in this run"
     of_stage = f", stage {index + 1}" if len(cost.stages) > 1 else ""
     if plan.config.rl is not None:
-        title += "; without rollouts, of samples that fill training.seq_len: shorter ones are packed"
+        title += "; without generation, of samples that fill training.seq_len: shorter ones are packed"
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
     shown = [(name, seconds) for name, seconds in parts if seconds >= 0.002 * step.seconds]
     money = (

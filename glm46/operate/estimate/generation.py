@@ -1,0 +1,297 @@
+"""Time of rollouts: what engines take to generate the completions of reinforcement learning, beside the trainer.
+
+A step of decoding takes the longer of the bytes that a GPU reads and of its products, and the collectives of its
+layers. What is assumed: experts get equal loads, prompts cost nothing beside completions, an engine of servers replays
+its kernels without the host, and no token is drafted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from math import ceil, prod
+
+from glm46.config.errors import UserError
+from glm46.config.faults import counted
+from glm46.operate.estimate.kernels import MOVED
+from glm46.operate.estimate.other_networks import inference_bytes
+from glm46.operate.estimate.rank_parts import local_shape
+from glm46.operate.estimate.requirement import usable_bytes
+from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost
+from glm46.operate.estimate.target_cluster import TargetCluster
+from glm46.operate.estimate.units import amount, duration, run_time
+from glm46.run.checkpoint_size import WIDTHS, checkpoint_size
+from glm46.run.layout import Layout, generation_layout
+from glm46.run.parameters import count_parameters, layer_counts, named_rows
+from glm46.run.plan import Plan
+
+_MOST_TENSOR_PARALLEL = 8
+"""Ranks of an engine that share a matrix; larger engines have several groups with requests of their own."""
+_LEAST_CACHE = 0.2
+"""Of a GPU's usable memory, that an engine of servers leaves to keys and values."""
+_MOST_RANKS = 1024
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Engine:
+    """GPUs that hold one model and generate together."""
+
+    plan: Plan
+    cluster: TargetCluster
+    layout: Layout
+    is_server: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def _width(self) -> int:
+        return WIDTHS[self.plan.config.training.mixed_precision_param]
+
+    @cached_property
+    def _weights(self) -> dict[bool, float]:
+        """Elements that a rank multiplies with in a step of decoding: of routed experts, and all others."""
+        sizes = {True: 0.0, False: 0.0}
+        for name, row in named_rows(self.plan.shape).items():
+            if row.is_matrix and row.part != "embedding" and not name.startswith("mtp."):
+                sizes[row.is_expert] += prod(local_shape(row, self.plan.shape, self.layout)) / self.layout.pp
+        return sizes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of an element."""
+        rollout = self.plan.config.rollout
+        return 1 if rollout is not None and rollout.weights_dtype else self._width
+
+    def _cache(self, tokens: float) -> float:
+        """Bytes of the keys and values of one row, on each rank of the group that computes its attention."""
+        shape, layers = self.plan.shape, self.plan.shape.num_hidden_layers / self.layout.pp
+        of_token = shape.latent_width or 2 * max(shape.num_key_value_heads // self.layout.tp, 1) * shape.head_dim
+        return tokens * layers * of_token * self._width
+
+    def free_bytes(self) -> float:
+        """Of a GPU, beside the weights; below 0 if they do not fit."""
+        dtype = self.plan.config.training.mixed_precision_param
+        weights = inference_bytes(self.plan.shape, self.layout, dtype, drafts=False)
+        return usable_bytes(self.cluster.gpu.memory_bytes) - weights * self.weight_bytes / self._width
+
+    def at_once(self, context: float) -> int:
+        """Rows that the engine holds: as many as the config allows, and of servers as fit in the memory.
+
+        Args:
+            context: tokens of a row in the mean.
+        """
+        rollout, groups = self.plan.config.rollout, self.layout.dp_shard
+        assert rollout is not None
+        if not self.is_server:  # the plan of the memory has counted these rows
+            return rollout.samples_at_once * groups
+        return max(min(rollout.samples_at_once, int(groups * self.free_bytes() / self._cache(context))), 1)
+
+    def step_seconds(self, rows: int, context: float) -> float:
+        """Seconds in which each of these rows gets a token."""
+        shape, layout, share, gpu = self.plan.shape, self.layout, self.cluster.efficiencies, self.cluster.gpu
+        of_group, of_token = rows / layout.dp_shard, shape.num_experts_per_tok / shape.n_routed_experts
+        chosen = 1 - (1 - of_token) ** rows
+        read = (self._weights[False] + chosen * self._weights[True]) * self.weight_bytes
+        moved = (read + of_group * self._cache(context)) / (gpu.memory_bandwidth * share.memory)
+        products = 2 * (self._weights[False] * of_group + self._weights[True] * of_token * rows * share.imbalance)
+        seconds = max(moved, products / (gpu.bf16_flops * share.products)) * layout.pp
+        return seconds + self._collective_seconds(of_group) + (0.0 if self.is_server else self._launch_seconds())
+
+    def _collective_seconds(self, of_group: float) -> float:
+        """Two sums over tensor-parallel ranks in a layer, and the way of a token to its experts and back."""
+        shape, layout, share = self.plan.shape, self.layout, self.cluster.efficiencies
+        _, moe, _ = layer_counts(shape)
+        hidden, seconds = of_group * shape.hidden_size * self._width, 0.0
+        if layout.tp > 1:
+            sums = 2 * hidden * (layout.tp - 1) / layout.tp / self.cluster.link(1, layout.tp).bytes_per_second
+            seconds += 2 * shape.num_hidden_layers * (share.call_seconds + sums)
+        if layout.ep > 1:
+            rows = min(shape.num_experts_per_tok, layout.ep) * hidden / layout.tp * (layout.ep - 1) / layout.ep
+            link = self.cluster.link(1, layout.ep).exchange_bytes_per_second
+            seconds += 2 * moe * (share.call_seconds + rows / link * share.imbalance)
+        return seconds
+
+    def _launch_seconds(self) -> float:
+        """Our own engine launches each kernel from the host."""
+        shape, kernels = self.plan.shape, MOVED[self.plan.config.training.mixed_precision_param, False].kernels
+        dense, moe, _ = layer_counts(shape)
+        norms = kernels["head_norms"][0] * shape.use_qk_norm
+        launched = dense * (kernels["dense"][0] + norms) + moe * (kernels["moe"][0] + norms)
+        return launched * self.cluster.efficiencies.launch_seconds
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of a plan that no config has."""
+
+    gpus: int | None = None
+    """Of all engines of servers; None: one engine for each of `rollout.urls`."""
+    engine_gpus: int | None = None
+    """Of one engine; None: the fewest, a power of two, that leave memory to keys and values."""
+    completion_tokens: int | None = None
+    """In the mean; None: half of the longest."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Generation of a run with [rl] beside its training, for one rollout."""
+
+    engines: int
+    engine: Engine
+    at_once: int
+    """Samples of an engine."""
+    completion_tokens: float
+    """In the mean."""
+    generation: float
+    """Seconds in which the engines generate one rollout."""
+    update: float
+    """Seconds in which the engines get new weights."""
+    training: float
+    """Seconds in which the trainer makes the steps of one rollout."""
+    seconds: float
+    """From one rollout to the next."""
+    rollouts: int
+    other_gpus: int
+    """GPUs that only generate."""
+
+    @property
+    def days(self) -> float:
+        return self.rollouts * self.seconds / SECONDS_PER_DAY
+
+    @property
+    def gpu_hours(self) -> float:
+        return (self.engine.cluster.gpus + self.other_gpus) * self.days * 24
+
+    @property
+    def dollars(self) -> float | None:
+        """None without a price."""
+        price = self.engine.cluster.price
+        return None if price is None else self.gpu_hours * price
+
+
+def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts:
+    """Predict the rollouts of a run with [rl].
+
+    Raises:
+        UserError: the engines do not fit the GPUs, or the model not the engines.
+    """
+    rl, rollout, cluster = plan.config.rl, plan.config.rollout, cost.cluster
+    assert rl is not None and rollout is not None
+    is_server = rollout.kind != "local"
+    longest, prompt = rollout.max_new_tokens, (plan.config.training.seq_len - rollout.max_new_tokens) / 2
+    mean = min(options.completion_tokens or max(longest // 2, 1), longest)
+    if is_server:
+        engine = _server_engine(plan, cluster, options.engine_gpus)
+        engines = (options.gpus or len(rollout.urls) * engine.ranks) // engine.ranks
+        if not engines:
+            raise UserError(
+                f"command line: --engines {options.gpus}: one takes {counted(engine.ranks, 'GPU')}; give more"
+            )
+    else:
+        ranks = max(rollout.degrees.ranks, rollout.expert_parallel_degree * rollout.pipeline_parallel_degree)
+        engine = Engine(plan, cluster, generation_layout(rollout.degrees, ranks), is_server=False)
+        engines = plan.layout.world_size // ranks
+    lengths = _lengths(ceil(rl.samples_per_rollout / engines), mean, longest)
+    total = sum(lengths)
+    context = prompt + sum(length * length for length in lengths) / (2 * total)
+    at_once = engine.at_once(context)
+    generation = _generation_seconds(lengths, at_once, lambda rows: engine.step_seconds(rows, context))
+    step = cost.longest.largest
+    tokens = rl.samples_per_rollout * (prompt + total / len(lengths))
+    training, update = tokens / step.tokens * step.seconds, _update_seconds(plan, cluster, engine, engines)
+    # Servers with samples of older weights generate while the trainer works; the weights come between.
+    seconds = update + (max(generation, training) if rollout.max_staleness else generation + training)
+    steps_of_rollout = max(round(rl.samples_per_rollout * plan.config.training.seq_len / step.tokens), 1)
+    rollouts = ceil(cost.steps / steps_of_rollout)
+    others = engines * engine.ranks * is_server
+    return Rollouts(
+        engines, engine, at_once, total / len(lengths), generation, update, training, seconds, rollouts, others
+    )
+
+
+def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> Engine:
+    """An engine as `rl-servers` starts it: tensor parallelism inside a host, experts over all of its GPUs."""
+    shape, sizes = plan.shape, [ranks] if ranks else [2**power for power in range(_MOST_RANKS.bit_length())]
+    for size in sizes:
+        tp = min(size, _MOST_TENSOR_PARALLEL, cluster.gpus_per_node)
+        while shape.num_attention_heads % tp or size % tp:
+            tp -= 1
+        ep = size if shape.n_routed_experts % size == 0 else tp
+        engine = Engine(plan, cluster, Layout(1, 1, size // tp, 1, tp, ep), is_server=True)
+        if engine.free_bytes() >= _LEAST_CACHE * usable_bytes(cluster.gpu.memory_bytes):
+            return engine
+    what = f"--engine-gpus {ranks}" if ranks else f"an engine of {_MOST_RANKS} GPUs"
+    raise UserError(f"command line: {what}: too little memory for this model; take more or larger GPUs")
+
+
+def _lengths(count: int, mean: int, longest: int) -> list[int]:
+    """Lengths in an order without trend, equally spread around the mean as far as the longest allows."""
+    least, most = max(2 * mean - longest, 0), min(2 * mean, longest)
+    return [max(round(least + (index * _GOLDEN % 1.0) * (most - least)), 1) for index in range(1, count + 1)]
+
+
+def _generation_seconds(lengths: list[int], at_once: int, step_seconds: Callable[[int], float]) -> float:
+    """Seconds in which an engine generates these completions; one begins when another one has ended."""
+    running, waiting = lengths[:at_once], lengths[at_once:][::-1]
+    heapify(running)
+    now, seconds = 0, 0.0
+    while running:
+        ended = heappop(running)
+        if ended > now:
+            seconds += (ended - now) * step_seconds(len(running) + 1)
+            now = ended
+        if waiting:
+            heappush(running, now + waiting.pop())
+    return seconds
+
+
+def _update_seconds(plan: Plan, cluster: TargetCluster, engine: Engine, engines: int) -> float:
+    """Seconds in which the weights come from the trainer to the engines: written and read, sent by rank 0 to all, or
+    gathered by ranks that generate themselves."""
+    rollout, port = plan.config.rollout, cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network
+    assert rollout is not None
+    size = count_parameters(plan.shape).total * engine.weight_bytes
+    if rollout.send_adapters:
+        size = checkpoint_size(plan).hugging_face
+    if not engine.is_server:
+        is_inside = cluster.gpus <= cluster.gpus_per_node
+        return size / (cluster.gpu.link_bandwidth * cluster.efficiencies.link if is_inside else port)
+    if rollout.weights == "broadcast":
+        return size / port
+    nodes = max(engines * engine.ranks / cluster.gpus_per_node, 1)
+    return cluster.writing_seconds(size) + engines * size / (nodes * cluster.storage_gbytes * 1e9)
+
+
+def rollout_numbers(rollouts: Rollouts) -> dict:
+    """Rollouts as a JSON object: seconds, days, dollars."""
+    engine = rollouts.engine
+    names = "engines", "at_once", "completion_tokens", "generation", "update", "training", "seconds", "rollouts"
+    numbers = {name: getattr(rollouts, name) for name in names}
+    sizes = {"engine_gpus": engine.ranks, "tensor_parallel": engine.layout.tp, "expert_parallel": engine.layout.ep}
+    return numbers | sizes | {name: getattr(rollouts, name) for name in ("days", "gpu_hours", "dollars")}
+
+
+def rollout_lines(rollouts: Rollouts) -> dict[str, list[str]]:
+    """A title and its lines."""
+    engine, layout = rollouts.engine, rollouts.engine.layout
+    config, cluster = engine.plan.config, engine.cluster
+    assert config.rollout is not None and config.rl is not None
+    where = f"{counted(rollouts.other_gpus, 'GPU')} more" if engine.is_server else "the GPUs that train"
+    what = f"tp {layout.tp}, experts over {layout.ep}, {rollouts.at_once:,} samples at once"
+    generated = rollouts.completion_tokens * config.rl.samples_per_rollout / rollouts.generation
+    beside = "beside each other" if config.rollout.max_staleness else "one after the other"
+    gpus = f"({cluster.gpus:,} + {rollouts.other_gpus:,} GPUs)" if engine.is_server else ""
+    rows = [
+        ("engines", f"{rollouts.engines:,} x {counted(engine.ranks, 'GPU')}", f"({what}; {where})"),
+        ("generation of a rollout", duration(rollouts.generation), f"({generated:,.0f} tokens/s)"),
+        ("training on it", duration(rollouts.training), f"({beside})"),
+        ("new weights for the engines", duration(rollouts.update), ""),
+        ("time with rollouts", run_time(rollouts.days * SECONDS_PER_DAY), f"({rollouts.rollouts:,} rollouts)"),
+        ("GPU-hours with rollouts", amount(rollouts.gpu_hours), gpus),
+        *([] if rollouts.dollars is None else [("cost with rollouts", f"${rollouts.dollars:,.0f}", "")]),
+    ]
+    title = f"rollouts, predicted for completions of {rollouts.completion_tokens:,.0f} tokens in the mean"
+    return {title: [f"{name:<35} {value:>22}  {remark}".rstrip() for name, value, remark in rows]}
