@@ -11,6 +11,7 @@ from glm46.config.loader import load_config
 from glm46.config.options import above_zero, positive, process_count, require_picture, require_writable
 from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.observe.peaks import accelerator_of
+from glm46.operate.estimate.document_lengths import prepared_document_tokens
 from glm46.operate.estimate.generation import EngineOptions
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.pipeline_order import pipeline_order
@@ -24,6 +25,7 @@ from glm46.run.plan import resolve_plan
 
 DEFAULT_GPU = "H100"
 EXIT_DOES_NOT_FIT = 1
+_PREPARED = "prepared"
 _MOST_GPUS = 2**18
 """More than any cluster has. A plan takes time for each rank: Muon's owners of matrices."""
 
@@ -60,16 +62,15 @@ def plan_command(argv: Sequence[str]) -> int:
         "--measured", type=Path, metavar="FILE", help="efficiencies of `benchmark rates --json`; default: assumed"
     )
     parser.add_argument(
-        "--document-tokens", type=positive, metavar="N",
-        help="mean tokens of a document, whose lengths are taken as exponential; absent: each row is one document",
+        "--document-tokens", type=_document_tokens, metavar="N",
+        help='mean tokens of a document, whose lengths are taken as exponential, or "prepared": as in the prepared '
+        "sources; absent: each row is one document",
     )  # fmt: skip
     parser.add_argument(
         "--engines", type=positive, metavar="N", help="GPUs of servers; default: an engine for each URL"
     )
     parser.add_argument("--engine-gpus", type=positive, metavar="N", help="of one server; default: the fewest that fit")
-    parser.add_argument(
-        "--completion-tokens", type=positive, metavar="N", help="mean of [rl]; default: half of max_new_tokens"
-    )
+    parser.add_argument("--completion-tokens", type=positive, metavar="N", help="mean; default: half of the longest")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw memory by rank and the timeline of a step: .png or .svg"
@@ -91,6 +92,8 @@ def plan_command(argv: Sequence[str]) -> int:
         raise UserError(
             "command line: --document-tokens: data.document_mask = false, so attention crosses documents; leave it out"
         )
+    if arguments.document_tokens == _PREPARED:
+        arguments.document_tokens = prepared_document_tokens(config)
     cluster = _cluster(arguments, config.parallelism)
     if arguments.search:
         found = run_search(config, cluster, pipeline_order, arguments.document_tokens)
@@ -111,6 +114,10 @@ def plan_command(argv: Sequence[str]) -> int:
 
         _write("--picture", arguments.picture, lambda file: draw_plan(run, file))
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
+
+
+def _document_tokens(text: str) -> int | str:
+    return _PREPARED if text == _PREPARED else positive(text)
 
 
 def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> TargetCluster:

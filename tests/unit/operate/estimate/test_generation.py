@@ -38,7 +38,9 @@ def flash_config(*overrides: str):
 
 def planned(recipe: str, world_size: int, *overrides: str, gpu_bytes: int = 0, **options):
     plan = resolve_plan(load_config(ROOT / f"train_configs/{recipe}.toml", overrides), world_size)
-    run = plan_run(plan, cluster_of("H100", world_size), lambda *_: pytest.fail("no pipeline is simulated"), EngineOptions())
+    run = plan_run(
+        plan, cluster_of("H100", world_size), lambda *_: pytest.fail("no pipeline is simulated"), EngineOptions()
+    )
     assert run.cost is not None
     cost = run.cost
     if gpu_bytes:
