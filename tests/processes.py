@@ -1,5 +1,6 @@
 """Waits of the tests, for an event, with a limit that only ends a hang; and what is known of a process."""
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,13 @@ def wait_until(find: Callable[[], Found], said: str | Callable[[], str] = "", se
         assert time.monotonic() < end, said() if callable(said) else said
         time.sleep(0.01)
     return found
+
+
+def free_port() -> str:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def children_of(process: int) -> list[int]:

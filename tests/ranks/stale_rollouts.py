@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from glm46.tasks.rl import task
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.first_rank import unpack
 from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
+from tests.processes import free_port
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import TINY, small_config
@@ -54,12 +54,6 @@ def finished_groups(folder: Path) -> dict[int, list]:
             samples = [[one.tokens, one.logprobs] for one in completions]
             found[int(path.stem.partition("_")[2])] = [path.stat().st_mtime_ns, samples]
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def config_of(base: Path, name: str, port: int, *, steps: int, **rollout):
@@ -115,7 +109,7 @@ def work(rank: int, config, moment: str, seen: Path) -> int:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         base, codes, kept, said = Path(name), [], {}, []
-        port = free_port()
+        port = int(free_port())
         server = start_ranks(1, base / "log-server", lambda _: serve(port))
         config = config_of(base, "run", port, steps=STEPS, max_staleness=STALENESS)
         folder = base / "run" / FOLDER
@@ -163,7 +157,7 @@ def work_in_turn(rank: int, config, fatal: int | None, seen: Path) -> int:
 
 def in_turn() -> None:
     with tempfile.TemporaryDirectory() as name:
-        base, ports, found = Path(name), [free_port(), free_port()], {}
+        base, ports, found = Path(name), [int(free_port()), int(free_port())], {}
         servers = start_ranks(2, base / "log-server", lambda number: serve(ports[number], together=False))
         moved = {"deadline_seconds": 60.0, "keep_latest_k": 5}
         runs = (("whole", 0, None, {}), ("killed", 0, PROMPTS + 3, {}), ("killed", 1, None, moved))

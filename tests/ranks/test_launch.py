@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,7 +15,7 @@ import pytest
 from glm46.config.loader import dump_config
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.pretrain.task import train
-from tests.processes import children_of, is_alive, is_rank, wait_until
+from tests.processes import children_of, free_port, is_alive, is_rank, wait_until
 from tests.ranks.forked_launch import EXIT_SECONDS
 from tests.ranks.server import Forked, Server
 from tests.small_run import small_config
@@ -234,12 +233,6 @@ def rows(config) -> list[dict]:
     lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
     timed = ("seconds", "second", "device", "mfu", "gib")
     return [{k: v for k, v in json.loads(line).items() if not k.endswith(timed)} for line in lines]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -7,7 +7,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import date
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,17 +27,20 @@ from glm46.config.options import require_writable
 from glm46.config.presets import PRESETS
 from glm46.engine.observe.hardware import measured_matmul_flops
 from glm46.engine.observe.peaks import Accelerator, find_accelerator
+from glm46.files.file_content import read_json_object
 from glm46.operate.estimate.kernels import MOVED
 from glm46.operate.estimate.machine import detect_machine
 from glm46.run.flops import attention_flops
 
 _ROUNDS = 7
 _TINY_TOKENS = 16
+_ROWS = (32, 128, 512, 2048, 8192)
+"""Rows of an expert, and tokens of a document, at which speeds are measured."""
 
 
 def efficiencies(rates: Mapping[str, float], peaks: Accelerator, source: str) -> dict[str, float | str]:
     """Shares of the peaks that measured rates are, as `Efficiencies.read` takes them."""
-    of = {"memory": peaks.memory_bandwidth, "launch_seconds": 1.0}
+    of = {"memory": peaks.memory_bandwidth, "launch_seconds": 1.0, "experts_rows": 1.0, "attention_rows": 1.0}
     return {name: rate / of.get(name, peaks.bf16_flops) for name, rate in rates.items()} | {"source": source}
 
 
@@ -56,67 +61,113 @@ def benchmark_rates(arguments: argparse.Namespace) -> None:
         )
     if arguments.json is not None:
         require_writable("--json", arguments.json)
-    rates = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)
+    rates, grid = measure_rates(PRESETS[arguments.flavor], arguments.tokens, device, dtype)
+    if device.type == "cpu":  # the peaks were measured too, and another program may have held the cores then
+        flops = max(peaks.bf16_flops, rates["products"], rates["experts"], rates["attention"])
+        peaks = replace(peaks, bf16_flops=flops, memory_bandwidth=max(peaks.memory_bandwidth, rates["memory"]))
     source = f"{peaks.name}, {arguments.flavor}, {arguments.tokens:,} tokens, torch {torch.__version__}, {date.today()}"
-    found = json.dumps(efficiencies(rates, peaks, source), indent=2)
     print(
         f"--gpu '{peaks.name}:bf16={peaks.bf16_flops / 1e12:.4g},memory={peaks.memory_bytes / 2**30:.4g},"
         f"bandwidth={peaks.memory_bandwidth / 1e9:.4g},link={peaks.link_bandwidth / 1e9:.4g}'"
     )
-    print(found, flush=True)
-    if arguments.json is not None:
-        try:
-            arguments.json.write_text(found + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"benchmark: --json {arguments.json}: {error.strerror}; name another file") from error
+    for name, speeds in grid.items():
+        print(f"{name}: " + ", ".join(f"{rows:,} rows {rate / 1e12:.4g} TFLOP/s" for rows, rate in speeds.items()))
+    write_shares(efficiencies(rates, peaks, source), arguments.json)
 
 
-def measure_rates(shape: ModelShape, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure one layer of a model on one row of tokens; the best of some rounds of each.
+def write_shares(shares: dict[str, float | str], file: Path | None) -> None:
+    """Print shares, and add them to those of a file, whose sources are then named one after the other.
+
+    Raises:
+        UserError: the file is not JSON of such shares, or cannot be written.
+    """
+    print(json.dumps(shares, indent=2), flush=True)
+    if file is None:
+        return
+    known = read_json_object(file, "remove it, or name another file") if file.exists() else {}
+    sources = dict.fromkeys(str(each["source"]) for each in (known, shares) if "source" in each)
+    try:
+        file.write_text(json.dumps(known | shares | {"source": "; ".join(sources)}, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"benchmark: --json {file}: {error.strerror}; name another file") from error
+
+
+def fit_rows(speeds: Mapping[int, float]) -> tuple[float, float]:
+    """The speed with endless rows and the rows at which half of it is reached: speed = most * rows / (rows + half), as
+    the planner takes it. Least squares of 1 / speed, which is linear in 1 / rows; one speed holds for all rows."""
+    xs, ys = [1 / rows for rows in speeds], [1 / rate for rate in speeds.values()]
+    slope = 0.0
+    if len(speeds) > 1:
+        # Weights of the squares of speeds make the errors relative.
+        weights = [rate * rate for rate in speeds.values()]
+        x_mean, y_mean = (sum(w * v for w, v in zip(weights, vs, strict=True)) / sum(weights) for vs in (xs, ys))
+        spread = sum(w * (x - x_mean) ** 2 for w, x in zip(weights, xs, strict=True))
+        both = zip(weights, xs, ys, strict=True)
+        slope = max(sum(w * (x - x_mean) * (y - y_mean) for w, x, y in both) / spread, 0.0)
+        most = 1 / max(y_mean - slope * x_mean, min(ys) / 2)
+    else:
+        most = 1 / ys[0]
+    return most, slope * most
+
+
+def measure_rates(
+    shape: ModelShape, tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
+    """Measure one layer of a model; the best of some rounds of each.
 
     Returns:
-        ``products``, ``experts`` and ``attention`` in FLOP/s, ``memory`` in bytes per second, ``launch_seconds`` of one
-        kernel.
+        ``products``, ``experts`` and ``attention`` in FLOP/s with endless rows, ``experts_rows`` and ``attention_rows``
+        at which half of it is reached, ``memory`` in bytes per second, ``launch_seconds`` of one kernel; and the speeds
+        of ``experts`` by rows of an expert and of ``attention`` by length, of at most ``tokens``.
     """
     with torch.device(device):
-        D, F, A = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts_per_tok
-        linear = Linear(D, shape.num_attention_heads * shape.head_dim, bias=False).to(dtype)
-        x = torch.randn(tokens, D, dtype=dtype, requires_grad=True)
+        linear = Linear(shape.hidden_size, shape.num_attention_heads * shape.head_dim, bias=False).to(dtype)
+        x = torch.randn(tokens, shape.hidden_size, dtype=dtype, requires_grad=True)
         products = _best(lambda: linear(x), [x, linear.weight], device)
-
         experts = Experts(shape).to(dtype)
         for weight in experts.parameters():
             torch.nn.init.normal_(weight, std=0.02)
-        rows = torch.randn(tokens * A, D, dtype=dtype, requires_grad=True)
-        hidden = torch.randn(tokens * A, F, dtype=dtype, requires_grad=True)
-        ends = torch.arange(1, shape.n_routed_experts + 1) * (tokens * A) // shape.n_routed_experts
-        offsets = ends.to(torch.int32)
-        grouped = _best(lambda: experts.product(rows, experts.gate_up, offsets), [rows, experts.gate_up], device)
-        grouped += _best(lambda: experts.product(hidden, experts.down, offsets), [hidden, experts.down], device)
-
-        heads = (
-            (shape.num_attention_heads, True),
-            (shape.num_key_value_heads, True),
-            (shape.num_key_value_heads, True),
-        )
-        q, k, v = (
-            torch.randn(1, tokens, count, shape.head_dim, dtype=dtype, requires_grad=grad) for count, grad in heads
-        )
-        layout = attention_layout(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"), (1, tokens), None)
-        layout = layout.to(device)
-        attention = _best(lambda: attend(q, k, v, layout), [q, k, v], device)
-
         gate, up = (torch.randn(tokens, shape.intermediate_size, dtype=dtype, requires_grad=True) for _ in range(2))
         moving = _best(lambda: swiglu(gate, up), [gate, up], device)
-    moved = sum(MOVED[str(dtype).removeprefix("torch."), False].inner) * gate.numel()
-    return {
-        "products": 6 * tokens * linear.weight.numel() / products,
-        "experts": 6 * tokens * A * 3 * D * F / grouped,
-        # One product more in backward than `attention_flops` counts.
-        "attention": tokens * attention_flops(shape, tokens) * 3.5 / 3 / attention,
-        "memory": moved / moving,
-        "launch_seconds": _launch_seconds(shape, device, dtype),
+    sizes = [rows for rows in _ROWS if rows <= tokens] or [tokens]
+    grid = {
+        "experts": {rows: _expert_flops(experts, rows, tokens, device, dtype) for rows in sizes},
+        "attention": {rows: _attention_flops(shape, rows, tokens, device, dtype) for rows in sizes if rows >= 128}
+        or {tokens: _attention_flops(shape, tokens, tokens, device, dtype)},
     }
+    rates = {"products": 6 * tokens * linear.weight.numel() / products}
+    for name, speeds in grid.items():
+        rates[name], rates[f"{name}_rows"] = fit_rows(speeds)
+    moved = sum(MOVED[str(dtype).removeprefix("torch."), False].inner) * gate.numel()
+    return rates | {"memory": moved / moving, "launch_seconds": _launch_seconds(shape, device, dtype)}, grid
+
+
+def _expert_flops(experts: Experts, rows: int, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of both products of so many rows for each expert; of all experts, or of as many as have the assignments of
+    the tokens, but of two at least."""
+    number, width, hidden_size = experts.gate_up.shape  # experts, both projections, hidden size
+    used = max(min(number, 8 * tokens // rows), min(2, number))
+    ends = torch.arange(1, number + 1).clamp(max=used) * rows
+    with torch.device(device):
+        offsets = ends.to(device, torch.int32)
+        x = torch.randn(used * rows, hidden_size, dtype=dtype, requires_grad=True)
+        inner = torch.randn(used * rows, width // 2, dtype=dtype, requires_grad=True)
+        seconds = _best(lambda: experts.product(x, experts.gate_up, offsets), [x, experts.gate_up], device)
+        seconds += _best(lambda: experts.product(inner, experts.down, offsets), [inner, experts.down], device)
+    return 6 * used * rows * (width + width // 2) * hidden_size / seconds
+
+
+def _attention_flops(shape: ModelShape, length: int, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of attention over rows of this length, of all tokens together."""
+    count = max(tokens // length, 1)
+    heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
+    with torch.device(device):
+        q, k, v = (torch.randn(count, length, each, shape.head_dim, dtype=dtype, requires_grad=True) for each in heads)
+        documents = torch.zeros(count, length, dtype=torch.int64, device="cpu")
+        layout = attention_layout(documents, (count, length), None).to(device)
+        seconds = _best(lambda: attend(q, k, v, layout), [q, k, v], device)
+    # One product more in backward than `attention_flops` counts.
+    return count * length * attention_flops(shape, length) * 3.5 / 3 / seconds
 
 
 def _launch_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> float:
