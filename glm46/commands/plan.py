@@ -15,6 +15,7 @@ from glm46.operate.estimate.document_lengths import prepared_document_tokens
 from glm46.operate.estimate.generation import EngineOptions
 from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.pipeline_order import pipeline_order
+from glm46.operate.estimate.prices import KINDS, PRICES_DATE, price_of
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
 from glm46.operate.estimate.search import run_search, search_numbers, search_text
@@ -38,7 +39,7 @@ def plan_command(argv: Sequence[str]) -> int:
     """
     parser = config_parser("plan")
     parser.add_argument(
-        "--gpus", "--nproc", type=process_count, metavar="N", help="GPUs; default: the fewest that the degrees allow"
+        "--gpus", "--nproc", type=process_count, metavar="N", help="default: the fewest that fit the degrees"
     )
     parser.add_argument(
         "--gpu", metavar="NAME",
@@ -54,15 +55,14 @@ def plan_command(argv: Sequence[str]) -> int:
         "--storage", type=above_zero, default=STORAGE_GBYTES, metavar="GBYTES",
         help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
     )  # fmt: skip
+    parser.add_argument("--exchange", choices=("own", "deepep"), default="own", help="the run's, or published stacks'")
     parser.add_argument(
-        "--exchange", choices=("own", "deepep"), default="own", help="the run's, or that of published stacks"
+        "--price", type=_word_or(above_zero, *KINDS), metavar="DOLLARS",
+        help=f"of one GPU for one hour, or {', '.join(KINDS)}: from the table of {PRICES_DATE}",
     )  # fmt: skip
-    parser.add_argument("--price", type=above_zero, metavar="DOLLARS", help="of one GPU for one hour")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="efficiencies of `benchmark rates` and `links`")
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE", help="efficiencies of `benchmark rates --json`; default: assumed"
-    )
-    parser.add_argument(
-        "--document-tokens", type=_document_tokens, metavar="N",
+        "--document-tokens", type=_word_or(positive, _PREPARED), metavar="N",
         help='mean tokens of a document, whose lengths are taken as exponential, or "prepared": as in the prepared '
         "sources; absent: each row is one document",
     )  # fmt: skip
@@ -116,8 +116,8 @@ def plan_command(argv: Sequence[str]) -> int:
     return 0 if run.verdict.fits else EXIT_DOES_NOT_FIT
 
 
-def _document_tokens(text: str) -> int | str:
-    return _PREPARED if text == _PREPARED else positive(text)
+def _word_or(read: Callable[[str], float], *words: str) -> Callable[[str], float | str]:
+    return lambda text: text if text in words else read(text)
 
 
 def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> TargetCluster:
@@ -126,14 +126,16 @@ def _cluster(arguments: argparse.Namespace, parallelism: ParallelismConfig) -> T
         raise UserError(f"command line: --exchange deepep: {why}; remove one of them")
     if (gpus := arguments.gpus or smallest_world(parallelism)) > _MOST_GPUS:
         raise UserError(f"command line: --gpus: {gpus:,} GPUs: a plan goes up to {_MOST_GPUS:,}; take fewer")
+    option = "--gpu"
     try:
-        gpu = accelerator_of(arguments.gpu or DEFAULT_GPU)
+        gpu, option = accelerator_of(arguments.gpu or DEFAULT_GPU), "--price"
+        price = price_of(gpu, arguments.price) if arguments.price in KINDS else arguments.price
     except ValueError as error:
-        raise UserError(f"command line: --gpu {error}") from error
+        raise UserError(f"command line: {option} {error}") from error
     shares = Efficiencies.assumed(gpu)
     if arguments.measured is not None:
         shares = Efficiencies.read(arguments.measured, shares)
-    node = arguments.gpus_per_node or gpu.host_gpus, arguments.network, arguments.price, arguments.storage
+    node = arguments.gpus_per_node or gpu.host_gpus, arguments.network, price, arguments.storage
     return TargetCluster(gpu, gpus, *node, shares, arguments.exchange)
 
 

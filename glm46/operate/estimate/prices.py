@@ -1,0 +1,43 @@
+"""What a GPU costs for one hour, in dollars: a table to edit. Prices of GPUs change by a third in half a year."""
+
+from typing import NamedTuple
+
+from glm46.engine.observe.peaks import Accelerator
+
+PRICES_DATE = "May 2026"
+
+
+class Price(NamedTuple):
+    """Of one GPU for one hour; 0: none is known."""
+
+    on_demand: float
+    reserved: float
+    """For a year."""
+    spot: float
+    """It can be taken away within minutes."""
+
+
+KINDS = ("on-demand", "reserved", "spot")
+PRICES = {
+    # On demand the middle of specialised providers' prices (mercatus-ai.com, cloud GPU pricing, May 2026); reserved
+    # SemiAnalysis' index for a year (March 2026); spot vast.ai (gridstackhub.ai, 2026).
+    "H100": Price(3.00, 2.35, 1.49),
+    "H200": Price(4.00, 0.0, 0.0),
+    "A100": Price(1.30, 0.0, 0.0),
+    # packet.ai, June 2026, the lowest of 26 providers.
+    "B200": Price(3.75, 0.0, 0.0),
+}
+
+
+def price_of(gpu: Accelerator, kind: str) -> float:
+    """The price of one of `KINDS`.
+
+    Raises:
+        ValueError: the table lacks it; says what it has.
+    """
+    prices = dict(zip(KINDS, PRICES.get(gpu.name, Price(0.0, 0.0, 0.0)), strict=True))
+    if not prices[kind]:
+        known = [name for name, price in prices.items() if price]
+        has = f"has {' and '.join(known)} of {gpu.name}" if known else f"knows none of {gpu.name}"
+        raise ValueError(f"{kind}: the table of prices of {PRICES_DATE} {has}; give a number of dollars")
+    return prices[kind]
