@@ -56,10 +56,8 @@ def plan_command(argv: Sequence[str]) -> int:
         help=f"GB/s that each node writes to the folder of checkpoints; default {STORAGE_GBYTES:g}",
     )  # fmt: skip
     parser.add_argument("--exchange", choices=("own", "deepep"), default="own", help="the run's, or published stacks'")
-    parser.add_argument(
-        "--price", type=_word_or(above_zero, *KINDS), metavar="DOLLARS",
-        help=f"of one GPU for one hour, or {', '.join(KINDS)}: from the table of {PRICES_DATE}",
-    )  # fmt: skip
+    of_price = f"of one GPU for one hour, or {', '.join(KINDS)}: of {PRICES_DATE}"
+    parser.add_argument("--price", type=_word_or(above_zero, *KINDS), metavar="DOLLARS", help=of_price)
     parser.add_argument("--measured", type=Path, metavar="FILE", help="efficiencies of `benchmark rates` and `links`")
     parser.add_argument(
         "--document-tokens", type=_word_or(positive, _PREPARED), metavar="N",

@@ -127,3 +127,11 @@ def test_the_command_prints_and_writes_rollouts(tmp_path, capsys):
     assert "rollouts, predicted for completions of 8,0" in printed and "the GPUs that train" in printed
     assert f"${numbers['dollars']:,.0f}" in printed
     assert numbers["dollars"] == pytest.approx(2 * 8 * 24 * numbers["days"])
+
+
+def test_the_documented_rollouts_are_the_planned_ones(capsys):
+    documented = (ROOT / "docs/planner.md").read_text().partition("\nrollouts, predicted for")[2].partition("```")[0]
+    assert main(["plan", "--config", str(ROOT / "train_configs/glm46_rl_grpo.toml"), "--gpu", "H100"]) == 0
+    printed = capsys.readouterr().out
+    lines = documented.splitlines()
+    assert len(lines) == 6 and all(line in printed for line in lines)
