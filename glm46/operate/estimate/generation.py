@@ -253,7 +253,7 @@ def _update_seconds(plan: Plan, cluster: TargetCluster, engine: Engine, engines:
     gathered by ranks that generate themselves."""
     rollout, port = plan.config.rollout, cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network
     assert rollout is not None
-    size = count_parameters(plan.shape).total * engine.weight_bytes
+    size = float(count_parameters(plan.shape).total * engine.weight_bytes)
     if rollout.send_adapters:
         size = checkpoint_size(plan).hugging_face
     if not engine.is_server:
