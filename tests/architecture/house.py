@@ -115,6 +115,8 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 5, "kept thoughts of prompts; the format of a base"),
     ("tasks/rl/rewards", 7, "options in small letters"),
     ("tasks/rl/rollout", 1, "the format of a served base"),
+    ("operate/estimate", 416, "time of rollouts; lengths of prepared documents; prices"),
+    ("operate/benchmark", 160, "speeds by rows; links between ranks"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_573

@@ -120,7 +120,9 @@ class Roofline:
         moved = work.nbytes / self._memory
         if work.kind == "memory":
             return moved
-        peak = self._fp8 * self._share.fp8 if work.in_fp8 and self._fp8 > self._bf16 else self._bf16
+        is_own = work.kind == "experts" and not self.published_exchange  # others have faster grouped products in FP8
+        in_fp8 = self._share.fp8_experts if is_own else self._share.fp8
+        peak = self._fp8 * in_fp8 if work.in_fp8 and self._fp8 > self._bf16 else self._bf16
         share = getattr(self._share, work.kind)
         if work.rows:
             share *= work.rows / (work.rows + getattr(self._share, f"{work.kind}_rows"))

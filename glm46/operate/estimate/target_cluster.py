@@ -17,7 +17,7 @@ NETWORK_GBITS = 400.0
 """Gbit/s of a GPU's own port between nodes: ConnectX-7, one port per GPU."""
 
 
-_SHARES = ("products", "experts", "attention", "memory", "link", "network", "fp8", "overlap")
+_SHARES = ("products", "experts", "attention", "memory", "link", "network", "fp8", "fp8_experts", "overlap")
 """Keys that are shares of a peak or of a time."""
 
 
@@ -36,7 +36,10 @@ class Efficiencies:
     experts_rows: float = 1536.0
     """Rows of an expert at which grouped products reach half of that."""
     fp8: float = 0.70
-    """Of what products and experts reach in FP8, the time to quantise included, over twice their BF16 speed."""
+    """Of what products reach in FP8, the time to quantise included, over twice their BF16 speed."""
+    fp8_experts: float = 0.50
+    """The same of grouped products: no faster than in BF16, as torchao's were with 256 to 2,048 rows of an expert on an
+    H100 (docs/results/gpu_h100_2026-11-26.md)."""
     attention: float = 0.28
     """Of the peak, by attention over long documents."""
     attention_rows: float = 300.0

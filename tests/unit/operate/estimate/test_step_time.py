@@ -234,7 +234,8 @@ def test_what_makes_a_step_slower_and_faster():
     assert half["recomputation"] == pytest.approx(full.parts["recomputation"] / 2, rel=0.03)  # 24 of 47 layers
     assert half["waiting for ep"] < full.parts["waiting for ep"]
     fp8 = predicted(run(parallelism=spread, float8={"recipe_name": "rowwise", "experts_recipe_name": "rowwise"}))
-    assert fp8.parts["products"] < base.parts["products"] and fp8.parts["experts"] < base.parts["experts"]
+    assert fp8.parts["products"] < base.parts["products"]
+    assert fp8.parts["experts"] == pytest.approx(base.parts["experts"])  # as measured on an H100
     compiled = predicted(run(parallelism=spread, compile={"enable": True}))
     assert compiled.parts["memory"] < base.parts["memory"]
     tensor = predicted(run(parallelism={"tensor_parallel_degree": 8, "data_parallel_shard_degree": 2}))
