@@ -27,7 +27,7 @@ from glm46.run.plan import Plan
 
 _MOST_TENSOR_PARALLEL = 8
 """Ranks of an engine that share a matrix; larger engines have several groups with requests of their own."""
-_LEAST_CACHE = 0.2
+_LEAST_CACHE = 0.5
 """Of a GPU's usable memory, that an engine of servers leaves to keys and values."""
 _MOST_RANKS = 1024
 _GOLDEN = (5**0.5 - 1) / 2
