@@ -164,7 +164,7 @@ def _one_for_each(faults: Sequence[str], varied: Sequence[str]) -> list[str]:
     """The faults, but of each varied key only the first, with the number of the others."""
     found: dict[str, list[str]] = {}
     for fault in dict.fromkeys(faults):
-        stated = re.match(r"[\w.]*", fault.partition(": ")[2])[0]
+        stated = re.findall(r"^[\w.]*", fault.partition(": ")[2])[0]
         key = next((key for key in varied if key == stated or key.startswith(f"{stated}.")), fault)
         found.setdefault(key, []).append(fault)
     return [

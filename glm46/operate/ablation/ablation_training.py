@@ -53,7 +53,7 @@ def train_all(plan: AblationPlan, signals: LauncherSignals) -> int:
             )
             if signals.number is not None or code == EXIT_STOPPED:
                 print("the same command goes on with the runs that are not finished", flush=True)
-                return code if code > 0 else code_before_training(signals.number)
+                return code if code > 0 or signals.number is None else code_before_training(signals.number)
             has_failed |= code != 0
     return _EXIT_FAILED if has_failed else 0
 

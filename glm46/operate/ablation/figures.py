@@ -149,7 +149,7 @@ def errors_by(part: Callable[[str], str], errors: Errors) -> dict[str, Errors]:
     groups: dict[str, dict[str, Mapping[str, float]]] = {}
     for name, error in errors.items():
         groups.setdefault(part(name), {})[name] = error
-    return groups
+    return dict(groups)
 
 
 def layer_of(name: str) -> str:
@@ -176,7 +176,8 @@ def _final_loss(outcome: Outcome) -> float | None:
         return None
     last = outcome.train[-1]["tokens"]
     losses = [_loss(row) for row in outcome.train if row["tokens"] >= (1 - _FINAL_SHARE) * last]
-    return None if None in losses else statistics.fmean(losses)
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if len(known) == len(losses) else None
 
 
 def _validation_loss(outcome: Outcome) -> float | None:

@@ -46,6 +46,7 @@ def measure_quantisation(plan: Plan, step: Path, device: torch.device) -> dict[s
             exact = type(module).product
             module.product = partial(_measure, name, module, module.product, exact, errors)
     model.requires_grad_(False)
+    assert model.embed_tokens is not None  # one rank has the whole model
     model.embed_tokens.requires_grad_(True)  # gradients reach every layer; those of the weights are not kept
     batch = {key: value.to(device) for key, value in _batch(plan).items()}
     output = model(**batch)
@@ -87,7 +88,7 @@ def _measure(
     if not isinstance(module, Linear):
         name = f"{name}.{next(own for own, value in module.named_parameters() if value is weight)}"
     errors[name] = {}  # in the order of the forward
-    other, rows = (None, len(x)) if isinstance(module, Linear) else (third, int(third[-1]))
+    other, rows = (None, len(x)) if isinstance(module, Linear) or third is None else (third, int(third[-1]))
     operands = x.detach()[:rows], weight.detach()
 
     def compare(grad: Tensor) -> None:
@@ -108,4 +109,5 @@ def _results(product: Product, operands, grad: Tensor, third: Tensor | None) -> 
     x, weight = (operand.detach().requires_grad_(True) for operand in operands)
     with torch.enable_grad():
         y = product(x, weight, third)
-    return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
+    of_x, of_weight = torch.autograd.grad(y, (x, weight), grad)
+    return y.detach(), of_x, of_weight

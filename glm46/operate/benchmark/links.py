@@ -5,6 +5,7 @@ Started on every host as a run is: ``torchrun --nproc-per-node=8 -m glm46 benchm
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def _measure(
         for name, parts_sent, call in _calls(group):
             for size in _SIZES[device.type]:
                 tensor = torch.zeros(size // 4 // ranks * ranks, device=device)
-                seconds = _seconds(lambda call=call, tensor=tensor: call(tensor), device)
+                seconds = _seconds(partial(call, tensor), device)
                 speeds[name] = parts_sent * (ranks - 1) / ranks * tensor.nbytes / seconds
                 shown = f"{tensor.nbytes:>12,} {seconds * 1e3:>10.3f} {speeds[name] / 1e9:>8.2f}"
                 table.append(f"{f'{ranks} of {where}':<20} {name:<12} {shown}")

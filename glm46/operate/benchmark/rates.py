@@ -164,7 +164,8 @@ def _attention_flops(shape: ModelShape, length: int, tokens: int, device: torch.
     with torch.device(device):
         q, k, v = (torch.randn(count, length, each, shape.head_dim, dtype=dtype, requires_grad=True) for each in heads)
         documents = torch.zeros(count, length, dtype=torch.int64, device="cpu")
-        layout = attention_layout(documents, (count, length), None).to(device)
+        found = attention_layout(documents, (count, length), None)
+        layout = None if found is None else found.to(device)
         seconds = _best(lambda: attend(q, k, v, layout), [q, k, v], device)
     # One product more in backward than `attention_flops` counts.
     return count * length * attention_flops(shape, length) * 3.5 / 3 / seconds

@@ -78,7 +78,7 @@ class HostExamination:
         found = meeting.collect("report", report.as_dict(), _MEET_SECONDS)
         reports = [self._report_of(node, content) for node, content in enumerate(found)]
         obstacle = meeting.decide("obstacle", _obstacle(reports, found), self.nodes.count * _MEET_SECONDS)
-        end, rows, stages = End(EXIT_FAIL, "no answer from the first host"), {}, {}
+        end, rows, stages = End(EXIT_FAIL, "no answer from the first host"), dict[int, Any](), dict[int, str]()
         if obstacle == "":
             end, rows, stages = self._start_ranks(subject)
         every = meeting.collect("stages", stages, _MEET_SECONDS)

@@ -68,7 +68,7 @@ def over_ssh(arguments: argparse.Namespace, overrides: tuple[str, ...]) -> int:
     options += ["--full"] if arguments.full else []
     options += ["--prometheus", arguments.prometheus] if arguments.prometheus else []
     options += ["--config", str(arguments.config), *overrides] if arguments.config is not None else []
-    reports, group = [], [Result("ranks", SKIP, "no host is reached")]
+    reports, group = list[HostReport](), [Result("ranks", SKIP, "no host is reached")]
     if reached:
         line, output = run_nodes(reached, options, is_full=arguments.full)
         if line is None:

@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from glm46.compute.distributed.environment import launched_rank, launched_world_size
+from glm46.compute.distributed.environment import launched_rank
 from glm46.config.check import check_config
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import EXIT_HANG
@@ -61,7 +61,7 @@ def run_rank(arguments: argparse.Namespace, config: RunConfig | None, seconds: f
         process = join(_JOIN_SECONDS)
         shared = None if config is None else existing(Path(config.job.dump_folder))
         examination = Examination(process, folder, arguments.ranks_per_host, is_full=arguments.full)
-        examination.run(shared, small_plan(config, launched_world_size(), arguments.ranks_per_host))
+        examination.run(shared, small_plan(config, process.world_size, arguments.ranks_per_host))
         leave()
     except BaseException as error:
         found = write_error(folder, rank, error)

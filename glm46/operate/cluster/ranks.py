@@ -217,6 +217,7 @@ class Examination:
         numbers = torch.arange(1.0, world + 1, device=self._device).repeat_interleave(count // world)
 
         group = dist.group.WORLD
+        assert group is not None
         calls: dict[str, tuple[Callable[[], object], Tensor, Tensor | float]] = {
             "all-reduce": (lambda: dist.all_reduce(whole), whole, total),
             "all-gather": (lambda: compat.gather_rows(whole, mine[: count // world], group), whole, numbers),

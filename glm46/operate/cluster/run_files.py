@@ -20,7 +20,7 @@ _SHOWN = 3
 
 def layout(subject: Subject) -> Iterator[Result]:
     """Checks that the degrees fit the ranks, and the run the memory of this host."""
-    config, world = subject.plan.config, subject.plan.layout.world_size
+    config, world = subject.run.config, subject.run.layout.world_size
     ranks = subject.processes * subject.nodes
     faults = check_config(config, world_size=ranks)
     if not faults and world != ranks:
@@ -36,8 +36,8 @@ def layout(subject: Subject) -> Iterator[Result]:
 
 def tokenizer(subject: Subject) -> Iterator[Result]:
     """Checks that the tokenizer can be read here."""
-    loaded = load_tokenizer(subject.plan.config.model.tokenizer_path)
-    rows, path = subject.plan.shape.vocab_size, subject.plan.config.model.tokenizer_path
+    loaded = load_tokenizer(subject.run.config.model.tokenizer_path)
+    rows, path = subject.run.shape.vocab_size, subject.run.config.model.tokenizer_path
     yield limited(
         "tokenizer", loaded.vocab_size <= rows, f"{path}: {loaded.vocab_size:,} tokens, {loaded.fingerprint[:12]}",
         f"<= model.vocab_size = {rows:,}", "set model.vocab_size, or another model.tokenizer_path",
@@ -46,9 +46,9 @@ def tokenizer(subject: Subject) -> Iterator[Result]:
 
 def sources(subject: Subject) -> Iterator[Result]:
     """Checks that the shards of each source are here and whole; ``--full`` reads and hashes all of them."""
-    model = subject.plan.config.model
+    model = subject.run.config.model
     loaded = load_tokenizer(model.tokenizer_path, model.flavor)
-    for source in subject.plan.config.data.sources:
+    for source in subject.run.config.data.sources:
         name, folder = f"data {source.name}", Path(source.path)
         if not folder.exists() and source.recipe is not None:
             # The first node makes it, on storage that all nodes see.
@@ -68,7 +68,7 @@ def sources(subject: Subject) -> Iterator[Result]:
 
 def checkpoints(subject: Subject) -> Iterator[Result]:
     """Checks that the checkpoint, or the weights, that the run would start from can be read; ``--full`` hashes it."""
-    config = subject.plan.config
+    config = subject.run.config
     refuse_origin(config)
     steps = published_steps(config.checkpoint_folder) if config.checkpoint.enable else []
     if not steps:

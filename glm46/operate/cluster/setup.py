@@ -233,6 +233,6 @@ def _replaced(text: str, pattern: str, value: int) -> str:
 
 def _with_variables(text: str, arguments: argparse.Namespace, more: str) -> str:
     """The script with its variables before its first command."""
-    head = re.match(r"(?:#.*\n|\n)+", text)[0]
+    head = re.findall(r"^(?:#.*\n|\n)+", text)[0]
     own = f". {shlex.quote(str(arguments.output.absolute()))}/setup_env.sh\n"
     return f"{head}{own}{f'export {more}' if more else ''}\n{text[len(head) :]}"

@@ -1,6 +1,7 @@
 """A few optimizer steps of a small model on all ranks, by the engine that trains large ones."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ class _SmallTask:
 
 def small_steps(plan: Plan, process: Process) -> Result:
     """Train steps on one batch of random tokens, the same on all ranks: losses are finite and fall. Collective."""
-    task = _SmallTask(plan, process)
+    task: Any = _SmallTask(plan, process)
     batch, losses = _batch(plan), []
     for _ in range(_STEPS):
         own = count_step(task, [batch])

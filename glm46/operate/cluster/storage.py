@@ -39,7 +39,7 @@ def run_folders(plan: Plan) -> dict[str, Path]:
     if config.checkpoint.node_local_folder:
         folders["checkpoint.node_local_folder"] = Path(config.checkpoint.node_local_folder)
     if config.optimizer.state_offload == "nvme":
-        folders["optimizer.state_offload_folder"] = Path(config.optimizer.state_offload_folder)
+        folders["optimizer.state_offload_folder"] = Path(config.optimizer.state_offload_folder or "")
     return folders
 
 
@@ -59,7 +59,7 @@ def _needs(key: str, subject: Subject) -> tuple[float, int, int]:
     """GB/s that a folder must take from this host, the bytes to try it with, and the threads that write them."""
     size = _FULL_BYTES if subject.is_full else _QUICK_BYTES
     if key == "optimizer.state_offload_folder":
-        states = largest_stage(stage_memory(subject.plan)).disk * subject.processes
+        states = largest_stage(stage_memory(subject.run)).disk * subject.processes
         return 2 * states / _STATES_SECONDS / _GB, size, _STATES_THREADS * subject.processes
     if subject.plan is None or not subject.plan.config.checkpoint.enable:
         return 0.0, size, 1
@@ -159,7 +159,7 @@ def free_space(subject: Subject) -> Iterator[Result]:
             value = f"{inodes.f_favail:,} files can be made"
             yield limited("inodes", inodes.f_favail >= _INODES, value, f">= {_INODES:,}", "remove small files")
     if config.optimizer.state_offload == "nvme":
-        folder = Path(config.optimizer.state_offload_folder)
+        folder = Path(config.optimizer.state_offload_folder or "")
         fault, needed = local_disk_fault(folder), largest_stage(stage_memory(plan)).disk * subject.processes
         if fault is None and shutil.disk_usage(folder).free < needed:
             fault = f"optimizer states need {needed / _GIB:,.2f} GiB"
