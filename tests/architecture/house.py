@@ -116,6 +116,8 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rewards", 7, "options in small letters"),
     ("tasks/rl/rollout", 1, "the format of a served base"),
     ("operate/estimate", 416, "time of rollouts; lengths of prepared documents; prices"),
+    ("operate/ablation", 4, "types that are checked"),
+    ("operate/cluster", 13, "types that are checked"),
     ("operate/benchmark", 160, "speeds by rows; links between ranks"),
 )
 """Room, lines, and what they are for."""

@@ -46,8 +46,9 @@ def measure_quantisation(plan: Plan, step: Path, device: torch.device) -> dict[s
             exact = type(module).product
             module.product = partial(_measure, name, module, module.product, exact, errors)
     model.requires_grad_(False)
-    assert model.embed_tokens is not None  # one rank has the whole model
-    model.embed_tokens.requires_grad_(True)  # gradients reach every layer; those of the weights are not kept
+    model.get_parameter("embed_tokens.weight").requires_grad_(
+        True
+    )  # gradients reach every layer; those of the weights are not kept
     batch = {key: value.to(device) for key, value in _batch(plan).items()}
     output = model(**batch)
     weight = schedule_value(config.mtp.loss_weight, plan.end_tokens) / max(len(output.mtp_losses), 1)

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import os
 import re
 import resource
 import shutil
@@ -143,7 +144,7 @@ def ports(subject: Subject) -> Iterator[Result]:
             verdict = FAIL if name in STARTS_PORTS else WARN
             if error.errno == errno.EACCES:
                 owner, verdict, remedy = "", FAIL, f"only root opens it: set {key} to 1024 or more on all hosts"
-            yield Result(f"port {name}", verdict, f"{port}: {error.strerror}{owner}", "free", remedy)
+            yield Result(f"port {name}", verdict, f"{port}: {os.strerror(error.errno or 0)}{owner}", "free", remedy)
     if free:
         yield Result("ports", PASS, f"{', '.join(free)} are free", "free")
 

@@ -34,7 +34,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
-class Engine:
+class DecodingEngine:
     """GPUs that hold one model and generate together."""
 
     plan: Plan
@@ -140,7 +140,7 @@ class Rollouts:
     """Generation of a run with [rl] beside its training, for one rollout."""
 
     engines: int
-    engine: Engine
+    engine: DecodingEngine
     at_once: int
     """Samples of an engine."""
     completion_tokens: float
@@ -192,7 +192,7 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
             )
     else:
         ranks = max(rollout.degrees.ranks, rollout.expert_parallel_degree * rollout.pipeline_parallel_degree)
-        engine = Engine(plan, cluster, generation_layout(rollout.degrees, ranks), is_server=False)
+        engine = DecodingEngine(plan, cluster, generation_layout(rollout.degrees, ranks), is_server=False)
         engines = plan.layout.world_size // ranks
     lengths = _lengths(ceil(rl.samples_per_rollout / engines), mean, longest)
     total = sum(lengths)
@@ -212,7 +212,7 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
     )
 
 
-def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> Engine:
+def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> DecodingEngine:
     """An engine as `rl-servers` starts it: tensor parallelism inside a host, experts over all of its GPUs."""
     shape, sizes = plan.shape, [ranks] if ranks else [2**power for power in range(_MOST_RANKS.bit_length())]
     for size in sizes:
@@ -220,7 +220,7 @@ def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> Eng
         while shape.num_attention_heads % tp or size % tp:
             tp -= 1
         ep = size if shape.n_routed_experts % size == 0 else tp
-        engine = Engine(plan, cluster, Layout(1, 1, size // tp, 1, tp, ep), is_server=True)
+        engine = DecodingEngine(plan, cluster, Layout(1, 1, size // tp, 1, tp, ep), is_server=True)
         if engine.free_bytes() >= _LEAST_CACHE * usable_bytes(cluster.gpu.memory_bytes):
             return engine
     what = f"--engine-gpus {ranks}" if ranks else f"an engine of {_MOST_RANKS} GPUs"
@@ -248,7 +248,7 @@ def _generation_seconds(lengths: list[int], at_once: int, step_seconds: Callable
     return seconds
 
 
-def _update_seconds(plan: Plan, cluster: TargetCluster, engine: Engine, engines: int) -> float:
+def _update_seconds(plan: Plan, cluster: TargetCluster, engine: DecodingEngine, engines: int) -> float:
     """Seconds in which the weights come from the trainer to the engines: written and read, sent by rank 0 to all, or
     gathered by ranks that generate themselves."""
     rollout, port = plan.config.rollout, cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network

@@ -1,4 +1,4 @@
-"""What a GPU costs for one hour, in dollars: a table to edit. Prices of GPUs change by a third in half a year."""
+"""Prices of one GPU for one hour, in dollars: a table to edit. They change by a third in half a year."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from glm46.engine.observe.peaks import Accelerator
 PRICES_DATE = "May 2026"
 
 
-class Price(NamedTuple):
+class GpuPrice(NamedTuple):
     """Of one GPU for one hour; 0: none is known."""
 
     on_demand: float
@@ -21,11 +21,11 @@ KINDS = ("on-demand", "reserved", "spot")
 PRICES = {
     # On demand the middle of specialised providers' prices (mercatus-ai.com, cloud GPU pricing, May 2026); reserved
     # SemiAnalysis' index for a year (March 2026); spot vast.ai (gridstackhub.ai, 2026).
-    "H100": Price(3.00, 2.35, 1.49),
-    "H200": Price(4.00, 0.0, 0.0),
-    "A100": Price(1.30, 0.0, 0.0),
+    "H100": GpuPrice(3.00, 2.35, 1.49),
+    "H200": GpuPrice(4.00, 0.0, 0.0),
+    "A100": GpuPrice(1.30, 0.0, 0.0),
     # packet.ai, June 2026, the lowest of 26 providers.
-    "B200": Price(3.75, 0.0, 0.0),
+    "B200": GpuPrice(3.75, 0.0, 0.0),
 }
 
 
@@ -35,7 +35,7 @@ def price_of(gpu: Accelerator, kind: str) -> float:
     Raises:
         ValueError: the table lacks it; says what it has.
     """
-    prices = dict(zip(KINDS, PRICES.get(gpu.name, Price(0.0, 0.0, 0.0)), strict=True))
+    prices = dict(zip(KINDS, PRICES.get(gpu.name, GpuPrice(0.0, 0.0, 0.0)), strict=True))
     if not prices[kind]:
         known = [name for name, price in prices.items() if price]
         has = f"has {' and '.join(known)} of {gpu.name}" if known else f"knows none of {gpu.name}"

@@ -10,7 +10,13 @@ from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
 from glm46.engine.observe.peaks import accelerator_of
-from glm46.operate.estimate.generation import Engine, EngineOptions, _generation_seconds, _lengths, plan_rollouts
+from glm46.operate.estimate.generation import (
+    DecodingEngine,
+    EngineOptions,
+    _generation_seconds,
+    _lengths,
+    plan_rollouts,
+)
 from glm46.operate.estimate.report import plan_run
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
 from glm46.run.layout import Layout
@@ -63,14 +69,14 @@ def test_published_engines_of_deepseek_v3_decode_about_as_fast(gpu, published):
     shape = [f"--model.{each}" for each in DEEPSEEK_V3]
     config = flash_config(*shape, *SERVED, "--rollout.expert_parallel_degree=", "--rollout.weights_dtype=fp8-block",
                           "--parallelism.data_parallel_shard_degree=32")  # fmt: skip
-    engine = Engine(resolve_plan(config, 64), cluster_of(gpu, 64), Layout(1, 1, 64, 1, 1, 64), is_server=True)
+    engine = DecodingEngine(resolve_plan(config, 64), cluster_of(gpu, 64), Layout(1, 1, 64, 1, 1, 64), is_server=True)
     for rows in (128, 256):
         assert rows / engine.step_seconds(64 * rows, 2000) == pytest.approx(published, rel=0.3)
 
 
 def test_a_step_of_decoding_reads_what_its_rows_choose():
-    engine = Engine(resolve_plan(flash_config(*SERVED, "--rollout.expert_parallel_degree=")), cluster_of("H100", 1),
-                    Layout(1, 1, 1, 1, 1, 1), is_server=True)  # fmt: skip
+    plan = resolve_plan(flash_config(*SERVED, "--rollout.expert_parallel_degree="))
+    engine = DecodingEngine(plan, cluster_of("H100", 1), Layout(1, 1, 1, 1, 1, 1), is_server=True)
     one, eight, many = (engine.step_seconds(rows, 0) for rows in (1, 8, 512))
     bandwidth = 3.35e12 * engine.cluster.efficiencies.memory
     assert one == pytest.approx(2 * 3.6e9 / bandwidth, rel=0.15)  # 3.6B active parameters in BF16
