@@ -39,7 +39,8 @@ def rl_servers_command(argv: Sequence[str]) -> int:
         "--connect", choices=CONNECTIONS, default="ssh", help="client that starts other hosts; default: ssh"
     )  # fmt: skip
     arguments, overrides = parse_with_overrides(parser, argv)
-    from glm46.operate.launch.rl_servers import Servers, folder_of, run, show  # --help needs none of it
+    from glm46.operate.launch.rl_servers import ServerPlan, folder_of, show  # --help needs none of them
+    from glm46.operate.launch.server_processes import run_servers
 
     try:
         gpu = accelerator_of(arguments.gpu)
@@ -48,7 +49,7 @@ def rl_servers_command(argv: Sequence[str]) -> int:
     hosts = read_hostfile(arguments.hosts, "--hosts") if arguments.hosts else []
     config = load_fetched(arguments.config, overrides, world_size=None)
     folder = folder_of(config, arguments.folder)
-    servers = Servers(config, hosts, gpu, folder, arguments.gpus_per_engine)
+    servers = ServerPlan(config, hosts, gpu, folder, arguments.gpus_per_engine)
     print(show(servers), flush=True)
     if not arguments.run:
         return 0
@@ -57,4 +58,4 @@ def rl_servers_command(argv: Sequence[str]) -> int:
             f"rollout.urls: {list(config.rollout.urls)}, and these servers will be at {servers.urls}; correct "
             "rollout.urls, or --hosts"
         )
-    return run(servers, HostGroup(arguments.connect))
+    return run_servers(servers, HostGroup(arguments.connect))

@@ -2,10 +2,7 @@
 its start, on as many GPUs as hold the model."""
 
 import json
-import queue
 import shlex
-import subprocess
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +17,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import Accelerator
 from glm46.operate.estimate.other_networks import inference_bytes
 from glm46.operate.estimate.units import binary_size
-from glm46.operate.launch.host_group import HostGroup
 from glm46.operate.launch.hostfile import Host
-from glm46.operate.launch.nodes import is_loopback
 from glm46.run.layout import generation_layout
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.prompts import read_prompts
@@ -31,13 +26,12 @@ _SHARES = {"sglang": 0.7, "vllm": 0.9}
 """Of a GPU's memory that a server takes for weights and cache: SGLang's as miles has it for GLM-4.5, vLLM's default."""
 _FIRST_PORT, _MEETING_PORT = 8000, 5000
 _MOST_GPUS = 512
-_STOP_SECONDS = 20
 _VLLM_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": "deploy/vllm"}
 _DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
 
 
-class Engine(NamedTuple):
-    """How the GPUs of one server split a model."""
+class ServerSplit(NamedTuple):
+    """The GPUs of one server, and those of them that share heads."""
 
     gpus: int
     tensor: int
@@ -62,7 +56,7 @@ class Command(NamedTuple):
         return " ".join([*words, shlex.join(self.words)])
 
 
-class Servers:
+class ServerPlan:
     """The servers of a config on hosts."""
 
     def __init__(self, config: RunConfig, hosts: Sequence[Host], gpu: Accelerator, folder: str, gpus: int | None):
@@ -92,14 +86,14 @@ class Servers:
         self.places = list(self._places())
         self.urls = [f"http://{places[0][0].name}:{port}" for places, port in self.places]
 
-    def _fitting(self, stated: int | None) -> Engine:
+    def _fitting(self, stated: int | None) -> ServerSplit:
         sizes = [stated] if stated else [2**power for power in range(10)]
         for gpus in sizes:
-            engine = split_engine(self._shape, gpus, self._gpu.host_gpus)
+            engine = split_model(self._shape, gpus, self._gpu.host_gpus)
             if engine is not None and self._needed(engine) <= self._room:
                 return engine
         what = f"--gpus-per-engine {stated}" if stated else f"no number of GPUs up to {_MOST_GPUS}"
-        engine = split_engine(self._shape, sizes[-1], self._gpu.host_gpus)
+        engine = split_model(self._shape, sizes[-1], self._gpu.host_gpus)
         if engine is None:
             raise UserError(
                 f"command line: {what}: GPUs of a server must divide model.n_routed_experts = "
@@ -115,7 +109,7 @@ class Servers:
     def _room(self) -> float:
         return self._gpu.memory_bytes * _SHARES[self.kind]
 
-    def _needed(self, engine: Engine) -> float:
+    def _needed(self, engine: ServerSplit) -> float:
         """Bytes of a GPU for its weights, and for keys and values of one longest sample."""
         layout = generation_layout(Degrees(engine.tensor, 1, engine.gpus), engine.gpus)
         dtype = self.config.training.mixed_precision_param
@@ -228,14 +222,14 @@ class Servers:
         return ["--max-lora-rank", str(max(adapter.rank, adapter.expert_rank or 0))]
 
 
-def split_engine(shape: ModelShape, gpus: int, host_gpus: int) -> Engine | None:
+def split_model(shape: ModelShape, gpus: int, host_gpus: int) -> ServerSplit | None:
     """The split of a model over GPUs of which each host has `host_gpus`: heads over as many of a host as they divide
     by, experts over all. None: there is none."""
     if shape.n_routed_experts % gpus or gpus > host_gpus and gpus % host_gpus:
         return None
     heads = shape.num_attention_heads if shape.is_latent else shape.num_key_value_heads
     tensor = max(size for size in range(1, min(gpus, host_gpus) + 1) if not (gpus % size or heads % size))
-    return Engine(gpus, tensor)
+    return ServerSplit(gpus, tensor)
 
 
 def longest_prompt(config: RunConfig) -> int:
@@ -264,10 +258,11 @@ def folder_of(config: RunConfig, stated: str | None) -> str:
         raise UserError(
             f"command line: --folder: missing, with {why}; name a Hugging Face folder of `convert to-hf{dtype}`"
         )
-    return stated or str(checkpoint.initial_load_path).removeprefix("hf://")
+    on_hub = config.ids.get("checkpoint.initial_load_path", "").removeprefix("hf://").partition("@")[0]
+    return stated or on_hub or str(checkpoint.initial_load_path)
 
 
-def show(servers: Servers) -> str:
+def show(servers: ServerPlan) -> str:
     """One block of commands for each host, and what the run needs of it."""
     engine, urls = servers.engine, json.dumps(servers.urls)
     split = f"heads over {engine.tensor}"
@@ -280,50 +275,3 @@ def show(servers: Servers) -> str:
     if tuple(servers.urls) != servers.config.rollout.urls:
         lines += ["", f"# of the run: --rollout.urls '{urls}'"]
     return "\n".join(lines)
-
-
-def run(servers: Servers, group: HostGroup) -> int:
-    """Start all servers, show their output by host, and end all when one ends; returns its exit code.
-
-    Raises:
-        UserError: the client of hosts is not installed.
-    """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    events: queue.SimpleQueue[tuple[str, str | int]] = queue.SimpleQueue()
-    clients: list[subprocess.Popen] = []
-
-    def read(name: str, client: subprocess.Popen) -> None:
-        for line in client.stdout:
-            events.put((name, line.decode(errors="replace").rstrip()))
-        events.put((name, client.wait()))
-
-    try:
-        for name, commands in servers.blocks().items():
-            for command in commands:
-                text = watched(command)
-                if is_loopback(name):
-                    client = subprocess.Popen(["sh", "-c", text], start_new_session=True, **pipes)
-                else:
-                    client = group.start(servers.host(name), text, **pipes)
-                clients.append(client)
-                threading.Thread(target=read, args=(name, client), daemon=True).start()
-        while True:
-            name, event = events.get()
-            print(f"{name} | {event}" if isinstance(event, str) else f"{name}: ended with code {event}", flush=True)
-            if isinstance(event, int):
-                return event
-    finally:
-        for client in clients:
-            client.stdin.close()
-        for client in clients:
-            client.wait()
-
-
-def watched(command: Command) -> str:
-    """A command for the shell of a host that ends with its input: the client's end, or that of its machine, ends it."""
-    script = (
-        f"exec 3<&0; setsid env {command.text} </dev/null 3<&- & server=$!; "
-        f"{{ cat <&3 >/dev/null; kill -TERM -$server; sleep {_STOP_SECONDS}; kill -KILL -$server; }} "
-        ">/dev/null 2>&1 & watch=$!; wait $server; code=$?; kill $watch 2>/dev/null; exit $code"
-    )
-    return f"cd {shlex.quote(str(Path.cwd()))} && exec sh -c {shlex.quote(script)}"

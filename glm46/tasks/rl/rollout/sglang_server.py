@@ -191,7 +191,7 @@ class SglangServer:
             raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
 
     def _ask(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """What the server says beside the text of a completion, from the weights of the last update."""
+        """All of a reply but its text, from the weights of the last update."""
         try:
             reply = call(self.url, "/generate", body | self._adapter | {"return_logprob": True}, seconds=seconds)
         except RefusedError as error:
