@@ -53,7 +53,7 @@ def rl_servers_command(argv: Sequence[str]) -> int:
     print(show(servers), flush=True)
     if not arguments.run:
         return 0
-    if tuple(servers.urls) != config.rollout.urls:
+    if {*servers.urls} != {*config.rollout.urls}:
         raise UserError(
             f"rollout.urls: {list(config.rollout.urls)}, and these servers will be at {servers.urls}; correct "
             "rollout.urls, or --hosts"

@@ -3,6 +3,7 @@ its start, on as many GPUs as hold the model."""
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -126,34 +127,38 @@ class ServerPlan:
             )
 
     def _hosts_of_urls(self) -> list[Host]:
-        names = dict.fromkeys(urlsplit(url).hostname or "" for url in self.config.rollout.urls)
-        if self.engine.gpus > self._gpu.host_gpus or not names:
-            why = f"a server takes {self.engine.gpus} GPUs" if names else "rollout.urls names no host"
-            raise UserError(f"command line: --hosts: missing, and {why}; name a file with NAME slots=N on each line")
-        return [Host(number, name) for number, name in enumerate(names)]
+        """The hosts of rollout.urls, with the GPUs of their servers."""
+        counts = Counter(urlsplit(url).hostname or "" for url in self.config.rollout.urls)
+        most = self._gpu.host_gpus // self.engine.gpus
+        if not counts or max(counts.values()) > most:
+            why = f"a host has room for {counted(most, 'server')}" if counts else "rollout.urls names no host"
+            raise UserError(
+                f"command line: --hosts: missing, and {why} of {counted(self.engine.gpus, 'GPU')}; name a file with "
+                "NAME slots=N on each line"
+            )
+        return [Host(0, name, slots=count * self.engine.gpus) for name, count in counts.items()]
 
     def _places(self) -> Iterator[tuple[list[tuple[Host, list[int]]], int]]:
         """Hosts with the numbers of their GPUs, and port, of each server."""
-        stated = [(urlsplit(url).hostname, urlsplit(url).port or 80) for url in self.config.rollout.urls]
+        ports: dict[str, list[int]] = {}
+        for url in map(urlsplit, self.config.rollout.urls):
+            ports.setdefault(url.hostname or "", []).append(url.port or 80)
         free = [(host, list(range(host.slots or self._gpu.host_gpus))) for host in self._hosts]
         count = sum(len(gpus) for _, gpus in free) // self.engine.gpus
-        for number in range(count if len(free) > 1 or not stated else min(count, len(stated))):
-            places: list[tuple[Host, list[int]]] = []
-            while (missing := self.engine.gpus - sum(len(gpus) for _, gpus in places)) > 0:
-                host, gpus = free[0]
-                taken = gpus[:missing]
-                free[0] = (host, gpus[missing:])
-                places.append((host, taken))
-                if not free[0][1]:
-                    free.pop(0)
-                if len({len(gpus) for _, gpus in places}) > 1:
-                    raise UserError(f"command line: --hosts: {host.name}: a server would have unequal parts of hosts")
-            port = _FIRST_PORT + places[0][1][0] // self.engine.gpus
-            if number < len(stated) and stated[number][0] == places[0][0].name:
-                port = stated[number][1]
-            yield places, port
         if not count:
             raise UserError(f"command line: --hosts: fewer than the {counted(self.engine.gpus, 'GPU')} of a server")
+        for _ in range(count):
+            places: list[tuple[Host, list[int]]] = []
+            while (missing := self.engine.gpus - sum(len(gpus) for _, gpus in places)) > 0:
+                host, gpus = free.pop(0)
+                places.append((host, gpus[:missing]))
+                if gpus[missing:]:
+                    free.insert(0, (host, gpus[missing:]))
+            if len({len(gpus) for _, gpus in places}) > 1:
+                raise UserError(f"command line: --hosts: {host.name}: a server would have unequal parts of hosts")
+            first, gpus = places[0]
+            stated = ports.get(first.name)
+            yield places, stated.pop(0) if stated else _FIRST_PORT + gpus[0] // self.engine.gpus
 
     def host(self, name: str) -> Host:
         """A host of this name."""
@@ -165,7 +170,7 @@ class ServerPlan:
         for places, port in self.places:
             for node, (host, gpus) in enumerate(places):
                 command = self._command(places, port, node)
-                if len(gpus) < (host.slots or self._gpu.host_gpus):
+                if len(gpus) < self._gpu.host_gpus:
                     command.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
                 found.setdefault(host.name, []).append(command)
         return found
@@ -272,6 +277,6 @@ def show(servers: ServerPlan) -> str:
         lines += ["", f"# on {host}", *(command.text for command in commands)]
     if servers.kind == "sglang":
         lines += ["", "# with --enable-deterministic-inference, which is slower, a resumed run has the same samples"]
-    if tuple(servers.urls) != servers.config.rollout.urls:
+    if {*servers.urls} != {*servers.config.rollout.urls}:
         lines += ["", f"# of the run: --rollout.urls '{urls}'"]
     return "\n".join(lines)

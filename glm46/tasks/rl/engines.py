@@ -59,9 +59,8 @@ def build_engine(
             policy, max_length=length, mesh=mesh, rows=section.samples_at_once, speculative=section.speculative,
             routes=routes, is_stopped=is_stopped,
         )  # fmt: skip
-    dtype = getattr(torch, config.training.mixed_precision_param)
+    dtype, scheme = getattr(torch, config.training.mixed_precision_param), FP8_SCHEMES.get(section.weights_dtype)
     weights = real_path(Path(config.job.dump_folder, "rollout_weights"))
-    scheme = FP8_SCHEMES.get(section.weights_dtype)
     write = write_adapters if section.send_adapters else partial(write_policy, scheme=scheme)
     return ServerEngine(
         section,

@@ -141,11 +141,20 @@ def test_what_the_run_would_refuse_is_refused_with_its_remedy(lines, words, said
 
 
 def test_hosts_of_urls_do_for_servers_of_one_host_and_others_need_a_file(lines):
-    with pytest.raises(UserError, match=r"--hosts: missing, and a server takes 16 GPUs"):
+    with pytest.raises(UserError, match=r"--hosts: missing, and a host has room for 0 servers of 16 GPUs"):
         lines(hosts=0)
     printed = lines("--gpu", "H200", hosts=0)
     assert [options_of(line)["--host"] for line in commands(printed)] == ["rollout-0", "rollout-1"]
     assert "--rollout.urls" not in "".join(printed)  # they are those of the file
+    urls = json.dumps(["http://b:7", "http://a:8", "http://b:9"])
+    printed = lines("--gpu", "B300", "--gpus-per-engine", "4", "--rollout.urls", urls, hosts=0)
+    found = [(options_of(line)["--host"], options_of(line)["--port"]) for line in commands(printed)]
+    assert found == [("b", "7"), ("b", "9"), ("a", "8")] and "--rollout.urls" not in "".join(printed)
+    assert [line.split("CUDA_VISIBLE_DEVICES=")[1][:7] for line in commands(printed)] == [
+        "0,1,2,3",
+        "4,5,6,7",
+        "0,1,2,3",
+    ]
 
 
 SERVER = """#!{python}
