@@ -115,7 +115,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 5, "kept thoughts of prompts; the format of a base"),
     ("tasks/rl/rewards", 7, "options in small letters"),
     ("tasks/rl/rollout", 1, "the format of a served base"),
-    ("tasks/rl/rollout", 299, "SGLang by broadcast, adapters, experts and versions of tokens, as vLLM"),
+    ("tasks/rl/rollout", 304, "SGLang by broadcast, adapters, experts and versions of tokens, as vLLM"),
     ("operate/launch", 342, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
     ("commands", 32, "the options of rl-servers"),
 )

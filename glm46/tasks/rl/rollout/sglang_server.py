@@ -77,27 +77,30 @@ class SglangServer:
             **({"logit_bias": self._bias} if self._bias else {}),
         }
         body = {"rid": name, "input_ids": request.prompt, "sampling_params": sampling, "cache_salt": salt}
-        meta = self._ask(body | ({"return_routed_experts": True} if rules.routes else {}), seconds)
+        wanted = {"return_routed_experts": True, "routed_experts_start_len": request.known} if rules.routes else {}
+        meta = self._ask(body | wanted, seconds)
         try:
             generated = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
             finish = meta["finish_reason"]["type"]
             spans = meta["weight_versions"] if generated else ()  # what was aborted in the queue has none
             versions = [VersionSpan(span["start"], version_of(span["version"])) for span in spans]
-            routes = self._routes(meta, len(request.prompt) + len(generated) - 1) if rules.routes else None
+            fed = len(request.prompt) + len(generated) - 1
+            routes = self._routes(meta, fed, request.known) if rules.routes else None
         except (KeyError, TypeError, ValueError) as error:
             raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
         tokens = [token for _, token in generated]
         return checked(request, rules, tokens, [value for value, _ in generated], finish, versions, routes)
 
-    def _routes(self, meta: dict[str, Any], rows: int) -> np.ndarray | None:
-        """Experts of the tokens that were fed, of the layers that have some."""
+    def _routes(self, meta: dict[str, Any], fed: int, known: int) -> np.ndarray | None:
+        """Experts of the tokens that were fed, of the layers that have some; any of the known ones."""
         if not meta.get("routed_experts"):
             return None
         layers, top_k = self._routed
-        found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(rows, -1, top_k)[:, -layers:]
+        found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        found = found.reshape(fed - known, -1, top_k)[:, -layers:]
         if found.shape[1] != layers or found.min() < 0:
             raise ValueError(f"experts {found.shape}, from {found.min()} on, in {layers} layers")
-        return found.astype(np.uint8 if found.max() < 256 else np.uint16)
+        return np.pad(found, ((known, 0), (0, 0), (0, 0))).astype(np.uint8 if found.max() < 256 else np.uint16)
 
     def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
         """See `InferenceServer.ended_by`."""

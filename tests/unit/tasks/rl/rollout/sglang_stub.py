@@ -200,7 +200,7 @@ class SglangCalls:
         spans = [{"version": self._named(), "start": 0, "end": len(tokens)}]
         meta = {"output_token_logprobs": places, "finish_reason": {"type": finish}, "weight_versions": spans}
         if body.get("return_routed_experts") and self.all_layers is not None:
-            rows = len(prompt) + len(tokens) - 1
+            rows = len(prompt) + len(tokens) - 1 - body["routed_experts_start_len"]
             routes = np.resize(self.all_layers, (rows, *self.all_layers.shape)).astype(np.int32)
             meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
         return {"meta_info": {} if self.fault == "no choices" else meta}

@@ -42,7 +42,7 @@ def scores(version: int, sequences: list[list[int]]) -> list[list[float]]:
     return [[logprob(version, token) for token in tokens[1:]] for tokens in sequences]
 
 
-def generate(prompt: list[int], seed: int, length: int) -> list[int]:
+def generate(prompt: list[int], seed: int, length: int, known: int = 0) -> list[int]:
     """The tokens of a request, whatever the version and the server."""
     tokens = random.Random(f"{prompt} {seed}").choices(range(3, 50), k=length)
     return [*tokens[: seed % length], STOP] if seed % 3 == 0 else tokens

@@ -305,6 +305,9 @@ def test_routes_have_no_dense_layers_and_need_the_option(stubs):
     found = server.generate("name", Request([3, 4], 1, 6), ROUTED, "salt", SOON)
     assert found.routes.shape == (7, 2, 3) and found.routes.dtype == np.uint16
     assert np.array_equal(found.routes[0], [[3, 1, 2], [300, 5, 4]])
+    rest = server.generate("name", Request([3, 4, 5, 6], 1, 4, known=3), ROUTED, "salt", SOON)
+    assert rest.routes.shape == (7, 2, 3) and np.array_equal(rest.routes[3:], found.routes[3:])
+    assert stubs[0].calls[-1][1]["routed_experts_start_len"] == 3
     stubs[0].all_layers = -np.ones((3, 3))
     with pytest.raises(CallError, match="experts"):
         server.generate("name", Request([3, 4], 1, 6), ROUTED, "salt", SOON)
