@@ -28,6 +28,7 @@ from glm46.tasks.rl.rollout.weight_group import WeightSender
 from tests.unit.tasks.rl.rollout.sglang_contract import WHEEL_VARIABLE, read_table, read_wheel
 from tests.unit.tasks.rl.rollout.sglang_stub import contract_fault, received_bucket
 from tests.unit.tasks.rl.rollout.stub_server import STOP, generate, scores
+from tests.unit.tasks.rl.rollout.test_weight_group import Apart
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 ROUTED = RULES._replace(routes=True)
@@ -244,6 +245,21 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs, monkeypatc
     stubs[0].stalls = False
     sent.update(2)
     assert stubs[0].version == 2, sent.lines
+
+
+def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_back(stubs):
+    apart = Apart()
+    sent, began = Sent([apart, stubs[0]]), time.monotonic()
+    apart.set(breaks_at=15, breaks_by="kill")
+    sent.update(1)
+    assert time.monotonic() - began < SOON and stubs[0].version == 1
+    assert apart.url in "".join(line for line in sent.lines if "left out" in line)
+    sent.check_generates()
+    apart.process.wait()
+    back = Apart(apart.port)
+    sent.update(2)
+    assert back.set()["version"] == 2 and "generates with version 2" in sent.lines[-1]
+    back.process.kill()
 
 
 def test_server_that_loses_a_bucket_is_found_out_by_the_probe(stubs):
