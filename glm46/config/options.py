@@ -23,6 +23,7 @@ VERBS = {
     "benchmark": "measure the speed of this machine for a plan; see benchmark --help",
     "checkpoint": "list, verify, show or prune checkpoints; see checkpoint --help",
     "rl": "show samples of reinforcement learning; see rl --help",
+    "rl-servers": "print, or start, the inference servers of a run, host by host",
     "inspect": "count and show what is in a folder of shards; see inspect --help",
     "metrics": "serve the metrics of a run for Prometheus; see metrics --help",
     "plot": "draw metrics of runs as a picture; see plot --help",

@@ -82,7 +82,7 @@ class RolloutConfig(Section):
     ``{folder}`` and ``{port}`` in it stand for the model and the port. The servers end with the run. Absent: they run
     already."""
 
-    weights: Annotated[Literal["disk", "broadcast"], Needs("kind", "vllm")] = "disk"
+    weights: Annotated[Literal["disk", "broadcast"], _SERVED] = "disk"
     """How servers get the policy. disk: all ranks write a folder, which each server loads. broadcast: rank 0 sends the
     tensors to the workers of the servers, over NCCL between GPUs and else over gloo, without a disk that they share."""
 
@@ -95,9 +95,9 @@ class RolloutConfig(Section):
     """Folder, of this run alone, in which servers find the policy: on a disk that all ranks and servers see under this
     path. Absent: a folder in job.dump_folder."""
 
-    send_adapters: Annotated[bool, Needs("kind", "vllm")] = False
-    """The servers have the base of [adapter], and each update sends the adapters alone, by vLLM's own call. Otherwise
-    each update is the base with the adapters added, which servers of any options take."""
+    send_adapters: Annotated[bool, _SERVED] = False
+    """The servers have the base of [adapter], and each update sends the adapters alone, by the server's own call.
+    Otherwise each update is the base with the adapters added, which servers of any options take."""
 
     deadline_seconds: Annotated[float, _SERVED] = Field(1800.0, gt=0.0)
     """Longest time for one completion, its wait in the server included, and for one server's update. A completion that

@@ -149,13 +149,3 @@ def adapters_fit_the_algorithm(algorithm: ResolvedRL, adapter: AdapterConfig) ->
             "`adapter.initial_load_path`: the reference would be the base without these adapters; merge them with "
             "'convert merge' and name the merged folder in [rl.reference]", "rl.kl.weight",
         )  # fmt: skip
-
-
-@rule
-def experts_are_known(rl: RLConfig, rollout: RolloutConfig) -> Faults:
-    """Routing replay needs an engine that names its experts."""
-    if rl.routing_replay and rollout.kind == "sglang":
-        yield fault(
-            '`rl.routing_replay`: experts are not read from `rollout.kind`; take "vllm" or "local", or remove '
-            "rl.routing_replay"
-        )

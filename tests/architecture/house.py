@@ -99,7 +99,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/models", 215, "the Python API; rules of options of generate; what inspect says"),
     ("compute/model", 98, "frozen weights in 4 bits: INT4's groups and NF4's levels"),
     ("compute/parallelize", 1, "weights of half bytes"),
-    ("config", 68, "formats of a frozen base; kept thoughts; nearer keys; other models by name"),
+    ("config", 59, "formats of a frozen base; kept thoughts; nearer keys; other models by name"),
     ("engine/observe", 8, "locks by the kind of a run's end"),
     ("engine/reliability", 35, "a refused start leaves its folder as it was"),
     ("engine/training", 18, "quantised weights of a start; services that may refuse come first"),
@@ -119,6 +119,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/ablation", 4, "types that are checked"),
     ("operate/cluster", 13, "types that are checked"),
     ("operate/benchmark", 160, "speeds by rows; links between ranks"),
+    ("tasks/rl/rollout", 304, "SGLang by broadcast, adapters, experts and versions of tokens, as vLLM"),
+    ("operate/launch", 342, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
+    ("commands", 45, "the options of rl-servers; benchmark links"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_573

@@ -28,7 +28,7 @@ class Host:
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
-def read_hostfile(path: Path) -> list[Host]:
+def read_hostfile(path: Path, option: str = "--hostfile") -> list[Host]:
     """The hosts of lines such as ``root@node001 slots=8``, in order; ``#`` begins a comment, empty lines are skipped.
 
     Raises:
@@ -37,13 +37,13 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"--hostfile {path}: cannot be read: {error.strerror}; state a file of hosts") from error
+        raise UserError(f"{option} {path}: cannot be read: {error.strerror}; state a file of hosts") from error
     try:
         lines = content.decode().splitlines()
     except UnicodeDecodeError:
         lines = ["\0"]
     if any("\0" in line for line in lines):
-        raise UserError(f"--hostfile {path}: is not a text file; state a file of hosts")
+        raise UserError(f"{option} {path}: is not a text file; state a file of hosts")
     hosts, faults = [], []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
@@ -52,12 +52,12 @@ def read_hostfile(path: Path) -> list[Host]:
         try:
             hosts.append(_parse(number, *words))
         except ValueError as error:
-            faults.append(f"--hostfile {path}, line {number}: {error}; write NAME slots=N, or NAME alone")
+            faults.append(f"{option} {path}, line {number}: {error}; write NAME slots=N, or NAME alone")
     if len(faults) > _FAULTS_SHOWN:
-        more = f"--hostfile {path}: {len(faults) - _FAULTS_SHOWN} more lines have other forms; state a file of hosts"
+        more = f"{option} {path}: {len(faults) - _FAULTS_SHOWN} more lines have other forms; state a file of hosts"
         faults[_FAULTS_SHOWN:] = [more]
     if faults or not hosts:
-        raise UserError(*faults or [f"--hostfile {path}: names no host; write one on each line, as NAME slots=N"])
+        raise UserError(*faults or [f"{option} {path}: names no host; write one on each line, as NAME slots=N"])
     return hosts
 
 

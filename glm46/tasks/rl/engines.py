@@ -13,7 +13,7 @@ import torch.distributed as dist
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.compute.model.router import Router, Routing
-from glm46.compute.model.routes import no_routes
+from glm46.compute.model.routes import moe_layers, no_routes
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.inference.model_mesh import build_model_mesh
 from glm46.engine.training.network import Network
@@ -59,9 +59,8 @@ def build_engine(
             policy, max_length=length, mesh=mesh, rows=section.samples_at_once, speculative=section.speculative,
             routes=routes, is_stopped=is_stopped,
         )  # fmt: skip
-    dtype = getattr(torch, config.training.mixed_precision_param)
+    dtype, scheme = getattr(torch, config.training.mixed_precision_param), FP8_SCHEMES.get(section.weights_dtype)
     weights = real_path(Path(config.job.dump_folder, "rollout_weights"))
-    scheme = FP8_SCHEMES.get(section.weights_dtype)
     write = write_adapters if section.send_adapters else partial(write_policy, scheme=scheme)
     return ServerEngine(
         section,
@@ -77,6 +76,7 @@ def build_engine(
         prompts=prompts,
         rules=rules,
         padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
+        routed=(moe_layers(policy.plan.shape), policy.plan.shape.num_experts_per_tok),
     )
 
 

@@ -72,10 +72,6 @@ BAD = {
         'kl.weight = 0.1\n[checkpoint]\nload_path = "there"',
         ["checkpoint.initial_load_path: absent", "[rl.reference]"],
     ),
-    "experts of SGLang": (
-        'routing_replay = true\n[rollout]\nkind = "sglang"\nmax_new_tokens = 8',
-        ["rl.routing_replay = true", '"sglang"', '"vllm" or "local"'],
-    ),
     "a critic beside adapters": ('algorithm = "ppo"\n[adapter]', ['rl.advantage = "gae"', "[adapter]", '"gspo"']),
     "adapters that the reference lacks": (
         'kl.weight = 0.1\n[adapter]\ninitial_load_path = "peft"',

@@ -187,8 +187,8 @@ class BackgroundGeneration:
 def rest(request: Request, generated: Completion) -> Request:
     """The rest of a request: its prompt grows by the tokens that are generated, and its seed changes with them, so that
     the samples of a position are not used twice."""
-    count = len(generated.tokens)
-    return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count)
+    count, known = len(generated.tokens), 0 if generated.routes is None else len(generated.routes)
+    return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, known)
 
 
 def continued(first: Completion, then: Completion) -> Completion:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError
+from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, exchange
 from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
@@ -24,6 +25,8 @@ class InferenceServer(Protocol):
     """Type that it computes in, after `check`."""
     context: int | None
     """Most tokens of prompt and completion, after `check`; None: it does not say."""
+    note: str
+    """What to say of it when it joins, after `check`; perhaps nothing."""
 
     def check(self, *, routes: bool) -> None:
         """Compare what it runs with what is needed.
@@ -59,7 +62,11 @@ class InferenceServer(Protocol):
         ...
 
     def join(self, version: int, seconds: float) -> WeightGroup:
-        """Pause all requests, and have its workers wait for weights in a group. vLLM alone."""
+        """Pause all requests, and have its workers wait for weights in a group.
+
+        Raises:
+            UserError: it was started in a way that no group can be made for.
+        """
         ...
 
     def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
@@ -69,6 +76,23 @@ class InferenceServer(Protocol):
     def score(self, tokens: list[int], seconds: float) -> list[float]:
         """Log-probability of each token but the first, given those before it, at temperature 1."""
         ...
+
+
+ADAPTER = "glm46-version-"
+"""Names of adapters begin so. Each version has another one: requests name their adapter, and vLLM takes the cache of a
+prompt for that of all adapters of a name."""
+
+
+def unload_adapters(url: str, path: str) -> None:
+    """Remove the adapters of the version before, and of a run that was killed, by the call at `path`."""
+    for model in call(url, "/v1/models", seconds=QUICK_SECONDS)["data"]:
+        if model["id"].startswith(ADAPTER):
+            exchange(url, path, {"lora_name": model["id"]}, seconds=QUICK_SECONDS)  # vLLM answers in words
+
+
+def group_backend(device: str) -> str:
+    """Of a broadcast to workers on a device."""
+    return "nccl" if device == "cuda" and torch.cuda.is_available() else "gloo"
 
 
 MOST_BIAS = 100.0

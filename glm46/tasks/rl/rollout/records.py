@@ -17,6 +17,8 @@ class Request(NamedTuple):
     seed: int
     """Decides the samples: request, weights and rules give the same tokens in any batch, on any number of ranks."""
     max_new_tokens: int
+    known: int = 0
+    """Tokens of the prompt, from its begin on, whose experts need not be returned."""
 
 
 class SamplingRules(NamedTuple):

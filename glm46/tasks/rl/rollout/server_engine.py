@@ -30,7 +30,6 @@ _HASHED_AT_ONCE = 8
 _RESTART_SECONDS = 300.0  # the longest start of a server with a large model, when none is left
 _PROBES, _FIRST, _LONGEST = 4, 8, 256
 """Prompts of the probe, completions that a server generates before all others, and tokens of each."""
-_SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
 
 
 class ServerEngine:
@@ -45,6 +44,7 @@ class ServerEngine:
         prompts: Sequence[list[int]],
         rules: SamplingRules,
         padding: range,
+        routed: tuple[int, int] = (0, 0),
         base: Path | None = None,
         say: Callable[[str], None] = print,
     ):
@@ -56,6 +56,7 @@ class ServerEngine:
                 update, and answer some from all over them before they generate for the run.
             rules: of training rollouts.
             padding: ids of the head's padding rows.
+            routed: layers with experts, and experts of a token in one.
             base: Hugging Face folder that servers are started with, if the policy exports adapters for it alone. It
                 may be written by the first export. None: servers are started with the weights of the moment.
             say: takes a line for the log, on rank 0.
@@ -67,7 +68,10 @@ class ServerEngine:
         length = min(config.max_new_tokens, _LONGEST)
         self._first = [Request(spread[i % len(spread)], i, length) for i in range(_FIRST)]
         self._rules, self._has_generated, self._goes_on = rules, False, False
-        servers = [_SERVERS[config.kind](url, padding) for url in config.urls]
+        servers = [
+            VllmServer(url, padding) if config.kind == "vllm" else SglangServer(url, padding, routed)
+            for url in config.urls
+        ]
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
         self._pool = ServerPool(
             servers,

@@ -139,7 +139,7 @@ class ServerPool:
         """Let a server generate after what was said of its first samples, or leave it out for good."""
         state.is_checked, state.is_refused = is_right, not is_right
         if is_right:
-            self._say(f"rollout: {state.server.url}: {said}")
+            self._say(f"rollout: {state.server.url}: {said}{state.server.note}")
         else:
             self.lose(state, said)
 

@@ -1,69 +1,111 @@
-"""SGLang by its native calls. Written from its documentation and clients for 0.5.23; it was tested against a stub of
-them only, because no build of SGLang for CPUs is published."""
+"""SGLang 0.5.23 by its native calls. Its requests and replies are compared with the classes of its wheel; it was run
+against a stub that is made from them only, because no build of SGLang for CPUs is published."""
 
+import base64
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.http_calls import CallError, call
-from glm46.tasks.rl.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, version_of
+from glm46.storage.huggingface.peft_export import CONFIG
+from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, call
+from glm46.tasks.rl.rollout.inference_server import (
+    ADAPTER,
+    MOST_BIAS,
+    QUICK_SECONDS,
+    checked,
+    group_backend,
+    unload_adapters,
+    version_of,
+)
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.sglang_group import SglangGroup
+
+_RELEASE = "0.5.23"
+_WHOLE = {"ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True}
+"""Only stop tokens end a completion, and they are part of it."""
 
 
 class SglangServer:
-    """See `InferenceServer`. Seeds repeat samples only if the server has ``--enable-deterministic-inference``."""
+    """See `InferenceServer`."""
 
-    def __init__(self, url: str, padding: range):
+    def __init__(self, url: str, padding: range, routed: tuple[int, int] = (0, 0)):
         """Args:
         padding: ids of the head's padding rows, which must not be generated.
+        routed: layers with experts, and experts of a token in one.
         """
-        self.url, self.dtype, self.context = url, "", None
+        self.url, self.dtype, self.context, self.note = url, "", None, ""
         self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
+        self._routed, self._facts = routed, dict[str, Any]()
+        self._adapter = dict[str, str]()  # of each request: none for the server's own weights
+        self._checksum: tuple[int, str] | None = None  # of the version that was broadcast last
 
     def check(self, *, routes: bool) -> None:
         """See `InferenceServer.check`."""
-        facts = call(self.url, "/get_server_info", seconds=QUICK_SECONDS)
-        if routes:
+        facts = self._facts = call(self.url, "/server_info", seconds=QUICK_SECONDS)
+        if routes and not facts["enable_return_routed_experts"]:
             raise UserError(
-                f"rollout.urls: {self.url}: experts are not read from SGLang; turn off routing replay, or take vLLM"
+                f"rollout.urls: {self.url}: does not return the experts that it chose; start it with "
+                "--enable-return-routed-experts, or turn off rl.routing_replay"
             )
         # "auto" is the type of the folder, and every folder of a policy that is not FP32 is BF16.
-        self.dtype = "float32" if facts.get("dtype") in ("float32", "float") else "bfloat16"
-        self.context = facts.get("context_length")
+        self.dtype = "float32" if facts["dtype"] in ("float32", "float") else "bfloat16"
+        self.context, self.note = facts["context_length"], ""
+        if facts["version"] != _RELEASE:
+            self.note += f"; it is SGLang {facts['version']}, and this client was written for {_RELEASE}"
+        if not facts["enable_deterministic_inference"]:
+            self.note += (
+                "; without --enable-deterministic-inference its completions depend on the requests beside them, and a "
+                "resumed run has others"
+            )
 
     def alive(self) -> None:
-        """See `InferenceServer.alive`."""
-        call(self.url, "/health", seconds=QUICK_SECONDS)
+        """See `InferenceServer.alive`. Its own /health generates a token, which a paused server does not."""
+        call(self.url, "/server_info", seconds=QUICK_SECONDS)
 
     def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
-        """See `InferenceServer.generate`. The cache is flushed with each update, so `salt` is not sent."""
+        """See `InferenceServer.generate`."""
         sampling = {
             "max_new_tokens": request.max_new_tokens,
             "temperature": rules.temperature,
             "sampling_seed": request.seed % 2**31,
             "stop_token_ids": sorted(rules.stop),
-            "ignore_eos": True,
-            "skip_special_tokens": False,
-            "no_stop_trim": True,  # the stop token is part of the completion
+            **_WHOLE,
             **({"logit_bias": self._bias} if self._bias else {}),
         }
-        body = {"rid": name, "input_ids": request.prompt, "sampling_params": sampling, "return_logprob": True}
-        meta = self._meta(call(self.url, "/generate", body, seconds=seconds))
+        body = {"rid": name, "input_ids": request.prompt, "sampling_params": sampling, "cache_salt": salt}
+        wanted = {"return_routed_experts": True, "routed_experts_start_len": request.known} if rules.routes else {}
+        meta = self._ask(body | wanted, seconds)
         try:
             generated = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
-            finish, version = meta["finish_reason"]["type"], version_of(meta["weight_version"])
+            finish = meta["finish_reason"]["type"]
+            spans = meta["weight_versions"] if generated else ()  # what was aborted in the queue has none
+            versions = [VersionSpan(span["start"], version_of(span["version"])) for span in spans]
+            fed = len(request.prompt) + len(generated) - 1
+            routes = self._routes(meta, fed, request.known) if rules.routes else None
         except (KeyError, TypeError, ValueError) as error:
             raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
         tokens = [token for _, token in generated]
-        return checked(request, rules, tokens, [value for value, _ in generated], finish, [VersionSpan(0, version)])
+        return checked(request, rules, tokens, [value for value, _ in generated], finish, versions, routes)
+
+    def _routes(self, meta: dict[str, Any], fed: int, known: int) -> np.ndarray | None:
+        """Experts of the tokens that were fed, of the layers that have some; any of the known ones."""
+        if not meta.get("routed_experts"):
+            return None
+        layers, top_k = self._routed
+        found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        found = found.reshape(fed - known, -1, top_k)[:, -layers:]
+        if found.shape[1] != layers or found.min() < 0:
+            raise ValueError(f"experts {found.shape}, from {found.min()} on, in {layers} layers")
+        return np.pad(found, ((known, 0), (0, 0), (0, 0))).astype(np.uint8 if found.max() < 256 else np.uint16)
 
     def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
         """See `InferenceServer.ended_by`."""
         sampling = {"max_new_tokens": 2, "logit_bias": {str(token): MOST_BIAS}, "stop_token_ids": sorted(stop)}
-        sampling |= {"ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True}
-        body = {"input_ids": [token], "sampling_params": sampling, "return_logprob": True}
-        meta = self._meta(call(self.url, "/generate", body, seconds=seconds))
+        meta = self._ask({"input_ids": [token], "sampling_params": sampling | _WHOLE}, seconds)
         try:
             return [generated for _, generated, *_ in meta["output_token_logprobs"]], meta["finish_reason"]["type"]
         except (KeyError, TypeError, ValueError) as error:
@@ -76,20 +118,74 @@ class SglangServer:
 
     def load(self, folder: Path, version: int, seconds: float) -> None:
         """See `InferenceServer.load`."""
+        path = str(folder.absolute())
+        if (folder / CONFIG).is_file():
+            self._require_room_for_adapter(json.loads((folder / CONFIG).read_text())["r"])
+            call(self.url, "/abort_request", {"abort_all": True}, seconds=QUICK_SECONDS)
+            unload_adapters(self.url, "/unload_lora_adapter")  # it waits for the requests of an adapter
+            self._pause()
+            self._adapter = {"lora_path": f"{ADAPTER}{version}"}
+            body = {"lora_name": self._adapter["lora_path"], "lora_path": path}
+            self._change("/load_lora_adapter", body, seconds)
+        else:
+            self._pause()
+            self._change("/update_weights_from_disk", {"model_path": path}, seconds)
+        self._resume(version)
+
+    def join(self, version: int, seconds: float) -> SglangGroup:
+        """See `InferenceServer.join`."""
+        for fact, option in {"dp_size": "--dp-size", "pp_size": "--pp-size"}.items():
+            if self._facts[fact] > 1:
+                raise UserError(
+                    f'rollout.weights = "broadcast": {self.url} has {option} {self._facts[fact]}, which its own call '
+                    'refuses; start it with --tp-size and --attn-dp-size, or set rollout.weights = "disk"'
+                )
+        self._pause()
+        group = SglangGroup(self.url, self._facts["tp_size"], group_backend(self._facts["device"]), seconds)
+        group.meet()
+        return group
+
+    def receive(self, group: SglangGroup, version: int, seconds: float) -> None:
+        """See `InferenceServer.receive`."""
+        group.result(seconds)
+        checksum = self._change("/weights_checker", {"action": "checksum"}, seconds)["per_engine_checksum"]
+        before, self._checksum = self._checksum, (version, checksum)
+        if before is not None and before[0] == version and before != self._checksum:
+            raise CallError(f"its weights have other bits than when it loaded version {version} before")
+        self._resume(version)
+
+    def _pause(self) -> None:
         call(self.url, "/abort_request", {"abort_all": True}, seconds=QUICK_SECONDS)
         call(self.url, "/pause_generation", {"mode": "retract"}, seconds=QUICK_SECONDS)
         call(self.url, "/flush_cache", seconds=QUICK_SECONDS)
-        body = {"model_path": str(folder.absolute()), "weight_version": str(version)}
-        reply = call(self.url, "/update_weights_from_disk", body, seconds=seconds)
+
+    def _change(self, path: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The reply of a call that says whether it has succeeded."""
+        try:
+            reply = call(self.url, path, body, seconds=seconds)
+        except RefusedError as error:  # no fault of a request for tokens
+            raise CallError(str(error)) from None
         if not isinstance(reply, dict) or not reply.get("success"):
-            raise CallError(f"/update_weights_from_disk: {reply}")
+            raise CallError(f"{path}: {reply}")
+        return reply
+
+    def _resume(self, version: int) -> None:
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._change("/update_weight_version", body, QUICK_SECONDS)
         call(self.url, "/continue_generation", {}, seconds=QUICK_SECONDS)
+
+    def _require_room_for_adapter(self, rank: int) -> None:
+        """Compare the rank of adapters with the options of the server; SGLang itself refuses their targets."""
+        if not self._facts["enable_lora"] or (self._facts["max_lora_rank"] or 0) < rank:
+            raise UserError(
+                f"rollout.send_adapters: {self.url}: takes adapters up to rank {self._facts['max_lora_rank'] or 0}, "
+                f"these have {rank}; start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
+            )
 
     def score(self, tokens: list[int], seconds: float) -> list[float]:
         """See `InferenceServer.score`."""
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
-        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        meta = self._meta(call(self.url, "/generate", body, seconds=seconds))
+        meta = self._ask({"input_ids": tokens, "sampling_params": sampling, "logprob_start_len": 0}, seconds)
         try:
             places = meta["input_token_logprobs"][1:]  # the first token has none
             assert [token for _, token, *_ in places] == tokens[1:]
@@ -97,8 +193,14 @@ class SglangServer:
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
 
-    @staticmethod
-    def _meta(reply: Any) -> dict[str, Any]:
+    def _ask(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """All of a reply but its text, from the weights of the last update."""
+        try:
+            reply = call(self.url, "/generate", body | self._adapter | {"return_logprob": True}, seconds=seconds)
+        except RefusedError as error:
+            if self._adapter and "not loaded" in str(error):
+                raise ForgottenError(str(error)) from None
+            raise
         if not isinstance(reply, dict) or not isinstance(reply.get("meta_info"), dict):
             raise CallError("/generate: the reply has no meta_info")
         return reply["meta_info"]

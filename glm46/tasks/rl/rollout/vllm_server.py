@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from glm46.compute.distributed.process import nccl_version
 from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG, is_for_experts
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, StatusError, call, exchange
-from glm46.tasks.rl.rollout.inference_server import MOST_BIAS, QUICK_SECONDS, checked, version_of
+from glm46.tasks.rl.rollout.inference_server import (
+    ADAPTER,
+    MOST_BIAS,
+    QUICK_SECONDS,
+    checked,
+    group_backend,
+    unload_adapters,
+    version_of,
+)
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _EXTENSION_REVISION = 6
 """REVISION of deploy/vllm/glm_ext.py."""
 
-_ADAPTER = "glm46-version-"
-"""Names of adapters begin so. Each version has another one: requests name their adapter, and vLLM takes the cache of a
-prompt for that of all adapters of a name."""
 _REMEDY = "start it as deploy/vllm/serve_cpu.sh does (the options marked with *)"
 
 
@@ -35,7 +39,7 @@ class VllmServer:
         """Args:
         padding: ids of the head's padding rows, which must not be generated.
         """
-        self.url, self.dtype, self.context = url, "", None
+        self.url, self.dtype, self.context, self.note = url, "", None, ""
         self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
         self._facts: dict[str, Any] = {}
         self._model: dict[str, str] = {}  # of each request: none for the server's own weights
@@ -131,7 +135,7 @@ class VllmServer:
         path = str(folder.absolute())
         if is_adapter:
             loaded = self._extension("glm46_check", path, seconds=seconds)
-            self._load_adapter(path, f"{_ADAPTER}{version}", seconds)
+            self._load_adapter(path, f"{ADAPTER}{version}", seconds)
         else:
             try:
                 loaded = self._extension("glm46_load", path, seconds=seconds)
@@ -147,7 +151,7 @@ class VllmServer:
                 "(--data-parallel-size); start a server for each and name them in rollout.urls, or set "
                 'rollout.weights = "disk"'
             )
-        backend = "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
+        backend = group_backend(self._facts["device"])
         if backend == "nccl" and (theirs := self._facts["nccl"]) != (ours := nccl_version()):
             raise UserError(
                 f'{self.url} has NCCL {theirs}, this process has {ours}; install one or set rollout.weights = "disk"'
@@ -188,9 +192,7 @@ class VllmServer:
 
     def _load_adapter(self, path: str, name: str, seconds: float) -> None:
         """Load an adapter by vLLM's own call, in place of the one before."""
-        for model in call(self.url, "/v1/models", seconds=QUICK_SECONDS)["data"]:
-            if model["id"].startswith(_ADAPTER):  # the version before, or of a run that was killed
-                exchange(self.url, "/v1/unload_lora_adapter", {"lora_name": model["id"]}, seconds=QUICK_SECONDS)
+        unload_adapters(self.url, "/v1/unload_lora_adapter")
         body = {"lora_name": name, "lora_path": path}
         exchange(self.url, "/v1/load_lora_adapter", body, seconds=seconds)  # it answers in words
         self._model = {"model": name}

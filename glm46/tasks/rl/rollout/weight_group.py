@@ -1,5 +1,6 @@
 """Weights that rank 0 broadcasts to the workers of inference servers, in buckets, over one process group for each
-server and update: gloo, or NCCL between GPUs. The other side is ``deploy/vllm/glm_weights.py``.
+server and update: gloo, or NCCL between GPUs. The other side is ``deploy/vllm/glm_weights.py``; SGLang's own is met by
+`SglangGroup`.
 
 Group and store are new for each update and end with it, on both sides, so that no update meets what is left of another.
 Each side waits only while the other takes part: rank 0 looks at the server's reply and at what its workers say in the
@@ -35,7 +36,7 @@ _OF_SERVER = 4
 _FOR_A_REASON = 5.0
 """Seconds between what a server replies and what its workers do, whichever comes first."""
 _ALIGNED = 16
-_TICK_SECONDS = 0.002
+TICK_SECONDS = 0.002
 
 
 class WeightGroup:
@@ -51,7 +52,7 @@ class WeightGroup:
         Raises:
             CallError: the server does not answer, or the store does not start in time.
         """
-        parts = urlsplit(url)
+        self.url, parts = url, urlsplit(url)
         self._wait, self.backend, self._workers = min(seconds, _LONGEST_WAIT), backend, workers
         try:
             with socket.create_connection((parts.hostname, parts.port or 80), timeout=self._wait) as reached:
@@ -111,38 +112,57 @@ class WeightGroup:
             if time.monotonic() > end:
                 self._fail(f"its workers did not join within {self._wait:g} s")
                 return
-            time.sleep(_TICK_SECONDS)
+            time.sleep(TICK_SECONDS)
         try:
-            # Of its own: a group that still ends may not keep the store of the workers open.
-            wait = timedelta(seconds=self._wait)
-            store = dist.TCPStore(self._at["address"], self._at["port"], is_master=False, timeout=wait)
-            store = dist.PrefixStore(f"{self._at['update']}/group", store)
-            self._group = [_join(store, 1 + self._workers, self.backend, wait)]
+            self._form(f"{self._at['update']}/group")
         except RuntimeError as error:
-            self._fail(_first_sentence(error))
+            self._fail(first_sentence(error))
             return
-        self._greet()
-
-    def _greet(self) -> None:
-        """Broadcast once, in a thread: NCCL makes its communicator then, and waits for all workers in C."""
         first, began = torch.zeros(1, dtype=torch.uint8, device=_device(self.backend)), time.monotonic()
+        self.end(self._begin_first(first), began)
+
+    def _form(self, prefix: str) -> None:
+        """Make the process group, whose keys in the store begin with `prefix`."""
+        wait = timedelta(seconds=self._wait)
+        # Of its own: a group that still ends may not keep the store of the workers open.
+        store = dist.TCPStore(self._at["address"], self._at["port"], is_master=False, timeout=wait)
+        group = _join(dist.PrefixStore(prefix, store), 1 + self._workers, self.backend, wait)
+        if self._store is not None:  # closed meanwhile
+            self._group = [group]
+
+    def _begin_first(self, values: Tensor) -> dist.Work | None:
+        """Broadcast, from a thread: NCCL makes its communicator then, and waits for all workers in C."""
         started: Future[dist.Work | None] = Future()
-        threading.Thread(target=lambda: started.set_result(self.begin(first)), daemon=True).start()
+        threading.Thread(target=lambda: started.set_result(self.begin(values)), daemon=True).start()
         try:
-            self.end(started.result(self._wait), began)
+            return started.result(self._wait)
         except FutureTimeoutError:
             self._fail(
                 f"the first {self.backend} broadcast to its {self._workers} workers, at {self._at['address']} port "
                 f"{self._at['port']}, did not begin within {self._wait:g} s: see NCCL_SOCKET_IFNAME and the network "
                 'between the two, or set rollout.weights = "disk"'
             )
+            return None
+
+    def announce(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Tell the server of a bucket before it comes. Here the bucket itself says what it holds."""
+
+    def confirm(self) -> None:
+        """Wait until the server has loaded a bucket. Here it says so behind the last one."""
+
+    def bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """The broadcasts of tensors; of none, at the end."""
+        if not tensors:
+            return [torch.zeros(2, dtype=torch.int64, device=_device(self.backend))]
+        text, block = _block(tensors, _device(self.backend))
+        return [torch.tensor([text, len(block)], device=block.device), block]
 
     def begin(self, values: Tensor) -> dist.Work | None:
         """Broadcast without a wait; None after a fault."""
         try:
             return None if self.fault else self._group[0].broadcast(values, 0)
         except RuntimeError as error:
-            self._fail(_first_sentence(error))
+            self._fail(first_sentence(error))
             return None
 
     def end(self, work: dist.Work | None, began: float) -> None:
@@ -156,15 +176,15 @@ class WeightGroup:
                 in_time = now < began + self._wait
                 self._fail("a worker has left" if in_time else f"a bucket was not taken within {self._wait:g} s")
                 return
-            time.sleep(_TICK_SECONDS)
+            time.sleep(TICK_SECONDS)
         try:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            self._fail(_first_sentence(error))
+            self._fail(first_sentence(error))
 
     def _fail(self, said: str) -> None:
-        self.fault = f"the broadcast of the weights failed ({said})"
+        self.fault = self.fault or f"the broadcast of the weights failed ({said})"
         self.close()
 
     def result(self, seconds: float) -> Any:
@@ -203,7 +223,7 @@ def _device(backend: str) -> str:
     return "cuda" if backend == "nccl" else "cpu"
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def first_sentence(error: RuntimeError) -> str:
     """The message of gloo, without the place in its source."""
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
 
@@ -223,10 +243,9 @@ class WeightSender:
     def __init__(self, groups: Sequence[WeightGroup]):
         """
         Args:
-            groups: all of one backend.
+            groups: all of one kind and backend.
         """
         self._groups, self._tensors, self._nbytes = groups, [], 0
-        self._device = _device(groups[0].backend)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Send a tensor of a name, perhaps with the next ones."""
@@ -237,21 +256,22 @@ class WeightSender:
 
     def end(self) -> None:
         """Send what is left, and that it was the last."""
+        if self._tensors:
+            self._flush()
         self._flush()
-        self._broadcast(torch.zeros(2, dtype=torch.int64, device=self._device))
 
     def _flush(self) -> None:
-        if self._tensors and not all(group.fault for group in self._groups):
-            text, block = _block(self._tensors, self._device)
-            self._broadcast(torch.tensor([text, len(block)], device=self._device))
-            self._broadcast(block)
+        if not all(group.fault for group in self._groups):
+            for group in self._groups:
+                group.announce(self._tensors)
+            for values in self._groups[0].bucket(self._tensors):
+                began = time.monotonic()
+                works = [group.begin(values) for group in self._groups]
+                for group, work in zip(self._groups, works, strict=True):
+                    group.end(work, began)
+            for group in self._groups:
+                group.confirm()
         self._tensors, self._nbytes = [], 0
-
-    def _broadcast(self, values: Tensor) -> None:
-        began = time.monotonic()
-        works = [group.begin(values) for group in self._groups]
-        for group, work in zip(self._groups, works, strict=True):
-            group.end(work, began)
 
 
 def _block(tensors: Sequence[tuple[str, Tensor]], device: str) -> tuple[int, Tensor]:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tests.processes import wait_until
+from tests.unit.tasks.rl.rollout.sglang_stub import SglangCalls
 
 _PATH = Path(__file__).parents[5] / "deploy/vllm/glm_weights.py"
 _spec = importlib.util.spec_from_file_location("glm_weights", _PATH)
@@ -41,7 +42,7 @@ def scores(version: int, sequences: list[list[int]]) -> list[list[float]]:
     return [[logprob(version, token) for token in tokens[1:]] for tokens in sequences]
 
 
-def generate(prompt: list[int], seed: int, length: int) -> list[int]:
+def generate(prompt: list[int], seed: int, length: int, known: int = 0) -> list[int]:
     """The tokens of a request, whatever the version and the server."""
     tokens = random.Random(f"{prompt} {seed}").choices(range(3, 50), k=length)
     return [*tokens[: seed % length], STOP] if seed % 3 == 0 else tokens
@@ -68,7 +69,7 @@ class JoinedReceiver(glm_weights.Receiver):
         return super()._form(*arguments)
 
 
-class StubServer:
+class StubServer(SglangCalls):
     """Set the attributes at any time; they hold for the next call.
 
     Attributes:
@@ -102,6 +103,7 @@ class StubServer:
         self.breaks_at, self.breaks_by, self.stalls = None, "error", True
         self._aborted, self._lock, self._engine = set(), threading.Lock(), threading.Lock()
         self.generated: list[tuple] = []
+        self.start_sglang()
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -116,8 +118,9 @@ class StubServer:
                 reply = stub.answer(self.path.partition("?")[0].strip("/").replace("/", "_"), body)
                 if reply is _LOST:
                     return
-                status = reply if isinstance(reply, int) else 200
-                content = b"NotFoundError" if isinstance(reply, int) else json.dumps(reply).encode()
+                status, said = reply if isinstance(reply, tuple) else (reply, "NotFoundError")
+                status, said = (status, said) if isinstance(status, int) else (200, json.dumps(reply))
+                content = said.encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
@@ -146,6 +149,8 @@ class StubServer:
         biases = body.get("sampling_params", {}).get("logit_bias", {})
         if self.fault in ("400 at stop", "500 at stop") and max(biases.values(), default=0) > 0:
             return int(self.fault[:3])
+        if (reply := self.answer_sglang(path, body)) is not None:
+            return reply
         known = getattr(self, f"_{path}", None)
         with self._engine if path in ("pause", "resume", "collective_rpc") else nullcontext():  # as vLLM does
             return 404 if known is None else known(body)
@@ -153,7 +158,7 @@ class StubServer:
     def _health(self, body):
         return {}
 
-    _pause = _resume = _reset_prefix_cache = _pause_generation = _continue_generation = _flush_cache = _health
+    _pause = _resume = _reset_prefix_cache = _health
 
     def _v1_models(self, body):
         return {"data": [{"id": "base", "max_model_len": self.context}, *({"id": name} for name in self.adapters)]}
@@ -165,9 +170,6 @@ class StubServer:
     def _v1_unload_lora_adapter(self, body):
         self.adapters.remove(body["lora_name"])
         return ""
-
-    def _get_server_info(self, body):
-        return {"dtype": self.dtype, "context_length": self.context}
 
     def _collective_rpc(self, body):
         if body["method"] == "glm46_describe":
@@ -239,21 +241,15 @@ class StubServer:
             self.version = version
         return version
 
-    def _update_weights_from_disk(self, body):
-        self._load(Path(body["model_path"]))
-        self.name = body["weight_version"]
-        return {"success": True}
-
     def _update_weight_version(self, body):
         self.name = body["new_version"]
-        return {}
+        if self.has_received and not self.stale:
+            self.version = int(self.name)
+        self.has_received = False
+        return {"success": True}
 
     def _abort_requests(self, body):
         self._aborted |= set(body.get("request_ids", ()))
-        return {}
-
-    def _abort_request(self, body):
-        self._aborted |= {body.get("rid")}
         return {}
 
     def _model(self, token: int) -> float:
@@ -323,23 +319,6 @@ class StubServer:
             np.save(file, self.routes)
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         return {"choices": [] if self.fault == "no choices" else [choice | {"weight_versions": [span]}]}
-
-    def _generate(self, body):
-        prompt, sampling = body["input_ids"], body["sampling_params"]
-        if "logprob_start_len" in body:
-            places = [[None, prompt[0], None], *([self._given(token), token, None] for token in prompt[1:])]
-            return {"meta_info": {"input_token_logprobs": places}}
-        if forced := self.forced(sampling, "max_new_tokens"):
-            places = [[0.0, token, None] for token in forced[0]]
-            return {"meta_info": {"output_token_logprobs": places, "finish_reason": {"type": forced[1]}}}
-        generated = self._sample(body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
-        if isinstance(generated, int):
-            return generated
-        tokens, finish = generated
-        places = [[value, token, None] for value, token in zip(self._reported(tokens), tokens, strict=True)]
-        meta = {"output_token_logprobs": places, "finish_reason": {"type": finish}, "weight_version": self._named()}
-        meta = {} if self.fault == "no choices" else meta
-        return {"meta_info": meta}
 
 
 if __name__ == "__main__":

@@ -181,6 +181,6 @@ def test_turns_and_parts_of_a_sample_keep_the_routes_that_drew_them():
     conversation = first.extended([30, 31], turn)
     assert conversation.tokens == [5, 6, 30, 31, 7] and conversation.replies == ((2, 4),)
     assert conversation.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2]
-    assert rest(Request([8, 9, 9], 40, 6), first) == Request([8, 9, 9, 5, 6], 42, 4)
+    assert rest(Request([8, 9, 9], 40, 6), first) == Request([8, 9, 9, 5, 6], 42, 4, known=4)
     stopped = continued(first, Completion([], [], "abort", [], np.full((5, 1, 1), 2, np.uint8)))
     assert stopped.tokens == first.tokens and stopped.routes.tolist() == first.routes.tolist()

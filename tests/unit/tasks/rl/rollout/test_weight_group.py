@@ -326,7 +326,7 @@ def test_worker_whose_first_broadcast_does_not_begin_ends_in_time(monkeypatch):
 
 def test_two_versions_of_nccl_make_no_group(stubs, monkeypatch):
     stubs[0].device = "cuda"
-    monkeypatch.setattr(vllm_server.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     server = VllmServer(stubs[0].url, range(0))
     server.check(routes=False)
     monkeypatch.setattr(vllm_server, "nccl_version", lambda: "2.30.7")
