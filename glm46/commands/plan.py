@@ -67,7 +67,7 @@ def plan_command(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--engines", type=positive, metavar="N", help="GPUs of servers; default: an engine for each URL"
     )
-    parser.add_argument("--engine-gpus", type=positive, metavar="N", help="of one server; default: the fewest that fit")
+    parser.add_argument("--gpus-per-engine", type=positive, metavar="N", help="default: the fewest with room")
     parser.add_argument("--completion-tokens", type=positive, metavar="N", help="mean; default: half of the longest")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
     parser.add_argument(
@@ -99,7 +99,7 @@ def plan_command(argv: Sequence[str]) -> int:
         _write_numbers(arguments.json, lambda: search_numbers(found))
         return 0 if found.search.best else EXIT_DOES_NOT_FIT
     plan = resolve_plan(config, cluster.gpus, arguments.document_tokens, host_ranks=cluster.host_ranks)
-    engines = EngineOptions(arguments.engines, arguments.engine_gpus, arguments.completion_tokens)
+    engines = EngineOptions(arguments.engines, arguments.gpus_per_engine, arguments.completion_tokens)
     run = plan_run(plan, cluster, pipeline_order, engines)
     here = None
     if arguments.gpu is None:

@@ -18,6 +18,7 @@ from glm46.operate.estimate.other_networks import inference_bytes
 from glm46.operate.estimate.rank_parts import local_shape
 from glm46.operate.estimate.requirement import usable_bytes
 from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost
+from glm46.operate.estimate.server_split import leaves_room, split_model
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.units import amount, duration, run_time
 from glm46.run.checkpoint_size import WIDTHS, checkpoint_size
@@ -25,10 +26,6 @@ from glm46.run.layout import Layout, generation_layout
 from glm46.run.parameters import count_parameters, layer_counts, named_rows
 from glm46.run.plan import Plan
 
-_MOST_TENSOR_PARALLEL = 8
-"""Ranks of an engine that share a matrix; larger engines have several groups with requests of their own."""
-_LEAST_CACHE = 0.5
-"""Of a GPU's usable memory, that an engine of servers leaves to keys and values."""
 _MOST_RANKS = 1024
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -213,18 +210,18 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
 
 
 def _server_engine(plan: Plan, cluster: TargetCluster, ranks: int | None) -> DecodingEngine:
-    """An engine as `rl-servers` starts it: tensor parallelism inside a host, experts over all of its GPUs."""
-    shape, sizes = plan.shape, [ranks] if ranks else [2**power for power in range(_MOST_RANKS.bit_length())]
-    for size in sizes:
-        tp = min(size, _MOST_TENSOR_PARALLEL, cluster.gpus_per_node)
-        while shape.num_attention_heads % tp or size % tp:
-            tp -= 1
-        ep = size if shape.n_routed_experts % size == 0 else tp
-        engine = DecodingEngine(plan, cluster, Layout(1, 1, size // tp, 1, tp, ep), is_server=True)
-        if engine.free_bytes() >= _LEAST_CACHE * usable_bytes(cluster.gpu.memory_bytes):
+    """An engine as `rl-servers` starts it."""
+    room = usable_bytes(cluster.gpu.memory_bytes)
+    for size in [ranks] if ranks else [2**power for power in range(_MOST_RANKS.bit_length())]:
+        split = split_model(plan.shape, size, cluster.gpus_per_node)
+        if split is None:
+            continue
+        engine = DecodingEngine(plan, cluster, split.layout, is_server=True)
+        weights = room - engine.free_bytes()
+        if leaves_room(weights, room) or (ranks and weights < room):
             return engine
-    what = f"--engine-gpus {ranks}" if ranks else f"an engine of {_MOST_RANKS} GPUs"
-    raise UserError(f"command line: {what}: too little memory for this model; take more or larger GPUs")
+    what = f"--gpus-per-engine {ranks}" if ranks else f"an engine of up to {_MOST_RANKS} GPUs"
+    raise UserError(f"command line: {what}: it does not hold this model; take more or larger GPUs, in whole hosts")
 
 
 def _lengths(count: int, mean: int, longest: int) -> list[int]:

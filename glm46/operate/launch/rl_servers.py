@@ -11,15 +11,13 @@ from urllib.parse import urlsplit
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.config.generation_degrees import Degrees
-from glm46.config.model import ModelShape
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import Accelerator
 from glm46.operate.estimate.other_networks import inference_bytes
+from glm46.operate.estimate.server_split import ServerSplit, leaves_room, split_model
 from glm46.operate.estimate.units import binary_size
 from glm46.operate.launch.hostfile import Host
-from glm46.run.layout import generation_layout
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.prompts import read_prompts
 
@@ -29,19 +27,6 @@ _FIRST_PORT, _MEETING_PORT = 8000, 5000
 _MOST_GPUS = 512
 _VLLM_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": "deploy/vllm"}
 _DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
-
-
-class ServerSplit(NamedTuple):
-    """The GPUs of one server, and those of them that share heads."""
-
-    gpus: int
-    tensor: int
-    """GPUs that share the heads of attention; all of them if no experts are spread."""
-
-    @property
-    def replicas(self) -> int:
-        """Of attention, whose GPUs share the experts."""
-        return self.gpus // self.tensor
 
 
 class Command(NamedTuple):
@@ -65,7 +50,7 @@ class ServerPlan:
         Args:
             hosts: in the order in which servers take them; none: those of rollout.urls.
             folder: of the model that the servers start with.
-            gpus: of one server; None: the fewest that hold the model.
+            gpus: of one server; None: the fewest that hold the model and leave half of their room to keys and values.
 
         Raises:
             UserError: the config has no servers, or they do not fit.
@@ -91,7 +76,9 @@ class ServerPlan:
         sizes = [stated] if stated else [2**power for power in range(10)]
         for gpus in sizes:
             engine = split_model(self._shape, gpus, self._gpu.host_gpus)
-            if engine is not None and self._needed(engine) <= self._room:
+            if engine is None or self._needed(engine) > self._room:
+                continue
+            if stated or leaves_room(self._weights(engine), self._room):
                 return engine
         what = f"--gpus-per-engine {stated}" if stated else f"no number of GPUs up to {_MOST_GPUS}"
         engine = split_model(self._shape, sizes[-1], self._gpu.host_gpus)
@@ -110,13 +97,16 @@ class ServerPlan:
     def _room(self) -> float:
         return self._gpu.memory_bytes * _SHARES[self.kind]
 
+    def _weights(self, engine: ServerSplit) -> float:
+        """Bytes of a GPU for its weights."""
+        weights = inference_bytes(self._shape, engine.layout, self.config.training.mixed_precision_param)
+        return weights / (2 if self.config.rollout.weights_dtype else 1)
+
     def _needed(self, engine: ServerSplit) -> float:
         """Bytes of a GPU for its weights, and for keys and values of one longest sample."""
-        layout = generation_layout(Degrees(engine.tensor, 1, engine.gpus), engine.gpus)
-        dtype = self.config.training.mixed_precision_param
-        weights = inference_bytes(self._shape, layout, dtype)
-        cache = inference_bytes(self._shape, layout, dtype, rows=1, length=self.context, caches_drafts=True) - weights
-        return weights / (2 if self.config.rollout.weights_dtype else 1) + cache
+        dtype, cached = self.config.training.mixed_precision_param, {"rows": 1, "length": self.context}
+        cache = inference_bytes(self._shape, engine.layout, dtype, **cached, copies_weights=False, caches_drafts=True)
+        return self._weights(engine) + cache
 
     def _require_broadcast_fits(self) -> None:
         if self.kind == "vllm" and self.config.rollout.weights == "broadcast" and self.engine.replicas > 1:
@@ -225,16 +215,6 @@ class ServerPlan:
     def _rank(self) -> list[str]:
         adapter = self.config.adapter
         return ["--max-lora-rank", str(max(adapter.rank, adapter.expert_rank or 0))]
-
-
-def split_model(shape: ModelShape, gpus: int, host_gpus: int) -> ServerSplit | None:
-    """The split of a model over GPUs of which each host has `host_gpus`: heads over as many of a host as they divide
-    by, experts over all. None: there is none."""
-    if shape.n_routed_experts % gpus or gpus > host_gpus and gpus % host_gpus:
-        return None
-    heads = shape.num_attention_heads if shape.is_latent else shape.num_key_value_heads
-    tensor = max(size for size in range(1, min(gpus, host_gpus) + 1) if not (gpus % size or heads % size))
-    return ServerSplit(gpus, tensor)
 
 
 def longest_prompt(config: RunConfig) -> int:

@@ -120,7 +120,7 @@ def test_the_ranks_that_train_generate_with_kernels_from_the_host():
 
 def test_engines_that_cannot_be_are_refused():
     recipe = "glm47_flash_rl", 8, *SERVED, "--rollout.expert_parallel_degree="
-    with pytest.raises(UserError, match="--engine-gpus 1: too little memory"):
+    with pytest.raises(UserError, match="--gpus-per-engine 1: it does not hold"):
         planned(*recipe, "--rollout.max_new_tokens=64", engine_gpus=1, gpu_bytes=60 << 30)
     with pytest.raises(UserError, match="--engines 1: one takes 8 GPUs; give more"):
         planned(*recipe, gpus=1, engine_gpus=8)

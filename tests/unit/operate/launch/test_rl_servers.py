@@ -75,7 +75,7 @@ def test_engine_of_32_gpus_has_the_flags_of_the_source(lines):
 
 
 def test_options_follow_the_keys_of_the_run(lines):
-    words = ["--gpu", "H200", "--rollout.kind", "sglang", "--rl.routing_replay", "true"]
+    words = ["--gpu", "H200", "--gpus-per-engine", "8", "--rollout.kind", "sglang", "--rl.routing_replay", "true"]
     printed = lines(*words)
     found = [options_of(line) for line in commands(printed)]
     assert len(found) == 4 and all(options["--tp-size"] == "8" for options in found)
@@ -141,9 +141,9 @@ def test_what_the_run_would_refuse_is_refused_with_its_remedy(lines, words, said
 
 
 def test_hosts_of_urls_do_for_servers_of_one_host_and_others_need_a_file(lines):
-    with pytest.raises(UserError, match=r"--hosts: missing, and a host has room for 0 servers of 16 GPUs"):
+    with pytest.raises(UserError, match=r"--hosts: missing, and a host has room for 0 servers of 32 GPUs"):
         lines(hosts=0)
-    printed = lines("--gpu", "H200", hosts=0)
+    printed = lines("--gpu", "H200", "--gpus-per-engine", "8", hosts=0)
     assert [options_of(line)["--host"] for line in commands(printed)] == ["rollout-0", "rollout-1"]
     assert "--rollout.urls" not in "".join(printed)  # they are those of the file
     urls = json.dumps(["http://b:7", "http://a:8", "http://b:9"])
@@ -173,7 +173,7 @@ def test_started_servers_end_when_one_ends(lines, tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     urls = json.dumps([f"http://engine-{number}:8000" for number in range(2)])
     with pytest.raises(AssertionError):  # the fixture wants 0
-        lines("--gpu", "H200", "--rollout.urls", urls, "--run", hosts=2)
+        lines("--gpu", "H200", "--gpus-per-engine", "8", "--rollout.urls", urls, "--run", hosts=2)
     printed = capsys.readouterr().out
     assert "engine-1: ended with code 7" in printed
     for pid in map(int, re.findall(r"serve assets/GLM-4.6 of \S+ is (\d+)", printed)):
