@@ -115,12 +115,12 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 5, "kept thoughts of prompts; the format of a base"),
     ("tasks/rl/rewards", 7, "options in small letters"),
     ("tasks/rl/rollout", 1, "the format of a served base"),
-    ("operate/estimate", 416, "time of rollouts; lengths of prepared documents; prices"),
+    ("operate/estimate", 448, "time of rollouts; lengths of prepared documents; prices; splits of a server"),
     ("operate/ablation", 4, "types that are checked"),
     ("operate/cluster", 13, "types that are checked"),
     ("operate/benchmark", 160, "speeds by rows; links between ranks"),
     ("tasks/rl/rollout", 304, "SGLang by broadcast, adapters, experts and versions of tokens, as vLLM"),
-    ("operate/launch", 342, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
+    ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
     ("commands", 45, "the options of rl-servers; benchmark links"),
 )
 """Room, lines, and what they are for."""
