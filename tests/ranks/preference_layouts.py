@@ -10,6 +10,8 @@ of a layout for DPO, and ``LOSS_TYPE/LAYOUT`` for the others.
 import functools
 import json
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -31,6 +33,7 @@ from glm46.config.adapter import AdapterConfig
 from glm46.config.finetune import PreferenceConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
+from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
@@ -43,12 +46,14 @@ from tests.ranks.sharded_layouts import (
     SEQ_LEN,
     VOCABULARY,
     Layout,
+    base_of,
     begin_adapters,
     gradient_errors,
     held,
     make_config,
     relative,
     squares,
+    write_base,
 )
 
 PREFERENCES = {
@@ -66,6 +71,7 @@ _LAYOUTS = {
         )),
         Layout(pipeline=2), Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, adapter="lora"),
         Layout(compiled=True, adapter="lora"), Layout(experts_over=2, adapter="dora"),
+        Layout(experts_over=2, adapter="lora", base="int4"), Layout(tensor=2, adapter="dora", base="nf4"),
     ],
     4: [
         Layout(tensor=2, context=2, experts_over=4, num_experts=12),
@@ -85,6 +91,8 @@ CASES = {
     | {f"{name}/{one.name}": (name, one) for name in PREFERENCES if name != "sigmoid" for one in _OTHERS[ranks]}
     for ranks, layouts in _LAYOUTS.items()
 }
+_KTO = Layout(checkpointing="full", adapter="lora", base="nf4")
+CASES[2][f"kto/{_KTO.name}"] = "kto", _KTO
 """Loss type and layout by number of ranks and name."""
 
 
@@ -164,15 +172,17 @@ def mismatched_halves(rows: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-def run_reference(config: RunConfig) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics and gradients, of one process without any transform, packing or batch."""
+def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradients, of one process without any transform, packing or batch; ``base``: see `write_base`."""
     preference = config.preference
     with torch.device("meta"):
         model = Transformer(resolve_shape(config.model))
         if config.adapter is not None:
-            add_adapters(model, config.adapter)
+            add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
     model.to_empty(device="cpu")
     initialise(model, config.debug.seed)
+    if base is not None:
+        write_base(model, base, layout.base)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     magnitudes = Magnitudes(model, config.adapter or AdapterConfig(), None)
     magnitudes.start()
@@ -226,12 +236,14 @@ def run_reference(config: RunConfig) -> tuple[dict[str, float], dict[str, Tensor
     return {"loss": loss.item(), **other}, gradients
 
 
-def run_layout(process: Process, loss_type: str, layout: Layout) -> tuple[dict[str, float], dict]:
+def run_layout(process: Process, loss_type: str, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict]:
     """Metrics and gradients of a step by the engine; collective."""
     torch.compiler.reset()
     plan = resolve_plan(config_of(loss_type, layout), process.world_size)
     cluster = build_cluster(plan, process)
     policy = build_network(plan, cluster)
+    if base is not None:
+        load_weights(policy, base)
     policy.loaded(new_adapters=True)
     move(policy.parameters, bool(layout.adapter))
     policy.loaded(new_adapters=False)
@@ -271,19 +283,22 @@ def main(world_size: int, *names: str) -> None:
     torch.set_num_threads(1)
     cases = {name: CASES[world_size][name] for name in names or CASES[world_size]}
     one_each = {(loss_type, layout.reference): (loss_type, layout) for loss_type, layout in cases.values()}
-    references = {key: run_reference(config_of(*case)) for key, case in one_each.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        bases = {key: base_of(Path(folder) / key[0], layout) for key, (_, layout) in one_each.items()}
+        references = {key: run_reference(config_of(*case), case[1], bases[key]) for key, case in one_each.items()}
 
-    def work(some: list[str]) -> None:
-        process = join(300)
-        for name, (loss_type, layout) in ((name, cases[name]) for name in some):
-            with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
-                found = run_layout(process, loss_type, layout)
-                row = compare(name, found, references[loss_type, layout.reference])
-            if process.is_main:
-                print(json.dumps(row), flush=True)
-        leave()
+        def work(some: list[str]) -> None:
+            process = join(300)
+            for name, (loss_type, layout) in ((name, cases[name]) for name in some):
+                key = loss_type, layout.reference
+                with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
+                    found = run_layout(process, loss_type, layout, bases[key])
+                    row = compare(name, found, references[key])
+                if process.is_main:
+                    print(json.dumps(row), flush=True)
+            leave()
 
-    run_cases(world_size, list(cases), work, len(cases))
+        run_cases(world_size, list(cases), work, len(cases))
 
 
 if __name__ == "__main__":
