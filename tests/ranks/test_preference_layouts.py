@@ -1,5 +1,5 @@
-"""Losses of preferences are the same on every layout, with all weights and with adapters, on a base in 4 bits too: loss,
-accuracy or divergence, gradients."""
+"""Losses of preferences are the same on every layout, with all weights and with adapters, whose base may be in 4 bits:
+loss, accuracy or divergence, gradients."""
 
 import math
 
