@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
@@ -91,6 +91,11 @@ class RunConfig(Section):
     @property
     def preference(self) -> PreferenceConfig | None:
         return None if self.finetune is None else self.finetune.preference
+
+    @property
+    def head(self) -> Literal["lm", "value"]:
+        """The head of the network that is trained."""
+        return "value" if self.preference is not None and self.preference.loss_type == "reward" else "lm"
 
     @property
     def has_preference_reference(self) -> bool:

@@ -61,6 +61,7 @@ PREFERENCES = {
     "ipo": PreferenceConfig(loss_type="ipo", beta=0.4, sft_weight=0.3),
     "simpo": PreferenceConfig(loss_type="simpo", beta=2.0, simpo_gamma=0.4, label_smoothing=0.1),
     "orpo": PreferenceConfig(loss_type="orpo", beta=0.9),
+    "reward": PreferenceConfig(loss_type="reward"),
     "kto": PreferenceConfig(loss_type="kto", beta=0.5, desirable_weight=1.25, undesirable_weight=0.75),
 }
 BEGIN = 0
@@ -88,7 +89,13 @@ _OTHERS = {
 """Of the losses other than DPO."""
 CASES = {
     ranks: {layout.name: ("sigmoid", layout) for layout in layouts}
-    | {f"{name}/{one.name}": (name, one) for name in PREFERENCES if name != "sigmoid" for one in _OTHERS[ranks]}
+    | {
+        f"{name}/{one.name}": (name, one)
+        for name in PREFERENCES
+        if name != "sigmoid"
+        for one in _OTHERS[ranks]
+        if name != "reward" or not one.adapter
+    }
     for ranks, layouts in _LAYOUTS.items()
 }
 _KTO = Layout(checkpointing="full", adapter="lora", base="nf4")
@@ -151,6 +158,8 @@ def pair_loss(config: PreferenceConfig, sums: list, tokens: list[int], divergenc
     if config.loss_type == "orpo":
         odds = [mean - torch.log(1 - mean.exp()) for mean in means]
         return -beta * F.logsigmoid(odds[0] - odds[1])
+    if config.loss_type == "reward":
+        return -F.logsigmoid(sums[0][0] - sums[1][0])
     if config.loss_type == "kto":
         desirable = 1 - torch.sigmoid(beta * (ratios[0] - divergence))
         undesirable = 1 - torch.sigmoid(beta * (divergence - ratios[1]))
@@ -176,7 +185,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple
     """Metrics and gradients, of one process without any transform, packing or batch; ``base``: see `write_base`."""
     preference = config.preference
     with torch.device("meta"):
-        model = Transformer(resolve_shape(config.model))
+        model = Transformer(resolve_shape(config.model), head=config.head)
         if config.adapter is not None:
             add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
     model.to_empty(device="cpu")
@@ -186,7 +195,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     magnitudes = Magnitudes(model, config.adapter or AdapterConfig(), None)
     magnitudes.start()
-    batch = split_pairs(make_pairs(), BEGIN)
+    batch, is_reward = split_pairs(make_pairs(), BEGIN), config.head == "value"
     halves = int(batch[HALF].max()) + 1
     rows = [int((batch[HALF] == half).nonzero()[0, 0]) for half in range(halves)]
 
@@ -201,6 +210,8 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple
         ids = torch.cat([prompt, completion]).unsqueeze(0)
         labels = torch.full_like(ids, IGNORE)
         labels[0, len(prompt) - 1 : -1] = completion
+        if is_reward:  # of the last token before the marker that ends the answer
+            return model(ids, labels=labels).values[0, -2:-1].double()
         return model(ids, labels=labels, form=token_logprobs).logprobs[labels != IGNORE].double()
 
     own = [ids_of(half) for half in range(halves)]
@@ -241,7 +252,7 @@ def run_layout(process: Process, loss_type: str, layout: Layout, base: Path | No
     torch.compiler.reset()
     plan = resolve_plan(config_of(loss_type, layout), process.world_size)
     cluster = build_cluster(plan, process)
-    policy = build_network(plan, cluster)
+    policy = build_network(plan, cluster, head=plan.config.head)
     if base is not None:
         load_weights(policy, base)
     policy.loaded(new_adapters=True)
@@ -256,8 +267,8 @@ def run_layout(process: Process, loss_type: str, layout: Layout, base: Path | No
     share = ROWS // count // plan.layout.dp_degree
     first = [micro * (ROWS // count) + cluster.dp_rank * share for micro in range(count)]
     micro_batches = [{name: tensor[at : at + share] for name, tensor in whole.items()} for at in first]
-    micro_batches = learner.complete([split_pairs(batch, BEGIN) for batch in micro_batches])
-    totals = count_step(task, [split_pairs(whole, BEGIN)])
+    micro_batches = learner.complete([learner._split(batch) for batch in micro_batches])
+    totals = count_step(task, [learner._split(whole)])
     outcome = train_step(task, micro_batches, totals, 0, 1.0).main
     gradients = {name: held(p.grad) for name, p in policy.parameters.items()}
     return learner.objectives["model"].metrics(outcome.sums, totals.main, 0), gradients

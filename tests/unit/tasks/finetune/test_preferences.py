@@ -130,6 +130,42 @@ def test_each_loss_learns_to_prefer_and_resumes_bit_for_bit(start, tmp_path, key
     assert all(torch.equal(tensor, contents(step)[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("in_hf", [False, True])
+def test_a_reward_model_begins_with_a_new_head_learns_and_resumes_bit_for_bit(start, tmp_path, in_hf):
+    out, step = tmp_path / "out", start / "base/checkpoint/step-000002"
+    if in_hf:
+        folder = str(tmp_path / "folder")
+        assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", folder, "--dtype", "float32"]) == 0
+        tables = {"checkpoint": {"initial_load_path": folder, "initial_load_in_hf": True, "interval": 2}}
+    else:
+        tables = {}
+    config = tuned(start, out, "full", finetune={"preference": {"loss_type": "reward"}}, **tables)
+    torch.seed()
+    assert train(config) == 0
+    rows, held_out = rows_of(out, "loss"), rows_of(out, "validation_loss")
+    assert "logps/chosen" not in rows[0] and "nll_loss" not in rows[0]
+    margin = rows[0]["rewards/chosen"] - rows[0]["rewards/rejected"]
+    assert margin == pytest.approx(rows[0]["rewards/margins"]) and abs(rows[0]["loss"] - math.log(2)) < 0.4
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1 and rows[-1]["rewards/accuracies"] > 0.9
+    assert held_out[-1]["validation_loss"] < held_out[0]["validation_loss"] - 0.1
+    last = out / "checkpoint/step-000004"
+    whole = contents(last)
+    assert "value_head.weight" in whole and "lm_head.weight" not in whole
+    shutil.rmtree(last)
+    torch.seed()
+    assert train(config) == 0
+    assert [row["loss"] for row in rows_of(out, "loss")] == [row["loss"] for row in rows]
+    assert all(torch.equal(tensor, contents(last)[name]) for name, tensor in whole.items())
+    # A model that is no language model is no base of one, and a base of another reward model with its head.
+    more = {"initial_load_path": str(last), "initial_load_model_only": True}
+    again = tuned(start, tmp_path / "more", "full", finetune=config.finetune.model_dump(), checkpoint=more)
+    assert train(again) == 0
+    assert rows_of(tmp_path / "more", "loss")[0]["rewards/accuracies"] > 0.9
+    with pytest.raises(UserError, match="lm_head.weight"):
+        train(tuned(start, tmp_path / "other", "full", checkpoint=more))
+
+
 @pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
 def test_a_loss_without_a_reference_has_no_second_network_and_no_second_pass(start, tmp_path, monkeypatch, loss_type):
     def unexpected(*arguments):
