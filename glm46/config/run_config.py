@@ -147,6 +147,8 @@ class RunConfig(Section):
             found["checkpoint.initial_load"] = Path(checkpoint.initial_load_path), checkpoint.initial_load_in_hf
         if teacher is not None:
             found["rl.reference.load"] = Path(teacher.load_path), teacher.load_in_hf
+        if self.rl is not None and self.rl.reward_model is not None:
+            found["rl.rewards.options.load"] = Path(str(self.rl.reward_model.options.get("load_path"))), False
         return found
 
     @property

@@ -40,6 +40,7 @@ from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.finetune.halves import HALF, split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
+from glm46.tasks.rl.reward_model import last_values
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     ROWS,
@@ -98,6 +99,8 @@ CASES = {
     }
     for ranks, layouts in _LAYOUTS.items()
 }
+_FOUR = Layout(pipeline=2, context=2, experts_over=2)
+CASES[4][f"reward/{_FOUR.name}"] = "reward", _FOUR
 _KTO = Layout(checkpointing="full", adapter="lora", base="nf4")
 CASES[2][f"kto/{_KTO.name}"] = "kto", _KTO
 """Loss type and layout by number of ranks and name."""
@@ -122,6 +125,16 @@ def make_pairs() -> dict[str, Tensor]:
                 batch["document_ids"][row, at:end] = number
                 at = end
     return batch
+
+
+def answers(batch: dict[str, Tensor]) -> list[list[int]]:
+    """The tokens of each half in its order, without the marker that ends it."""
+    halves = split_pairs(batch, BEGIN)
+    found = []
+    for row in range(ROWS):
+        documents = halves["document_ids"][row]
+        found += [halves["input_ids"][row, documents == one][:-1].tolist() for one in range(int(documents.max()) + 1)]
+    return found
 
 
 def move(parameters: dict[str, torch.nn.Parameter], adapted: bool) -> None:
@@ -269,7 +282,11 @@ def run_layout(process: Process, loss_type: str, layout: Layout, base: Path | No
     micro_batches = [{name: tensor[at : at + share] for name, tensor in whole.items()} for at in first]
     micro_batches = learner.complete([learner._split(batch) for batch in micro_batches])
     totals = count_step(task, [learner._split(whole)])
+    rewards = torch.tensor(last_values(policy, answers(whole)) if plan.config.head == "value" else [])
     outcome = train_step(task, micro_batches, totals, 0, 1.0).main
+    if plan.config.head == "value":  # as RL reads them
+        by_rewards = -F.logsigmoid(rewards.view(-1, 2) @ torch.tensor([1.0, -1.0])).mean().item()
+        assert relative(by_rewards, outcome.sums["loss"].item() / totals.main["targets"]) < 2e-6, by_rewards
     gradients = {name: held(p.grad) for name, p in policy.parameters.items()}
     return learner.objectives["model"].metrics(outcome.sums, totals.main, 0), gradients
 
