@@ -41,8 +41,8 @@ def reward_model_is_whole(config: RunConfig, finetune: FineTuneConfig) -> Faults
     stated["checkpoint.last_save_in_hf"] = config.checkpoint.last_save_in_hf
     for key in [key for key, value in stated.items() if value and config.head == "value"]:
         yield fault(
-            f'`{key}`: not possible under `finetune.preference.loss_type` = "reward", which trains all weights and one '
-            f"number in place of words, a model that transformers has not; remove {key}", key,
+            f"`{key}`: not possible under `finetune.preference.loss_type`, which trains all weights, and one number in "
+            f"place of words, a model that transformers has not; remove {key}", key,
         )  # fmt: skip
 
 

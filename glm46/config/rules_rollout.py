@@ -128,8 +128,7 @@ def rewards_have_names(rl: RLConfig) -> Faults:
             )
         if reward.name == "model" and reward.options.keys() != {"load_path"}:
             yield fault(
-                f'`{place}.options`: must be {{load_path = "..."}} of name = "model", the step folder of a reward model '
-                "(docs/reward_model.md); state that and nothing else"
+                f'`{place}.options`: must be {{load_path = "..."}}, the step folder of a reward model; state that alone'
             )
         if reward.name == "remote" and "url" not in reward.options:
             yield fault(f'`{place}.name`: needs options = {{url = "http://..."}}; add it')

@@ -115,6 +115,12 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 5, "kept thoughts of prompts; the format of a base"),
     ("tasks/rl/rewards", 7, "options in small letters"),
     ("tasks/rl/rollout", 1, "the format of a served base"),
+    ("config", 29, "reward models: their loss, their rules, their table among rewards"),
+    ("operate/benchmark", 250, "fine-tuning beside TRL with PEFT, in one run"),
+    ("operate/estimate", 2, "the reward model of RL"),
+    ("tasks/finetune", 34, "the Bradley-Terry loss, and the ends of answers"),
+    ("tasks/rl", 53, "rewards that a network gives"),
+    ("tasks/rl/rewards", 6, "a score with the reward of a network"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_573

@@ -123,10 +123,7 @@ class Network:
         """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.
         Writing into them loads a checkpoint."""
         weights = self.weights()
-        if self.is_adapted:
-            weights = {name: weights[name] for name in self.parameters}
-        named = {f"model.{name}": tensor for name, tensor in weights.items()}
-        return {prefix + name: tensor for name, tensor in named.items()}
+        return {f"{prefix}model.{name}": weights[name] for name in (self.parameters if self.is_adapted else weights)}
 
     def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Arguments:
         """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which

@@ -13,8 +13,8 @@ from glm46.run.stages import split_layers
 
 
 def other_networks(plan: Plan, weights: float, trained: float) -> tuple[float, float]:
-    """Bytes on a rank, on its device and in host memory, of the frozen reference, of the reward model and of the critic,
-    which are as large as the policy.
+    """Bytes on a rank, on its device and in host memory, of the reference, the reward model and the critic; each is as
+    large as the policy.
 
     Args:
         weights: bytes of the policy's weights on this rank.
