@@ -26,6 +26,7 @@ from glm46.compat import quiet_libraries
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.plan import initialise
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.config.presets import PRESETS
 from glm46.config.run_config import RunConfig
 from glm46.config.text_recipe import TextRecipe
@@ -75,7 +76,8 @@ def benchmark_finetune(arguments: argparse.Namespace) -> None:
         require_equal(rounds)
     speeds = {one: [targets / statistics.median(of.seconds) for of in found] for one, found in rounds.items()}
     peaks = {one: max(of.peak_bytes for of in found) for one, found in rounds.items()}
-    device = "GPU, BF16" if torch.cuda.is_available() else f"CPU, FP32, {torch.get_num_threads()} threads"
+    threads = counted(arguments.threads or torch.get_num_threads(), "thread")
+    device = "GPU, BF16" if torch.cuda.is_available() else f"CPU, FP32, {threads}"
     print(
         f"fine-tuning of {arguments.flavor}, LoRA of rank {arguments.rank}, {arguments.rows} x {arguments.seq_len} "
         f"tokens in a step, {targets:,} of them targets; {device}, {arguments.rounds} rounds of {arguments.steps} steps"
@@ -85,17 +87,14 @@ def benchmark_finetune(arguments: argparse.Namespace) -> None:
         losses = " ".join(f"{loss:.4f}" for loss in found[0].losses)
         print(f"  {one:<8} {statistics.median(speeds[one]):10,.0f} {peaks[one] / 2**30:9.2f}  {losses}")
     ratios = [ours / theirs for ours, theirs in zip(speeds["glm46"], speeds["trl"], strict=True)]
-    memory = peaks["glm46"] / peaks["trl"]
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    print(f"  glm46 against trl: speed {statistics.median(ratios):.2f} ({spread}), peak memory {memory:.2f}")
+    speed = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(f"  glm46 against trl: speed {speed}, peak memory {peaks['glm46'] / peaks['trl']:.2f}")
 
 
 def _write_work(folder: Path, arguments: argparse.Namespace) -> int:
     """Write chats, base and adapters; returns the targets of a step."""
     shape = PRESETS[arguments.flavor].model_copy(update={"num_nextn_predict_layers": 0})
-    tokenizer = load_tokenizer("builtin")
-    random_ = random.Random(0)
-    words = [f"{number}" for number in range(1, 2000)]
+    tokenizer, random_, words = load_tokenizer("builtin"), random.Random(0), [*map(str, range(2000))]
     room, lines, targets = int(_FILLED * arguments.rows * arguments.seq_len), [], 0
     while True:
         user, answer = (" ".join(random_.choices(words, k=random_.randint(2, arguments.seq_len // 32))) for _ in "ab")
@@ -120,7 +119,7 @@ def _write_work(folder: Path, arguments: argparse.Namespace) -> int:
     options = ExportOptions(torch.float32, other_files=files_beside_weights(tokenizer, max_length=arguments.seq_len))
     config = config_of(shape, None, eos_ids=stop_ids(tokenizer), dtype="float32")
     export_weights(folder / "base", shape, config, model.state_dict(), options=options)
-    list(call_in_workers(1, torch.set_num_threads, (1,), _write_adapters, [(folder, arguments.rank)]))
+    list(call_in_workers(1, torch.set_num_threads, (1,), _quietly, [(_write_adapters, folder, arguments.rank)]))
     return targets
 
 
@@ -145,10 +144,10 @@ def _measure(trainer: Callable, folder: Path, arguments: argparse.Namespace) -> 
     return found
 
 
-def _quietly(trainer: Callable[[Path, dict[str, Any]], Measured], folder: Path, given: dict[str, Any]) -> Measured:
+def _quietly(function: Callable[..., Any], *given: Any) -> Any:
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trainer(folder, given)
+        return function(*given)
 
 
 def _train_own(folder: Path, given: dict[str, Any]) -> Measured:
@@ -229,7 +228,8 @@ def _train_trl(folder: Path, given: dict[str, Any]) -> Measured:
             processing_class=AutoTokenizer.from_pretrained(folder / "base"),
             callbacks=[Clock()],
         )  # fmt: skip
-        assert len(trainer.train_dataset) == given["rows"], f"TRL packs into {len(trainer.train_dataset)} rows"
+        if (count := len(trainer.train_dataset)) != given["rows"]:
+            raise UserError(f"benchmark finetune: TRL packs the chats into {count} rows; give other --rows, --seq-len")
         trainer.train()
         return _measured(times, [row["loss"] for row in trainer.state.log_history if "loss" in row])
 
