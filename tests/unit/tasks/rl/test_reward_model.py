@@ -1,6 +1,7 @@
 """RL on the rewards of a network that was trained on pairs: its numbers, and bad tables."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,12 @@ def test_rl_gets_the_values_of_the_network_for_answers_without_their_end(make_ru
     for row, values in zip(rows, rollouts, strict=True):
         assert row["reward_part/model"] == pytest.approx(sum(values) / len(values), abs=1e-5)
         assert row["reward"] == pytest.approx(2 * row["reward_part/model"] + row["reward_part/format"], abs=1e-5)
-    saved = set(StepTensors(tmp_path / "rl/checkpoint/step-000003"))
-    assert not any("reward" in name for name in saved)
+    step = tmp_path / "rl/checkpoint/step-000003"
+    saved = {name: tensor.clone() for name, tensor in StepTensors(step).items()}
+    assert not any("reward" in name for name in StepTensors(step))
+    shutil.rmtree(step)
+    assert train(config) == 0
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in StepTensors(step).items())
 
 
 @pytest.mark.slow
