@@ -11,7 +11,7 @@ pytest.importorskip("trl")
 
 @pytest.mark.slow
 def test_both_trainers_have_the_same_losses(capfd):
-    options = ["--flavor", "debug", "--rank", "8", "--rows", "2", "--seq-len", "256", "--steps", "2", "--rounds", "2"]
+    options = ["--flavor", "debug", "--rank", "8", "--rows", "2", "--seq-len", "256", "--steps", "2", "--rounds", "1"]
     assert main(["benchmark", "finetune", *options]) == 0
     out = capfd.readouterr().out
     of = {line.split()[0]: line.split()[3:] for line in out.splitlines() if line.startswith(("  glm46  ", "  trl"))}
