@@ -37,7 +37,7 @@ def preference_is_the_only_loss(config: RunConfig, preference: PreferenceConfig,
 @rule
 def reward_model_is_whole(config: RunConfig, finetune: FineTuneConfig) -> Faults:
     """A reward model has a head of its own, and says no words."""
-    stated = {"adapter": config.adapter, "finetune.samples": finetune.samples}
+    stated: dict[str, object] = {"adapter": config.adapter, "finetune.samples": finetune.samples}
     stated["checkpoint.last_save_in_hf"] = config.checkpoint.last_save_in_hf
     for key in [key for key, value in stated.items() if value and config.head == "value"]:
         yield fault(
