@@ -12,13 +12,14 @@ class PreferenceConfig(Section):
     one, or with KTO from single answers that are labelled desirable or not. Most losses compare with a reference: the
     weights of checkpoint.initial_load_path, which under [adapter] are the policy without its adapters."""
 
-    loss_type: Literal["sigmoid", "ipo", "simpo", "orpo", "kto"] = "sigmoid"
+    loss_type: Literal["sigmoid", "ipo", "simpo", "orpo", "kto", "reward"] = "sigmoid"
     """sigmoid: DPO (arXiv 2305.18290). ipo: IPO (arXiv 2310.12036), with log-ratios per token. simpo: SimPO (arXiv
     2405.14734), without a reference. orpo: ORPO (arXiv 2403.07691), without a reference, and with the cross-entropy of
     the chosen completions. kto: KTO (arXiv 2402.01306), of sources of labelled answers (format =
-    "unpaired_preference") or of pairs, whose two answers it takes as two examples."""
+    "unpaired_preference") or of pairs, whose two answers it takes as two examples. reward: a reward model, whose head
+    gives one number for an answer (Bradley-Terry, arXiv 2203.02155), without a reference."""
 
-    beta: float = Field(0.1, gt=0.0)
+    beta: Annotated[float, Needs("loss_type", ("sigmoid", "ipo", "simpo", "orpo", "kto"))] = Field(0.1, gt=0.0)
     """Scale of the log-ratios of policy and reference: a larger one keeps the policy nearer to the reference. simpo:
     scale of log-probabilities per token, 2 to 10 in the paper. orpo: weight of the odds ratio."""
 
@@ -42,7 +43,7 @@ class PreferenceConfig(Section):
     @property
     def has_reference(self) -> bool:
         """True if the loss compares with a reference."""
-        return self.loss_type not in ("simpo", "orpo")
+        return self.loss_type not in ("simpo", "orpo", "reward")
 
 
 class FineTuneConfig(Section):

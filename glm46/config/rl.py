@@ -206,6 +206,11 @@ class RLConfig(Section):
         return self.prompts_per_rollout * self.group_size
 
     @property
+    def reward_model(self) -> RewardTableConfig | None:
+        """The reward that a network gives."""
+        return next((one for one in self.rewards if one.name == "model"), None)
+
+    @property
     def replaces_groups(self) -> bool:
         """True if a resolved section leaves groups out and takes others."""
         return bool(self.dynamic_sampling or self.filter)

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from glm46.config.section import DataFile, OnHub, Section
 
-WITHOUT_LABELS = frozenset({"format", "repetition"})
+WITHOUT_LABELS = frozenset({"format", "repetition", "model"})
 """Rewards that do not read the label of a prompt."""
 
 
@@ -61,8 +61,8 @@ class RewardTableConfig(Section):
     """[[rl.rewards]]: one part of the reward. A part that fails, hangs or gives no number drops its sample."""
 
     name: str
-    """math, exact, choice, format, repetition, code, remote (docs/rl.md), or ``package.module:function`` of your own,
-    which gets an `Answer` and the options."""
+    """math, exact, choice, format, repetition, code, remote, model (docs/rl.md, docs/reward_model.md), or
+    ``package.module:function`` of your own, which gets an `Answer` and the options."""
 
     weight: float = 1.0
     """Factor of this part in the reward."""

@@ -35,6 +35,18 @@ def preference_is_the_only_loss(config: RunConfig, preference: PreferenceConfig,
 
 
 @rule
+def reward_model_is_whole(config: RunConfig, finetune: FineTuneConfig) -> Faults:
+    """A reward model has a head of its own, and says no words."""
+    stated: dict[str, object] = {"adapter": config.adapter, "finetune.samples": finetune.samples}
+    stated["checkpoint.last_save_in_hf"] = config.checkpoint.last_save_in_hf
+    for key in [key for key, value in stated.items() if value and config.head == "value"]:
+        yield fault(
+            f"`{key}`: not possible under `finetune.preference.loss_type`, which trains all weights, and one number in "
+            f"place of words, a model that transformers has not; remove {key}", key,
+        )  # fmt: skip
+
+
+@rule
 def reference_is_the_start(config: RunConfig, preference: PreferenceConfig) -> Faults:
     """The reference is what the policy begins as."""
     if not preference.has_reference:

@@ -115,7 +115,7 @@ def the_model_can_generate(rollout: RolloutConfig, shape: ModelShape, world_size
 @rule
 def rewards_have_names(rl: RLConfig) -> Faults:
     """Each reward is known and there once: its metrics are named after it. Its runs or tries fit into its time."""
-    known = ("math", "exact", "choice", "format", "repetition", "code", "remote")
+    known = ("math", "exact", "choice", "format", "repetition", "code", "remote", "model")
     for index, reward in enumerate(rl.rewards):
         place, seconds = f"rl.rewards[{index}]", reward.options.get("seconds", 0)
         if reward.name in [other.name for other in rl.rewards[:index]]:
@@ -125,6 +125,10 @@ def rewards_have_names(rl: RLConfig) -> Faults:
             yield fault(
                 f"`{place}.name`: neither one of {', '.join(known)} nor package.module:function; "
                 + (f"did you mean '{near}'?" if near else "correct it")
+            )
+        if reward.name == "model" and reward.options.keys() != {"load_path"}:
+            yield fault(
+                f'`{place}.options`: must be {{load_path = "..."}}, the step folder of a reward model; state that alone'
             )
         if reward.name == "remote" and "url" not in reward.options:
             yield fault(f'`{place}.name`: needs options = {{url = "http://..."}}; add it')

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
@@ -93,6 +93,11 @@ class RunConfig(Section):
         return None if self.finetune is None else self.finetune.preference
 
     @property
+    def head(self) -> Literal["lm", "value"]:
+        """The head of the network that is trained."""
+        return "value" if self.preference is not None and self.preference.loss_type == "reward" else "lm"
+
+    @property
     def has_preference_reference(self) -> bool:
         """True if the loss of preferences compares with a reference."""
         return self.preference is not None and self.preference.has_reference
@@ -142,6 +147,8 @@ class RunConfig(Section):
             found["checkpoint.initial_load"] = Path(checkpoint.initial_load_path), checkpoint.initial_load_in_hf
         if teacher is not None:
             found["rl.reference.load"] = Path(teacher.load_path), teacher.load_in_hf
+        if self.rl is not None and self.rl.reward_model is not None:
+            found["rl.rewards.options.load"] = Path(str(self.rl.reward_model.options.get("load_path"))), False
         return found
 
     @property

@@ -36,7 +36,7 @@ class CheckpointSize:
 def checkpoint_size(plan: Plan) -> CheckpointSize:
     """The size of each checkpoint of a run, with the critic's; under [adapter] of the adapters alone."""
     optimizer, adapter, rl = plan.config.optimizer, plan.config.adapter, plan.config.rl
-    networks: list[tuple[ModelShape, Head]] = [(plan.shape, "lm")]
+    networks: list[tuple[ModelShape, Head]] = [(plan.shape, plan.config.head)]
     if rl is not None and rl.resolved().has_critic:
         networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
     repeats = plan.shape.num_nextn_predict_layers * 2 * plan.shape.vocab_size * plan.shape.hidden_size

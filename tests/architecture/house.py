@@ -122,6 +122,12 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 304, "SGLang by broadcast, adapters, experts and versions of tokens, as vLLM"),
     ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
     ("commands", 45, "the options of rl-servers; benchmark links"),
+    ("config", 29, "reward models: their loss, their rules, their table among rewards"),
+    ("operate/benchmark", 250, "fine-tuning beside TRL with PEFT, in one run"),
+    ("operate/estimate", 2, "the reward model of RL"),
+    ("tasks/finetune", 34, "the Bradley-Terry loss, and the ends of answers"),
+    ("tasks/rl", 53, "rewards that a network gives"),
+    ("tasks/rl/rewards", 6, "a score with the reward of a network"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_573

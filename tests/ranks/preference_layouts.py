@@ -10,6 +10,8 @@ of a layout for DPO, and ``LOSS_TYPE/LAYOUT`` for the others.
 import functools
 import json
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -31,24 +33,28 @@ from glm46.config.adapter import AdapterConfig
 from glm46.config.finetune import PreferenceConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
+from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.finetune.halves import HALF, split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
+from glm46.tasks.rl.reward_model import last_values
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     ROWS,
     SEQ_LEN,
     VOCABULARY,
     Layout,
+    base_of,
     begin_adapters,
     gradient_errors,
     held,
     make_config,
     relative,
     squares,
+    write_base,
 )
 
 PREFERENCES = {
@@ -56,6 +62,7 @@ PREFERENCES = {
     "ipo": PreferenceConfig(loss_type="ipo", beta=0.4, sft_weight=0.3),
     "simpo": PreferenceConfig(loss_type="simpo", beta=2.0, simpo_gamma=0.4, label_smoothing=0.1),
     "orpo": PreferenceConfig(loss_type="orpo", beta=0.9),
+    "reward": PreferenceConfig(loss_type="reward"),
     "kto": PreferenceConfig(loss_type="kto", beta=0.5, desirable_weight=1.25, undesirable_weight=0.75),
 }
 BEGIN = 0
@@ -66,6 +73,7 @@ _LAYOUTS = {
         )),
         Layout(pipeline=2), Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, adapter="lora"),
         Layout(compiled=True, adapter="lora"), Layout(experts_over=2, adapter="dora"),
+        Layout(experts_over=2, adapter="lora", base="int4"), Layout(tensor=2, adapter="dora", base="nf4"),
     ],
     4: [
         Layout(tensor=2, context=2, experts_over=4, num_experts=12),
@@ -82,9 +90,19 @@ _OTHERS = {
 """Of the losses other than DPO."""
 CASES = {
     ranks: {layout.name: ("sigmoid", layout) for layout in layouts}
-    | {f"{name}/{one.name}": (name, one) for name in PREFERENCES if name != "sigmoid" for one in _OTHERS[ranks]}
+    | {
+        f"{name}/{one.name}": (name, one)
+        for name in PREFERENCES
+        if name != "sigmoid"
+        for one in _OTHERS[ranks]
+        if name != "reward" or not one.adapter
+    }
     for ranks, layouts in _LAYOUTS.items()
 }
+_FOUR = Layout(pipeline=2, context=2, experts_over=2)
+CASES[4][f"reward/{_FOUR.name}"] = "reward", _FOUR
+_KTO = Layout(checkpointing="full", adapter="lora", base="nf4")
+CASES[2][f"kto/{_KTO.name}"] = "kto", _KTO
 """Loss type and layout by number of ranks and name."""
 
 
@@ -107,6 +125,16 @@ def make_pairs() -> dict[str, Tensor]:
                 batch["document_ids"][row, at:end] = number
                 at = end
     return batch
+
+
+def answers(batch: dict[str, Tensor]) -> list[list[int]]:
+    """The tokens of each half in its order, without the marker that ends it."""
+    halves = split_pairs(batch, BEGIN)
+    found = []
+    for row in range(ROWS):
+        documents = halves["document_ids"][row]
+        found += [halves["input_ids"][row, documents == one][:-1].tolist() for one in range(int(documents.max()) + 1)]
+    return found
 
 
 def move(parameters: dict[str, torch.nn.Parameter], adapted: bool) -> None:
@@ -143,6 +171,8 @@ def pair_loss(config: PreferenceConfig, sums: list, tokens: list[int], divergenc
     if config.loss_type == "orpo":
         odds = [mean - torch.log(1 - mean.exp()) for mean in means]
         return -beta * F.logsigmoid(odds[0] - odds[1])
+    if config.loss_type == "reward":
+        return -F.logsigmoid(sums[0][0] - sums[1][0])
     if config.loss_type == "kto":
         desirable = 1 - torch.sigmoid(beta * (ratios[0] - divergence))
         undesirable = 1 - torch.sigmoid(beta * (divergence - ratios[1]))
@@ -164,19 +194,21 @@ def mismatched_halves(rows: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-def run_reference(config: RunConfig) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics and gradients, of one process without any transform, packing or batch."""
+def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradients, of one process without any transform, packing or batch; ``base``: see `write_base`."""
     preference = config.preference
     with torch.device("meta"):
-        model = Transformer(resolve_shape(config.model))
+        model = Transformer(resolve_shape(config.model), head=config.head)
         if config.adapter is not None:
-            add_adapters(model, config.adapter)
+            add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
     model.to_empty(device="cpu")
     initialise(model, config.debug.seed)
+    if base is not None:
+        write_base(model, base, layout.base)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     magnitudes = Magnitudes(model, config.adapter or AdapterConfig(), None)
     magnitudes.start()
-    batch = split_pairs(make_pairs(), BEGIN)
+    batch, is_reward = split_pairs(make_pairs(), BEGIN), config.head == "value"
     halves = int(batch[HALF].max()) + 1
     rows = [int((batch[HALF] == half).nonzero()[0, 0]) for half in range(halves)]
 
@@ -191,6 +223,8 @@ def run_reference(config: RunConfig) -> tuple[dict[str, float], dict[str, Tensor
         ids = torch.cat([prompt, completion]).unsqueeze(0)
         labels = torch.full_like(ids, IGNORE)
         labels[0, len(prompt) - 1 : -1] = completion
+        if is_reward:  # of the last token before the marker that ends the answer
+            return model(ids, labels=labels).values[0, -2:-1].double()
         return model(ids, labels=labels, form=token_logprobs).logprobs[labels != IGNORE].double()
 
     own = [ids_of(half) for half in range(halves)]
@@ -226,12 +260,14 @@ def run_reference(config: RunConfig) -> tuple[dict[str, float], dict[str, Tensor
     return {"loss": loss.item(), **other}, gradients
 
 
-def run_layout(process: Process, loss_type: str, layout: Layout) -> tuple[dict[str, float], dict]:
+def run_layout(process: Process, loss_type: str, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict]:
     """Metrics and gradients of a step by the engine; collective."""
     torch.compiler.reset()
     plan = resolve_plan(config_of(loss_type, layout), process.world_size)
     cluster = build_cluster(plan, process)
-    policy = build_network(plan, cluster)
+    policy = build_network(plan, cluster, head=plan.config.head)
+    if base is not None:
+        load_weights(policy, base)
     policy.loaded(new_adapters=True)
     move(policy.parameters, bool(layout.adapter))
     policy.loaded(new_adapters=False)
@@ -244,9 +280,13 @@ def run_layout(process: Process, loss_type: str, layout: Layout) -> tuple[dict[s
     share = ROWS // count // plan.layout.dp_degree
     first = [micro * (ROWS // count) + cluster.dp_rank * share for micro in range(count)]
     micro_batches = [{name: tensor[at : at + share] for name, tensor in whole.items()} for at in first]
-    micro_batches = learner.complete([split_pairs(batch, BEGIN) for batch in micro_batches])
-    totals = count_step(task, [split_pairs(whole, BEGIN)])
+    micro_batches = learner.complete([learner._split(batch) for batch in micro_batches])
+    totals = count_step(task, [learner._split(whole)])
+    rewards = torch.tensor(last_values(policy, answers(whole)) if plan.config.head == "value" else [])
     outcome = train_step(task, micro_batches, totals, 0, 1.0).main
+    if plan.config.head == "value":  # as RL reads them
+        by_rewards = -F.logsigmoid(rewards.view(-1, 2) @ torch.tensor([1.0, -1.0])).mean().item()
+        assert relative(by_rewards, outcome.sums["loss"].item() / totals.main["targets"]) < 2e-6, by_rewards
     gradients = {name: held(p.grad) for name, p in policy.parameters.items()}
     return learner.objectives["model"].metrics(outcome.sums, totals.main, 0), gradients
 
@@ -271,19 +311,22 @@ def main(world_size: int, *names: str) -> None:
     torch.set_num_threads(1)
     cases = {name: CASES[world_size][name] for name in names or CASES[world_size]}
     one_each = {(loss_type, layout.reference): (loss_type, layout) for loss_type, layout in cases.values()}
-    references = {key: run_reference(config_of(*case)) for key, case in one_each.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        bases = {key: base_of(Path(folder) / key[0], layout) for key, (_, layout) in one_each.items()}
+        references = {key: run_reference(config_of(*case), case[1], bases[key]) for key, case in one_each.items()}
 
-    def work(some: list[str]) -> None:
-        process = join(300)
-        for name, (loss_type, layout) in ((name, cases[name]) for name in some):
-            with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
-                found = run_layout(process, loss_type, layout)
-                row = compare(name, found, references[loss_type, layout.reference])
-            if process.is_main:
-                print(json.dumps(row), flush=True)
-        leave()
+        def work(some: list[str]) -> None:
+            process = join(300)
+            for name, (loss_type, layout) in ((name, cases[name]) for name in some):
+                key = loss_type, layout.reference
+                with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
+                    found = run_layout(process, loss_type, layout, bases[key])
+                    row = compare(name, found, references[key])
+                if process.is_main:
+                    print(json.dumps(row), flush=True)
+            leave()
 
-    run_cases(world_size, list(cases), work, len(cases))
+        run_cases(world_size, list(cases), work, len(cases))
 
 
 if __name__ == "__main__":

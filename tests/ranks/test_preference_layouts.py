@@ -1,5 +1,5 @@
-"""Losses of preferences are the same on every layout, with all weights and with adapters: loss, accuracy or divergence,
-gradients."""
+"""Losses of preferences are the same on every layout, with all weights and with adapters, whose base may be in 4 bits:
+loss, accuracy or divergence, gradients."""
 
 import math
 
@@ -7,6 +7,7 @@ import pytest
 
 from tests.ranks.preference_layouts import CASES
 from tests.ranks.server import differences
+from tests.ranks.test_sharded_layouts import INTEGERS
 
 BOUNDS = {
     # FP32 log-probabilities, of which some tens make a margin; the sums are in FP64.
@@ -16,7 +17,13 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        pytest.param(ranks, name, marks=[INTEGERS] if layout.base else [])
+        for ranks, cases in CASES.items() for name, (_, layout) in cases.items()
+    ],
+)  # fmt: skip
 def test_a_layout_equals_one_process(case_row, ranks, case):
     row = case_row("preference_layouts.main", ranks, case=case)
     assert abs(row["loss"] - math.log(2)) > 1e-3  # the policy is not its reference

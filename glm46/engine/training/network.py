@@ -101,8 +101,9 @@ class Network:
         return self.plan.config.adapter is not None and isinstance(self, TrainedNetwork)
 
     def pretrained(self) -> dict[str, Tensor]:
-        """Those of `weights` that trained weights may give: all but adapters."""
-        return {name: w for name, w in self.weights().items() if not (self.is_adapted and name in self.parameters)}
+        """Those of `weights` that trained weights may give: all but adapters and a new value head."""
+        new = self.parameters if self.is_adapted else self.parameters.keys() & {"value_head.weight"}
+        return {name: weight for name, weight in self.weights().items() if name not in new}
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank by name, without gradient. Writing into them loads weights."""
@@ -122,10 +123,7 @@ class Network:
         """All tensors of a checkpoint by name, with this prefix; of a network with adapters these and not their base.
         Writing into them loads a checkpoint."""
         weights = self.weights()
-        if self.is_adapted:
-            weights = {name: weights[name] for name in self.parameters}
-        named = {f"model.{name}": tensor for name, tensor in weights.items()}
-        return {prefix + name: tensor for name, tensor in named.items()}
+        return {f"{prefix}model.{name}": weights[name] for name in (self.parameters if self.is_adapted else weights)}
 
     def to_device(self, batch: Batch, fields: Sequence[str] = ()) -> Arguments:
         """This rank's part of the sequences of a batch on its device: the arguments of the model, and ``fields``, which
@@ -254,8 +252,6 @@ def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples
         on_samples: batches are samples of a policy: their sizes vary, and the loss of multi-token prediction has a
             gradient for its layers alone, because that of the policy is that of its rewards.
     """
-    if head == "value":
-        plan = replace(plan, shape=plan.shape.model_copy(update={"num_nextn_predict_layers": 0}))
     network, adapter = _build(plan, cluster, head, is_trained=True, on_samples=on_samples), plan.config.adapter
     ratio, named = adapter.b_lr_ratio if adapter else 1.0, list(network.parameters.items())
     optimizer = build_optimizers(named, plan.config.optimizer, cluster.device, ratio, plan.shape)
@@ -263,12 +259,14 @@ def build_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples
     return TrainedNetwork(**vars(network), optimizer=optimizer, balance=balance)
 
 
-def build_frozen_network(plan: Plan, cluster: Cluster, *, on_samples: bool = False) -> Network:
+def build_frozen_network(plan: Plan, cluster: Cluster, *, head: Head = "lm", on_samples: bool = False) -> Network:
     """Build a network without gradients, optimizer and balance of experts. Collective."""
-    return _build(plan, cluster, "lm", is_trained=False, on_samples=on_samples)
+    return _build(plan, cluster, head, is_trained=False, on_samples=on_samples)
 
 
 def _build(plan: Plan, cluster: Cluster, head: Head, *, is_trained: bool, on_samples: bool) -> Network:
+    if head == "value":
+        plan = replace(plan, shape=plan.shape.model_copy(update={"num_nextn_predict_layers": 0}))
     group = cluster.meshes.pipeline
     pipeline = None if group is None else Pipeline(plan, group, head)
     if pipeline is not None:

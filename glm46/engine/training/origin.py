@@ -157,7 +157,7 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "
             f"{keys}_in_hf = true for a Hugging Face one"
         )
-    saved, is_reference = saved_run(path), keys == "rl.reference.load"
+    saved, is_reference = saved_run(path), keys != "checkpoint.initial_load"
     if (is_reference or not config.checkpoint.initial_load_exclude) and saved is not None:
         if saved.adapter is not None:
             raise UserError(

@@ -211,6 +211,8 @@ def _names_not_loaded(task: Task, folder: Path) -> frozenset[str]:
     left = {name for name in ours | theirs if name.startswith(tuple(f"{other}." for other in others))}
     if task.keeps_prediction_layers:
         left |= {name for name in theirs if name.startswith("model.mtp.")}
+    if task.plan.config.head == "value":  # the head of a reward model is new, or both are of one
+        left |= {"model.lm_head.weight"} | {"model.value_head.weight"} - theirs
     return names_not_loaded(ours - left, theirs - left, task.plan.config.checkpoint) | left
 
 

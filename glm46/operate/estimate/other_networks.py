@@ -13,8 +13,8 @@ from glm46.run.stages import split_layers
 
 
 def other_networks(plan: Plan, weights: float, trained: float) -> tuple[float, float]:
-    """Bytes on a rank, on its device and in host memory, of the frozen reference and of the critic, which is as large
-    as the policy.
+    """Bytes on a rank, on its device and in host memory, of the reference, the reward model and the critic; each is as
+    large as the policy.
 
     Args:
         weights: bytes of the policy's weights on this rank.
@@ -25,7 +25,8 @@ def other_networks(plan: Plan, weights: float, trained: float) -> tuple[float, f
     rl = plan.config.rl.resolved()
     reference = weights * (rl.has_reference and not plan.config.is_reference_in_policy)
     host = reference * rl.reference_offload
-    return reference - host + (weights + trained) * rl.has_critic, host
+    judge = weights * (rl.reward_model is not None)
+    return reference - host + judge + (weights + trained) * rl.has_critic, host
 
 
 def generation_memory(plan: Plan) -> float:
@@ -95,11 +96,12 @@ def other_passes(plan: Plan) -> tuple[int, int]:
     """Forward passes without gradient over all rows of a step, and updates of a critic in it.
 
     The passes: of the reference of a preference, of KTO also of both networks on other prompts; with [rl] of the old
-    policy, the reference and the critic.
+    policy, the reference, the reward model and the critic.
     """
     if plan.config.rl is None:
         has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
         return plan.config.has_preference_reference + 2 * has_kl, 0
     rl = plan.config.rl.resolved()
     is_old_apart = rl.old_policy == "trainer" and not rl.is_on_policy(plan.config.training.global_batch_size)
-    return is_old_apart + rl.has_reference + rl.has_critic, int(rl.has_critic)
+    has_judge = rl.reward_model is not None
+    return is_old_apart + rl.has_reference + has_judge + rl.has_critic, int(rl.has_critic)

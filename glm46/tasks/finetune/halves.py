@@ -33,6 +33,20 @@ def split_pairs(batch: Batch, begin_id: int) -> Batch:
     }
 
 
+def only_ends(batch: Batch) -> Batch:
+    """The same with the number of a half at its last position with a label alone: that of the last token of its answer,
+    before the marker that ends it.
+
+    Args:
+        batch: as `split_pairs` gives it.
+    """
+    half = batch[HALF]
+    none = torch.iinfo(half.dtype).max
+    later = half.where(half >= 0, none)[:, 1:].flip(1).cummin(1).values.flip(1)  # the next number behind each position
+    later = torch.cat([later, torch.full_like(half[:, :1], none)], 1)
+    return batch | {HALF: half.where(half != later, -1)}
+
+
 def mismatch_completions(batch: Batch) -> tuple[Batch, int]:
     """Rows in which each completion answers the prompt of another example of its row: of the chosen ones in their
     order, then the rejected ones, each prompt has the completion before. Rows are as long as before.

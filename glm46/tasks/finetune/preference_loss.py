@@ -3,7 +3,7 @@
 Sources: DPO, arXiv 2305.18290, equation 7; label smoothing, E. Mitchell, "A note on DPO with noisy preferences" (2023);
 the weighted cross-entropy of chosen completions, arXiv 2404.19733; IPO, arXiv 2310.12036, equation 17, with means per
 token as its authors confirmed to TRL; SimPO, arXiv 2405.14734, equation 6; ORPO, arXiv 2403.07691, equations 6 and 7;
-KTO, arXiv 2402.01306, equations 7 and 8.
+KTO, arXiv 2402.01306, equations 7 and 8; reward models, arXiv 2203.02155, equation 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,8 +59,14 @@ def kto_losses(sums: PairSums, config: PreferenceConfig, kl: Tensor | float) -> 
     return weights * torch.stack([torch.sigmoid(-desirable), torch.sigmoid(undesirable)], 1)
 
 
+def reward_losses(sums: PairSums, *_) -> Tensor:
+    """Bradley-Terry: the sums are the rewards, one number for each half."""
+    return -F.logsigmoid(sums.logprobs[:, 0] - sums.logprobs[:, 1])
+
+
 LOSSES: dict[str, Losses] = {
     "sigmoid": sigmoid_losses, "ipo": ipo_losses, "simpo": sigmoid_losses, "orpo": orpo_losses, "kto": kto_losses,
+    "reward": reward_losses,
 }  # fmt: skip
 """By ``loss_type``."""
 
@@ -74,6 +80,8 @@ class PreferenceLoss:
     def __init__(self, network: Network, config: PreferenceConfig):
         self._network, self._config, self._losses = network, config, LOSSES[config.loss_type]
         self._of_examples = config.loss_type == "kto"
+        self._of_values = config.loss_type == "reward"
+        self._beta = 1.0 if self._of_values else config.beta
         self._sft_weight = 1.0 if config.loss_type == "orpo" else config.sft_weight
         self.fields = (HALF, *[REFERENCE] * config.has_reference, *[KL] * self._of_examples)
 
@@ -95,15 +103,20 @@ class PreferenceLoss:
         returns its share of the loss of the pairs."""
         cluster, half = self._network.cluster, batch[HALF]
         # Of the halves of whole rows, which have more tokens than halves.
-        sums = sum_pairs(output.logprobs, batch.get(REFERENCE, 0.0), half, 2 * half.numel() * cluster.layout.cp)
+        scores = self._scores(output)
+        sums = sum_pairs(scores, batch.get(REFERENCE, 0.0), half, 2 * half.numel() * cluster.layout.cp)
         if cluster.meshes.sequence is not None:
             sums = PairSums(*sum_over_ranks(torch.stack(sums), cluster.meshes.sequence.group))
         losses = self._existing(self._scored(sums), batch)
         loss = losses.sum().float() / (cluster.layout.cp * max(totals["targets"], 1))
         if self._sft_weight:
-            chosen = (output.logprobs * _is_chosen(half)).sum()
+            chosen = (scores * _is_chosen(half)).sum()
             loss = loss - self._sft_weight / max(totals["chosen_targets"], 1) * chosen
         return loss
+
+    def _scores(self, output: LossSums) -> Tensor:
+        """FP32 [B, S]: log-probabilities, or values of a reward model."""
+        return output.values if self._of_values else output.logprobs
 
     def _scored(self, sums: PairSums) -> PairSums:
         """The figures of rewards and log-probabilities: sums, and means per token without a reference."""
@@ -123,7 +136,7 @@ class PreferenceLoss:
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.sums`. Collective under context parallelism."""
-        logprobs = self._network.whole_rows(output.logprobs.unsqueeze(0), batch)[0]
+        logprobs = self._network.whole_rows(self._scores(output).unsqueeze(0), batch)[0]
         here = {name: copy_to_device(batch[name], logprobs.device) for name in self.fields}
         half = here[HALF]
         sums = sum_pairs(logprobs, here.get(REFERENCE, 0.0), half, 2 * half.numel())
@@ -149,13 +162,15 @@ class PreferenceLoss:
         found = {"loss": sums["loss"].item() / targets + self._sft_weight * nll}
         for side, of, count in zip(("chosen", "rejected"), (0, 1), halves, strict=True):
             if count:
-                found[f"rewards/{side}"] = self._config.beta * sums["log_ratios"][of].item() / count
-                found[f"logps/{side}"] = sums["logprobs"][of].item() / count
+                found[f"rewards/{side}"] = self._beta * sums["log_ratios"][of].item() / count
+                if not self._of_values:
+                    found[f"logps/{side}"] = sums["logprobs"][of].item() / count
         if all(halves):
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         if self._of_examples:
             return found | {"kl": sums["kl"].item() / targets}
-        return found | {"rewards/accuracies": sums["correct"].item() / targets, "nll_loss": nll}
+        found["rewards/accuracies"] = sums["correct"].item() / targets
+        return found if self._of_values else found | {"nll_loss": nll}
 
 
 def _is_chosen(half: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from glm46.storage.chats.pairs import BEGIN
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.huggingface.tokenizer_files import stop_ids
-from glm46.tasks.finetune.halves import mismatch_completions, split_pairs
+from glm46.tasks.finetune.halves import mismatch_completions, only_ends, split_pairs
 from glm46.tasks.finetune.preference_loss import KL, REFERENCE, PreferenceLoss
 from glm46.tasks.pretrain.network_rows import greedy_answers, tokens_at_once
 from glm46.tasks.pretrain.task import Pretraining
@@ -115,7 +115,12 @@ class PreferenceTuning(FineTuning):
         """See `Task.next`."""
         step = super().next(progress, sequences)
         self._reference.attend_as(stage_at(self.plan.text_stages, progress.samples).shape)
-        return step._replace(micro_batches=[split_pairs(batch, self._begin_id) for batch in step.micro_batches])
+        return step._replace(micro_batches=[self._split(batch) for batch in step.micro_batches])
+
+    def _split(self, batch: Batch) -> Batch:
+        """The halves of a batch of the loader; see `split_pairs`."""
+        halves = split_pairs(batch, self._begin_id)
+        return only_ends(halves) if self.plan.config.head == "value" else halves
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: the log-probabilities of the reference, and for KTO the divergence from it."""
@@ -173,7 +178,7 @@ class PreferenceTuning(FineTuning):
         sums = objective.empty_sums()
         counts = dict.fromkeys(objective.count([]), 0.0)
         for batch in held_out_batches(network, manifest):
-            (batch,) = self.complete([split_pairs(batch, self._begin_id)])
+            (batch,) = self.complete([self._split(batch)])
             # Counted by every rank that reads the same rows; the sums are not.
             for name, count in objective.count([batch]).items():
                 counts[name] += count / network.plan.layout.non_dp_degree

@@ -103,7 +103,7 @@ def _next_tokens(network: Network, rows: list[list[int]], length: int, is_stoppe
     found = torch.full((len(rows) + 1,), -1, dtype=torch.int64)
     for first in range(0, len(rows), at_once):
         places, mine = share_of_rows(rows[first : first + at_once], rank, ranks)
-        batch = _batch(mine, length)
+        batch = batch_of_rows(mine, length)
         output = network.evaluate(batch, token_logprobs)
         if output is not None:  # other stages of a pipeline have no head
             last = [len(row) - 1 for row in mine]
@@ -116,7 +116,7 @@ def _next_tokens(network: Network, rows: list[list[int]], length: int, is_stoppe
     return chosen, bool(stopped)
 
 
-def _batch(rows: list[list[int]], length: int) -> Batch:
+def batch_of_rows(rows: Sequence[Sequence[int]], length: int) -> Batch:
     """Rows of one document each, with padding behind it."""
     lengths = torch.tensor([[len(row)] for row in rows])
     places = torch.arange(length).expand(len(rows), length)

@@ -50,7 +50,7 @@ class Pretraining(Task):
         run_on_all_ranks(self._check_chats)
         check_epochs(plan, self.manifests)
         self.measures = run_on_all_ranks(lambda: validation_measures(plan, self.manifests, self.tokenizer))
-        self.network = build_network(plan, cluster)
+        self.network = build_network(plan, cluster, head=plan.config.head)
         self._objective = NextToken(self.network)
         self.networks, self.objectives = {"model": self.network}, {"model": self._objective}
         self.stream = DataStream(plan, cluster, self.manifests)

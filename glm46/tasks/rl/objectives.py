@@ -57,6 +57,12 @@ def reference_plan(plan: Plan) -> Plan:
     return _changed(plan, checkpoint=checkpoint, adapter=None, training=training)
 
 
+def reward_plan(plan: Plan, load_path: str) -> Plan:
+    """The plan with which `build_frozen_network` builds a reward model, which is loaded from a step folder."""
+    start = {"initial_load_path": load_path, "initial_load_in_hf": False}
+    return _changed(plan, checkpoint=plan.config.checkpoint.model_copy(update=start), adapter=None)
+
+
 def _changed(plan: Plan, **sections: Section | None) -> Plan:
     return replace(plan, config=plan.config.model_copy(update=sections))
 

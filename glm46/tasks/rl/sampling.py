@@ -52,6 +52,8 @@ class Sampler:
     rewards: FunctionPool
     environment: FunctionPool | None = None
     filter: FunctionPool | None = None
+    reward_model: Callable[[Sequence[Sequence[int]]], list[float]] | None = None
+    """Rewards of rows of tokens, by a network. Collective."""
     say: Callable[[str], None] = print
     """Takes a line for the log, on rank 0."""
     _times: Counter[str] = field(default_factory=Counter)
@@ -113,8 +115,13 @@ class Sampler:
         def scores(share: list[Sample]) -> list:
             return self.rewards.score([self._answer(one.prompt, one.completion) for one in share])
 
-        scored = []
-        for one, score in zip(samples, _by_shares(scores, samples), strict=True):
+        scored, given = [], _by_shares(scores, samples)
+        if self.reward_model is not None:
+            ends = [len(one.completion.tokens) - (one.completion.finish == "stop") for one in samples]
+            rows = [[*one.prompt.tokens, *one.completion.tokens[:n]] for one, n in zip(samples, ends, strict=True)]
+            weight = self.config.reward_model.weight
+            given = [of.plus(weight, value) for of, value in zip(given, self.reward_model(rows), strict=True)]
+        for one, score in zip(samples, given, strict=True):
             is_aborted = one.completion.finish == "abort"
             fault = one.fault or ("its server did not finish it (rollout.deadline_seconds)" if is_aborted else "")
             parts = {} if fault else score.parts

@@ -32,8 +32,9 @@ from glm46.storage.prepare.equal_results import math_verify_version
 from glm46.tasks.rl.engines import build_engine
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.loop import RolloutLoop
-from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
+from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
+from glm46.tasks.rl.reward_model import last_values
 from glm46.tasks.rl.rewards.function_pool import READ_LABELS, environment_pool, filter_pool, reward_pool
 from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.sampling import Sampler
@@ -77,6 +78,9 @@ class Reinforcement(Task):
         self.objectives: dict[str, Objective] = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:
             self.networks["reference"] = build_frozen_network(reference_plan(plan), cluster, on_samples=True)
+        if (table := self._config.reward_model) is not None:
+            judge = reward_plan(plan, str(table.options["load_path"]))
+            self.networks["reward"] = build_frozen_network(judge, cluster, head="value", on_samples=True)
         if self._config.has_critic:
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value", on_samples=True)
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
@@ -93,6 +97,7 @@ class Reinforcement(Task):
         self._sampler = Sampler(
             self._config, plan.config.rollout, self.tokenizer, engine, prompts, rules, plan.config.debug.seed,
             rewards, environment, filter_,
+            None if table is None else partial(last_values, self.networks["reward"]),
         )  # fmt: skip
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)

@@ -38,6 +38,8 @@ TABLE = [
     (["rl", "inspect", "a"], ["--samples"], COUNT),
     (["rl", "inspect", "a"], ["--step"], NONE),
     (["benchmark", "rates"], ["--tokens", "--threads"], COUNT),
+    (["benchmark", "finetune"], ["--rank", "--rows", "--steps", "--rounds", "--threads"], COUNT),
+    (["benchmark", "finetune"], ["--seq-len"], ["63", "1.5"]),
 ]  # fmt: skip
 
 

@@ -58,6 +58,11 @@ class Score(NamedTuple):
     fault: str
     """The first failure; empty if none."""
 
+    def plus(self, weight: float, value: float) -> "Score":
+        """The same with the reward of a network."""
+        total = None if self.total is None else self.total + weight * value
+        return self._replace(total=total, parts=self.parts | {"model": value})
+
 
 class Reply(NamedTuple):
     """The reply of an environment to a turn."""
@@ -197,8 +202,9 @@ class FunctionPool:
 
 
 def reward_pool(config: RLConfig) -> FunctionPool:
-    """The functions of [[rl.rewards]]."""
-    return FunctionPool([RewardRule(one.name, one.weight, one.timeout_seconds, one.options) for one in config.rewards])
+    """The functions of [[rl.rewards]], without the reward of a network."""
+    tables = [one for one in config.rewards if one != config.reward_model]
+    return FunctionPool([RewardRule(one.name, one.weight, one.timeout_seconds, one.options) for one in tables])
 
 
 def environment_pool(table: EnvironmentConfig) -> FunctionPool:

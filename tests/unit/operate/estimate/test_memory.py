@@ -57,6 +57,8 @@ def test_an_offloaded_reference_is_in_host_memory():
     assert plain.networks == plain.weights and plain.host == 0
     assert offloaded.networks == 0 and offloaded.host == plain.weights
     assert plan_memory(_run(**config | {"rl": rl | {"reference_offload": True}}), 2, device="cpu").host == 0
+    judge = {"rewards": [{"name": "model", "options": {"load_path": "reward"}}]}
+    assert plan_memory(_run(**config | {"rl": rl | judge}), 2).networks == 2 * plain.weights
 
 
 def test_the_reference_of_a_preference_is_planned_as_frozen_weights():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from glm46.config.finetune import PreferenceConfig
-from glm46.tasks.finetune.halves import HALF, PairSums, mismatch_completions, split_pairs, sum_pairs
+from glm46.tasks.finetune.halves import HALF, PairSums, mismatch_completions, only_ends, split_pairs, sum_pairs
 from glm46.tasks.finetune.preference_loss import KL, LOSSES, REFERENCE, PreferenceLoss
 
 BEGIN, IGNORE = 9, -100
@@ -74,7 +75,7 @@ def logprobs(batch, seed=0):
 def loss_and_gradient(objective, batch, policy, reference, totals, divergence=DIVERGENCE):
     policy = policy.clone().requires_grad_()
     output, fields = (
-        SimpleNamespace(logprobs=policy),
+        SimpleNamespace(logprobs=policy, values=policy),
         {REFERENCE: reference, KL: torch.full_like(reference, divergence)},
     )
     given = batch | {name: value for name, value in fields.items() if name in objective.fields}
@@ -180,6 +181,50 @@ def test_trl_is_the_judge_of_loss_gradient_and_metrics(case):
     assert found["loss"] == pytest.approx(case["loss"], rel=1e-6)
     extra = {"loss"} | (set() if case["keys"].get("loss_type") == "kto" else {"nll_loss"})
     assert found.keys() - case["metrics"].keys() == extra
+
+
+def test_a_reward_is_read_at_the_last_token_of_an_answer():
+    """Behind gaps too, which are the replies of tools."""
+    assert (
+        only_ends(PACKED)[HALF][0].tolist()
+        == [-1] * 5 + [0] + [-1] * 4 + [1] + [-1] * 2 + [2] + [-1] * 7 + [3] + [-1] * 4
+    )
+    half = torch.tensor([[-1, 0, 0, -1, 0, -1, 1, -1, 3, -1, -1, 3]])
+    wanted = [[-1, -1, -1, -1, 0, -1, 1, -1, -1, -1, -1, 3]]
+    assert only_ends({HALF: half})[HALF].tolist() == wanted
+
+
+def test_the_loss_of_a_reward_model_is_that_of_trl_and_of_the_formula_packed_and_single():
+    trainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
+    of, batch = objective(loss_type="reward"), only_ends(PACKED)
+    values = torch.randn(batch[HALF].shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    totals = of.count([batch])
+    assert totals["targets"] == 3
+    loss = of.loss(SimpleNamespace(values=values), batch, totals, 0)
+    (gradient,) = torch.autograd.grad(loss, values)
+    places = [(batch[HALF] == half).nonzero()[0].tolist() for half in range(6)]
+    rewards = torch.stack([values.detach()[row, at] for row, at in places]).double()
+    margins = rewards[0::2] - rewards[1::2]
+    assert loss.item() == pytest.approx(-margins.sigmoid().log().mean().item(), rel=1e-6)
+    leaf = torch.cat([rewards[0::2], rewards[1::2]]).float().requires_grad_()
+    alone = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+    mine = SimpleNamespace(
+        model=SimpleNamespace(training=True), accelerator=alone, _metrics={"train": defaultdict(list)},
+        args=SimpleNamespace(center_rewards_coefficient=None), _total_train_tokens=0, _tp_size=1,
+    )  # fmt: skip
+    inputs = {"attention_mask": torch.ones(6, 2)}
+    theirs = trainer.compute_loss(mine, lambda **_: SimpleNamespace(logits=leaf[:, None]), inputs)
+    (wanted,) = torch.autograd.grad(theirs, leaf)
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+    found = torch.stack([gradient[row, at] for row, at in places])
+    assert torch.allclose(torch.cat([found[0::2], found[1::2]]), wanted, rtol=1e-5)
+    assert gradient.count_nonzero() == 6
+    sums = of.sums(SimpleNamespace(values=values.detach()), batch)
+    row = of.metrics(sums, totals, 0)
+    metrics = mine._metrics["train"]
+    assert row["rewards/margins"] == pytest.approx(metrics["margin"][0], rel=1e-5)
+    assert row["rewards/accuracies"] == pytest.approx(metrics["accuracy"][0])
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-6) and "logps/chosen" not in row
 
 
 def test_a_policy_that_is_its_reference_has_loss_ln_2_and_half_of_the_orders():

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
+from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.text_recipe import TextRecipe
+from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.tasks.finetune.task import PreferenceTuning, train
 from glm46.tasks.pretrain.task import train as pretrain
-from tests.small_run import call_here, small_config, write_source
+from tests.small_run import TINY, call_here, small_config, write_source
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "blue")
 PAIRS = [{"prompt": f"Say {word}.", "chosen": f"{word}, gladly.", "rejected": f"No {word}."} for word in WORDS]
@@ -127,6 +130,42 @@ def test_each_loss_learns_to_prefer_and_resumes_bit_for_bit(start, tmp_path, key
     assert all(torch.equal(tensor, contents(step)[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("in_hf", [False, True])
+def test_a_reward_model_begins_with_a_new_head_learns_and_resumes_bit_for_bit(start, tmp_path, in_hf):
+    out, step = tmp_path / "out", start / "base/checkpoint/step-000002"
+    if in_hf:
+        folder = str(tmp_path / "folder")
+        assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", folder, "--dtype", "float32"]) == 0
+        tables = {"checkpoint": {"initial_load_path": folder, "initial_load_in_hf": True, "interval": 2}}
+    else:
+        tables = {}
+    config = tuned(start, out, "full", finetune={"preference": {"loss_type": "reward"}}, **tables)
+    torch.seed()
+    assert train(config) == 0
+    rows, held_out = rows_of(out, "loss"), rows_of(out, "validation_loss")
+    assert "logps/chosen" not in rows[0] and "nll_loss" not in rows[0]
+    margin = rows[0]["rewards/chosen"] - rows[0]["rewards/rejected"]
+    assert margin == pytest.approx(rows[0]["rewards/margins"]) and abs(rows[0]["loss"] - math.log(2)) < 0.4
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1 and rows[-1]["rewards/accuracies"] > 0.9
+    assert held_out[-1]["validation_loss"] < held_out[0]["validation_loss"] - 0.1
+    last = out / "checkpoint/step-000004"
+    whole = contents(last)
+    assert "value_head.weight" in whole and "lm_head.weight" not in whole
+    shutil.rmtree(last)
+    torch.seed()
+    assert train(config) == 0
+    assert [row["loss"] for row in rows_of(out, "loss")] == [row["loss"] for row in rows]
+    assert all(torch.equal(tensor, contents(last)[name]) for name, tensor in whole.items())
+    # A model that is no language model is no base of one, and a base of another reward model with its head.
+    more = {"initial_load_path": str(last), "initial_load_model_only": True}
+    again = tuned(start, tmp_path / "more", "full", finetune=config.finetune.model_dump(), checkpoint=more)
+    assert train(again) == 0
+    assert rows_of(tmp_path / "more", "loss")[0]["rewards/accuracies"] > 0.9
+    with pytest.raises(UserError, match="lm_head.weight"):
+        train(tuned(start, tmp_path / "other", "full", checkpoint=more))
+
+
 @pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
 def test_a_loss_without_a_reference_has_no_second_network_and_no_second_pass(start, tmp_path, monkeypatch, loss_type):
     def unexpected(*arguments):
@@ -166,6 +205,49 @@ def test_a_policy_and_its_reference_in_float8_begin_equal(start, tmp_path, float
     rows = rows_of(tmp_path / "out", "loss")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["rewards/margins"]) < 1e-5
     assert rows[-1]["loss"] < 0.1 and rows[-1]["rewards/accuracies"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < INTEGERS_TORCH, reason="the launcher refuses a quantised base on this torch"
+)
+@pytest.mark.parametrize("preference", [{"beta": 0.5}, {"loss_type": "kto", "beta": 0.5}], ids=["dpo", "kto"])
+@pytest.mark.parametrize(("scheme", "base_dtype"), [("int4", "int4"), ("float32", "nf4")])
+def test_preferences_on_a_base_in_4_bits_train_as_on_the_converted_one_and_merge_into_it(
+    start, tmp_path, preference, scheme, base_dtype
+):
+    """To the last bit of each adapter and state; and what is merged, and what goes on from the saved adapters, gives
+    the held-out pairs the log-probabilities that were trained."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
+    wide, folder = {"model": TINY | sizes | SHAPE}, tmp_path / "folder"
+    assert pretrain(small_config(start / "text", tmp_path / "base", training={"steps": 2}, **wide)) == 0
+    step = str(tmp_path / "base/checkpoint/step-000002")
+    assert main(["convert", "to-hf", "--checkpoint", step, "--output", str(folder), "--dtype", scheme]) == 0
+    hf = {"initial_load_in_hf": True, "last_save_in_hf": True, "interval": 4}
+    adapter = {"rank": 8, "expert_rank": 4, "base_dtype": base_dtype}
+
+    def tune(name: str, preference: dict, adapter: dict, folder: Path = folder) -> list[dict]:
+        tables = wide | {"checkpoint": {"initial_load_path": str(folder), **hf}, "finetune": {"preference": preference}}
+        kind, tables = ("lora", tables | {"adapter": adapter}) if adapter else ("full", tables)
+        assert train(tuned(start, tmp_path / name, kind, **tables)) == 0
+        return rows_of(tmp_path / name, "loss")
+
+    rows = tune("quantised", preference, adapter)
+    saved = tmp_path / "quantised/huggingface/step-000004"
+    assert rows[-1]["loss"] < rows[0]["loss"] and rows[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
+    assert json.loads((saved / "base_format.json").read_text()) == {"base_dtype": base_dtype}
+    merged = tmp_path / "merged"
+    merge = ["convert", "merge", "--base", str(folder), "--adapter", str(saved), "--output", str(merged)]
+    assert main([*merge, "--dtype", "float32"]) == 0
+    if base_dtype == "int4":
+        plain = tune("plain", preference, adapter | {"base_dtype": None})
+        assert [row["loss"] for row in plain] == [row["loss"] for row in rows]
+        one, other = (contents(tmp_path / name / "checkpoint/step-000004") for name in ("quantised", "plain"))
+        assert one.keys() == other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+    tune("on", {"loss_type": "orpo"}, adapter | {"initial_load_path": str(saved)})
+    tune("whole", {"loss_type": "orpo"}, {}, merged)
+    first = [rows_of(tmp_path / name, "validation_loss")[0]["validation_loss"] for name in ("on", "whole")]
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -108,8 +108,8 @@ def test_answers_end_if_and_only_if_the_marker_behind_them_is_a_target(
 
 
 def test_answers_are_computed_in_batches_no_larger_than_a_micro_batch(make_config, base, monkeypatch, capsys, tmp_path):
-    batches, batch = [], network_rows._batch
-    monkeypatch.setattr(network_rows, "_batch", lambda rows, n: batches.append((len(rows), n)) or batch(rows, n))
+    batches, batch = [], network_rows.batch_of_rows
+    monkeypatch.setattr(network_rows, "batch_of_rows", lambda rows, n: batches.append((len(rows), n)) or batch(rows, n))
     words = [letter * 2 for letter in "abcdefg"]
     answers = []
     for rows in (1, 8):
