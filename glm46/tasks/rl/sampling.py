@@ -18,6 +18,7 @@ from glm46.config.faults import counted
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import chat_reply, opened_thought
+from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.advantages import differing_groups
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels, prompt_at
@@ -165,8 +166,8 @@ class Sampler:
                 if isinstance(reply, str):
                     faults[number] = f"rl.environment: {reply}"
                 elif reply.text is not None:
-                    is_tool, thinking = role == "tool", self.config.prompts.thinking
-                    tokens = chat_reply(self.tokenizer, reply.text, from_tool=is_tool, thinking=thinking)
+                    thinking, message = self.config.prompts.thinking, Message(role, reply.text)
+                    tokens = chat_reply(self.tokenizer, [message], thinking=thinking)[1:]  # the turn has the marker
                     of, done = requests[number], completions[number]
                     left = of.max_new_tokens - len(done.tokens) - len(tokens)
                     if left > 0:
