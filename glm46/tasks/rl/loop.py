@@ -120,7 +120,8 @@ class RolloutLoop:
         rewards, groups = (torch.from_numpy(rollout.arrays[name]) for name in ("rewards", "groups"))
         sample, ends = rollout.sample_of_tokens(), step_ends(self._plan, rollout)
         longest = self._plan.config.rollout.max_new_tokens
-        return training_fields(given, sample, rewards, groups, ends, self._config, longest)
+        episodes = torch.from_numpy(rollout.arrays["episodes"])
+        return training_fields(given, sample, rewards, groups, ends, self._config, longest, episodes)
 
     def update_weights(self, version: int) -> None:
         """6 weights: give the engine those of the policy, if it has others.

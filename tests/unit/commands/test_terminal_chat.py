@@ -21,9 +21,9 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.engine.inference.generation import Continuation
-from glm46.storage.chats.chat_turn import TurnReader
 from glm46.operate.models.terminal_chat import TerminalChat
 from glm46.storage.chats.chat import chat_prompt, chat_reply
+from glm46.storage.chats.chat_turn import TurnReader
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
