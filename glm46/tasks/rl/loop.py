@@ -51,7 +51,7 @@ class RolloutLoop:
         section = plan.config.rollout
         self._staleness = section.max_staleness
         self._ahead: AheadSource | None = None
-        if section.kind != "local" and sampler.environment is None:
+        if section.kind != "local" and self._config.environment is None:
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped)
             sampler.engine.generate_ahead(journal.ahead_folder, goes_on=oldest > 0)

@@ -30,6 +30,7 @@ from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
 from glm46.tasks.rl.engines import build_engine
+from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.loop import RolloutLoop
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan
@@ -65,7 +66,8 @@ class Reinforcement(Task):
         rewards = run_on_all_ranks(lambda: reward_pool(self._config))
         for some in (prompts, *(one.prompts for one in self._sets)):
             read_on_first_rank(partial(require_reachable_labels, some, rewards, thinking=self._config.prompts.thinking))
-        environment = run_on_all_ranks(lambda: None if table is None else environment_pool(table))
+        is_function = table is not None and table.kind == "function"
+        environment = run_on_all_ranks(lambda: environment_pool(table) if is_function else None)
         filter_ = run_on_all_ranks(lambda: None if name is None else filter_pool(name))
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster, on_samples=True)}
         policy = PolicyGradient(
@@ -94,6 +96,10 @@ class Reinforcement(Task):
             self._config, plan.config.rollout, self.tokenizer, engine, prompts, rules, plan.config.debug.seed,
             rewards, environment, filter_,
         )  # fmt: skip
+        if table is not None and table.kind == "command":
+            keys, sampler = self._config.prompts, self._sampler
+            make = partial(CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, sampler.say)
+            sampler.episodes = run_on_all_ranks(make)
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)
         self._loop = RolloutLoop(plan, self._sampler, policy, builder, self._journal, self._is_stopped)

@@ -22,7 +22,10 @@ from glm46.tasks.rl.rewards.maths import check_maths_label, maths
 from glm46.tasks.rl.rewards.remote import remote
 from glm46.tasks.rl.rewards.text import check_choice_label, check_exact_label, choice, exact, repetition, well_formed
 
-_HERE: dict[str, Reward] = {"exact": exact, "choice": choice, "format": well_formed, "repetition": repetition}
+_HERE: dict[str, Reward] = {
+    "exact": exact, "choice": choice, "format": well_formed, "repetition": repetition,
+    "score": lambda answer, options: answer.score,
+}  # fmt: skip
 """Rewards that cannot hang."""
 _IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
 

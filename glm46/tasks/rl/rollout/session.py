@@ -112,6 +112,13 @@ class Session:
         turn.keys = (*turn.asked, self._key(turn.answer))
         self._ended.append(turn)
 
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages of the last turn, with its answer; calls of tools as JSON."""
+        return [
+            {"role": role, "content": content, "reasoning_content": reasoning, "tool_calls": calls}
+            for role, content, reasoning, calls in self._ended[-1].keys
+        ]
+
     def samples(self) -> list[SessionSample]:
         """The samples, first the one that ends with the last turn; each generated token has its label in the first one
         that holds it. Empty without turns.
@@ -191,7 +198,7 @@ def _typed(call: ToolCall, tools: Sequence[Mapping]) -> ToolCall:
     arguments = dict(call.arguments)
     for name, value in arguments.items():
         kind = of.get(name) if isinstance(of, Mapping) else None
-        if isinstance(kind, Mapping) and kind.get("type", "string") != "string" and isinstance(value, str):
+        if isinstance(kind, Mapping) and "string" not in kind.get("type", "string") and isinstance(value, str):
             with suppress(ValueError):
                 arguments[name] = json.loads(value)
     return ToolCall(call.name, arguments)
