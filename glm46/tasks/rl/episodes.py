@@ -8,25 +8,23 @@ import asyncio
 import json
 import math
 import os
-import shutil
 import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.compute.distributed.environment import set_variables
-from glm46.config.errors import UserError
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.prepare.limited import limits_of_session
 from glm46.tasks.rl.prompts import Prompt
+from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.endpoint import Endpoint, Episode
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.records import Completion, Engine, Request, SamplingRules
@@ -79,7 +77,7 @@ class CommandEpisodes:
     ):
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
         self._is_stopped, self._say = is_stopped, say
-        self._command, self._scoring = (_found(words) for words in (table.command, table.score_command))
+        self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[Episode, float] = {}
         self._tasks: list[asyncio.Task[EpisodeEnd]] = []
@@ -260,15 +258,3 @@ def without(row: Any, key: str) -> Any:
         return {name: value for name, value in row.items() if name != key}
     head, _, rest = key.partition(".")
     return row | {head: without(row[head], rest)} if rest and head in row else row
-
-
-def _found(command: Sequence[str]) -> list[str]:
-    """A command whose files can be found from another folder.
-
-    Raises:
-        UserError: its first word is no program.
-    """
-    words = [str(Path(word).absolute()) if Path(word).exists() and "/" in word else word for word in command]
-    if words and shutil.which(words[0]) is None:
-        raise UserError(f"rl.environment: {words[0]}: no such program; correct the first word of the command")
-    return words

@@ -66,8 +66,7 @@ class Reinforcement(Task):
         rewards = run_on_all_ranks(lambda: reward_pool(self._config))
         for some in (prompts, *(one.prompts for one in self._sets)):
             read_on_first_rank(partial(require_reachable_labels, some, rewards, thinking=self._config.prompts.thinking))
-        is_function = table is not None and table.kind == "function"
-        environment = run_on_all_ranks(lambda: environment_pool(table) if is_function else None)
+        environment = run_on_all_ranks(lambda: None if table is None else environment_pool(table))
         filter_ = run_on_all_ranks(lambda: None if name is None else filter_pool(name))
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster, on_samples=True)}
         policy = PolicyGradient(
