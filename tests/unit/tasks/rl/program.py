@@ -32,6 +32,10 @@ def user(text: str) -> dict:
 
 def main(kind: str) -> None:
     question = user(TASK["prompt"])
+    if kind == "cut":
+        first = ask(question, max_tokens=6)
+        ask(question, first, question, max_tokens=6)
+        return
     first = ask(question)
     if kind == "two tries":
         ask(question, first, question)
