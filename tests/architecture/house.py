@@ -62,7 +62,6 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("compute/parallelize", 145, "tokens that travel in two chunks; experts rounded once in a step"),
     ("compute/parallelize", 235, "DeepEP's dispatcher and its refusals; recomputation of every n-th layer and by name"),
     ("config", 83, "rules of DeepEP and absent experts; recomputation of every n-th layer and by name; GLM-4.7"),
-    ("operate/models", 115, "turns of a chat and inspection, moved from storage"),
     ("operate/estimate", 135, "racks of GB200; shares of a peak by rows of an expert, a range, cost with failures"),
     ("run", 95, "rows, waits and reasons of the exchange; bytes of recomputation by name; hosts of GPUs"),
     ("storage/prepare", 50, "rows of Parquet, moved from storage/data"),
@@ -115,6 +114,12 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 5, "kept thoughts of prompts; the format of a base"),
     ("tasks/rl/rewards", 7, "options in small letters"),
     ("tasks/rl/rollout", 1, "the format of a served base"),
+    ("storage/chats", 120, "turns of a chat as they are generated, moved from operate/models: the endpoint reads them"),
+    ("config", 42, "keys of programs as environments"),
+    ("storage/prepare", 16, "limits of a program that may start others and open connections"),
+    ("tasks/rl/rewards", 24, "programs that are looked for, and the reward that a scoring program gives"),
+    ("tasks/rl/rollout", 485, "sessions that record conversations; an endpoint with OpenAI's chat API"),
+    ("tasks/rl", 335, "episodes of programs, in rounds; several samples of one episode"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_573

@@ -34,7 +34,7 @@ def work(config, *, is_fatal: bool) -> int:
     generate = LocalEngine.generate
 
     def generate_or_die(self, requests, rules):
-        is_second = any(len(request.prompt) > 40 for request in requests)
+        is_second = any(len(request.prompt) > 20 for request in requests)
         if is_fatal and self._version == _FATAL and is_second:
             os.kill(os.getpid(), signal.SIGKILL)
         return generate(self, requests, rules)

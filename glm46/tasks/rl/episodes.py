@@ -25,7 +25,7 @@ from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.prepare.limited import limits_of_session
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
-from glm46.tasks.rl.rollout.endpoint import Endpoint, Episode
+from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.records import Completion, Engine, Request, SamplingRules
 from glm46.tasks.rl.rollout.session import Session, SessionSample
@@ -77,6 +77,7 @@ class CommandEpisodes:
     ):
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
         self._is_stopped, self._say = is_stopped, say
+        self._seconds, self._at_once, self._variables = table.seconds, table.at_once, (*_VARIABLES, *table.variables)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[Episode, float] = {}
@@ -112,7 +113,7 @@ class CommandEpisodes:
 
     async def _listen(self) -> None:
         self._changed = asyncio.Event()
-        self._endpoint = Endpoint(self._note_change, self._say)
+        self._endpoint = PolicyEndpoint(self._note_change, self._say)
         await self._endpoint.start()
 
     def _note_change(self) -> None:
@@ -120,7 +121,7 @@ class CommandEpisodes:
         self._changed.set()
 
     async def _begin(self, asked: Sequence[tuple[Prompt, Request]]) -> None:
-        places = asyncio.Semaphore(self._table.at_once)
+        places = asyncio.Semaphore(self._at_once)
         self._tasks = [asyncio.create_task(self._episode(*one, places)) for one in asked]
 
     async def _next_round(self) -> bytes:
@@ -165,7 +166,7 @@ class CommandEpisodes:
             }  # fmt: skip
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 try:
-                    ended = await self._program(self._command, folder, variables, table.seconds, b"", episode)
+                    ended = await self._program(self._command, folder, variables, self._seconds, b"", episode)
                 finally:
                     self._endpoint.close(episode)
                     del self._running[episode]
@@ -206,7 +207,7 @@ class CommandEpisodes:
         episode: Episode | None,
     ) -> _ProgramEnd:
         """Run a program in a session of its own, which is killed when it or its episode ends."""
-        environment = set_variables((*_VARIABLES, *self._table.variables)) | variables
+        environment = set_variables(self._variables) | variables
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, cwd=folder, env=environment, start_new_session=True, preexec_fn=limits_of_session(),

@@ -62,7 +62,7 @@ class Episode:
         self.has_failed.set()
 
 
-class Endpoint:
+class PolicyEndpoint:
     """The server, for one event loop.
 
     Args:
@@ -102,7 +102,7 @@ class Endpoint:
         self._episodes.clear()
 
     def base_url(self, episode: Episode) -> str:
-        """What a client of OpenAI's API takes as its base."""
+        """The address that a client of OpenAI's API takes as its base."""
         return f"{self._address}/s/{episode.name}/v1"
 
     @property

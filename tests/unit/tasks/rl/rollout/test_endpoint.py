@@ -8,7 +8,7 @@ import pytest
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.tasks.rl.rollout.endpoint import Endpoint
+from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import Session
 
@@ -22,7 +22,7 @@ class Served:
 
     def __init__(self, turns: list[list[int]]):
         self.turns, self.generated, self.said = turns, [], []
-        self.endpoint = Endpoint(self._generate, self.said.append)
+        self.endpoint = PolicyEndpoint(self._generate, self.said.append)
 
     def _generate(self) -> None:
         asyncio.get_running_loop().call_soon(self._give)
