@@ -60,6 +60,7 @@ class CommandEpisodes:
 
     Args:
         is_stopped: asked on rank 0 while programs run.
+        is_local: the engine ends samples with "abort" only at a stop.
         say: takes a line for the log, on rank 0.
 
     Raises:
@@ -74,9 +75,11 @@ class CommandEpisodes:
         engine: Engine,
         is_stopped: Callable[[], bool],
         say: Callable[[str], None] = print,
+        *,
+        is_local: bool = True,
     ):
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
-        self._is_stopped, self._say = is_stopped, say
+        self._is_stopped, self._say, self._is_local = is_stopped, say, is_local
         self._seconds, self._at_once, self._variables = table.seconds, table.at_once, (*_VARIABLES, *table.variables)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,6 +94,9 @@ class CommandEpisodes:
         while (content := run_on_first_rank(lambda: self._call(self._next_round()))) not in (b"", _STOPPED):
             requests = [Request(*one) for one in json.loads(content)]
             completions = self._engine.generate(requests, rules)
+            if self._is_local and any(one.finish == "abort" for one in completions):
+                content = _STOPPED  # a rank may know of the stop before rank 0
+                break
             if dist.get_rank() == 0:
                 self._call(self._give(completions))
         is_stopped = content == _STOPPED
@@ -171,7 +177,11 @@ class CommandEpisodes:
                     self._endpoint.close(episode)
                     del self._running[episode]
                     self._note_change()
-                samples = session.samples()
+                try:
+                    samples = session.samples()
+                except ValueError as error:
+                    episode.fail(str(error))
+                    samples = []
                 fault = episode.fault or ("" if episode.is_truncated and samples else ended.fault)
                 if fault or not samples:
                     return EpisodeEnd([], f"rl.environment: {fault or 'the program asked for nothing'}")

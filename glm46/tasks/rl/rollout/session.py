@@ -124,7 +124,7 @@ class Session:
         that holds it. Empty without turns.
 
         Raises:
-            AssertionError: a prompt is not the tokens before it.
+            ValueError: a prompt is not the tokens before it.
         """
         parents = {turn.parent for turn in self._ended}
         trained: set[Turn] = set()
@@ -179,7 +179,8 @@ def _joined(root: list[int], whole: Completion, turn: Turn, own: Completion) -> 
     read = root + whole.tokens
     for index, marker in whole.contradicted:
         read[len(root) + index] = marker
-    assert prompt[: end - is_ended] == read[: end - is_ended], "a prompt is not the tokens before it"
+    if prompt[: end - is_ended] != read[: end - is_ended]:
+        raise ValueError("a prompt is not the tokens before it")
     found = whole.extended(prompt[end:], own)
     contradicted = whole.contradicted
     if is_ended and prompt[end - 1] != read[-1]:

@@ -159,6 +159,10 @@ def test_a_stop_ends_the_programs(make_sampler, length):
     of.episodes._is_stopped = lambda: bool(of.engine.rounds)
     assert of.generate_groups(0, 1) is None
     of.episodes._is_stopped = lambda: False
+    generate = of.engine.generate
+    of.engine.generate = lambda *_: [Completion([], [], "abort", [], None)] * 2
+    assert of.generate_groups(0, 1) is None, "another rank was stopped first"
+    of.engine.generate = generate
     of.prompts = [of.prompts[0]._replace(row={**of.prompts[0].row, "kind": "two tries"})]
     assert not any(one.fault for one in of.generate_groups(0, 1)), "it can go on afterwards"
 
