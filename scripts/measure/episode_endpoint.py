@@ -20,7 +20,7 @@ from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import Session
 
 WORDS = "The quick brown fox jumps over the lazy dog. " * 20
-"""A message, about 200 tokens."""
+"""A message of 361 tokens."""
 
 
 async def _ask(address: str, key: str, body: bytes) -> dict:
