@@ -33,8 +33,6 @@ from glm46.tasks.rl.rollout.session import Session, SessionSample
 _PATIENCE_SECONDS = 0.25
 """A round begins when all programs wait for tokens, or none has come to wait for so long."""
 _TICK_SECONDS = 0.5
-_END_SECONDS = 5.0
-"""Between the signals TERM and KILL to a program that has to end."""
 _MOST_SAID = 2**14
 _STOPPED = b"stopped"
 _VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
@@ -83,7 +81,7 @@ class CommandEpisodes:
         self._seconds, self._at_once, self._variables = table.seconds, table.at_once, (*_VARIABLES, *table.variables)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[Episode, float] = {}
+        self._running = set[Episode]()
         self._tasks: list[asyncio.Task[EpisodeEnd]] = []
         self._last_change = 0.0
 
@@ -129,6 +127,8 @@ class CommandEpisodes:
     async def _begin(self, asked: Sequence[tuple[Prompt, Request]]) -> None:
         places = asyncio.Semaphore(self._at_once)
         self._tasks = [asyncio.create_task(self._episode(*one, places)) for one in asked]
+        for task in self._tasks:
+            task.add_done_callback(lambda _: self._note_change())
 
     async def _next_round(self) -> bytes:
         """The requests of the next round; empty when all episodes have ended."""
@@ -165,7 +165,7 @@ class CommandEpisodes:
                 keeps_thoughts=keys.keep_thoughts,
             )  # fmt: skip
             episode = self._endpoint.open(session, table.max_turns)
-            self._running[episode] = time.monotonic()
+            self._running.add(episode)
             variables = {
                 "OPENAI_BASE_URL": self._endpoint.base_url(episode), "OPENAI_API_KEY": episode.key,
                 "GLM46_TASK": json.dumps(without(prompt.row, keys.label_key), default=str),
@@ -175,7 +175,7 @@ class CommandEpisodes:
                     ended = await self._program(self._command, folder, variables, self._seconds, b"", episode)
                 finally:
                     self._endpoint.close(episode)
-                    del self._running[episode]
+                    self._running.remove(episode)
                     self._note_change()
                 try:
                     samples = session.samples()
