@@ -95,6 +95,21 @@ def test_a_users_message_behind_a_thought_begins_another_sample_unless_thoughts_
     check_trained_once(of, policy)
 
 
+@pytest.mark.parametrize(("flavor", "text", "samples"), [("GLM-4.6", "\n36", 1), ("GLM-4.7", "</think>36", 2)])
+def test_a_turn_without_a_thought_goes_on_unless_the_format_opens_thoughts(flavor, text, samples):
+    """GLM-4.7 writes the place of an opened thought otherwise in front of a user's message."""
+    tokenizer, policy = load_tokenizer("builtin", flavor), Policy()
+    first = Request(chat_prompt(tokenizer, [QUESTION], thinking=True), 5, 1000)
+    of = Session(tokenizer, first, thinking=True, most_turns=2)
+    answer = policy.answer(of, [QUESTION], text)
+    assert (answer.content, answer.reasoning) == ("36", "")
+    messages = [QUESTION, answer, Message("user", "Sure?")]
+    policy.answer(of, messages, text)
+    assert of.turns[1].request.prompt == chat_prompt(tokenizer, messages, thinking=True) or samples == 1
+    assert len(of.samples()) == samples
+    check_trained_once(of, policy)
+
+
 def test_a_marker_that_another_role_contradicts_is_a_label_and_no_input():
     of, policy = session(), Policy()
     first = policy.answer(of, [QUESTION], "\n36", "observation")
