@@ -1,13 +1,16 @@
 """Tables of [rl] about what is asked and how answers are judged: prompts, rewards, validation."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import DataFile, OnHub, Section
+from glm46.config.section import DataFile, Needs, OnHub, Section
 
-WITHOUT_LABELS = frozenset({"format", "repetition", "model"})
+WITHOUT_LABELS = frozenset({"format", "repetition", "score", "model"})
 """Rewards that do not read the label of a prompt."""
+
+
+_FUNCTION, _COMMAND = Needs("kind", "function"), Needs("kind", "command")
 
 
 class PromptsConfig(Section):
@@ -41,27 +44,52 @@ class PromptsConfig(Section):
 class EnvironmentConfig(Section):
     """[rl.environment]: what answers the policy's turns, such as tools. Its tokens are not targets."""
 
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    kind: Literal["function", "command"] = "function"
+    """function: a function replies to each turn. command: a program of your own runs once for each sample, and asks the
+    policy by OpenAI's chat API."""
+
+    function: Annotated[str | None, _FUNCTION] = Field(None, pattern=r"^[\w.]+:\w+$")
     """``package.module:function`` of your own, which gets the `Answer` of a turn and the options, and returns the text
     of the reply, or None at the end of the conversation. A turn that ends as a tool call gets it as the response of a
     tool, another one as the user's message. A turn that says nothing behind its thought ends the conversation. A call
     that fails or hangs drops its sample."""
 
     max_turns: int = Field(4, ge=2)
-    """Turns of the policy in a conversation. All of its tokens together are at most rollout.max_new_tokens."""
+    """Turns of the policy in a conversation. All of its tokens together are at most rollout.max_new_tokens. A program
+    that asks for more is told so, and its sample counts as one that was cut."""
 
     timeout_seconds: float = Field(10.0, gt=0.0)
-    """Longest time for one reply."""
+    """Longest time for one reply, or for the scoring command."""
 
-    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    options: Annotated[dict[str, bool | int | float | str], _FUNCTION] = Field(default_factory=dict)
     """Options of the function."""
+
+    command: Annotated[tuple[str, ...], _COMMAND] = ()
+    """The program, as a list of words; paths of files in it lead from the folder that the run was started in. It runs
+    on the host of rank 0 in an empty folder, which is removed, with OPENAI_BASE_URL, OPENAI_API_KEY and GLM46_TASK: the
+    row of the prompt without its label, as JSON. Exit code 0 ends the episode well; another one drops its sample."""
+
+    score_command: Annotated[tuple[str, ...], _COMMAND] = ()
+    """A program that runs in the same folder when the first one has ended. Its standard input is JSON: the ``row`` with
+    its label and the ``messages`` of the last turn. The last line that it prints is the number that the reward "score"
+    gives."""
+
+    seconds: Annotated[float, _COMMAND] = Field(3600.0, gt=0.0)
+    """Longest time for an episode; then its program is killed and the sample dropped."""
+
+    at_once: Annotated[int, _COMMAND] = Field(64, ge=1)
+    """Programs that run at the same time."""
+
+    variables: Annotated[tuple[str, ...], _COMMAND] = ()
+    """Names of environment variables that both programs get, beside PATH, HOME, LANG, TMPDIR, PYTHONPATH and the like;
+    others, such as keys of services, stay here."""
 
 
 class RewardTableConfig(Section):
     """[[rl.rewards]]: one part of the reward. A part that fails, hangs or gives no number drops its sample."""
 
     name: str
-    """math, exact, choice, format, repetition, code, remote, model (docs/rl.md, docs/reward_model.md), or
+    """math, exact, choice, format, repetition, code, remote, score, model (docs/rl.md, docs/reward_model.md), or
     ``package.module:function`` of your own, which gets an `Answer` and the options."""
 
     weight: float = 1.0

@@ -115,6 +115,19 @@ def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: Rollo
 
 
 @rule
+def environment_has_its_program(rl: RLConfig) -> Faults:
+    """The kind of an environment names what replies, and its score is read."""
+    table = rl.environment
+    if table is not None and not getattr(table, table.kind):
+        key = f"rl.environment.{table.kind}"
+        yield fault(f'`{key}`: absent, and `rl.environment.kind` = "{table.kind}" needs it; add it')
+    has_score, reads = bool(table and table.score_command), any(one.name == "score" for one in rl.rewards)
+    if has_score != reads:
+        missing = 'a table of [[rl.rewards]] with name = "score"' if has_score else "rl.environment.score_command"
+        yield fault(f"`rl.rewards`, `rl.environment.score_command`: one without the other; add {missing}")
+
+
+@rule
 def reference_teaches(config: RunConfig, algorithm: ResolvedRL) -> Faults:
     """[rl.reference] has weights of its own where they are offloaded, and a teacher is not the policy."""
     checkpoint, key = config.checkpoint, "checkpoint.initial_load_path"

@@ -115,7 +115,7 @@ def the_model_can_generate(rollout: RolloutConfig, shape: ModelShape, world_size
 @rule
 def rewards_have_names(rl: RLConfig) -> Faults:
     """Each reward is known and there once: its metrics are named after it. Its runs or tries fit into its time."""
-    known = ("math", "exact", "choice", "format", "repetition", "code", "remote", "model")
+    known = ("math", "exact", "choice", "format", "repetition", "code", "remote", "score", "model")
     for index, reward in enumerate(rl.rewards):
         place, seconds = f"rl.rewards[{index}]", reward.options.get("seconds", 0)
         if reward.name in [other.name for other in rl.rewards[:index]]:

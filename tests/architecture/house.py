@@ -62,7 +62,6 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("compute/parallelize", 145, "tokens that travel in two chunks; experts rounded once in a step"),
     ("compute/parallelize", 235, "DeepEP's dispatcher and its refusals; recomputation of every n-th layer and by name"),
     ("config", 83, "rules of DeepEP and absent experts; recomputation of every n-th layer and by name; GLM-4.7"),
-    ("operate/models", 115, "turns of a chat and inspection, moved from storage"),
     ("operate/estimate", 135, "racks of GB200; shares of a peak by rows of an expert, a range, cost with failures"),
     ("run", 95, "rows, waits and reasons of the exchange; bytes of recomputation by name; hosts of GPUs"),
     ("storage/prepare", 50, "rows of Parquet, moved from storage/data"),
@@ -121,13 +120,19 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/benchmark", 160, "speeds by rows; links between ranks"),
     ("tasks/rl/rollout", 304, "SGLang by broadcast, adapters, experts and versions of tokens, as vLLM"),
     ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
-    ("commands", 45, "the options of rl-servers; benchmark links"),
+    ("commands", 60, "the options of rl-servers; benchmark links and finetune"),
     ("config", 29, "reward models: their loss, their rules, their table among rewards"),
     ("operate/benchmark", 250, "fine-tuning beside TRL with PEFT, in one run"),
     ("operate/estimate", 2, "the reward model of RL"),
     ("tasks/finetune", 34, "the Bradley-Terry loss, and the ends of answers"),
     ("tasks/rl", 53, "rewards that a network gives"),
     ("tasks/rl/rewards", 6, "a score with the reward of a network"),
+    ("storage/chats", 120, "turns of a chat as they are generated, moved from operate/models: the endpoint reads them"),
+    ("config", 42, "keys of programs as environments"),
+    ("storage/prepare", 16, "limits of a program that may start others and open connections"),
+    ("tasks/rl/rewards", 24, "programs that are looked for, and the reward that a scoring program gives"),
+    ("tasks/rl/rollout", 485, "sessions that record conversations; an endpoint with OpenAI's chat API"),
+    ("tasks/rl", 345, "episodes of programs, in rounds; several samples of one episode"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_573

@@ -98,7 +98,8 @@ def make_samples(layout: Layout) -> tuple[dict[str, Tensor], tuple[Tensor, Tenso
 
     old = near(-6.3, 0.1)
     fields = {
-        "sample": numbers[document].where(is_target, -1), "old_logprobs": old, "rollout_logprobs": near(old, 0.15),
+        "sample": numbers[document].where(is_target, -1), "episode": numbers[document].where(is_target, -1),
+        "old_logprobs": old, "rollout_logprobs": near(old, 0.15),
         "reference_logprobs": near(old, 0.3), "old_values": near(0.0, 0.1),
     }  # fmt: skip
     rewards = torch.randn(len(used), generator=generator, dtype=torch.float64)

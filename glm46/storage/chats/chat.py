@@ -157,13 +157,12 @@ def chat_prompt(
     return _ids_before_turn(pieces, tokenizer, thinking)
 
 
-def chat_reply(tokenizer: Tokenizer, content: str, *, from_tool: bool, thinking: bool) -> list[int]:
-    """Return the token ids between a sampled turn, whose last token is the marker of the next role, and the next turn:
-    the response of a tool or the user's message, and the begin of the assistant's turn. Raises UserError if the
+def chat_reply(tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool) -> list[int]:
+    """Return the token ids between a sampled turn and the next one: the marker of the role that follows, which the turn
+    may have ended with, messages of tools or users, and the begin of the assistant's turn. Raises UserError if the
     tokenizer has no chat format."""
-    format = format_of(tokenizer)
-    pieces = _response(content, format) if from_tool else _asked(content, thinking, format)
-    return _ids_before_turn(pieces, tokenizer, thinking)
+    pieces = _pieces(messages, (), thinking, format_of(tokenizer), (), ChatOptions())[len(BEGIN) :]
+    return _ids_before_turn([piece for piece, _ in pieces], tokenizer, thinking)
 
 
 def _ids_before_turn(pieces: Sequence[str], tokenizer: Tokenizer, thinking: bool) -> list[int]:

@@ -70,28 +70,32 @@ def parse_conversation(record: object, format: str) -> Conversation:
     return Conversation(messages, tools, len(rows) - end)
 
 
-def parse_prompt(value: object, tools: Sequence[Mapping] = ()) -> tuple[Message, ...]:
+def parse_prompt(value: object, tools: Sequence[Mapping] = (), *, is_sampled: bool = False) -> tuple[Message, ...]:
     """Read what an assistant is asked to answer: a text of the user, or a list of messages as in ``messages``.
 
     Args:
         tools: as `parse_tools` gives them.
+        is_sampled: answers in it are the policy's own, with whatever faults: they may be empty, or hold a chat format
+            as text.
 
     Raises:
         BadConversation: it is neither, or no answer may follow: `parse_conversation` refuses the same with one.
     """
-    messages = _joined([{"role": "user", "content": value}] if isinstance(value, str) else message_list(value))
+    rows = [{"role": "user", "content": value}] if isinstance(value, str) else message_list(value)
+    messages = _joined(rows, is_sampled=is_sampled)
     if messages[-1].role == "assistant":
         raise BadConversation("the last message is neither the user's nor a tool's", "assistant")
     _raise_for_order([*messages, Message("assistant")])
-    _raise_for_bare_calls(messages, tools)
+    if not is_sampled:
+        _raise_for_bare_calls(messages, tools)
     return tuple(messages)
 
 
-def _joined(rows: Sequence[object]) -> list[Message]:
+def _joined(rows: Sequence[object], *, is_sampled: bool = False) -> list[Message]:
     """The messages of rows. LLaMA-Factory and ms-swift write each call as a message of its own: it joins the turn."""
     messages: list[Message] = []
     for index, row in ((number, result) for number, given in enumerate(rows) for result in _results(given)):
-        message = _message(row, index)
+        message = _message(row, index, is_sampled=is_sampled)
         if message.role == "call" and messages and messages[-1].role == "assistant":
             turn = messages.pop()
             calls = turn.tool_calls + message.tool_calls
@@ -126,7 +130,7 @@ def split_thinking(content: str) -> tuple[str, str]:
     return thinking, content.split("</think>")[-1].lstrip("\n")
 
 
-def _message(row: object, index: int) -> Message:
+def _message(row: object, index: int, *, is_sampled: bool) -> Message:
     if not isinstance(row, Mapping):
         raise BadConversation("message is not an object", f"message {index}")
     role = role_of(row)
@@ -146,11 +150,11 @@ def _message(row: object, index: int) -> Message:
     if any(not isinstance(reasoning, str) for reasoning in given):
         raise BadConversation("reasoning is not text", f"message {index}")
     reasoning, content = (given[0], content) if given else split_thinking(content)
-    for text in (reasoning, content):
+    for text in () if is_sampled else (reasoning, content):
         _raise_for_format(text, index)
     old_form = row.get("function_call")
     calls = _calls(row.get("tool_calls") or ([old_form] if old_form else []))
-    if not content.strip() and not calls:
+    if not content.strip() and not calls and not is_sampled:
         raise BadConversation("assistant with neither content nor call", f"message {index}")
     return Message(role, content, reasoning, calls, trained)
 

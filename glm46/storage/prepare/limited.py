@@ -22,7 +22,11 @@ _ERROR_BYTES = 4096
 
 _DIE_WITH_PARENT, _NO_NEW_PRIVILEGES, _SECCOMP, _SECCOMP_FILTER = 1, 38, 22, 2  # of prctl
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # of Landlock, on each architecture
-_MAKE_SOCKET, _SIGNALS = 1 << 9, 1 << 1  # in the fields handled_access_fs and scoped of its rules
+_MAKE_SOCKET, _MAKE_BLOCK_DEVICE, _SIGNALS = (
+    1 << 9,
+    1 << 11,
+    1 << 1,
+)  # in the fields handled_access_fs and scoped of its rules
 _CLONE_THREAD = 0x00010000
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06  # of classic BPF
@@ -115,18 +119,29 @@ def limited_process(
         process.wait()
 
 
+def limits_of_session() -> Callable[[], None]:
+    """As `_limits`, for a program that may start others and open connections: it ends with the thread that starts it,
+    and can neither read nor signal processes other than its own where the kernel has Landlock."""
+    return _before_program([(resource.RLIMIT_CORE, 0)], None, _MAKE_BLOCK_DEVICE)
+
+
 def _limits(cpu_seconds: int, memory: int) -> Callable[[], None]:
-    """A function for a process to call before it becomes the program. Made before the fork: after it little is safe."""
-    libc, filter_ = ctypes.CDLL(None, use_errno=True), _filter(_CALLS.get(platform.machine()))
-    prctl, call, domain = libc.prctl, libc.syscall, (ctypes.c_uint64 * 3)(_MAKE_SOCKET, 0, _SIGNALS)
-    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
-    call.argtypes = [ctypes.c_long] * 4
-    most = (
+    """A function for a process to call before it becomes the program."""
+    most = [
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, _OUTPUT_BYTES),
         (resource.RLIMIT_CORE, 0),
-    )
+    ]
+    return _before_program(most, _filter(_CALLS.get(platform.machine())), _MAKE_SOCKET)
+
+
+def _before_program(most: Sequence[tuple[int, int]], filter_: "_Program | None", forbidden: int) -> Callable[[], None]:
+    """Made before the fork: after it little is safe."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    prctl, call, domain = libc.prctl, libc.syscall, (ctypes.c_uint64 * 3)(forbidden, 0, _SIGNALS)
+    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+    call.argtypes = [ctypes.c_long] * 4
 
     def limit() -> None:
         prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)

@@ -29,6 +29,7 @@ def training_fields(
     ends: Sequence[int],
     config: ResolvedRL,
     longest: int,
+    episodes: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Fields of each token that `PolicyGradient` and `ValueLoss` read.
 
@@ -41,12 +42,15 @@ def training_fields(
         rewards: [N] of the samples; groups: int64 [N], number of the prompt.
         ends: of each optimizer step the number of its last sample + 1.
         config: resolved.
-        longest: most tokens of a completion, for the overlong penalty.
+        longest: most tokens of a completion, for the overlong penalty, which is that of the longest sample.
+        episodes: int64 [N], ascending from 0 on: samples with the same number are of one answer, and have its reward.
+            Absent: all differ.
 
     Returns:
-        Fields FP32 [T], 0 for tokens without a target: ``advantages``, ``sample_tokens``, ``old_logprobs`` of
-        old_policy = "rollout", ``correction`` where there are old log-probabilities, with a critic ``returns``. Columns
-        of metrics: with `overlong_share` the mean of that penalty, which is not in the reward of the rollout.
+        Fields FP32 [T], 0 for tokens without a target: ``advantages``, ``sample_tokens``, ``episode_tokens``: targets
+        of all samples of the episode, ``old_logprobs`` of old_policy = "rollout", ``correction`` where there are old
+        log-probabilities, with a critic ``returns``. Columns of metrics: with `overlong_share` the mean of that
+        penalty, which is not in the reward of the rollout.
     """
     is_target, samples = sample >= 0, len(rewards)
     given = {name: values[is_target].double() for name, values in given.items()}
@@ -57,8 +61,14 @@ def training_fields(
     lengths = sum_by_sample(torch.ones_like(of, dtype=torch.float64), of, samples)
     assert bool((lengths > 0).all()), f"samples without tokens: {(lengths == 0).nonzero().flatten().tolist()}"
     found["sample_tokens"] = lengths[of]
-    penalty = overlong_penalty(lengths, longest, round(config.overlong_share * longest))
-    advantages, returns = _advantages(given, of, rewards.double() + penalty, groups, config)
+    episodes = torch.arange(samples) if episodes is None else episodes
+    is_first = episodes.diff(prepend=episodes.new_full((1,), -1)) != 0
+    count = int(is_first.sum())
+    found["episode_tokens"] = lengths.new_zeros(count).index_add(0, episodes, lengths)[episodes[of]]
+    most = lengths.new_zeros(count).scatter_reduce(0, episodes, lengths, "amax")
+    penalty = overlong_penalty(most, longest, round(config.overlong_share * longest))
+    of_episodes = rewards[is_first].double() + penalty
+    advantages, returns = _advantages(given, of, episodes, of_episodes, groups[is_first], config)
     found["advantages"] = whiten(advantages, moments(advantages)) if config.whiten else advantages
     if returns is not None:
         found["returns"] = returns
@@ -73,16 +83,16 @@ def training_fields(
 
 
 def _advantages(
-    given: Mapping[str, Tensor], sample: Tensor, rewards: Tensor, groups: Tensor, config: ResolvedRL
+    given: Mapping[str, Tensor], sample: Tensor, episodes: Tensor, rewards: Tensor, groups: Tensor, config: ResolvedRL
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages of the targets, and with a critic its returns, FP64 [T], from the rewards of samples [N]."""
+    """Advantages of the targets, and with a critic its returns, FP64 [T], from the rewards and groups of episodes."""
     penalty = torch.zeros(len(sample), dtype=torch.float64)
     if config.kl.weight > 0 and config.kl.where == "reward":
         kl = kl_estimate(given["old_logprobs"], given["reference_logprobs"], config.kl.estimator)
         penalty = config.kl.weight * kl
     if config.advantage not in ("returns", "gae"):
-        rewards = rewards - sum_by_sample(penalty, sample, len(rewards))
-        return group_advantages(rewards, groups, config.advantage)[sample], None
+        rewards = rewards - sum_by_sample(penalty, episodes[sample], len(rewards))
+        return group_advantages(rewards, groups, config.advantage)[episodes[sample]], None
 
     # A table with one row for each sample.
     is_first = torch.cat([torch.ones(1, dtype=torch.bool), sample.diff() != 0])[: len(sample)]
@@ -95,7 +105,7 @@ def _advantages(
     def table(values: Tensor) -> Tensor:
         return torch.zeros(size, dtype=torch.float64).index_put((row, column), values)
 
-    of_token = table(rewards[sample].where(is_last, 0.0) - penalty)
+    of_token = table(rewards[episodes[sample]].where(is_last, 0.0) - penalty)
     if config.advantage == "returns":
         return discounted_returns(of_token, is_token, config.gamma)[row, column], None
     values = given["old_values"]

@@ -51,7 +51,7 @@ class RolloutLoop:
         section = plan.config.rollout
         self._staleness = section.max_staleness
         self._ahead: AheadSource | None = None
-        if section.kind != "local" and sampler.environment is None:
+        if section.kind != "local" and self._config.environment is None:
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped)
             sampler.engine.generate_ahead(journal.ahead_folder, goes_on=oldest > 0)
@@ -120,7 +120,8 @@ class RolloutLoop:
         rewards, groups = (torch.from_numpy(rollout.arrays[name]) for name in ("rewards", "groups"))
         sample, ends = rollout.sample_of_tokens(), step_ends(self._plan, rollout)
         longest = self._plan.config.rollout.max_new_tokens
-        return training_fields(given, sample, rewards, groups, ends, self._config, longest)
+        episodes = torch.from_numpy(rollout.arrays["episodes"])
+        return training_fields(given, sample, rewards, groups, ends, self._config, longest, episodes)
 
     def update_weights(self, version: int) -> None:
         """6 weights: give the engine those of the policy, if it has others.

@@ -70,8 +70,8 @@ def _changed(plan: Plan, **sections: Section | None) -> Plan:
 class PolicyGradient:
     """The objective of the policy: loss of the ratio, penalty for the distance to the reference, entropy, and the loss
     of multi-token prediction on generated tokens, whose gradient is that of its layers alone. Its totals: ``targets``,
-    ``samples``, and those of `count_targets` for multi-token prediction. ``form`` is also the one that old
-    log-probabilities are computed with.
+    ``samples``, ``episodes``, and those of `count_targets` for multi-token prediction. ``form`` is also the one that
+    old log-probabilities are computed with.
     """
 
     def __init__(self, network: Network, config: ResolvedRL, temperature: float, *, is_on_policy: bool = False):
@@ -89,7 +89,7 @@ class PolicyGradient:
         self._network, self._config = network, config
         self._depths = network.plan.shape.num_nextn_predict_layers
         self.form = partial(token_logprobs, entropy=True, temperature=temperature)
-        self.fields: tuple[str, ...] = ("sample", "sample_tokens", "advantages")
+        self.fields: tuple[str, ...] = ("sample", "sample_tokens", "episode_tokens", "advantages")
         self.fields += ("rollout_logprobs",) if is_on_policy else ("old_logprobs", "correction")
         if config.has_reference:
             self.fields += ("reference_logprobs",)
@@ -99,8 +99,13 @@ class PolicyGradient:
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
-        samples = sum(len(batch["sample"][batch["labels"] != IGNORE].unique()) for batch in micro_batches)
-        return count_targets(micro_batches, self._depths) | {"samples": samples}
+        found = {
+            f"{name}s": sum(
+                len(batch[name][(batch["labels"] != IGNORE) & (batch[name] >= 0)].unique()) for batch in micro_batches
+            )
+            for name in ("sample", "episode")
+        }
+        return count_targets(micro_batches, self._depths) | found
 
     def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`. Collective under context parallelism."""
@@ -158,15 +163,15 @@ class PolicyGradient:
 
     def _reduced(self, values: Tensor, batch: Batch) -> Tensor:
         """Values of tokens with their weights in the sum that `_total` divides."""
-        return values / batch["sample_tokens"].clamp(min=1) if self._config.reduction == "sample_mean" else values
+        return values / batch["episode_tokens"].clamp(min=1) if self._config.reduction == "sample_mean" else values
 
     def _total(self, sums: Mapping[str, Any], totals: Mapping[str, Any]) -> Any:
         """The loss from `_reduced` sums."""
         config = self._config
         denominator = {
             "token_mean": totals["targets"],
-            "sample_mean": totals["samples"],
-            "constant": totals["samples"] * self._network.plan.config.training.seq_len,
+            "sample_mean": totals["episodes"],
+            "constant": totals["episodes"] * self._network.plan.config.training.seq_len,
         }[config.reduction]
         loss = sums["loss"] + config.kl.weight * sums["kl"] - config.entropy_weight * sums["entropy"]
         return loss / max(denominator, 1)

@@ -55,13 +55,16 @@ class Item(NamedTuple):
 
 def items_of(rollout: Rollout, samples: range, shape: PackShape) -> list[Item]:
     """Samples of a rollout; each has a prompt of its own unless they share them."""
-    numbers: dict[tuple[int, bytes], int] = {}
+    numbers: dict[tuple[int, bytes, bytes], int] = {}
     groups, prompts, completions = (rollout.arrays[name].tolist() for name in ("groups", "prompt_lengths", "lengths"))
     items = []
     for sample in samples:
         routes, shared = rollout.routes(sample), prompts[sample] - 1
-        key = (groups[sample], b"" if routes is None else routes[:shared].tobytes())
-        number = numbers.setdefault(key, len(numbers)) if shape.shares_prompts and shared else -1 - sample
+        # The samples of an episode may have different prompts.
+        key = (rollout.prompt(sample).tobytes(), b"" if routes is None else routes[:shared].tobytes())
+        number = (
+            numbers.setdefault((groups[sample], *key), len(numbers)) if shape.shares_prompts and shared else -1 - sample
+        )
         items.append(Item(number, shared, completions[sample]))  # the last token is only a label
     return items
 
@@ -176,8 +179,9 @@ def _empty(rows: int, width: int, fill: Mapping[str, int]) -> dict[str, np.ndarr
 def build_batch(
     rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape, items: Sequence[Item], width: int
 ) -> Batch:
-    """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, and ``place``, the index of
-    each label in the rollout's tokens, int64 [B, S = width]; if samples share prompts ``prefix_ids``, int64 [B, S], see
+    """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, ``episode``, which is
+    ``sample`` in the first one of each episode and else -1, and ``place``, the index of each label in the rollout's
+    tokens, int64 [B, S = width]; if samples share prompts ``prefix_ids``, int64 [B, S], see
     `attention_layout`; under routing replay ``routes``, none where the rollout has none; for prediction layers
     ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one and the token that
     depth k predicts is generated, too.
@@ -188,7 +192,7 @@ def build_batch(
         items: of the step.
         width: tokens of a row: ``shape.seq_len``, or those that `join` says.
     """
-    fill = _PADDING | {"sample": -1, "place": -1} | ({"prefix_ids": -1} if shape.shares_prompts else {})
+    fill = _PADDING | {"sample": -1, "episode": -1, "place": -1} | ({"prefix_ids": -1} if shape.shares_prompts else {})
     arrays, depths = _empty(len(rows), width, fill), range(1, shape.mtp_depth + 1)
     if shape.model is not None:
         arrays["routes"] = no_routes(arrays["labels"].shape, shape.model).numpy()
@@ -206,7 +210,7 @@ def build_batch(
     of, number, prompts = rollout.arrays, first + sample, len(rollout.arrays["prompt_tokens"])
     prompt_starts, starts = (of[name].cumsum() - of[name] for name in ("prompt_lengths", "lengths"))
     label, longest = position + 1 - of["prompt_lengths"][number], of["lengths"][number]  # index in the completion
-    tokens = np.concatenate([of["prompt_tokens"], of["tokens"]])
+    tokens = np.concatenate([of["prompt_tokens"], of.get("inputs", of["tokens"])])
 
     def source(ahead: int) -> np.ndarray:
         """Places in ``tokens`` of the tokens so far behind each token, or of the last one of its sample."""
@@ -223,6 +227,7 @@ def build_batch(
         return np.where(place >= 0, of["tokens"][place], IGNORE)
 
     place = generated(1)
+    is_first = np.diff(of["episodes"], prepend=-1) != 0
     found = {
         "input_ids": tokens[source(0)],
         "positions": position,
@@ -230,6 +235,7 @@ def build_batch(
         "prefix_ids": prefix,
         "labels": labels(place),
         "sample": np.where(place >= 0, sample, -1),
+        "episode": np.where((place >= 0) & is_first[number], sample, -1),
         "place": place,
     }
     if "routes" in of:  # one fewer of each sample than tokens

@@ -34,6 +34,8 @@ class Prompt(NamedTuple):
     """None if there is none."""
     place: str = ""
     """File and line."""
+    row: Any = None
+    """Of the file."""
 
 
 def read_prompts(
@@ -184,7 +186,7 @@ def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label:
     except BadConversation as error:
         raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key): {error}") from error
     tokens = chat_prompt(tokenizer, messages, tools=tools, thinking=keys.thinking, keeps_thoughts=keys.keep_thoughts)
-    return Prompt(tokens, messages[-1].content, label)
+    return Prompt(tokens, messages[-1].content, label, row=row)
 
 
 def _at(row: Mapping, key: str) -> Any:

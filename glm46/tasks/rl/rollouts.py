@@ -41,10 +41,12 @@ class Rollout:
     """True if the completions are labels."""
     arrays: dict[str, np.ndarray]
     """prompt_tokens int32, prompt_lengths int64 [N], tokens int32 [T], lengths int64 [N], logprobs float32 [T] of the
-    engine, versions int32 [T] of the weights of a token, is_reply bool [T]: of an environment, groups int64 [N]:
-    number of the prompt, rewards float64 [N], parts float64 [N, rewards], finish uint8 [N]: index in `FINISHES`; under
-    routing replay routes of the tokens of prompts and completions but each sample's last [tokens, MoE layers, experts
-    of a token], see `compute/model/routes.py`."""
+    engine, versions int32 [T] of the weights of a token, is_reply bool [T]: of an environment, or trained in another
+    sample, groups int64 [N]: number of the prompt, episodes int64 [N]: number of the answer that samples are of, from 0
+    on, ascending, rewards float64 [N], parts float64 [N, rewards], finish uint8 [N]: index in `FINISHES`; where markers
+    are contradicted inputs int32 [T]: tokens as they are read (`Completion.contradicted`); under routing replay routes
+    of the tokens of prompts and completions but each sample's last [tokens, MoE layers, experts of a token], see
+    `compute/model/routes.py`."""
     figures: dict[str, float] = field(default_factory=dict)
     """Columns of metrics."""
     waiting: list[list[int]] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Rollout:
     """How it was generated: what another run that trains on it must share."""
 
     def __post_init__(self) -> None:
+        self.arrays.setdefault("episodes", np.arange(len(self.arrays["lengths"])))
         self._ends = np.cumsum(self.arrays["lengths"])
         self._prompt_ends = np.cumsum(self.arrays["prompt_lengths"])
 
@@ -106,6 +109,10 @@ class Sample(NamedTuple):
     """Weighted sum of the parts; None before it is scored, or if there is a fault."""
     parts: Mapping[str, float] = MappingProxyType({})
     """By the name of each reward, before its weight; without those that failed."""
+    others: tuple[tuple[list[int], Completion], ...] = ()
+    """Prompts and completions of the other samples of this episode, see `Session`."""
+    score: float | None = None
+    """Of the environment."""
 
 
 def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -114,26 +121,37 @@ def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str,
     def joined(parts: Iterable[Sequence], dtype: type) -> np.ndarray:
         return np.array(list(chain.from_iterable(parts)), dtype)
 
-    completions = [sample.completion for sample in samples]
+    episodes = [
+        (number, sample, prompt, completion)
+        for number, sample in enumerate(samples)
+        for prompt, completion in ((sample.prompt.tokens, sample.completion), *sample.others)
+    ]
+    numbers, samples, prompts, completions = map(list, zip(*episodes, strict=True)) if episodes else ([],) * 4
     lengths = np.array([len(one.tokens) for one in completions], np.int64)
     versions, is_reply = np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.bool_)
+    tokens = joined([one.tokens for one in completions], np.int32)
+    inputs = tokens.copy()
     for one, end in zip(completions, lengths.cumsum().tolist(), strict=True):
         start = end - len(one.tokens)
         for span in one.spans:
             versions[start + span.start : end] = span.version
         for first, last in one.replies:
             is_reply[start + first : start + last] = True
+        for index, marker in one.contradicted:
+            inputs[start + index] = marker
     routes = [one.routes for one in completions if one.routes is not None]
     of_tokens = {"routes": np.concatenate(routes)} if routes else {}
+    of_tokens |= {} if np.array_equal(inputs, tokens) else {"inputs": inputs}
     return of_tokens | {
-        "prompt_tokens": joined((sample.prompt.tokens for sample in samples), np.int32),
-        "prompt_lengths": np.array([len(sample.prompt.tokens) for sample in samples], np.int64),
-        "tokens": joined([one.tokens for one in completions], np.int32),
+        "prompt_tokens": joined(prompts, np.int32),
+        "prompt_lengths": np.array(list(map(len, prompts)), np.int64),
+        "tokens": tokens,
         "lengths": lengths,
         "logprobs": joined([one.logprobs for one in completions], np.float32),
         "versions": versions,
         "is_reply": is_reply,
         "groups": np.array([sample.group for sample in samples], np.int64),
+        "episodes": np.array(numbers, np.int64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
         "parts": np.array([[s.parts[name] for name in part_names] for s in samples]).reshape(-1, len(part_names)),
         "finish": np.array([FINISHES.index(one.finish) for one in completions], np.uint8),

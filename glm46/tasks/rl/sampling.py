@@ -18,8 +18,10 @@ from glm46.config.faults import counted
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import chat_reply, opened_thought
+from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.advantages import differing_groups
+from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
@@ -54,6 +56,8 @@ class Sampler:
     filter: FunctionPool | None = None
     reward_model: Callable[[Sequence[Sequence[int]]], list[float]] | None = None
     """Rewards of rows of tokens, by a network. Collective."""
+    episodes: CommandEpisodes | None = None
+    """Of kind = "command"."""
     say: Callable[[str], None] = print
     """Takes a line for the log, on rank 0."""
     _times: Counter[str] = field(default_factory=Counter)
@@ -66,7 +70,7 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes and free the engine."""
-        for pool in (self.rewards, self.environment, self.filter):
+        for pool in (self.rewards, self.environment, self.filter, self.episodes):
             if pool is not None:
                 pool.close()
         self.engine.close()
@@ -97,6 +101,8 @@ class Sampler:
         self, asked: Sequence[tuple[int, Prompt]], requests: Sequence[Request], rules: SamplingRules
     ) -> list[Sample] | None:
         """The samples of requests, of prompts and their numbers, not yet scored; None if a stop was requested."""
+        if self.episodes is not None:
+            return self._run_episodes(asked, requests, rules)
         completions, faults = self._converse([prompt for _, prompt in asked], requests, rules)
         if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
             return None
@@ -104,6 +110,19 @@ class Sampler:
             Sample(prompt, number, completion, faults.get(index, ""))
             for index, ((number, prompt), completion) in enumerate(zip(asked, completions, strict=True))
         ]
+
+    def _run_episodes(
+        self, asked: Sequence[tuple[int, Prompt]], requests: Sequence[Request], rules: SamplingRules
+    ) -> list[Sample] | None:
+        pairs = [(prompt, request) for (_, prompt), request in zip(asked, requests, strict=True)]
+        if (ends := self.episodes.run(pairs, rules)) is None:
+            return None
+        samples = []
+        for (number, prompt), (found, fault, score) in zip(asked, ends, strict=True):
+            (tokens, completion), *others = found or [(prompt.tokens, Completion([], [], "abort", [], None))]
+            prompt = prompt._replace(tokens=tokens)
+            samples.append(Sample(prompt, number, completion, fault, others=tuple(others), score=score))
+        return samples
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards, or the reason for none; each rank scores its share.
@@ -113,7 +132,8 @@ class Sampler:
         """
 
         def scores(share: list[Sample]) -> list:
-            return self.rewards.score([self._answer(one.prompt, one.completion) for one in share])
+            answers = [self._answer(one.prompt, one.completion)._replace(score=one.score) for one in share]
+            return self.rewards.score(answers)
 
         scored, given = [], _by_shares(scores, samples)
         if self.reward_model is not None:
@@ -172,8 +192,8 @@ class Sampler:
                 if isinstance(reply, str):
                     faults[number] = f"rl.environment: {reply}"
                 elif reply.text is not None:
-                    is_tool, thinking = role == "tool", self.config.prompts.thinking
-                    tokens = chat_reply(self.tokenizer, reply.text, from_tool=is_tool, thinking=thinking)
+                    thinking, message = self.config.prompts.thinking, Message(role, reply.text)
+                    tokens = chat_reply(self.tokenizer, [message], thinking=thinking)[1:]  # the turn has the marker
                     of, done = requests[number], completions[number]
                     left = of.max_new_tokens - len(done.tokens) - len(tokens)
                     if left > 0:
@@ -201,7 +221,8 @@ class Sampler:
         # A thought that the prompt opens belongs to the turn: rewards read the same text in each chat format.
         opened = opened_thought(self.tokenizer, thinking)
         for first, end in completion.replies:
-            history += [opened + decode(tokens[start : first - 1]), decode(tokens[first:end]).removesuffix(opened)]
+            last = first - (tokens[first - 1] in self.rules.stop)  # a turn may be cut
+            history += [opened + decode(tokens[start:last]), decode(tokens[first:end]).removesuffix(opened)]
             start = end
         text = opened + decode(tokens[start : len(tokens) - is_finished])
         return Answer(prompt.text, text, prompt.label, thinking, len(tokens), is_finished, tuple(history))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,9 +29,10 @@ def steps_per_rollout(plan: Plan) -> int:
 
 
 def step_ends(plan: Plan, rollout: Rollout) -> list[int]:
-    """Of each step of a rollout the number of its last sample + 1: equally many samples each, and all of them."""
-    count = steps_per_rollout(plan)
-    return [len(rollout) * number // count for number in range(1, count + 1)]
+    """Of each step of a rollout the number of its last sample + 1: equally many episodes each, and all of them."""
+    count, episodes = steps_per_rollout(plan), rollout.arrays["episodes"]
+    total = int(episodes[-1]) + 1 if len(rollout) else 0
+    return [int(np.searchsorted(episodes, total * number // count)) for number in range(1, count + 1)]
 
 
 class StepBuilder:

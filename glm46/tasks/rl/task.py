@@ -30,6 +30,7 @@ from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
 from glm46.tasks.rl.engines import build_engine
+from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.loop import RolloutLoop
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
@@ -99,6 +100,13 @@ class Reinforcement(Task):
             rewards, environment, filter_,
             None if table is None else partial(last_values, self.networks["reward"]),
         )  # fmt: skip
+        if table is not None and table.kind == "command":
+            keys, sampler = self._config.prompts, self._sampler
+            is_local = plan.config.rollout.kind == "local"
+            make = partial(
+                CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, sampler.say, is_local=is_local
+            )
+            sampler.episodes = run_on_all_ranks(make)
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)
         self._loop = RolloutLoop(plan, self._sampler, policy, builder, self._journal, self._is_stopped)

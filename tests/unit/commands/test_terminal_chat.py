@@ -21,9 +21,9 @@ from glm46.config.errors import UserError
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.engine.inference.generation import Continuation
-from glm46.operate.models.chat_turn import TurnReader
 from glm46.operate.models.terminal_chat import TerminalChat
 from glm46.storage.chats.chat import chat_prompt, chat_reply
+from glm46.storage.chats.chat_turn import TurnReader
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
@@ -186,7 +186,7 @@ def test_a_conversation_has_the_prompts_of_the_format(monkeypatch, capsys):
     ]
     assert "why" not in TOKENIZER.decode(prompts[1]) and "look" in TOKENIZER.decode(prompts[2])
     # What was sampled stays as it is, byte by byte, when results follow it.
-    between = chat_reply(TOKENIZER, "1", from_tool=True, thinking=True)
+    between = chat_reply(TOKENIZER, [Message("tool", "1")], thinking=True)[1:]
     assert prompts[2][: len(prompts[1]) + len(turns[1][0])] == prompts[1] + turns[1][0]
     assert prompts[2][len(prompts[1]) + len(turns[1][0]) :][: len(between) - 1] == between[:-1]
     said = capsys.readouterr()

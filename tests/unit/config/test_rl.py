@@ -33,6 +33,15 @@ BAD = {
     ),
     "probabilities of sequences": ('algorithm = "tv"\nratio = "sequence"', ['rl.ratio = "sequence"', "tokens"]),
     "a dual clip inside of the clip": ('algorithm = "grpo"\nclip.dual = 1.1', ["rl.clip.dual = 1.1", "take 3.0"]),
+    "an environment without a function": ("environment.max_turns = 2", ["rl.environment.function", "needs it"]),
+    "an environment without a command": ('environment.kind = "command"', ["rl.environment.command", "needs it"]),
+    "a command of a function": (
+        'environment = { function = "a:b", command = ["c"] }', ["rl.environment.command", '"command"'],
+    ),
+    "a score that nothing reads": (
+        'environment = { kind = "command", command = ["c"], score_command = ["d"] }', ['name = "score"', "add"],
+    ),
+    "a score that nothing gives": ('rewards = [{ name = "score" }]', ["rl.environment.score_command", "add"]),
     "a group of one": ("group_size = 1", ["rl.group_size = 1", "no baseline", "raise rl.group_size"]),
     "half a rollout": ("prompts_per_rollout = 3", ["training.global_batch_size = 8: ", "= 12", "divisor"]),
     "a penalty without weight": ('kl.estimator = "k2"', ['rl.kl.estimator = "k2"', "rl.kl.weight above 0"]),

@@ -22,6 +22,8 @@ class Answer(NamedTuple):
     """Ended by a stop token, not by its longest length."""
     history: tuple[str, ...] = ()
     """Of a conversation whose last turn this is: the turns before it, each followed by the reply to it."""
+    score: float | None = None
+    """The number of rl.environment.score_command."""
 
     @property
     def spoken(self) -> str:

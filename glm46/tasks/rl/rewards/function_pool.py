@@ -3,12 +3,14 @@
 import importlib
 import math
 import numbers
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import Process
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
@@ -22,7 +24,10 @@ from glm46.tasks.rl.rewards.maths import check_maths_label, maths
 from glm46.tasks.rl.rewards.remote import remote
 from glm46.tasks.rl.rewards.text import check_choice_label, check_exact_label, choice, exact, repetition, well_formed
 
-_HERE: dict[str, Reward] = {"exact": exact, "choice": choice, "format": well_formed, "repetition": repetition}
+_HERE: dict[str, Reward] = {
+    "exact": exact, "choice": choice, "format": well_formed, "repetition": repetition,
+    "score": lambda answer, options: answer.score,
+}  # fmt: skip
 """Rewards that cannot hang."""
 _IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
 
@@ -208,9 +213,25 @@ def reward_pool(config: RLConfig) -> FunctionPool:
 
 
 def environment_pool(table: EnvironmentConfig) -> FunctionPool:
-    """The function of [rl.environment]."""
+    """The function of [rl.environment]; none of a command, whose program is looked for."""
+    if table.kind == "command":
+        for command in (table.command, table.score_command):
+            found_program(command)
+        return FunctionPool([], key="rl.environment")
     rule = RewardRule(table.function, seconds=table.timeout_seconds, options=table.options, is_environment=True)
     return FunctionPool([rule], key="rl.environment")
+
+
+def found_program(command: Sequence[str]) -> list[str]:
+    """A command whose files can be found from another folder.
+
+    Raises:
+        UserError: its first word is no program.
+    """
+    words = [str(Path(word).absolute()) if Path(word).exists() and "/" in word else word for word in command]
+    if words and shutil.which(words[0]) is None:
+        raise UserError(f"rl.environment: {words[0]}: no such program; correct the first word of the command")
+    return words
 
 
 def filter_pool(name: str) -> FunctionPool:

@@ -53,12 +53,14 @@ class Completion(NamedTuple):
     routes: np.ndarray | None
     """uint8 or uint16 [prompt + tokens - 1, MoE layers, top_k]: the chosen experts of each token that was fed."""
     replies: tuple[tuple[int, int], ...] = ()
-    """Start and end, among the tokens, of those that an environment has replied with, not generated; their
-    log-probability is 0."""
+    """Start and end, among the tokens, of those that an environment has replied with, or that another sample trains;
+    their log-probability is 0."""
     drafted: int = 0
     """Tokens that prediction layers of the local engine drafted for it."""
     accepted: int = 0
     """Those of them that were kept."""
+    contradicted: tuple[tuple[int, int], ...] = ()
+    """Indices of generated markers behind which another role has spoken, and its marker: what the model reads there."""
 
     def extended(self, reply: list[int], turn: "Completion") -> "Completion":
         """This completion with a reply and the turn that was generated behind it."""

@@ -275,7 +275,7 @@ def test_a_document_is_a_prompt_and_what_is_sampled_behind_it(thinking, thought)
     assert ids.tolist() == prompt + TOKENIZER.encode_with_special(sampled).tolist()
     assert is_target.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
     # The next turn goes on behind what was sampled: an empty thought that a template would write otherwise stays.
-    reply = chat_reply(TOKENIZER, "And?", from_tool=False, thinking=thinking)
+    reply = chat_reply(TOKENIZER, [Message("user", "And?")], thinking=thinking)[1:]
     opening = "<think>" if thinking else "</think>"
     assert TOKENIZER.decode([*ids.tolist(), *reply]).endswith(f"{opening}{sampled}And?<|assistant|>{opening}")
 

@@ -31,11 +31,16 @@ def batch_of(tokens: dict[str, Tensor], sample: Tensor) -> dict[str, Tensor]:
     """A batch with these fields [B, S] and labels where ``sample`` is not negative; other positions are 0."""
     is_token = sample >= 0
     fields = {name: torch.where(is_token, value, 0.0) for name, value in tokens.items()}
-    return fields | {"labels": torch.where(is_token, 1, IGNORE), "sample": sample}
+    return fields | {"labels": torch.where(is_token, 1, IGNORE), "sample": sample, "episode": sample}
 
 
 def prepared(
-    batches: list[dict[str, Tensor]], rewards: Tensor, groups: Tensor, config: RLConfig, longest: int = 6
+    batches: list[dict[str, Tensor]],
+    rewards: Tensor,
+    groups: Tensor,
+    config: RLConfig,
+    longest: int = 6,
+    episodes: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:
     """The same batches, of one optimizer step, with all fields."""
     is_target = [batch["labels"] != IGNORE for batch in batches]
@@ -46,7 +51,8 @@ def prepared(
     order = flat("sample").argsort(stable=True)
     names = {"old_logprobs", "rollout_logprobs", "reference_logprobs", "old_values"} & batches[0].keys()
     given = {name: flat(name)[order] for name in names}
-    fields, _ = training_fields(given, flat("sample")[order], rewards, groups, [len(rewards)], config, longest)
+    sample, ends = flat("sample")[order], [len(rewards)]
+    fields, _ = training_fields(given, sample, rewards, groups, ends, config, longest, episodes)
     found = [dict(batch) for batch in batches]
     for name, values in fields.items():
         parts = torch.empty_like(values).scatter(0, order, values).split([int(here.sum()) for here in is_target])

@@ -14,6 +14,7 @@ from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
 from glm46.storage.chats.conversation import Conversation, Message, ToolCall
+from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
@@ -69,7 +70,7 @@ def sampler(engine, tokenizer, replies, longest: int = LONGEST) -> Sampler:
         "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl"}, "rewards": [{"name": "exact"}],
         "environment": {"function": "a:b", "max_turns": 3},
     }).resolved()  # fmt: skip
-    rules = SamplingRules(1.0, frozenset(), tokenizer.vocab_size)
+    rules = SamplingRules(1.0, frozenset(stop_ids(tokenizer)), tokenizer.vocab_size)
     pool = FunctionPool([RewardRule("exact")])
     return Sampler(config, section, tokenizer, engine, [], rules, 0, pool, environment)
 

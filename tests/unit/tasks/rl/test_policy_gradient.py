@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from glm46.config.rl import PRESETS, RLConfig
 from tests.unit.tasks.rl.samples import batch_of, policy_step, prepared, value_step
@@ -232,3 +233,24 @@ def test_the_critic_learns_alone_at_first():
     batches = prepared([packed(tokens, [[n] for n in range(8)], 8)], rewards, groups, config)
     assert not policy_step(batches, config, seq_len=16)[2][0].any()
     assert value_step(batches[0], config)[2].any()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "dapo", "rloo", "cispo"])
+def test_an_episode_of_two_samples_learns_as_one_of_all_its_tokens(algorithm):
+    """Baselines and denominators count episodes; with a ratio of each token the rows do not matter."""
+    generator = torch.Generator().manual_seed(3)
+    config = rl(algorithm, overlong_share=0.0)
+    names = ("old_logprobs", "rollout_logprobs", "new")
+    tokens = {name: -torch.rand(3, 4, generator=generator, dtype=torch.float64) for name in names}
+    joined = {name: torch.cat([torch.cat([of[:1], of[1:2]], 1), F.pad(of[2:], (0, 4))]) for name, of in tokens.items()}
+    sample = torch.tensor([[0] * 8, [1] * 4 + [-1] * 4])
+    whole = prepared([batch_of(joined, sample)], torch.tensor([1.0, 0.0]), torch.tensor([7, 7]), config)
+    apart = batch_of(tokens, torch.arange(3).unsqueeze(1).expand(3, 4))
+    apart["episode"] = torch.where(apart["sample"] == 1, -1, apart["sample"])
+    episodes = torch.tensor([0, 0, 1])
+    split = prepared([apart], torch.tensor([1.0, 1.0, 0.0]), torch.tensor([7, 7, 7]), config, episodes=episodes)
+    (loss, metrics, (one,)), (other_loss, others, (two,)) = (policy_step(of, config, 8) for of in (whole, split))
+    assert loss == pytest.approx(other_loss) and loss != 0
+    torch.testing.assert_close(one[0], torch.cat([two[0], two[1]]))
+    torch.testing.assert_close(one[1, :4], two[2])
+    assert others == pytest.approx(metrics)

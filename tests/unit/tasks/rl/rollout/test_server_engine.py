@@ -2,18 +2,26 @@
 
 import contextlib
 import sys
+from pathlib import Path
 
 import pytest
 
 from glm46.compute.distributed.process import join, leave
+from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.config.rollout import RolloutConfig
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import Message
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.rl.episodes import CommandEpisodes
+from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, server_pool
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
-from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import CHANGED
-from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, scores
+from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
 
+PROGRAM = Path(__file__).parents[1] / "program.py"
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 
 
@@ -79,3 +87,35 @@ def test_folder_that_a_server_was_started_with_stays_until_it_draws(stubs, monke
     finally:
         engine.close()
     assert not list(tmp_path.glob("version-*"))
+
+
+def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch):
+    """And a completion that its server does not end drops its sample, not as a reward of 0."""
+    policy, tokenizer = Policy(), load_tokenizer("builtin")
+    config = RolloutConfig(kind="vllm", urls=[stub.url for stub in stubs], max_new_tokens=50, deadline_seconds=60.0)
+    served = ServedPolicy(policy.export, None, policy.score, None, policy.changed)
+    prompt = chat_prompt(tokenizer, [Message("user", "Hi")], thinking=False)
+    engine = ServerEngine(
+        config, folder=tmp_path, policy=served, prompts=[prompt], rules=RULES, padding=range(50, 52), say=print
+    )
+    table = EnvironmentConfig(kind="command", command=(sys.executable, "-S", str(PROGRAM)), max_turns=2, seconds=100.0)
+    keys = PromptsConfig(file="p.jsonl")
+    episodes = CommandEpisodes(table, keys, tokenizer, engine, lambda: False, is_local=False)
+    row = {"prompt": "Hi", "kind": "cut"}
+    asked = [(Prompt(prompt, "Hi", None, row=row), Request(prompt, seed, 50)) for seed in range(4)]
+    try:
+        policy.version = 3
+        engine.update(3)
+        for (_, request), end in zip(asked, episodes.run(asked, RULES), strict=True):
+            ((first, completion),) = end.samples
+            assert not end.fault and first == prompt and {span.version for span in completion.spans} == {3}
+            expected = generate(prompt, request.seed, 6)
+            assert completion.tokens[: len(expected)] == expected
+            assert completion.logprobs[: len(expected)] == [logprob(3, token) for token in expected]
+            assert len(completion.replies) == 1
+        cut = Completion([], [], "abort", [], None)  # at rollout.deadline_seconds
+        monkeypatch.setattr(engine, "generate", lambda requests, rules: [cut for _ in requests])
+        assert all("did not finish" in end.fault and not end.samples for end in episodes.run(asked, RULES))
+    finally:
+        episodes.close()
+        engine.close()

@@ -1,0 +1,275 @@
+"""Serves the policy by OpenAI's chat API to the programs of episodes, and records what they ask in their sessions."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm46.storage.chats.conversation import Message, parse_prompt, parse_tools
+from glm46.tasks.rl.rollout.records import Completion, Request
+from glm46.tasks.rl.rollout.session import NoRoom, Session, Turn
+
+_LOOPBACK = "127.0.0.1"
+_MOST_BYTES, _MOST_DISCARDED = 2**23, 2**30
+"""Of the body of a request, and of one that is read only to be refused."""
+_READ_SECONDS = 60.0
+_MOST_READING = 1024
+"""Connections whose request is not read yet; the oldest one is closed for another."""
+_REQUESTS_PER_TURN, _MORE_REQUESTS = 20, 100
+"""Of an episode: a program that asks more often is ended."""
+_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 409: "Conflict",
+            411: "Length Required", 413: "Content Too Large", 503: "Service Unavailable"}  # fmt: skip
+_OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+_REFUSED: Mapping[str, tuple] = {
+    "n": (1,), "stop": ([], ""), "response_format": ({"type": "text"},), "logprobs": (False,), "functions": ([],),
+    "tool_choice": ("auto",),
+}  # fmt: skip
+"""Keys of a request, and the values beside null that change nothing."""
+
+
+class RefusedRequest(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(eq=False)
+class Episode:
+    """A running program and its session."""
+
+    name: str
+    key: str
+    """The secret that its requests bear."""
+    session: Session
+    most_requests: int
+    is_open: bool = True
+    is_truncated: bool = False
+    """A request found no room."""
+    requests: int = 0
+    fault: str = ""
+    has_failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, fault: str) -> None:
+        """End it; the first reason counts."""
+        self.fault = self.fault or fault
+        self.is_open = False
+        self.has_failed.set()
+
+
+class PolicyEndpoint:
+    """The server, for one event loop.
+
+    Args:
+        changed: is called when a request waits.
+        say: takes a line for the log, at most once for each key that requests have without effect.
+    """
+
+    def __init__(self, changed: Callable[[], None], say: Callable[[str], None]):
+        self._changed, self._say, self._said = changed, say, set[str]()
+        self._episodes: dict[str, Episode] = {}
+        self._reading: dict[asyncio.StreamWriter, None] = {}
+        self._waiting: dict[Turn, tuple[Episode, asyncio.Future[Completion]]] = {}
+        self._taken: list[Turn] = []
+        self._address = ""
+
+    async def start(self) -> asyncio.Server:
+        """Listen on a free port of the loopback interface."""
+        server = await asyncio.start_server(self._serve, _LOOPBACK, 0)
+        self._address = "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
+        return server
+
+    def open(self, session: Session, most_turns: int) -> Episode:
+        """Begin an episode."""
+        most = _REQUESTS_PER_TURN * most_turns + _MORE_REQUESTS
+        episode = Episode(secrets.token_hex(8), secrets.token_urlsafe(24), session, most)
+        self._episodes[episode.name] = episode
+        return episode
+
+    def close(self, episode: Episode) -> None:
+        """End an episode: what it still waits for is not recorded."""
+        episode.is_open = False
+        for turn in [turn for turn, (of, _) in self._waiting.items() if of is episode]:
+            self._waiting.pop(turn)[1].cancel()
+
+    def forget(self) -> None:
+        """Forget all episodes, which have ended."""
+        self._episodes.clear()
+
+    def base_url(self, episode: Episode) -> str:
+        """The address that a client of OpenAI's API takes as its base."""
+        return f"{self._address}/s/{episode.name}/v1"
+
+    @property
+    def waiting(self) -> set[Episode]:
+        """Episodes with a request that waits for tokens."""
+        return {episode for episode, _ in self._waiting.values()}
+
+    def take(self) -> list[Request]:
+        """All requests that wait, to be answered by `give`."""
+        self._taken = list(self._waiting)
+        return [turn.request for turn in self._taken]
+
+    def give(self, completions: Sequence[Completion]) -> None:
+        """Answer the requests that were taken."""
+        for turn, completion in zip(self._taken, completions, strict=True):
+            if turn in self._waiting:  # else its episode has ended
+                episode, future = self._waiting.pop(turn)
+                if completion.finish == "abort":
+                    episode.fail("its server did not finish it (rollout.deadline_seconds)")
+                else:
+                    episode.session.end(turn, completion)
+                future.set_result(completion)
+        self._taken = []
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reading[writer] = None
+        if len(self._reading) > _MOST_READING:
+            oldest = next(iter(self._reading))
+            del self._reading[oldest]
+            oldest.close()
+        try:
+            request = await asyncio.wait_for(self._read(reader, writer), _READ_SECONDS)
+            self._reading.pop(writer, None)
+            content = await self._answer(*request)
+        except RefusedRequest as error:
+            kind = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+            content = _response(error.status, json.dumps({"error": kind}))
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+            content = b""  # no request of HTTP, or none within the time
+        finally:
+            self._reading.pop(writer, None)
+        with suppress(OSError):
+            writer.write(content)
+            await writer.drain()
+        writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Episode, str, bytes]:
+        """The episode, what is asked for, and the body of a request, whose key is right."""
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, path, _ = first.split(" ", 2)
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if "transfer-encoding" in headers:
+            raise RefusedRequest(411, "the body has no Content-Length; send it whole")
+        length = int(headers.get("content-length") or 0)
+        if headers.get("expect", "").lower() == "100-continue":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        fault, content = None, b""
+        _, _, rest = path.partition("/s/")
+        name, _, what = rest.partition("/v1/")
+        episode = self._episodes.get(name)
+        if episode is None:
+            fault = RefusedRequest(404, f"{path}: no such path; take OPENAI_BASE_URL")
+        elif not secrets.compare_digest(headers.get("authorization", "").encode(), f"Bearer {episode.key}".encode()):
+            fault = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
+        elif (method, what) not in (("POST", "chat/completions"), ("GET", "models")):
+            fault = RefusedRequest(404, f"{method} {path}: there are POST chat/completions and GET models")
+        elif not 0 <= length <= _MOST_BYTES:
+            episode.fail(f"it sent a request of {length:,} bytes, and {_MOST_BYTES:,} are the most")
+            fault = RefusedRequest(413, episode.fault)
+        if fault is None:
+            return episode, what, await reader.readexactly(length)
+        left = min(max(length, 0), _MOST_DISCARDED)
+        while left and (content := await reader.read(min(left, 2**16))):  # a client that writes does not read
+            left -= len(content)
+        raise fault
+
+    async def _answer(self, episode: Episode, what: str, body: bytes) -> bytes:
+        """The response to a request."""
+        episode.requests += 1
+        if episode.requests > episode.most_requests:
+            episode.fail(f"it sent more than {episode.most_requests} requests")
+        if not episode.is_open:
+            raise RefusedRequest(409, f"this episode has ended: {episode.fault or 'its program has'}", "session_closed")
+        if what == "models":
+            return _response(200, json.dumps({"object": "list", "data": [{"id": "policy", "object": "model"}]}))
+        table, messages, tools, most = _parsed(body)
+        for name in _OVERRIDDEN:
+            if table.get(name) is not None and name not in self._said:
+                self._said.add(name)
+                self._say(f"rl.environment: requests state {name}, which has no effect: sampling is that of [rollout]")
+        session = episode.session
+        try:
+            turn = session.begin(messages, tools, most)
+        except NoRoom as error:
+            episode.is_truncated = True
+            raise RefusedRequest(400, str(error), "context_length_exceeded") from error
+        except (ValueError, RecursionError) as error:
+            raise RefusedRequest(400, f"the messages cannot be written in the chat format: {error}") from error
+        if turn.answer is None:
+            if turn not in self._waiting:
+                self._waiting[turn] = episode, asyncio.get_running_loop().create_future()
+                self._changed()
+            with suppress(asyncio.CancelledError):  # of the future: the episode has ended
+                await asyncio.shield(self._waiting[turn][1])
+        if turn.answer is None:
+            raise RefusedRequest(409 if not episode.fault else 503, f"this episode has ended: {episode.fault}")
+        return _completion_response(table, turn, f"chatcmpl-{episode.name}-{session.turns.index(turn)}")
+
+
+def _parsed(body: bytes) -> tuple[dict[str, Any], tuple[Message, ...], tuple[Mapping, ...], int | None]:
+    """The table of a request, its messages, tools, and most tokens.
+
+    Raises:
+        RefusedRequest: it is no request, or asks for what the policy does not do.
+    """
+    try:
+        table = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(400, f"the body is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise RefusedRequest(400, "the body is not an object")
+    for name, allowed in _REFUSED.items():
+        if table.get(name) is not None and table[name] not in allowed:
+            raise RefusedRequest(
+                400, f"{name}: not possible, because samples are of the policy itself; remove it", name
+            )
+    most = table.get("max_completion_tokens") or table.get("max_tokens")
+    if most is not None and (type(most) is not int or most < 1):
+        raise RefusedRequest(400, f"max_tokens: {most!r:.40} is not a number of tokens")
+    try:
+        tools = parse_tools(table.get("tools"))
+        return table, parse_prompt(table.get("messages") or [], tools, is_sampled=True), tools, most
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(400, f"messages, tools: {error}") from error
+
+
+def _completion_response(table: Mapping[str, Any], turn: Turn, name: str) -> bytes:
+    """The answer of a turn, whole or as a stream of events."""
+    answer, completion = turn.answer, turn.completion
+    message: dict[str, Any] = {
+        "role": "assistant", "content": answer.content, "reasoning_content": answer.reasoning
+    }  # fmt: skip
+    calls = [
+        {
+            "index": number, "id": f"call_{name.rpartition('-')[2]}_{number}", "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+        }
+        for number, call in enumerate(answer.tool_calls)
+    ]  # fmt: skip
+    message |= {"tool_calls": calls} if calls else {}
+    finish = "tool_calls" if calls and completion.finish == "stop" else completion.finish
+    prompt, own = len(turn.request.prompt), len(completion.tokens)
+    usage = {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
+    about = {"id": name, "created": int(time.time()), "model": str(table.get("model") or "policy")}
+    if not table.get("stream"):
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+        return _response(200, json.dumps(about | {"object": "chat.completion", "choices": [choice], "usage": usage}))
+    deltas = [{"index": 0, "delta": message, "finish_reason": None}, {"index": 0, "delta": {}, "finish_reason": finish}]
+    events = [about | {"object": "chat.completion.chunk", "choices": [delta]} for delta in deltas]
+    options = table.get("stream_options")
+    if isinstance(options, Mapping) and options.get("include_usage"):
+        events.append(about | {"object": "chat.completion.chunk", "choices": [], "usage": usage})
+    lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    return _response(200, f"{lines}data: [DONE]\n\n", "text/event-stream")
+
+
+def _response(status: int, text: str, kind: str = "application/json") -> bytes:
+    body = text.encode()
+    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + body

@@ -1,0 +1,68 @@
+"""Programs of episodes for the tests: the row of the prompt says which."""
+
+import json
+import os
+import sys
+import time
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+TASK = json.loads(os.environ["GLM46_TASK"])
+ADDRESS, KEY = urlsplit(os.environ["OPENAI_BASE_URL"]), os.environ["OPENAI_API_KEY"]
+
+
+def call(body: bytes, path: str = ADDRESS.path, key: str = KEY) -> tuple[int, dict]:
+    """Status and content of the response to a request."""
+    connection = HTTPConnection(ADDRESS.netloc)
+    connection.request("POST", f"{path}/chat/completions", body, {"Authorization": f"Bearer {key}"})
+    reply = connection.getresponse()
+    return reply.status, json.loads(reply.read())
+
+
+def ask(*messages: dict, **options) -> dict:
+    status, content = call(json.dumps({"messages": messages, **options}).encode())
+    if status != 200:
+        sys.exit(f"{status} {content['error']['code']}")
+    return content["choices"][0]["message"]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def main(kind: str) -> None:
+    question = user(TASK["prompt"])
+    if kind == "cut":
+        first = ask(question, max_tokens=6)
+        ask(question, first, question, max_tokens=6)
+        return
+    first = ask(question)
+    if kind == "two tries":
+        ask(question, first, question)
+    elif kind == "edited":
+        ask(user("Another"), first, question)
+    elif kind == "hang":
+        time.sleep(1000)
+    elif kind == "flood":
+        while True:
+            ask(question)
+    elif kind == "large":
+        call(b"x" * 10_000_000)
+        sys.exit(0)
+    elif kind == "other session":
+        sys.exit(f"status {call(b'{}', path='/s/0123456789abcdef/v1')[0]}")
+    elif kind == "other key":
+        sys.exit(f"status {call(b'{}', key=KEY[::-1])[0]}")
+    elif kind == "many turns":
+        messages = [question, first]
+        while True:
+            messages += [question, ask(*messages, question)]
+    elif kind == "parent":
+        os.kill(os.getppid(), 9)
+    elif kind == "file":
+        with open("found.txt", "w") as file:
+            file.write(f"{TASK.get('label')} {'HF_TOKEN' in os.environ}")
+
+
+if __name__ == "__main__":
+    main(TASK["kind"])

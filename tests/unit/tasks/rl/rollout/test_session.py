@@ -1,0 +1,194 @@
+"""Sessions: tokens of turns as the chat format has them, and samples in which each generated token is trained once."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import Message, ToolCall
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.rl.packing import PackShape, build_batch, items_of
+from glm46.tasks.rl.prompts import Prompt
+from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
+from glm46.tasks.rl.rollout.session import NoRoom, Session
+from glm46.tasks.rl.rollouts import Rollout, Sample, to_arrays
+
+TOKENIZER = load_tokenizer("builtin")
+MARKERS = {role: TOKENIZER.special[f"<|{role}|>"] for role in ("user", "observation")}
+TAGS = re.compile(r"(</?(?:think|tool_call|arg_key|arg_value)>)")
+QUESTION = Message("user", "12 * 3?")
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}}}},)
+
+
+def session(*, thinking: bool = False, room: int = 100_000, most_turns: int = 100, keeps: bool = False) -> Session:
+    prompt = chat_prompt(TOKENIZER, [QUESTION], thinking=thinking)
+    return Session(TOKENIZER, Request(prompt, 5, room), thinking=thinking, most_turns=most_turns, keeps_thoughts=keeps)
+
+
+class Policy:
+    """Generates given texts; the log-probability of each token is another number."""
+
+    def __init__(self):
+        self.generated: dict[float, int] = {}
+
+    def answer(self, of: Session, messages: list[Message], text: str, end: str = "user", tools=()) -> Message:
+        turn = of.begin(messages, tools)
+        if turn.answer is None:
+            tokens = []
+            for part in filter(None, TAGS.split(text)):
+                tokens += [TOKENIZER.special[part]] if TAGS.match(part) else TOKENIZER.encode(part).tolist()
+            tokens += [MARKERS[end]] if end in MARKERS else []
+            logprobs = [-1.0 - len(self.generated) - n for n in range(len(tokens))]
+            self.generated |= dict(zip(logprobs, tokens, strict=True))
+            finish = "stop" if end in MARKERS else "length"
+            of.end(turn, Completion(tokens, logprobs, finish, [VersionSpan(0, 3)], None))
+        return turn.answer
+
+
+def check_trained_once(of: Session, policy: Policy) -> None:
+    """Each generated token is a label once; and what the model read before each turn is its prompt."""
+    samples = of.samples()
+    arrays = arrays_of(samples)
+    is_label = ~arrays["is_reply"]
+    found = list(zip(arrays["logprobs"][is_label].tolist(), arrays["tokens"][is_label].tolist(), strict=True))
+    assert Counter(found) == Counter(policy.generated.items())
+    rollout, read = Rollout(0, 0, 1, ("exact",), False, arrays), set()
+    inputs = arrays.get("inputs", arrays["tokens"])
+    for number, (prompt, completion) in enumerate(samples):
+        whole = (*prompt, *inputs[slice(*rollout.bounds(number))].tolist())
+        read |= {whole[:n] for n in range(len(prompt), len(whole) + 1)}
+        assert all(end <= len(completion.tokens) for _, end in completion.replies)
+    assert all(tuple(turn.request.prompt) in read for turn in of.turns if turn.answer is not None)
+
+
+def arrays_of(samples: list) -> dict[str, np.ndarray]:
+    (prompt, completion), *others = samples
+    sample = Sample(Prompt(prompt, "", None), 0, completion, "", 1.0, {"exact": 1.0}, tuple(others))
+    return to_arrays([sample], ("exact",))
+
+
+def test_a_tool_cycle_is_one_sample_in_the_tokens_of_the_format():
+    of, policy = session(), Policy()
+    call = "\n<tool_call>add\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
+    asked = [QUESTION]
+    first = policy.answer(of, asked, call, "observation", TOOLS)
+    assert first.tool_calls == (ToolCall("add", {"n": 5}),), "of the type that the tool describes"
+    asked += [first, Message("tool", "36")]
+    policy.answer(of, asked, "\n36", "user", TOOLS)
+    assert of.turns[1].request.prompt == chat_prompt(TOKENIZER, asked, tools=TOOLS, thinking=False)
+    (sample,) = of.samples()
+    assert not sample.completion.contradicted
+    check_trained_once(of, policy)
+
+
+@pytest.mark.parametrize(("keeps", "samples"), [(False, 2), (True, 1)])
+def test_a_users_message_behind_a_thought_begins_another_sample_unless_thoughts_are_kept(keeps, samples):
+    of, policy = session(thinking=True, keeps=keeps), Policy()
+    first = policy.answer(of, [QUESTION], "\n<think>let me see</think>\n36")
+    assert (first.reasoning, first.content) == ("let me see", "36")
+    policy.answer(of, [QUESTION, first, Message("user", "Sure?")], "\n<think>yes</think>\n36")
+    assert len(of.samples()) == samples
+    check_trained_once(of, policy)
+
+
+@pytest.mark.parametrize(("flavor", "text", "samples"), [("GLM-4.6", "\n36", 1), ("GLM-4.7", "</think>36", 2)])
+def test_a_turn_without_a_thought_goes_on_unless_the_format_opens_thoughts(flavor, text, samples):
+    """GLM-4.7 writes the place of an opened thought otherwise in front of a user's message."""
+    tokenizer, policy = load_tokenizer("builtin", flavor), Policy()
+    first = Request(chat_prompt(tokenizer, [QUESTION], thinking=True), 5, 1000)
+    of = Session(tokenizer, first, thinking=True, most_turns=2)
+    answer = policy.answer(of, [QUESTION], text)
+    assert (answer.content, answer.reasoning) == ("36", "")
+    messages = [QUESTION, answer, Message("user", "Sure?")]
+    policy.answer(of, messages, text)
+    assert of.turns[1].request.prompt == chat_prompt(tokenizer, messages, thinking=True) or samples == 1
+    assert len(of.samples()) == samples
+    check_trained_once(of, policy)
+
+
+def test_a_marker_that_another_role_contradicts_is_a_label_and_no_input():
+    of, policy = session(), Policy()
+    first = policy.answer(of, [QUESTION], "\n36", "observation")
+    policy.answer(of, [QUESTION, first, Message("user", "Sure?")], "\nyes")
+    (prompt, completion), *others = of.samples()
+    assert not others
+    place = len(TOKENIZER.encode("\n36"))
+    assert completion.contradicted == ((place, MARKERS["user"]),) and completion.tokens[place] == MARKERS["observation"]
+    check_trained_once(of, policy)
+    rollout = Rollout(0, 0, 1, ("exact",), False, arrays_of(of.samples()))
+    shape = PackShape(256, 1, 1, None, 1)
+    batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape), 256)
+    at = len(prompt) + place
+    assert batch["labels"][0, at - 1] == MARKERS["observation"] and batch["input_ids"][0, at] == MARKERS["user"]
+    assert batch["mtp_input_ids"][0, 0, at - 1] == MARKERS["user"]
+    read = [turn.request.prompt for turn in of.turns][1]
+    assert batch["input_ids"][0, : len(read)].tolist() == read
+
+
+def test_a_cut_turn_is_followed_by_a_marker_that_is_no_label():
+    of, policy = session(), Policy()
+    first = policy.answer(of, [QUESTION], "\n3", "")
+    policy.answer(of, [QUESTION, first, Message("user", "Go on")], "6")
+    ((prompt, completion),) = of.samples()
+    (start, _), cut = completion.replies[0], len(TOKENIZER.encode("\n3"))
+    assert start == cut and completion.tokens[start] == MARKERS["user"] and not completion.contradicted
+    check_trained_once(of, policy)
+
+
+def test_the_same_request_has_the_same_turn_and_another_one_a_branch():
+    of, policy = session(), Policy()
+    first = policy.answer(of, [QUESTION], "\n36")
+    assert of.begin([QUESTION], ()) is of.turns[0]
+    again = [QUESTION, first, Message("user", "Sure?")]
+    policy.answer(of, again, "\nyes")
+    policy.answer(of, [QUESTION, Message("assistant", "37"), Message("user", "Sure?")], "\nno")
+    policy.answer(of, [QUESTION, first, Message("user", "Really?")], "\nyes")
+    assert [turn.parent for turn in of.turns] == [None, of.turns[0], None, of.turns[0]]
+    assert [len(sample.completion.replies) for sample in of.samples()] == [1, 0, 2], "the first turn is trained once"
+    check_trained_once(of, policy)
+    other_tools = of.begin(again, TOOLS)
+    assert other_tools.parent is None
+
+
+def test_an_episode_has_its_turns_and_a_conversation_its_room():
+    of, policy = session(most_turns=1), Policy()
+    first = policy.answer(of, [QUESTION], "\n36")
+    with pytest.raises(NoRoom, match="max_turns"):
+        of.begin([QUESTION, first, Message("user", "Sure?")], ())
+    assert of.begin([QUESTION], ()) is of.turns[0]
+    short = session(room=4)
+    assert short.begin([QUESTION], ()).request.max_new_tokens == 4
+    assert short.begin([Message("user", "?")], (), 2).request.max_new_tokens == 2
+    with pytest.raises(NoRoom, match=r"rollout\.max_new_tokens"):
+        short.begin([Message("user", "12 * 3 and much more than this?")], ())
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), thinking=st.booleans(), keeps=st.booleans())
+def test_each_generated_token_of_any_tree_of_messages_is_trained_once(data, thinking, keeps):
+    of, policy = session(thinking=thinking, keeps=keeps), Policy()
+    conversations = [[QUESTION]]
+    for _ in range(data.draw(st.integers(1, 7))):
+        messages = list(data.draw(st.sampled_from(conversations)))
+        text = data.draw(st.sampled_from(["\n36", "\n<think>so</think>\n36", "", "\n<think>open", "\n <tool_call>add"]))
+        calls = data.draw(st.booleans())
+        if calls:
+            text += "\n<tool_call>add\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
+        end = data.draw(st.sampled_from(["user", "observation", ""]))
+        answer = policy.answer(of, messages, text, end, TOOLS)
+        messages.append(answer)
+        change = data.draw(st.sampled_from(["none", "none", "no thought", "edited"]))
+        if change == "no thought":
+            messages[-1] = Message("assistant", answer.content, "", answer.tool_calls)
+        elif change == "edited":
+            messages[0] = Message("user", f"{messages[0].content} now")
+        if answer.tool_calls:
+            messages.append(Message("tool", data.draw(st.sampled_from(["36", "37"]))))
+        else:
+            messages.append(Message("user", data.draw(st.sampled_from(["Sure?", "Go on"]))))
+        conversations.append(messages)
+    check_trained_once(of, policy)

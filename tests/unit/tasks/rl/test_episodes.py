@@ -1,0 +1,180 @@
+"""Episodes of programs: they learn as a function does, and a hostile one ends its own episode and nothing else."""
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from glm46.config.errors import UserError
+from glm46.config.rl import RLConfig
+from glm46.config.rollout import RolloutConfig as RolloutSection
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import Message
+from glm46.storage.huggingface.tokenizer_files import stop_ids
+from glm46.storage.prepare.limited import _CREATE_RULESET
+from glm46.tasks.rl.episodes import CommandEpisodes, without
+from glm46.tasks.rl.prompts import Prompt
+from glm46.tasks.rl.rewards.answer import RewardRule
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.sampling import Sampler, generate_rollout
+
+PROGRAM = str(Path(__file__).with_name("program.py"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Echo:
+    """An engine whose answer depends on the prompt alone."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.rounds = tokenizer, []
+
+    def generate(self, requests, rules):
+        self.rounds.append(len(requests))
+        found = []
+        for request in requests:
+            text = f"\n{sum(request.prompt) % 997} of {len(request.prompt)}"
+            tokens = [*self._tokenizer.encode(text).tolist(), self._tokenizer.special["<|user|>"]]
+            found.append(Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None))
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def make_sampler(tokenizer, request):
+    def make(kinds: list[str], environment: dict, rewards: tuple[str, ...] = ("length",)) -> Sampler:
+        table = {"max_turns": 2, **environment}
+        config = RLConfig.model_validate({
+            "prompts_per_rollout": len(kinds), "group_size": 2, "prompts": {"file": "p.jsonl"},
+            "rewards": [{"name": name} for name in rewards], "environment": table,
+        }).resolved()  # fmt: skip
+        engine, rules = Echo(tokenizer), SamplingRules(1.0, frozenset(stop_ids(tokenizer)), tokenizer.vocab_size)
+        prompts = []
+        for number, kind in enumerate(kinds):
+            tokens = chat_prompt(tokenizer, [Message("user", f"Say {number}")], thinking=False)
+            row = {"prompt": f"Say {number}", "label": str(number), "kind": kind}
+            prompts.append(Prompt(tokens, row["prompt"], row["label"], row=row))
+        made = Sampler(
+            config, RolloutSection.model_validate({"max_new_tokens": 200}), tokenizer, engine, prompts, rules, 0,
+            FunctionPool([RewardRule(name) for name in rewards]),
+        )  # fmt: skip
+        if config.environment.kind == "command":
+            made.episodes = CommandEpisodes(config.environment, config.prompts, tokenizer, engine, lambda: False)
+            request.addfinalizer(made.episodes.close)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def length(monkeypatch):
+    """A reward without a process: the length of what the last turn says."""
+    from glm46.tasks.rl.rewards import function_pool
+
+    monkeypatch.setitem(function_pool._HERE, "length", lambda answer, options: float(len(answer.result)))
+
+
+def command(**keys) -> dict:
+    return {"kind": "command", "command": [sys.executable, "-S", PROGRAM], "seconds": 100.0, **keys}
+
+
+def test_a_program_has_the_samples_of_a_function_that_replies_alike(make_sampler, length):
+    of_program = make_sampler(["two tries"] * 3, command())
+    of_function = make_sampler(["two tries"] * 3, {"function": "a:b"})
+    replies = lambda answers: [Reply(None if a.history else a.prompt) for a in answers]  # noqa: E731
+    of_function.environment = SimpleNamespace(replies=replies)
+    one, other = (generate_rollout(of, of.generate_groups, 7, 0) for of in (of_program, of_function))
+    assert len(one) == 6 and one.arrays["is_reply"].any() and one.arrays["rewards"].min() > 0
+    assert one.arrays.keys() == other.arrays.keys()
+    for name, values in other.arrays.items():
+        assert np.array_equal(one.arrays[name], values), name
+    seconds = ("rollout_seconds", "reward_seconds")
+    figures, expected = ({k: v for k, v in of.figures.items() if k not in seconds} for of in (one, other))
+    assert figures == expected and sum(of_program.engine.rounds) == 12
+
+
+def test_an_episode_of_two_samples_counts_once(make_sampler, length):
+    of = make_sampler(["edited"], command())
+    rollout = generate_rollout(of, of.generate_groups, 7, 0)
+    assert rollout.arrays["episodes"].tolist() == [0, 0, 1, 1] and rollout.arrays["groups"].tolist() == [0] * 4
+    assert rollout.figures["generated_samples"] == 2
+    is_last = ["Another" in of.tokenizer.decode(rollout.prompt(number)) for number in range(4)]
+    assert is_last == [True, False] * 2, "the sample with the last turn comes first"
+
+
+def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, length):
+    kinds = ["two tries", "hang", "flood", "large", "other session", "other key", "many turns", "two tries"]
+    # Linux before 6.12 does not keep a program from signals to its parent.
+    kinds += ["parent"] if ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, 1) >= 6 else []
+    of, alone = (make_sampler(some, command(seconds=20.0)) for some in (kinds, kinds[:1] * len(kinds)))
+    samples, undisturbed = of.generate_groups(0, len(kinds)), alone.generate_groups(0, len(kinds))
+    assert {sample.prompt.row["kind"] for sample in samples} == {*kinds}
+    for sample, other in zip(samples, undisturbed, strict=True):
+        kind = sample.prompt.row["kind"]
+        said = {
+            "hang": "it took more than 20 s", "flood": "more than 140 requests", "large": "10,000,000 bytes",
+            "other session": "status 404", "other key": "status 401", "parent": "Operation not permitted",
+        }.get(kind)  # fmt: skip
+        if said is None:
+            assert not sample.fault, sample.fault
+            cut = other.completion._replace(finish="length") if kind == "many turns" else other.completion
+            assert sample.completion == cut and sample.prompt.tokens == other.prompt.tokens
+        else:
+            assert sample.fault.startswith("rl.environment: ") and said in sample.fault, (kind, sample.fault)
+    scored = of.score(samples)
+    assert [one.reward is None for one in scored] == [bool(one.fault) for one in samples], "a failure is no reward of 0"
+
+
+def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_neither(make_sampler, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    script = (
+        "import json, sys\ngiven = json.load(sys.stdin)\nassert open('found.txt').read() == 'None False'\n"
+        "assert given['messages'][-1]['role'] == 'assistant'\nprint('score')\nprint(int(given['row']['label']) + 0.5)"
+    )
+    of = make_sampler(
+        ["file"] * 2, command(score_command=[sys.executable, "-c", script], timeout_seconds=100.0), ("score",)
+    )
+    rollout = generate_rollout(of, of.generate_groups, 7, 0)
+    assert sorted(rollout.arrays["rewards"].tolist()) == [0.5, 0.5, 1.5, 1.5]
+    of = make_sampler(["file"], command(score_command=[sys.executable, "-c", "print('much')"]), ("score",))
+    samples = of.score(of.generate_groups(0, 1))
+    assert all(one.reward is None and "no number" in one.fault for one in samples)
+
+
+def test_a_stop_ends_the_programs(make_sampler, length):
+    of = make_sampler(["hang"], command())
+    of.episodes._is_stopped = lambda: bool(of.engine.rounds)
+    assert of.generate_groups(0, 1) is None
+    of.episodes._is_stopped = lambda: False
+    generate = of.engine.generate
+    of.engine.generate = lambda *_: [Completion([], [], "abort", [], None)] * 2
+    assert of.generate_groups(0, 1) is None, "another rank was stopped first"
+    of.engine.generate = generate
+    of.prompts = [of.prompts[0]._replace(row={**of.prompts[0].row, "kind": "two tries"})]
+    assert not any(one.fault for one in of.generate_groups(0, 1)), "it can go on afterwards"
+
+
+def test_what_is_no_program_is_refused(tmp_path):
+    config = RLConfig.model_validate({"prompts_per_rollout": 1, "environment": command(command=["no-such-program"])})
+    with pytest.raises(UserError, match="no-such-program: no such program"):
+        environment_pool(config.environment)
+
+
+def test_a_row_is_shown_without_its_label():
+    row = {"prompt": "a", "reward_model": {"ground_truth": 1, "style": 2}}
+    assert without(row, "reward_model.ground_truth") == {"prompt": "a", "reward_model": {"style": 2}}
+    assert without(row, "label") == row and without({"label": 1}, "label") == {}
+    assert json.dumps(row) and row["reward_model"]["ground_truth"] == 1
