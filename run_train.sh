@@ -16,7 +16,7 @@ root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 . "$root/scripts/environment.sh"
 config=$(find_config)
 # The first line comes before Python starts. --help starts nothing.
-case " $* " in *" --help "* | *" -h "*) ;; *) printf 'starting     %s\n' "$config${*:+ $*}" ;; esac
+case " $* " in *" --help "* | *" -h "*) ;; *) printf 'starting     %s\n' "$config${*:+ $*}" || exit 2 ;; esac
 # No Python is known yet that could read the file.
 extras=
 if grep -Eqs '^[[:space:]]*\[\[?[[:space:]]*rl[].[:space:]]' "$config"; then extras=rl; fi

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import main
-from glm46.commands import plan as plan_module
 from glm46.config.options import VERBS
 from tests.processes import PROGRAM_SECONDS
 
@@ -133,8 +132,8 @@ def test_a_plan_that_does_not_fit_exits_with_one_and_names_no_days(tmp_path, cap
 def test_a_wrong_option_of_a_plan_is_refused(options, words, capsys, monkeypatch):
     """Before any work, in one line."""
     phase = str(ROOT / "train_configs" / "glm46_phase1.toml")
-    monkeypatch.setattr(plan_module, "plan_run", None)
-    monkeypatch.setattr(plan_module, "run_search", None)
+    monkeypatch.setattr("glm46.operate.estimate.report.plan_run", None)
+    monkeypatch.setattr("glm46.operate.estimate.search.run_search", None)
     assert main(["plan", "--config", phase, *options]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words) and error.count("\n") == 1, error
@@ -254,13 +253,13 @@ def test_refusing_a_file_loads_no_torch(tmp_path):
     )
     command = [sys.executable, "-c", code, "launch", "--config", str(tmp_path / "none.toml")]
     end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    assert end.stdout.split() == ["2", "False", "False"]
+    assert end.stdout.splitlines() == [f"starting     {tmp_path / 'none.toml'}", "2 False False"]
     assert end.stderr.startswith("error: ") and "there is no folder" not in end.stderr
 
 
 @pytest.mark.parametrize(("arguments", "code"), [
     ("schema", 0), (f"train --help --config {DEBUG}", 0), (f"plan --config {DEBUG}", 0),
-    ("launch --config nowhere.toml", 2),
+    ("launch --config nowhere.toml", 141),
 ])  # fmt: skip
 def test_a_closed_output_is_an_error_only_for_verbs_that_do_work(arguments, code):
     command = f"exec 3>&1; ( '{sys.executable}' -m glm46 {arguments} 2>&3; echo $? >&3 ) | true"
