@@ -43,12 +43,8 @@ def config_parser(verb: str) -> VerbParser:
 def parse_with_overrides(
     parser: argparse.ArgumentParser, argv: Sequence[str], *, is_start: bool = False
 ) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The options of a verb, and the tokens that override keys of its config (see `load_config`).
-
-    Args:
-        is_start: print what is started, before the imports that take seconds. Ranks, hosts that a driver starts and
-            run_train.sh's launcher print nothing: their starter has.
-    """
+    """The options of a verb, and the tokens that override keys of its config (see `load_config`). With `is_start` what
+    is started is printed before the imports that take seconds, but not by what somebody starts who has printed it."""
     arguments, overrides = parser.parse_known_args(argv)
     is_told = launched_world_size() or set_variables([SCRIPT_VARIABLE]) or "--from-hostfile" in argv
     if is_start and not is_told:

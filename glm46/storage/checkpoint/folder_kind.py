@@ -84,16 +84,10 @@ def _described(path: Path, kind: Kind, wanted: tuple[Kind, ...]) -> str:
         return f"no such folder; give {expected}" + (f"; steps in {path.parent}: {known}" if known else "")
     if kind is Kind.FILE:
         return f"is a file; give its folder, {expected}"
-    if Kind.PEFT in wanted and (found := _adapters_of(path)):
-        return f"this is {kind.value}; the newest adapter of its run is {found[-1].parent}; give that"
     if kind in (Kind.STEPS, Kind.RUN):
         folder = checkpoint_folders(path)[-1]
         of_run = "" if kind is Kind.STEPS else f"this is {kind.value}; "
-        newest = step_folder(folder, published_steps(folder)[-1])
-        if Kind.PEFT in wanted:
-            made = f"convert adapter-to-hf --checkpoint {newest} makes {Kind.PEFT.value} if it is one of adapters"
-            return f"{of_run}it holds steps; {made}; give {expected}"
-        return f"{of_run}it holds steps; give one of them, such as {newest}"
+        return f"{of_run}it holds steps; give one of them, such as {step_folder(folder, published_steps(folder)[-1])}"
     if kind is Kind.PEFT:
         merged = "--adapter takes it, convert merge makes a whole model"
         return f"this is {kind.value} with adapters{_base_of(path)}; {merged}; give {expected} here"
@@ -103,12 +97,6 @@ def _described(path: Path, kind: Kind, wanted: tuple[Kind, ...]) -> str:
     return f"{names}{pickle_hint(path)}; give {expected}"
 
 
-def _adapters_of(path: Path) -> list[Path]:
-    """PEFT folders that a run has exported into the dump folder that is this path or holds it, oldest first."""
-    runs = (path, path.parent, path.parent.parent)
-    return next(filter(None, (sorted(run.glob(f"huggingface/step-*/{_ADAPTER}")) for run in runs)), [])
-
-
 def pickle_hint(folder: Path) -> str:
     """The end of a message for a folder whose weights are pickles; empty if there are none."""
     pickles = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
@@ -116,7 +104,7 @@ def pickle_hint(folder: Path) -> str:
 
 
 _TAKERS = {
-    Kind.STEP: " of glm46, which --checkpoint and checkpoint.initial_load_path take, and convert to-hf exports",
+    Kind.STEP: " of glm46, which --checkpoint and checkpoint.initial_load_path take; convert to-hf exports it, or adapter-to-hf",
     Kind.HUGGING_FACE: ", which --model and checkpoint.initial_load_path with initial_load_in_hf = true take; "
     "convert from-hf makes a step folder of it",
     Kind.DCP: " without a manifest of glm46, of which checkpoint.initial_load_path takes the weights; convert from-dcp "
