@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glm46.compute.distributed.environment import launched_world_size, set_variables
-from glm46.config.command_line import SCRIPT_VARIABLE
-from glm46.config.options import VERBS, VerbParser, verb_parser
+from glm46.config.options import SCRIPT_VARIABLE, VERBS, VerbParser, verb_parser
 
 if TYPE_CHECKING:  # the classes of keys take longer to import than all before the first line
     from glm46.config.run_config import RunConfig
