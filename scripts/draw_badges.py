@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the badges of the README from pyproject.toml and the matrix of CI: version, Python, torch, license. No host is asked for a picture.
+"""Draw the badges of the README from pyproject.toml and the matrix of CI: version, Python, torch, license.
 
 python scripts/draw_badges.py
 """
