@@ -11,6 +11,11 @@ from glm46.config.loader import load_config
 from glm46.config.options import above_zero, positive, process_count, require_picture, require_writable
 from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.observe.peaks import accelerator_of
+from glm46.operate.estimate.machine import detect_machine
+from glm46.operate.estimate.pipeline_order import pipeline_order
+from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
+from glm46.operate.estimate.requirement import judge_config
+from glm46.operate.estimate.search import run_search, search_numbers, search_text
 from glm46.operate.estimate.target_cluster import (
     NETWORK_GBITS,
     STORAGE_GBYTES,
@@ -19,6 +24,7 @@ from glm46.operate.estimate.target_cluster import (
 )
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.run.layout import smallest_world
+from glm46.run.plan import resolve_plan
 
 DEFAULT_GPU = "H100"
 EXIT_DOES_NOT_FIT = 1
@@ -82,14 +88,6 @@ def plan_command(argv: Sequence[str]) -> int:
         require_writable("--picture", arguments.picture)
     if arguments.json is not None:
         require_writable("--json", arguments.json)
-    # Imported here: --help takes less time without them.
-    from glm46.operate.estimate.machine import detect_machine
-    from glm46.operate.estimate.pipeline_order import pipeline_order
-    from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
-    from glm46.operate.estimate.requirement import judge_config
-    from glm46.operate.estimate.search import run_search, search_numbers, search_text
-    from glm46.run.plan import resolve_plan
-
     config = load_config(arguments.config, overrides, world_size=None if arguments.search else arguments.gpus)
     if arguments.document_tokens is not None and not config.data.document_mask:
         raise UserError(

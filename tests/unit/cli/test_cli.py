@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from glm46.cli import main
+from glm46.commands import plan as plan_module
 from glm46.config.options import VERBS
 from tests.processes import PROGRAM_SECONDS
 
@@ -132,8 +133,8 @@ def test_a_plan_that_does_not_fit_exits_with_one_and_names_no_days(tmp_path, cap
 def test_a_wrong_option_of_a_plan_is_refused(options, words, capsys, monkeypatch):
     """Before any work, in one line."""
     phase = str(ROOT / "train_configs" / "glm46_phase1.toml")
-    monkeypatch.setattr("glm46.operate.estimate.report.plan_run", None)
-    monkeypatch.setattr("glm46.operate.estimate.search.run_search", None)
+    monkeypatch.setattr(plan_module, "plan_run", None)
+    monkeypatch.setattr(plan_module, "run_search", None)
     assert main(["plan", "--config", phase, *options]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words) and error.count("\n") == 1, error
