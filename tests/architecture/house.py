@@ -96,6 +96,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/estimate", 149, "published exchanges; offloaded activations; the cost of equal layers once"),
     ("commands", 1, "the published exchange of a plan"),
     ("", 5, "names of the Python API, imported when they are used"),
+    ("operate/models", 122, "what inspect says of folders, moved from commands: its help needs no numpy"),
+    ("operate/launch", 15, "what is started, said before the imports that take seconds"),
+    ("storage/huggingface", 4, "the adapter of a run that is given in its place"),
     ("operate/models", 215, "the Python API; rules of options of generate; what inspect says"),
     ("compute/model", 98, "frozen weights in 4 bits: INT4's groups and NF4's levels"),
     ("compute/parallelize", 1, "weights of half bytes"),
@@ -115,9 +118,6 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 5, "kept thoughts of prompts; the format of a base"),
     ("tasks/rl/rewards", 7, "options in small letters"),
     ("tasks/rl/rollout", 1, "the format of a served base"),
-    ("operate/models", 122, "what inspect says of folders, moved from commands: its help needs no numpy"),
-    ("operate/launch", 15, "what is started, said before the imports that take seconds"),
-    ("storage/huggingface", 4, "the adapter of a run that is given in its place"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_453
