@@ -18,7 +18,9 @@ def badges() -> list[tuple[str, str]]:
     """Each badge: name and value."""
     project = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
-    pythons = re.findall(r"3\.\d+", re.search(r"python: \[(.+)\]", workflow)[1])
+    pythons = re.findall(
+        r"3\.\d+", next(line for line in workflow.splitlines() if line.strip().startswith("python: ["))
+    )
     torch = next(line for line in project["dependencies"] if re.match(r"torch[<>=]", line))
     least, beyond = map(int, re.findall(r"2\.(\d+)", torch))
     return [
