@@ -15,6 +15,8 @@ trap 'exit 75' TERM HUP USR1
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 . "$root/scripts/environment.sh"
 config=$(find_config)
+# The first line comes before Python starts. --help starts nothing.
+case " $* " in *" --help "* | *" -h "*) ;; *) printf 'starting     %s\n' "$config${*:+ $*}" || exit 2 ;; esac
 # No Python is known yet that could read the file.
 extras=
 if grep -Eqs '^[[:space:]]*\[\[?[[:space:]]*rl[].[:space:]]' "$config"; then extras=rl; fi

@@ -1,33 +1,10 @@
 """``python -m glm46 inspect``: verify a folder of shards and show rows of text or documents of chats; or show the first
 chats of a run before anything is made."""
 
-from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from rich.console import Console
-from rich.text import Text
-
-from glm46.config.faults import counted
-from glm46.config.options import integer, positive, require_writable, verb_parser, whole
-from glm46.operate.models.chat_documents import (
-    ChatPart,
-    first_parts,
-    is_chat,
-    opened_source,
-    sampled_parts,
-    shown_text,
-    write_page,
-)  # fmt: skip
-from glm46.storage.chats.chat_format import made_in
-from glm46.storage.data.manifest import Manifest, describe_targets, load_manifest
-from glm46.storage.data.mixing import permute
-from glm46.storage.data.packing import TokenStream
-from glm46.storage.data.shards import open_shard
-from glm46.storage.data.tokenizer import Tokenizer
-from glm46.storage.huggingface.hub import fetch_options
-from glm46.storage.prepare.tally import Tally
+from glm46.config.options import integer, positive, verb_parser, whole
 
 
 def inspect_command(argv: Sequence[str]) -> int:
@@ -57,88 +34,13 @@ def inspect_command(argv: Sequence[str]) -> int:
         parser.error("give a folder, or --chat CONFIG_OR_FOLDER")
     if arguments.html is not None and arguments.chat is None:
         parser.error("--html: has no effect without --chat")
+    # Imported here: --help needs no numpy.
+    from glm46.operate.models.inspection import show_first_chats, show_folder
+    from glm46.storage.huggingface.hub import fetch_options
+
     fetch_options(arguments, "tokenizer")
     if arguments.chat is not None:
-        _show_first_chats(arguments)
-        return 0
-    for line in describe(arguments.folder):
-        print(line)
-    manifest, tokenizer = opened_source(arguments.folder, arguments.tokenizer)
-    if not is_chat(manifest):
-        for line in show_rows(manifest, tokenizer, rows=arguments.rows, seq_len=arguments.seq_len, seed=arguments.seed):
-            print(line)
-        return 0
-    parts = sampled_parts(manifest, tokenizer, rows=arguments.rows, seed=arguments.seed)
-    _print(((tokenizer, part) for part in parts), arguments.seq_len)
-    return 0
-
-
-def _show_first_chats(arguments: Namespace) -> None:
-    tally = Tally()
-    parts = first_parts(arguments.chat, arguments.tokenizer, arguments.rows, tally)
-    if arguments.html is not None:
-        require_writable("--html", arguments.html)
-        write_page(arguments.html, arguments.chat.name, parts, arguments.seq_len)
-        print(arguments.html)
+        show_first_chats(arguments)
     else:
-        _print(parts, arguments.seq_len, tokens=True)
-    for line in tally.skipped():
-        print(line)
-
-
-def _print(parts: Iterable[tuple[Tokenizer, ChatPart]], most: int, *, tokens: bool = False) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    for tokenizer, part in parts:
-        console.print(Text(f"── {part.title}", "dim"))
-        console.print(shown_text(part, tokenizer, most=most, brackets=not console.is_terminal, tokens=tokens))
-
-
-def describe(folder: Path) -> Iterator[str]:
-    """Yield lines about a source: totals, document lengths, skipped documents. Checks the hash of every shard.
-
-    Raises:
-        UserError: the folder is not a source, or is damaged.
-    """
-    manifest = load_manifest(folder, full=True)
-    yield f"{manifest.source} in {folder}, every shard verified"
-    end = f", documents end with {manifest.eos_id}" if manifest.splits["train"].targets is None else ""
-    yield f"tokenizer {manifest.tokenizer[:12]}…, ids below {manifest.vocab_size}{end}"
-    for name, split in manifest.splits.items():
-        if not split.documents:
-            yield f"{name}: empty"
-            continue
-        yield (
-            f"{name}: {counted(split.tokens, 'token')}, {counted(split.documents, 'document')}, "
-            f"{counted(split.text_bytes, 'byte')} of text "
-            f"({split.text_bytes / max(1, split.tokens - split.documents):.2f} per token), "
-            f"{counted(len(split.shards), 'shard')}"
-        )
-        if split.targets is not None:
-            yield f"  {describe_targets(split)}, chat format of {made_in(manifest.settings)}"
-        files = [manifest.folder / shard.file for shard in split.shards]
-        lengths = np.concatenate([np.diff(open_shard(file).doc_ends, prepend=0) for file in files])
-        marks = ", ".join(f"{share}% {int(np.percentile(lengths, share)):,}" for share in (1, 10, 50, 90, 99))
-        yield f"  tokens per document: mean {lengths.mean():,.0f}, {marks}, longest {lengths.max():,}"
-    for reason, number in manifest.dropped.items():
-        yield f"skipped, {reason}: {number:,}"
-    for what, number in manifest.noted.items():
-        yield f"{what}: {number:,}"
-
-
-def show_rows(manifest: Manifest, tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int) -> Iterator[str]:
-    """Yield rows of training tokens as text, with the boundaries of documents, as a run with this seq_len reads
-    them."""
-    split = manifest.splits["train"]
-    stream, count = TokenStream(manifest.folder, split, manifest.vocab_size), max(1, split.tokens // seq_len)
-    for row in permute(np.arange(min(rows, count)), count, f"inspect {seed}").tolist():
-        tokens = np.empty(seq_len, np.int64)
-        used, pieces = stream.read(row * seq_len, tokens)
-        ends = np.concatenate([np.empty(0, np.int64), *pieces]).tolist()
-        yield f"── row {row} of {count}: tokens {row * seq_len:,} to {row * seq_len + used:,}"
-        start = 0
-        for number, end in enumerate([*ends, *([used] if not ends or ends[-1] < used else [])]):
-            is_end = end in ends
-            state = "ends here, its last position has no target" if is_end else "continues after the row"
-            yield f"   document {number}, {end - start} tokens, {state}"
-            yield tokenizer.decode(tokens[start : end - is_end])
-            start = end
+        show_folder(arguments)
+    return 0

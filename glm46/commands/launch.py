@@ -46,7 +46,7 @@ def launch_command(argv: Sequence[str]) -> int:
         help="client that starts the hosts of --hostfile: ssh, the default, or srun in an allocation of Slurm",
     )  # fmt: skip
     parser.add_argument("--from-hostfile", action="store_true", help=argparse.SUPPRESS)  # of one host
-    arguments, overrides = parse_with_overrides(parser, argv)
+    arguments, overrides = parse_with_overrides(parser, argv, is_start=True)
     for option, value in {"--nodes": arguments.nodes, "--connect": arguments.connect}.items():
         if arguments.hostfile is None and value not in (None, "ssh"):
             raise UserError(f"command line: {option} {value}: has no effect without --hostfile; add it")

@@ -17,9 +17,6 @@ from glm46.config.overrides import ALTERNATIVES
 ROOT = Path(glm46.__path__[0]).parent
 """The checkout that contains this package; if the package is installed, the folder of packages."""
 
-SCRIPT_VARIABLE = "GLM46_START"
-"""Environment variable in which run_train.sh passes its own command line."""
-
 
 def module_command() -> str:
     """``python -m glm46``, with the interpreter and the path that it needs in the current folder."""

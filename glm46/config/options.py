@@ -37,6 +37,9 @@ VERBS = {
 `glm46.commands.setup_cluster`, and so on."""
 
 
+SCRIPT_VARIABLE = "GLM46_START"
+"""Environment variable in which run_train.sh passes its own command line."""
+
 MOST_PROCESSES = 2**20
 """Of a run; plans of more would take minutes."""
 

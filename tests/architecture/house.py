@@ -42,7 +42,7 @@ COURT = (
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. A person chose these
 # numbers, and they fall when code goes. `RAISED` holds what was added to them, with its reason.
 LINE_BUDGETS = {
-    "": 20, "__main__": 26, "cli": 104, "commands": 1407, "compat": 500, "config": 4861, "files": 718, "run": 1318,
+    "": 20, "__main__": 26, "cli": 104, "commands": 1287, "compat": 500, "config": 4861, "files": 718, "run": 1318,
     "compute/distributed": 1271, "compute/model": 2697, "compute/optim": 2010, "compute/parallelize": 1619,
     "storage/data": 1884, "storage/checkpoint": 1878, "storage/chats": 955, "storage/prepare": 3314,
     "storage/huggingface": 3078,
@@ -95,6 +95,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/estimate", 149, "published exchanges; offloaded activations; the cost of equal layers once"),
     ("commands", 1, "the published exchange of a plan"),
     ("", 5, "names of the Python API, imported when they are used"),
+    ("operate/models", 122, "what inspect says of folders, moved from commands: its help needs no numpy"),
+    ("operate/launch", 15, "what is started, said before the imports that take seconds"),
+    ("storage/huggingface", 4, "the adapter of a run that is given in its place"),
     ("operate/models", 215, "the Python API; rules of options of generate; what inspect says"),
     ("compute/model", 98, "frozen weights in 4 bits: INT4's groups and NF4's levels"),
     ("compute/parallelize", 1, "weights of half bytes"),
@@ -135,7 +138,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 345, "episodes of programs, in rounds; several samples of one episode"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 57_573
+MOST_LINES = 57_453
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
 MOST_COURT_LINES = 18_837
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import draw_house
+from scripts import draw_badges, draw_house
 from tests.architecture import house
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +104,12 @@ def test_rooms_of_the_page_are_the_rooms():
 def test_picture_of_the_house_is_that_of_its_imports():
     """``python scripts/draw_house.py`` writes it."""
     assert (ROOT / "docs" / "images" / "house.svg").read_text(encoding="utf-8") == draw_house.picture()
+
+
+def test_badges_are_those_of_the_project():
+    """``python scripts/draw_badges.py`` writes them."""
+    assert draw_badges.OUTPUT.read_text(encoding="utf-8") == draw_badges.picture()
+    assert [name for name, _ in draw_badges.badges()] == ["version", "Python", "torch", "license"]
 
 
 def test_reference_is_that_of_the_code_and_the_recipes(tmp_path):

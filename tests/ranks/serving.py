@@ -18,7 +18,6 @@ import torch._inductor.compile_fx
 import glm46.storage.prepare.pipeline  # noqa: F401
 import glm46.tasks.pretrain.task  # noqa: F401
 import tests.small_run  # noqa: F401
-from glm46.engine.observe.hardware import device_peak_flops
 from tests.ranks.forked_launch import end_with
 from tests.ranks.forked_ranks import run_ranks
 
@@ -48,7 +47,6 @@ def _run(program: str, arguments: list, ranks: int | None) -> int | None:
 def main() -> None:
     """Serve until the tests close the input."""
     torch.set_num_threads(1)
-    device_peak_flops(torch.device("cpu"), torch.float32)  # a third of a second, else in each rank that trains
     # Processes that ranks spawn, such as those of rewards, would import this module, which takes 4 s of a core.
     this = sys.modules["__main__"]
     this.__spec__ = None

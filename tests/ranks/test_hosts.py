@@ -167,8 +167,8 @@ def test_faults_are_found_on_all_nodes_before_one_starts(make_config, start):
     config = make_config(checkpoint={"load_step": 3})
     process = start(config, *NODES, f"{UNREACHABLE} slots=1", "127.0.0.3 slots=1", training__global_batch_size=8)
     output = end(process)
-    lines = output.splitlines()
-    assert process.returncode == 2 and len(lines) == 2, output
+    first, *lines = output.splitlines()
+    assert process.returncode == 2 and len(lines) == 2 and first.startswith("starting     "), output
     assert lines[0].startswith("error: localhost: checkpoint.load_step = 3: no such checkpoint")
     assert lines[1].startswith(f"error: {UNREACHABLE}: cannot be reached: ") and "No route to host" in lines[1]
 

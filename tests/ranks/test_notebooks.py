@@ -18,9 +18,10 @@ from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop
 from tests.processes import PROGRAM_SECONDS
 from tests.ranks.test_tutorial import SMALLER
 
-nbformat = pytest.importorskip("nbformat")
-NotebookClient = pytest.importorskip("nbclient").NotebookClient
-pytest.importorskip("ipykernel")
+_REASON = "not installed; pip install '.[test]'"
+nbformat = pytest.importorskip("nbformat", reason=_REASON)
+NotebookClient = pytest.importorskip("nbclient", reason=_REASON).NotebookClient
+pytest.importorskip("ipykernel", reason=_REASON)
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

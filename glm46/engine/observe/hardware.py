@@ -19,13 +19,12 @@ _PEAK_ROUNDS = 12
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of a device, the reference for MFU; None if unknown.
 
-    For a GPU the vendor's BF16 peak from the table, None in other dtypes. For a CPU a measured matmul.
+    For a GPU the vendor's BF16 peak from the table, None in other dtypes. A CPU has none: what a matmul reaches beside
+    other programs is no peak, and steps would go beyond it.
     """
     if device.type == "cuda":
         accelerator = find_accelerator(torch.cuda.get_device_name(device))
         return accelerator.bf16_flops if accelerator and dtype == torch.bfloat16 else None
-    if device.type == "cpu":
-        return measured_matmul_flops(dtype, torch.get_num_threads())
     return None
 
 

@@ -110,7 +110,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens_per_second_per_device", "tokens/s", "speed", "The same, divided by the number of ranks."),
     Metric("budget_tokens_per_second", "tokens/s", "speed", "Tokens of training.tokens per second, if others."),
     Metric("tflops_per_device", "TFLOP/s", "speed", "FLOPs of the model, without recomputation, per second and rank."),
-    Metric("mfu", "ratio", "speed", "tflops_per_device over the device's peak; on a CPU over a measured peak."),
+    Metric("mfu", "ratio", "speed", "tflops_per_device over the GPU's BF16 peak; absent on a CPU."),
     Metric("step_seconds", "s", "speed", "Mean duration of a step since the previous row."),
     Metric("slowest_rank", "rank", "speed", "Rank with the longest own time, among ranks of one pipeline stage."),
     Metric("slowest_rank_ratio", "ratio", "speed", "Own time per step of slowest_rank over the median of the others."),

@@ -39,11 +39,7 @@ class StepMetrics:
     def __init__(self, task: Task):
         self._task, cluster = task, task.cluster
         compute_type = getattr(torch, task.plan.config.training.mixed_precision_param)
-        self.throughput = ThroughputMeter(
-            # Measured on a CPU, which the ranks of a node share.
-            device_peak_flops(cluster.device, compute_type) if cluster.process.is_main else None,
-            cluster.process.world_size,
-        )
+        self.throughput = ThroughputMeter(device_peak_flops(cluster.device, compute_type), cluster.process.world_size)
         self._hardware = HardwareMonitor(cluster.device)
 
     def training_row(

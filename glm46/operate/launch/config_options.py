@@ -2,16 +2,19 @@
 
 import argparse
 import re
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from glm46.config.hub_ids import hub_keys
-from glm46.config.loader import load_config
-from glm46.config.options import VERBS, VerbParser, verb_parser
-from glm46.config.run_config import RunConfig
+from glm46.compute.distributed.environment import launched_world_size, set_variables
+from glm46.config.options import SCRIPT_VARIABLE, VERBS, VerbParser, verb_parser
+
+if TYPE_CHECKING:  # the classes of keys take longer to import than all before the first line
+    from glm46.config.run_config import RunConfig
 
 _IN_CACHE = re.compile(r"--[^=]+=.*/(?:models|datasets)--[^/]+/snapshots/")
 """An override with a place in the cache of the hub, as `fetched_overrides` makes them."""
@@ -37,10 +40,16 @@ def config_parser(verb: str) -> VerbParser:
 
 
 def parse_with_overrides(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, is_start: bool = False
 ) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The options of a verb, and the tokens that override keys of its config (see `load_config`)."""
+    """The options of a verb, and the tokens that override keys of its config (see `load_config`). With `is_start` what
+    is started is printed before the imports that take seconds, but not by what somebody starts who has printed it."""
     arguments, overrides = parser.parse_known_args(argv)
+    is_told = launched_world_size() or set_variables([SCRIPT_VARIABLE]) or "--from-hostfile" in argv
+    if is_start and not is_told:
+        print(f"starting     {shlex.join([str(arguments.config), *overrides])}", flush=True)
+    from glm46.config.run_config import RunConfig
+
     # Every key has a dot in its name, so that a mistyped option is not taken for one; a section may be taken out.
     sections = {f"--{name}=" for name in RunConfig.model_fields}
     unknown = [t for t in overrides if t.startswith("--") and "." not in t.partition("=")[0] and t not in sections]
@@ -81,16 +90,19 @@ def print_keys() -> None:
             print(textwrap.fill(row.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 
-def fetched_overrides(config: RunConfig) -> list[str]:
+def fetched_overrides(config: "RunConfig") -> list[str]:
     """Overrides that put local folders and files in place of ids of the hub, which are fetched; see `fetched_keys`."""
     from glm46.storage.huggingface.hub import fetched_keys
 
     return [f"--{key}={place}" for key, place in fetched_keys(config).items()]
 
 
-def load_fetched(path: Path, overrides: Sequence[str], *, world_size: int | None) -> RunConfig:
+def load_fetched(path: Path, overrides: Sequence[str], *, world_size: int | None) -> "RunConfig":
     """A config with local folders and files in place of its ids of the hub, which `RunConfig.ids` keeps. What the
     launcher of several ranks has fetched, its overrides put into the places of the cache."""
+    from glm46.config.hub_ids import hub_keys
+    from glm46.config.loader import load_config
+
     stated = config = load_config(path, overrides, world_size=world_size)
     fetched, of_launcher = fetched_overrides(config), [word for word in overrides if _IN_CACHE.match(word)]
     if fetched:
@@ -105,7 +117,7 @@ def load_fetched(path: Path, overrides: Sequence[str], *, world_size: int | None
     })  # fmt: skip
 
 
-def task_module(config: RunConfig) -> str:
+def task_module(config: "RunConfig") -> str:
     """The module that trains a config."""
     room = "rl" if config.rl is not None else "pretrain" if config.finetune is None else "finetune"
     return f"glm46.tasks.{room}.task"

@@ -17,11 +17,12 @@ from typing import Any
 from glm46.compute.distributed.environment import set_variable, set_variables, visible_gpus
 from glm46.config.ablation import require_one_run
 from glm46.config.check import check_config
-from glm46.config.command_line import SCRIPT_VARIABLE, Start, module_command, replace_overrides
+from glm46.config.command_line import Start, module_command, replace_overrides
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config, load_config
 from glm46.config.optimizer import state_folder_message
+from glm46.config.options import SCRIPT_VARIABLE
 from glm46.config.profiling import snapshot_fault
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import VARIABLE as START_TIMES

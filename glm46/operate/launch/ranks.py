@@ -10,11 +10,6 @@ from glm46.config.generation_degrees import Degrees, degree_faults
 from glm46.config.model import ModelShape
 from glm46.config.options import positive
 from glm46.engine.observe.start_times import StartTimes
-from glm46.operate.estimate.machine import detect_machine
-from glm46.operate.launch.nodes import Nodes
-from glm46.operate.launch.rank_server import RankServer
-from glm46.operate.launch.rendezvous import rendezvous_options
-from glm46.operate.launch.torchrun import LauncherSignals, run_ranks
 
 _PROCESSES = "NGPU"
 """The variable that run_train.sh takes, too."""
@@ -90,6 +85,13 @@ def start_ranks(verb: str, argv: Sequence[str], arguments: argparse.Namespace) -
     """
     if launched_world_size() is not None or (count := processes(arguments)) == 1:
         return None
+    # Imported here: --help takes less time without them.
+    from glm46.operate.estimate.machine import detect_machine
+    from glm46.operate.launch.nodes import Nodes
+    from glm46.operate.launch.rank_server import RankServer
+    from glm46.operate.launch.rendezvous import rendezvous_options
+    from glm46.operate.launch.torchrun import LauncherSignals, run_ranks
+
     if arguments.device is not None:
         raise UserError(f"--device {arguments.device}: {count} processes take one GPU each, or the CPU; remove it")
     share_cores(detect_machine(visible_gpus(), nodes=1).cores, count)

@@ -11,8 +11,6 @@ from glm46.config.model import ModelShape
 from glm46.config.options import VerbParser, integer, positive, verb_parser, whole
 from glm46.engine.evaluation.task_names import TASKS, USUAL_TASKS
 from glm46.operate.launch.ranks import add_model_options
-from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
-from glm46.storage.data.manifest import load_manifest
 
 RESULTS, PICTURE = "evaluation.json", "evaluation.png"
 
@@ -135,6 +133,10 @@ def check_evaluation(arguments: argparse.Namespace, sources: Mapping[str, Path])
     Raises:
         UserError: the model cannot be evaluated on this machine with these options.
     """
+    # Imported here: --help needs no numpy.
+    from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
+    from glm46.storage.data.manifest import load_manifest
+
     folder = arguments.model or arguments.checkpoint
     if (model := find_model(folder)) is None:
         return

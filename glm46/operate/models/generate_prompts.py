@@ -86,7 +86,10 @@ def read_prompts(
     if arguments.speculative and not shape.num_nextn_predict_layers:
         raise UserError("--speculative: the model has no prediction layers (num_nextn_predict_layers = 0)")
     prompts = [_prompt(tokenizer, text, arguments) for text in arguments.prompt]
-    empty = [f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1) if not ids]
+    empty = [
+        f"--prompt {number} of {len(prompts)} is empty" for number, ids in enumerate(prompts, 1)
+        if not ids or arguments.chat and not arguments.prompt[number - 1].strip()
+    ]  # fmt: skip
     if empty:
         raise UserError(*(f"{fault}; give some text" for fault in empty))
     if prompts:

@@ -104,7 +104,7 @@ def pickle_hint(folder: Path) -> str:
 
 
 _TAKERS = {
-    Kind.STEP: " of glm46, which --checkpoint and checkpoint.initial_load_path take, and convert to-hf exports",
+    Kind.STEP: " of glm46, which --checkpoint and initial_load_path take, and convert to-hf or adapter-to-hf exports",
     Kind.HUGGING_FACE: ", which --model and checkpoint.initial_load_path with initial_load_in_hf = true take; "
     "convert from-hf makes a step folder of it",
     Kind.DCP: " without a manifest of glm46, of which checkpoint.initial_load_path takes the weights; convert from-dcp "

@@ -56,6 +56,10 @@ class PeftConfig:
         computation and is not supported."""
         file = folder / CONFIG
         if not file.is_file():
+            runs = (folder, folder.parent, folder.parent.parent)  # given a run, its checkpoints, or one of them
+            if found := next(filter(None, (sorted(run.glob(f"huggingface/step-*/{CONFIG}")) for run in runs)), []):
+                newest = f"the newest adapter of this run is {found[-1].parent}; give that"
+                raise UserError(f"{folder}: is no PEFT folder; {newest}")
             require_kind(folder, Kind.PEFT)
         raw = read_json_object(file, "save the adapter again")
         try:

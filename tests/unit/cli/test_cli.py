@@ -254,13 +254,13 @@ def test_refusing_a_file_loads_no_torch(tmp_path):
     )
     command = [sys.executable, "-c", code, "launch", "--config", str(tmp_path / "none.toml")]
     end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    assert end.stdout.split() == ["2", "False", "False"]
+    assert end.stdout.splitlines() == [f"starting     {tmp_path / 'none.toml'}", "2 False False"]
     assert end.stderr.startswith("error: ") and "there is no folder" not in end.stderr
 
 
 @pytest.mark.parametrize(("arguments", "code"), [
     ("schema", 0), (f"train --help --config {DEBUG}", 0), (f"plan --config {DEBUG}", 0),
-    ("launch --config nowhere.toml", 2),
+    ("launch --config nowhere.toml", 141),
 ])  # fmt: skip
 def test_a_closed_output_is_an_error_only_for_verbs_that_do_work(arguments, code):
     command = f"exec 3>&1; ( '{sys.executable}' -m glm46 {arguments} 2>&3; echo $? >&3 ) | true"

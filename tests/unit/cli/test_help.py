@@ -89,3 +89,46 @@ def test_help_imports_nothing_that_only_work_needs(verb):
     )
     done = subprocess.run([sys.executable, "-c", code, verb, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "imported: []", done.stderr
+
+
+@pytest.mark.parametrize(("verb", "most"), [("train", 45), ("inspect", 20), ("evaluate", 60)])
+def test_help_of_a_verb_imports_few_modules_of_the_package(verb, most):
+    """The time of a help is that of its imports: classes of keys and the modules that only the work needs."""
+    program = "import sys\nfrom glm46.cli import main\ntry: main([sys.argv[1], '--help'])\nfinally: print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program, verb], cwd=ROOT, check=True, capture_output=True, text=True)
+    modules = said.stdout.splitlines()[-1].split()
+    assert "glm46.cli" in modules and "numpy" not in modules
+    assert len([name for name in modules if name.startswith("glm46.")]) <= most
+
+
+@pytest.mark.parametrize("verb", ["train", "launch"])
+def test_the_first_line_of_a_start_comes_before_the_classes_of_keys_are_imported(verb, tmp_path):
+    words = [verb, "--config", str(tmp_path / "missing.toml"), "--training.steps", "3"]
+    said = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "glm46", *words],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+    lines = said.stdout.splitlines()
+    first = lines.index(f"starting     {tmp_path / 'missing.toml'} --training.steps 3")
+    assert any(line.endswith(" glm46.config.run_config") for line in lines[first:])
+    assert not any(re.search(r" (pydantic|torch|numpy)$", line) for line in lines[:first])
+    assert said.returncode == 2 and sum(line.startswith("starting") for line in lines) == 1
+
+
+def test_run_train_names_its_run_before_it_looks_for_a_python(tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho "python $*"\n')
+    fake.chmod(0o755)
+    place = {name: value for name, value in os.environ.items() if name not in ("CONFIG_FILE", "NGPU", "HOSTFILE")}
+    place["PATH"] = f"{tmp_path}:{place['PATH']}"
+
+    def run_start(*words: str) -> list[str]:
+        said = subprocess.run(
+            ["./run_train.sh", *words], cwd=ROOT, env=place, check=True, stdout=subprocess.PIPE, text=True
+        )
+        return said.stdout.splitlines()
+
+    first, *others = run_start("--training.steps", "3")
+    assert first == "starting     train_configs/debug.toml --training.steps 3"
+    assert [line.split()[2] for line in others] == ["glm46.operate.launch.environment", "glm46"]
+    assert not any(line.startswith("starting") for line in run_start("--help"))

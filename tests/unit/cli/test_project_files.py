@@ -10,6 +10,8 @@ import tomli
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from glm46.cli import main
+
 ROOT = Path(__file__).parents[3]
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
@@ -38,6 +40,22 @@ def test_the_two_commands_of_the_readme_and_all_tests_run():
     assert all(re.search(rf"(?m)^{re.escape(run)} ", readme) for run in RUNS["readme"] if run.startswith("./"))
     assert "./scripts/run_tests.sh --all" in RUNS["nightly"]
     assert all("promtool" in run or "prometheus" in run for run in (RUNS["readme"][0], RUNS["nightly"][0]))
+
+
+def test_commands_of_the_readme_are_run_or_their_files_fit_the_gpus_that_it_states(capsys):
+    """Here: plans, and the files of rows with GPUs. tests/ranks/test_tutorial.py runs the first command, evaluate and
+    chat; test_mixture.py trains data_example.toml; test_shipped_runs.py plans every file of the table of recipes."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`((?:CONFIG_FILE=\S+ )?(?:\./run_train\.sh|python -m glm46 )[^`]*)`", readme)
+    verbs = [command.removeprefix("python -m glm46 ").split() for command in commands if command.startswith("python")]
+    assert {words[0] for words in verbs} == {"evaluate", "generate", "plan"}
+    gpus = {"data_example": "2", "air_lora": "8", "glm47_flash_lora_1gpu": "1"}
+    files = [re.search(r"CONFIG_FILE=(\S+)", command)[1] for command in commands if command.startswith("CONFIG_FILE")]
+    assert {Path(file).stem for file in files} == set(gpus)
+    plans = [["--config", file, "--gpus", gpus[Path(file).stem], "--gpu", "H100"] for file in files]
+    for words in [*plans, *(words[1:] for words in verbs if words[0] == "plan")]:
+        assert main(["plan", *words]) == 0, words
+        assert "GiB" in capsys.readouterr().out
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -105,6 +105,27 @@ def test_a_verb_says_what_a_folder_of_another_kind_is(verb, kind, folders, tmp_p
 
 
 @pytest.mark.parametrize("kind", [Kind.STEP, Kind.STEPS, Kind.RUN])
+def test_a_verb_that_takes_an_adapter_says_where_that_of_a_run_lies(kind, tmp_path, folders, capsys):
+    run = tmp_path / "run"
+    step = run / "checkpoint/step-000007"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    given = {Kind.STEP: step, Kind.STEPS: step.parent, Kind.RUN: run}[kind]
+    command = ["convert", "merge", "--base", str(folders[Kind.HUGGING_FACE]), "--output", str(tmp_path / "out")]
+    assert main([*command, "--adapter", str(given)]) == 2
+    said = capsys.readouterr().err
+    assert "adapter-to-hf" in said or "such as" in said
+    for number in (3, 7):
+        adapter = run / f"huggingface/step-{number:06d}"
+        adapter.mkdir(parents=True)
+        (adapter / "adapter_config.json").write_text("{}")
+    assert main([*command, "--adapter", str(given)]) == 2
+    said = capsys.readouterr().err
+    assert f"the newest adapter of this run is {adapter}; give that" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [Kind.STEP, Kind.STEPS, Kind.RUN])
 @pytest.mark.parametrize("verb", ["list", "verify"])
 def test_checkpoints_are_found_in_the_folders_of_a_run(verb, kind, folders, capsys):
     assert main(["checkpoint", verb, str(folders[kind])]) == 0

@@ -488,7 +488,7 @@ def test_the_benchmark_runs_a_folder_on_text_with_and_without_drafts(folders, ca
     (["--temperature", "-1", "--top-p", "0"], ["--temperature -1.0", "--top-p 0.0"]),
     (["--top-k", "5"], ["set a --temperature"]), (["--system", "x"], ["belong to --chat"]),
     (["--prompt", ""], ["--prompt 2 of 2 is empty"]), (["--temperature", "nan"], ["--temperature nan"]),
-    (["--temperature", "inf"], ["--temperature inf"]),
+    (["--temperature", "inf"], ["--temperature inf"]), (["--chat", "--prompt", " "], ["--prompt 2 of 2 is empty"]),
     (["--prompt", "a\udcffb"], [r"--prompt 'a\udcffb'", "not UTF-8"]),
     (["--chat", "--system", "\udcff"], ["--system", "not UTF-8"]), (["--tokenizer", "nowhere"], ["no such file"]),
     (["--max-new-tokens", "2048"], ["2048 after a prompt of 1 token", "2048 positions"]),

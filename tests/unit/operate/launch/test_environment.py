@@ -142,4 +142,4 @@ def test_a_file_with_rl_is_run_with_its_extra(text, extras, tmp_path):
         ["bash", "run_train.sh"], cwd=tmp_path, env=os.environ | {"CONFIG_FILE": "run.toml"}, capture_output=True,
         text=True, timeout=300, check=True,
     )  # fmt: skip
-    assert end.stdout == f"<{extras}>\n"
+    assert end.stdout == f"starting     run.toml\n<{extras}>\n"
