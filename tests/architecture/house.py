@@ -123,7 +123,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/benchmark", 160, "speeds by rows; links between ranks"),
     ("tasks/rl/rollout", 304, "SGLang by broadcast, adapters, experts and versions of tokens, as vLLM"),
     ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
-    ("commands", 60, "the options of rl-servers; benchmark links and finetune"),
+    ("commands", 84, "the options of rl-servers; benchmark links and finetune"),
     ("config", 29, "reward models: their loss, their rules, their table among rewards"),
     ("operate/benchmark", 250, "fine-tuning beside TRL with PEFT, in one run"),
     ("operate/estimate", 2, "the reward model of RL"),

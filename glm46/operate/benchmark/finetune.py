@@ -134,7 +134,7 @@ def _write_adapters(folder: Path, rank: int) -> None:
         r=rank, lora_alpha=_ALPHA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=experts
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    get_peft_model(model, config).save_pretrained(folder / "adapters")
+    get_peft_model(model, config).save_pretrained(str(folder / "adapters"))
 
 
 def _measure(trainer: Callable, folder: Path, arguments: argparse.Namespace) -> Measured:
@@ -228,7 +228,8 @@ def _train_trl(folder: Path, given: dict[str, Any]) -> Measured:
             processing_class=AutoTokenizer.from_pretrained(folder / "base"),
             callbacks=[Clock()],
         )  # fmt: skip
-        if (count := len(trainer.train_dataset)) != given["rows"]:
+        packed: Any = trainer.train_dataset
+        if (count := len(packed)) != given["rows"]:
             raise UserError(f"benchmark finetune: TRL packs the chats into {count} rows; give other --rows, --seq-len")
         trainer.train()
         return _measured(times, [row["loss"] for row in trainer.state.log_history if "loss" in row])
