@@ -100,7 +100,9 @@ class TestPlan:
         options = {}
         monkeypatch.setattr(plan.compile, "apply", lambda model, **given: options.update(given))
         self.parallelize(make_config(compile={"enable": True}), **cut)
-        assert options == {"whole_graphs": not cut, "sizes_vary": False, "splits_backward": False}
+        assert options == {
+            "whole_graphs": not cut, "sizes_vary": False, "splits_backward": False, "inner_layers": False,
+        }  # fmt: skip
 
 
 def test_compile_takes_every_layer_and_no_other_module(monkeypatch):
