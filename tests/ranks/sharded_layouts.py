@@ -195,7 +195,6 @@ _LAYOUTS = {
         Layout(tensor=2, document_mask=False), Layout(pipeline=2, document_mask=False),
         Layout(context=2, window=5, checkpointing="selective"), Layout(context=2, ring=True, checkpointing="selective"),
         Layout(context=2, ring=True, compiled=True), Layout(checkpointing="full", compiled=True, backend="inductor"),
-        Layout(checkpointing="selective", compiled=True),
         Layout(experts_over=2, compiled=True, backend="inductor"),
         Layout(pipeline=2, schedule="ZBVZeroBubble", micro_batches=4, compiled=True),
         Layout(pipeline=2, schedule="DualPipeV", micro_batches=4, compiled=True),

@@ -152,11 +152,10 @@ def part_work(
         return _head(batch, frozen)
     shape = batch.shape
     rows = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}[part](shape)
-    matrices = [row for row in rows if row.is_matrix]
-    products = again = [_product(row, batch) for row in matrices]
+    products = again = [_product(row, batch) for row in rows if row.is_matrix]
     if frozen is None and not batch.experts_fp8 and (part != "mtp" or checkpointing == "selective"):
-        # A recomputation leaves out the experts' second product (`compute/parallelize/activation_checkpoint.py`).
-        again = [one for row, one in zip(matrices, products, strict=True) if not (row.is_expert and "down" in row.name)]
+        # The experts' second product is not repeated (`_Recalling` in `compute/parallelize/activation_checkpoint.py`).
+        again = [_product(row, batch) for row in rows if row.is_matrix and not (row.is_expert and "down" in row.name)]
     core = _attention(batch)
     moved = [_moved(part, batch, backward) for backward in (False, True)]
     backward = [replaced for work in products for replaced in (work, work)]  # gradients of input and of weight

@@ -25,8 +25,7 @@ from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan, resolve_plan
 
 _STEPS = tuple(map(ActivationCheckpointConfig.model_validate, (
-    {}, {"mode": "selective"}, {"mode": "selective", "recompute": ("experts",)}, {"mode": "full"},
-)))  # fmt: skip
+    {}, {"mode": "selective"}, {"mode": "selective", "recompute": ("experts",)}, {"mode": "full"},)))  # fmt: skip
 """Recomputation, from the fastest to the smallest: a layout that fits with one is not tried with the next."""
 _SIMULATED = 12
 """Layouts whose pipelines are simulated after a first ranking with the bubbles of equal stages."""
