@@ -40,7 +40,8 @@ def apply(
     compat.let_longest_run_vary()
     if splits_backward:
         compat.let_backward_run_twice()
-    for layer in (*model.layers.values(), *(each.block if inner_layers else each for each in model.mtp.values())):
+    ahead: list[Any] = [*model.mtp.values()]
+    for layer in (*model.layers.values(), *(each.block if inner_layers else each for each in ahead)):
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
         for module in layer.modules():
             if isinstance(module, MoE) and not isinstance(module.dispatcher, LocalDispatcher):
