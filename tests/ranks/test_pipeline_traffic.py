@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other is what docs/parallelism.md says, byte by byte."""
+"""What the stages of a pipeline send each other is what docs/nccl.md says, byte by byte."""
 
 FP32 = 4
 

@@ -1,4 +1,4 @@
-"""What each layout sends is what docs/parallelism.md says, call by call and byte by byte."""
+"""What each layout sends is what docs/nccl.md says, call by call and byte by byte."""
 
 import re
 
@@ -42,7 +42,7 @@ class Sizes:
 
 
 class Expected:
-    """Calls and bytes per rank of all but the exchange of tokens; the table of docs/parallelism.md."""
+    """Calls and bytes per rank of all but the exchange of tokens; the table of docs/nccl.md."""
 
     def __init__(self, row: dict, size: Sizes):
         self.calls = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "send"), 0)

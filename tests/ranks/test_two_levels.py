@@ -66,10 +66,10 @@ ORDERS = {
     "send8 send9 wait8 send10 wait10 experts wait9 send11 experts send12 wait11 experts wait12 send13 experts "
     "send14 wait14 send15 wait13 wait15",
     # The gradient of the first chunk travels while the layer is computed again, which sends the ways there and nothing
-    # back.
+    # back, and computes the first product of each chunk, whose second one nobody reads.
     (2, "full"): "send0 send1 wait0 send2 wait2 experts wait1 send3 experts send4 wait3 experts wait4 send5 experts "
     "send6 wait6 send7 wait5 wait7 "
-    "send8 send9 wait8 send10 wait10 send11 send12 wait11 send13 wait13 experts wait12 send14 experts wait14 experts "
+    "send8 send9 wait8 send10 wait10 send11 send12 wait11 send13 wait13 experts wait12 send14 wait14 experts "
     "wait9 send15 experts send16 wait15 experts wait16 send17 experts send18 wait18 send19 wait17 wait19",
     (1, "none"): "send0 send1 wait0 experts send2 wait1 experts send3 wait2 wait3 "
     "send4 send5 wait4 experts send6 wait5 experts send7 wait6 wait7",

@@ -33,47 +33,54 @@ class TokenDispatcher(Protocol):
         ...
 
 
-class _Gather(torch.autograd.Function):
-    """Row n of the result is the token of sorted assignment n. Backward sums each token's assignments in a fixed order;
-    the built-in backward of indexing uses atomics on a GPU, whose order varies."""
+class Copy(torch.autograd.Function):
+    """Row n of the result is row ``row_N[n]``. Backward sums the copies of a row in a fixed order, in FP32, and rounds
+    once; the built-in backward of indexing uses atomics on a GPU, whose order varies.
+
+    The places of each row are ``place``: [T, A], those past the last row of the result being of dropped assignments;
+    or, beginning at ``first_R``, those of row 0, then those of row 1; or [T], one of each row that counts.
+    """
 
     @staticmethod
-    def forward(ctx, x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-        ctx.save_for_backward(place_TA)
-        return x_TD.index_select(0, token_N)
+    def forward(ctx, x: Tensor, row_N: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
+        ctx.save_for_backward(place, first_R)
+        return x.index_select(0, row_N)
 
     @staticmethod
-    def backward(ctx, grad_ND: Tensor):
-        (place_TA,) = ctx.saved_tensors
-        return _sum_assignments(grad_ND, place_TA), None, None
+    def backward(ctx, grad: Tensor):
+        return _sum_copies(grad, *ctx.saved_tensors), None, None, None
 
 
-class _Combine(torch.autograd.Function):
-    """Transpose of `_Gather`: sums the assignments of each token. Backward copies the gradient to each assignment."""
+class Sum(torch.autograd.Function):
+    """Transpose of `Copy`: sums the rows at the places of each."""
 
     @staticmethod
-    def forward(ctx, y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
+    def forward(ctx, y: Tensor, row_N: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
         # Not a saved tensor: a recomputation stops at the last saved tensor, and so before the exchange with other
         # ranks. This keeps one index per assignment under activation checkpointing.
-        ctx.token_N = token_N
-        return _sum_assignments(y_ND, place_TA)
+        ctx.row_N = row_N
+        return _sum_copies(y, place, first_R)
 
     @staticmethod
-    def backward(ctx, grad_TD: Tensor):
-        return grad_TD.index_select(0, ctx.token_N), None, None
+    def backward(ctx, grad: Tensor):
+        return grad.index_select(0, ctx.row_N), None, None, None
 
 
-def _sum_assignments(y_ND: Tensor, place_TA: Tensor) -> Tensor:
-    """Sum of the rows at each token's places, [T, D]; places past the last row are of dropped assignments."""
-    # fp32: both forms sum the A terms of BF16 rows in FP32 and round once, without a tensor [T, A, D] in memory.
+def _sum_copies(y_ND: Tensor, place: Tensor, first_R: Tensor | None) -> Tensor:
+    # fp32: all forms sum BF16 rows in FP32 and round once, without a tensor of all terms in memory.
+    if first_R is not None:
+        rows = len(first_R), *y_ND.shape[1:]
+        return F.embedding_bag(place, y_ND, first_R, mode="sum") if len(place) else y_ND.new_zeros(rows)
+    if place.dim() == 1:
+        return y_ND.index_select(0, place)
     if torch.compiler.is_compiling():  # one kernel with the addition that follows; `embedding_bag` is always its own
-        return y_ND[place_TA].sum(1)
-    if len(y_ND) >= place_TA.numel():  # none is dropped
-        return F.embedding_bag(place_TA, y_ND, mode="sum")
+        return y_ND[place].sum(1)
+    if len(y_ND) >= place.numel():  # none is dropped
+        return F.embedding_bag(place, y_ND, mode="sum")
     if len(y_ND) == 0:
-        return y_ND.new_zeros(len(place_TA), y_ND.shape[1])
-    is_kept_TA = (place_TA < len(y_ND)).to(y_ND.dtype)
-    return F.embedding_bag(place_TA.clamp(max=len(y_ND) - 1), y_ND, per_sample_weights=is_kept_TA, mode="sum")
+        return y_ND.new_zeros(len(place), y_ND.shape[1])
+    is_kept_TA = (place < len(y_ND)).to(y_ND.dtype)
+    return F.embedding_bag(place.clamp(max=len(y_ND) - 1), y_ND, per_sample_weights=is_kept_TA, mode="sum")
 
 
 class LocalDispatcher:
@@ -162,9 +169,9 @@ def pad_weights(weights_N: Tensor, place_N: Tensor, places: int) -> Tensor:
 def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
     """The token of each sorted assignment, [N, D]; `place_TA` holds the places of each token's assignments. Between
     ranks, dropped assignments are sorted last and `token_N` leaves them out; on one rank they are rows of weight 0."""
-    return _Gather.apply(x_TD, token_N, place_TA)
+    return Copy.apply(x_TD, token_N, place_TA, None)
 
 
 def combine_assignments(y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
     """Sum of each token's assignments, [T, D]; the transpose of `gather_assignments`."""
-    return _Combine.apply(y_ND, token_N, place_TA)
+    return Sum.apply(y_ND, token_N, place_TA, None)

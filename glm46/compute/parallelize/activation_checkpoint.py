@@ -3,7 +3,7 @@
 import functools
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -114,12 +114,13 @@ def recomputation_contexts(
         put: moves what is kept of a tensor, and returns what gives it back; otherwise it stays where it is.
     """
     left_out: tuple[Part, ...] = () if reads_result else ("back",)
+    reads_down = reads_down or reads_result
     if mode == "full":
-        return recomputation(left_out)
+        return recomputation(left_out, (nullcontext(), _Recalling(_Results(set(), reads_down, put))))
     saved = set[object]().union(*(_OPERATORS[name] for name in _OPERATORS.keys() - set(recompute)))
     # The choice of experts, which is small, and must match the rows that were exchanged.
     saved.add(_aten.topk.default)
-    results = _Results(saved, reads_result or reads_down, put)
+    results = _Results(saved, reads_down, put)
     if "exchange" not in recompute:  # it keeps what the last hop brings
         left_out = ("first hop", *left_out)
     return recomputation(left_out, (_Keeping(results), _Recalling(results)))
@@ -170,13 +171,17 @@ class _Keeping(compat.DispatchMode):
 
 
 class _Recalling(compat.DispatchMode):
-    """Gives the kept results to a recomputation, once."""
+    """Gives the kept results to a recomputation, once, and leaves out what backward does not read."""
 
     def __init__(self, results: _Results):
         super().__init__()
-        self._results = results
+        self._results, self._products = results, 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict | None = None) -> Any:
         if operator in self._results.saved:
             return _changed(lambda kept: kept(), self._results.kept.popleft(), Callable)
+        self._products += operator in _OPERATORS["experts"]
+        if operator is grouped_mm._opoverload and self._products % 2 == 0 and not self._results.reads_down:
+            x, weight, _ = arguments  # the second product, which saves its arguments alone
+            return x.new_empty(len(x), weight.shape[2])
         return operator(*arguments, **keywords or {})

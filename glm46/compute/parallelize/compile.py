@@ -17,7 +17,14 @@ _MOST_COMPILATIONS = 32
 validation and probes, each for one row and for several, with and without shared prefixes."""
 
 
-def apply(model: Transformer, *, whole_graphs: bool, sizes_vary: bool = False, splits_backward: bool = False) -> None:
+def apply(
+    model: Transformer,
+    *,
+    whole_graphs: bool,
+    sizes_vary: bool = False,
+    splits_backward: bool = False,
+    inner_layers: bool = False,
+) -> None:
     """Compile the forward of every layer in place. Layers of one kind share their code, so that compile time does not
     grow with depth. Hooks that FSDP2 adds later stay outside the graphs.
 
@@ -26,12 +33,15 @@ def apply(model: Transformer, *, whole_graphs: bool, sizes_vary: bool = False, s
             exchange stays outside the graphs, because its sizes are known only at run time.
         sizes_vary: steps have other numbers of rows, or of tokens in a row.
         splits_backward: the pipeline schedule runs backward in two halves.
+        inner_layers: of prediction layers compile the decoder layer alone, which is then checkpointed: no graph can
+            have our checkpointing inside.
     """
     compat.let_layers_compile(_MOST_COMPILATIONS)
     compat.let_longest_run_vary()
     if splits_backward:
         compat.let_backward_run_twice()
-    for layer in (*model.layers.values(), *model.mtp.values()):
+    ahead: list[Any] = [*model.mtp.values()]
+    for layer in (*model.layers.values(), *(each.block if inner_layers else each for each in ahead)):
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
         for module in layer.modules():
             if isinstance(module, MoE) and not isinstance(module.dispatcher, LocalDispatcher):

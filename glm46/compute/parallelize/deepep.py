@@ -13,8 +13,9 @@ from torch import Tensor
 
 from glm46.compute.distributed.device_time import waiting_for_ranks
 from glm46.compute.distributed.recomputation import leaves_out, recalled, will_leave_out
+from glm46.compute.model.dispatch import Sum
 from glm46.compute.model.router import Routing
-from glm46.compute.parallelize.two_level import Sum, copy_to_experts, place_at_experts
+from glm46.compute.parallelize.two_level import copy_to_experts, place_at_experts
 from glm46.config.errors import UserError
 from glm46.run.plan import Plan
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from glm46.compute.distributed.collectives import Exchange, exchange_rows
 from glm46.compute.distributed.recomputation import recalled
 from glm46.compute.model.dispatch import (
+    Copy,
+    Sum,
     combine_assignments,
     gather_assignments,
     pad_groups,
@@ -142,12 +144,12 @@ class AllToAllDispatcher:
             weights_M = pad_weights(weights_M, padded_M, len(row_P))
             by_expert_M, place_M = by_expert_M[row_P], padded_M[place_M]
         context = by_expert_M, place_M, rows.send, rows.receive, tokens
-        return _Reorder.apply(rows.finish(x), by_expert_M, place_M), weights_M, offsets, context
+        return Copy.apply(rows.finish(x), by_expert_M, place_M, None), weights_M, offsets, context
 
     def _send_back(self, y_ND: Tensor, context: Any) -> Any:
         by_expert_M, place_M, send, receive, tokens = context
         back = Exchange(receive, send, self._group, "back")
-        return back.start(_Reorder.apply(y_ND, place_M, by_expert_M)), back, tokens
+        return back.start(Sum.apply(y_ND, by_expert_M, place_M, None)), back, tokens
 
     def _pass_back(self, returning: Any) -> Any:
         return returning  # the results of this host go back to another one
@@ -155,19 +157,3 @@ class AllToAllDispatcher:
     def _finish(self, returning: Any) -> Tensor:
         in_flight, back, tokens = returning
         return combine_assignments(back.finish(in_flight), *tokens)
-
-
-class _Reorder(torch.autograd.Function):
-    """Row n of the result is row order[n]; `inverse` has a place of each row, the only one whose gradient counts. The
-    built-in backward of indexing adds rows in varying order.
-
-    Neither is a saved tensor, for the reason given in `_Combine` of `compute/model/dispatch.py`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.inverse = inverse
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.index_select(0, ctx.inverse), None, None

@@ -53,6 +53,8 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary:
             whole_graphs=not (meshes.expert or meshes.sequence or meshes.tensor),
             sizes_vary=sizes_vary,
             splits_backward=meshes.pipeline is not None and schedule.splits_backward,
+            # An exchange of tokens breaks the graph in any case.
+            inner_layers=config.activation_checkpoint.mode == "selective" and meshes.expert is None,
         )
     if config.parallelism.enable_async_tensor_parallel and meshes.tensor is not None:
         if cluster.device.type != "cuda":

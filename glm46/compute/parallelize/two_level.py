@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from glm46.compute.distributed.collectives import Exchange
 from glm46.compute.distributed.recomputation import Part
-from glm46.compute.model.dispatch import pad_groups, pad_weights, sort_assignments
+from glm46.compute.model.dispatch import Copy, Sum, pad_groups, pad_weights, sort_assignments
 from glm46.compute.model.router import Routing
 from glm46.compute.parallelize.exchange import AllToAllDispatcher, Planned
 
@@ -74,39 +73,6 @@ class _Sizes(NamedTuple):
     """To each rank of this host, and from each."""
     assigned: int
     """Assignments to the experts of this rank."""
-
-
-class Copy(torch.autograd.Function):
-    """The rows at their places. Backward sums the copies of a row in a fixed order, in FP32, and rounds once."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, row_N: Tensor, place_M: Tensor, first_R: Tensor) -> Tensor:
-        ctx.save_for_backward(place_M, first_R)
-        return x.index_select(0, row_N)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _sum_copies(grad, *ctx.saved_tensors), None, None, None
-
-
-class Sum(torch.autograd.Function):
-    """Transpose of `Copy`. Its index is no saved tensor, for the reason given in `_Combine` of
-    `compute/model/dispatch.py`."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, row_N: Tensor, place_M: Tensor, first_R: Tensor) -> Tensor:
-        ctx.row_N = row_N
-        return _sum_copies(y, place_M, first_R)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.index_select(0, ctx.row_N), None, None, None
-
-
-def _sum_copies(y: Tensor, place_M: Tensor, first_R: Tensor) -> Tensor:
-    if not len(place_M):
-        return y.new_zeros(len(first_R), *y.shape[1:])
-    return F.embedding_bag(place_M, y, first_R, mode="sum")  # FP32 inside
 
 
 class TwoLevelDispatcher(AllToAllDispatcher):

@@ -152,14 +152,17 @@ def part_work(
         return _head(batch, frozen)
     shape = batch.shape
     rows = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}[part](shape)
-    products = [_product(row, batch) for row in rows if row.is_matrix]
+    products = again = [_product(row, batch) for row in rows if row.is_matrix]
+    if frozen is None and not batch.experts_fp8 and (part != "mtp" or checkpointing == "selective"):
+        # The experts' second product is not repeated (`_Recalling` in `compute/parallelize/activation_checkpoint.py`).
+        again = [_product(row, batch) for row in rows if row.is_matrix and not (row.is_expert and "down" in row.name)]
     core = _attention(batch)
     moved = [_moved(part, batch, backward) for backward in (False, True)]
     backward = [replaced for work in products for replaced in (work, work)]  # gradients of input and of weight
     if frozen is not None:
         adapters = [work for row in frozen.adapters for work in _of_adapter(row, batch)]
         backward = [*products, *(replaced for work in adapters for replaced in (work, work))]
-        products = [*products, *adapters]
+        products = again = [*products, *adapters]
     converted = []
     if frozen is not None and frozen.base_dtype is not None:
         quantised = [row for row in in_base_dtype(rows, shape, frozen.base_dtype) if row.is_quantised]
@@ -171,10 +174,10 @@ def part_work(
     backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes)]
     experts_again = "experts" in recompute
     selective = [work for is_expert, work in converted if experts_again or not is_expert]
-    selective += [*(work for work in products if experts_again or work.kind == "products"), moved[0]]
+    selective += [*(work for work in again if experts_again or work.kind == "products"), moved[0]]
     selective += [core] if "core_attn" in recompute else []
-    again = {"none": (), "full": forward, "selective": selective}
-    return PartWork(forward, (*backward, moved[1]), tuple(again[checkpointing]))
+    recomputed = {"none": (), "full": (*of_all, *again, core, moved[0]), "selective": selective}
+    return PartWork(forward, (*backward, moved[1]), tuple(recomputed[checkpointing]))
 
 
 def _product(row: Parameter, batch: MicroBatch) -> Work:

@@ -25,9 +25,7 @@ from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan, resolve_plan
 
 _STEPS = tuple(map(ActivationCheckpointConfig.model_validate, (
-    {}, {"mode": "selective"}, {"mode": "full", "every_n_layers": 2}, {"mode": "selective", "recompute": ("experts",)},
-    {"mode": "full"},
-)))  # fmt: skip
+    {}, {"mode": "selective"}, {"mode": "selective", "recompute": ("experts",)}, {"mode": "full"},)))  # fmt: skip
 """Recomputation, from the fastest to the smallest: a layout that fits with one is not tried with the next."""
 _SIMULATED = 12
 """Layouts whose pipelines are simulated after a first ranking with the bubbles of equal stages."""
@@ -247,9 +245,8 @@ def _plan_numbers(plan: Plan, config: RunConfig) -> dict:
 
 
 def _step_name(step: ActivationCheckpointConfig) -> str:
-    """The mode, or "full/2" for every second layer, or "+experts" for what is recomputed besides "selective"."""
-    every = f"/{step.every_n_layers}" * (step.every_n_layers > 1)
-    return "".join(f"+{name}" for name in step.recompute) or step.mode + every
+    """The mode, or "+experts" for what is recomputed besides "selective"."""
+    return "".join(f"+{name}" for name in step.recompute) or step.mode
 
 
 def _options(title: str, plan: Plan, config: RunConfig) -> str:

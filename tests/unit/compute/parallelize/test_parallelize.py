@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from glm46 import compat
 from glm46.compute.distributed.mesh import build_meshes
 from glm46.compute.model.attention import Attention
 from glm46.compute.model.experts import Experts
@@ -100,7 +101,9 @@ class TestPlan:
         options = {}
         monkeypatch.setattr(plan.compile, "apply", lambda model, **given: options.update(given))
         self.parallelize(make_config(compile={"enable": True}), **cut)
-        assert options == {"whole_graphs": not cut, "sizes_vary": False, "splits_backward": False}
+        assert options == {
+            "whole_graphs": not cut, "sizes_vary": False, "splits_backward": False, "inner_layers": False,
+        }  # fmt: skip
 
 
 def test_compile_takes_every_layer_and_no_other_module(monkeypatch):
@@ -143,6 +146,42 @@ def test_checkpointing_repeats_the_layers_that_it_names_and_changes_no_bit(optio
     (loss, tokens, gradients), (loss0, tokens0, gradients0) = results
     assert torch.equal(loss, loss0) and torch.equal(tokens, tokens0)
     assert [name for name in gradients0 if not torch.equal(gradients[name], gradients0[name])] == []
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_whole_graph_has_no_checkpointing_inside(mode, monkeypatch):
+    """`selective` checkpoints the decoder layer of a prediction layer, which is then what is compiled."""
+    results, whole = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, **given: whole(forward, backend="aot_eager", **given))
+    for is_compiled in (False, True):
+        model = meta_model().to_empty(device="cpu")
+        plan.initialise(model, 0)
+        if is_compiled:
+            torch.compiler.reset()
+            compile.apply(model, whole_graphs=True, inner_layers=mode == "selective")
+        activation_checkpoint.apply(model, mode)
+        results.append(run(model)[2])
+    eager, compiled = results
+    for name, gradient in eager.items():
+        assert (compiled[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_a_recomputation_leaves_out_products_that_backward_does_not_read(monkeypatch):
+    """Of each MoE layer the experts' second one; in a prediction layer under `full` a norm follows it."""
+    calls, product = [], compat.grouped_mm
+    monkeypatch.setattr(compat, "grouped_mm", lambda *operands: calls.append(1) or product(*operands))
+    counts = {}
+    for options in (None, {"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "recompute": ("experts",)}):
+        model = meta_model().to_empty(device="cpu")
+        plan.initialise(model, 0)
+        calls.clear()
+        if options is not None:
+            activation_checkpoint.apply(model, **options)
+        run(model)
+        counts[str(options)] = len(calls)
+    once, full, selective, again = counts.values()
+    layers, depths = SHAPE.num_hidden_layers - SHAPE.first_k_dense_replace, SHAPE.num_nextn_predict_layers
+    assert (full - once, selective - once, again - once) == (layers + 2 * depths, 0, layers + depths)
 
 
 @pytest.mark.parametrize(

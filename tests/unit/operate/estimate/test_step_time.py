@@ -182,7 +182,12 @@ def test_a_split_layer_computes_a_share():
     for part in ("dense", "moe", "mtp", "head"):
         one, share = part_work(part, whole, "full"), part_work(part, split, "full")
         assert sum(w.flops for w in share.forward) == pytest.approx(sum(w.flops for w in one.forward) / 8)
-        assert share.recomputed == (() if part == "head" else share.forward)
+        if part != "moe":
+            assert share.recomputed == (() if part == "head" else share.forward)
+            continue
+        # Backward reads nothing of the experts' second product, but in a prediction layer, where a norm follows it.
+        [left_out] = [work for work in share.forward if work not in share.recomputed]
+        assert left_out.flops == 2 * TOKENS * 8 / 8 * shape.moe_intermediate_size * shape.hidden_size
     weights = {work.nbytes for work in part_work("moe", split, "none").forward if work.kind == "experts"}
     rows = TOKENS / 8 * 8
     inner, D = shape.moe_intermediate_size, shape.hidden_size
@@ -227,7 +232,9 @@ def test_what_makes_a_step_slower_and_faster():
         for some in ((), ("core_attn",), ("core_attn", "experts"), ("core_attn", "experts", "exchange"))
     ]
     times = [parts["recomputation"] for parts in steps]
-    assert times[0] < times[1] < times[2] == times[3] == pytest.approx(full.parts["recomputation"])
+    assert times[0] < times[1] < times[2] == times[3]
+    # Of the prediction layer `full` repeats the second product of the experts too.
+    assert times[3] < full.parts["recomputation"] < 1.01 * times[3]
     waits = [parts["waiting for ep"] for parts in steps]
     assert waits[:3] == pytest.approx([selective.parts["waiting for ep"]] * 3) and waits[3] > 1.1 * waits[2]
     half = predicted(run(parallelism=spread, activation_checkpoint={"mode": "full", "every_n_layers": 2})).parts
