@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.distributed.sequence import SequenceShard
+from glm46.compute.model.attention_layout import attention_layout
 from glm46.compute.model.experts import Experts
+from glm46.compute.model.latent_attention import Expand, LatentAttention, attend_expanded
 from glm46.compute.model.layers import Linear
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import float8
@@ -96,14 +99,16 @@ CASES = {
     "context": Case(Layout(context=2), GW_HP, 4),
     "latent gathered": Case(Layout(latent=True), GATHERED, 2),
     "latent rowwise": Case(Layout(latent=True, checkpointing="full"), ROWWISE, 2),
-    # Not where a rank multiplies its part of a gradient that one process has whole: projections to latents, and what
-    # makes keys and values of the gathered rows.
+    # A rank rounds its part of the gradients of both latents, and of the keys and values that it makes of all rows.
     "latent tensor and expert": Case(
         Layout(latent=True, tensor=2, experts_over=2),
-        GW_HP | {"experts_recipe_name": "rowwise", "filter_fqns": ("q_a_proj", "kv_a_proj", "eh_proj")},
+        GW_HP | {"experts_recipe_name": "rowwise", "filter_fqns": ("eh_proj",)},
         4,
     ),
-    "latent context": Case(Layout(latent=True, context=2), GW_HP | {"filter_fqns": ("kv_b_proj",)}, 4),
+    "latent tensor gathered": Case(
+        Layout(latent=True, tensor=2, experts_over=2), GATHERED | {"filter_fqns": ("eh_proj",)}, 4
+    ),
+    "latent context": Case(Layout(latent=True, context=2), GW_HP, 4),
     "tensor and expert": Case(Layout(tensor=2, experts_over=2), GW_HP | {"experts_recipe_name": "rowwise"}, 4),
 }
 
@@ -130,6 +135,47 @@ def in_parts(module: nn.Module, dim: int, parts: int):
     return product_in_parts
 
 
+def heads_in_parts(module: LatentAttention, parts: int):
+    """Latent attention of one part of the heads after the other, as the ranks of tensor parallelism: each part has its
+    own gradient of the latents, which the products round."""
+    of_all = module.forward
+    by_heads = [(projection, projection.product, dim) for projection, dim in (
+        (module.q_b_proj, 0), (module.kv_b_proj, 0), (module.o_proj, 1)
+    )]  # fmt: skip
+
+    def of_part(product, dim: int, part: int):
+        return lambda x, weight, bias: product(x, weight.chunk(parts, dim)[part], bias)
+
+    def forward(x: Tensor, *others) -> Tensor:
+        total = 0
+        for part in range(parts):
+            for projection, product, dim in by_heads:
+                projection.product = of_part(product, dim, part)
+            # A view has the sum of a part's gradients, as a rank has.
+            total = total + of_all(x.view_as(x), *others)
+        return total
+
+    return forward
+
+
+def queries_in_parts(ranks: int, document_ids: Tensor):
+    """A `LatentCore` for the queries of one rank of context parallelism after the other: each makes its own keys."""
+
+    def core(q: Tensor, rows: Tensor, expand: Expand, _) -> Tensor:
+        size = rows.shape[:2]
+        places = SequenceShard(None, ranks, 0).places(document_ids, size, None)
+        of_rank = (places + torch.arange(size[0]).view(-1, 1, 1) * size[1]).transpose(0, 1).flatten(1)
+        gathered, out = rows.flatten(0, 1)[of_rank.flatten()], torch.empty_like(q.flatten(0, 1))
+        for rank, own in enumerate(of_rank):
+            layout = attention_layout(document_ids, size, None, places, rank)
+            keys = gathered[layout.exchange.keys].unsqueeze(0)
+            part = attend_expanded(q.flatten(0, 1)[own].unsqueeze(0), keys, expand, layout._replace(exchange=None))
+            out = out.index_copy(0, own, part[0])
+        return out.view(q.shape)
+
+    return core
+
+
 def one_process(case: Case, in_fp8: bool = True) -> tuple[float, dict[str, Tensor]]:
     """Loss sum and gradients of a step in a plain loop."""
     config = config_of(case)
@@ -139,7 +185,12 @@ def one_process(case: Case, in_fp8: bool = True) -> tuple[float, dict[str, Tenso
     initialise(model, config.debug.seed)
     if in_fp8:
         float8.apply(model, resolve_plan(config, 2))
+    latent = {name: module for name, module in model.named_modules() if isinstance(module, LatentAttention)}
     for name, module in model.named_modules():
+        if name in latent and case.layout.tensor > 1:
+            module.forward = heads_in_parts(module, case.layout.tensor)
+        if name.rpartition(".")[0] in latent:
+            continue
         dim = find_parameter(f"{name}.weight").tensor_dim if isinstance(module, Linear) else None
         if dim is not None and case.layout.tensor > 1:
             module.product = in_parts(module, dim, case.layout.tensor)
@@ -147,6 +198,8 @@ def one_process(case: Case, in_fp8: bool = True) -> tuple[float, dict[str, Tenso
     of_step = loss_of_step(whole)
     for start in range(0, ROWS, case.rows):
         batch = {name: tensor[start : start + case.rows] for name, tensor in whole.items()}
+        for module in latent.values() if case.layout.context > 1 else ():
+            module.core = queries_in_parts(case.layout.context, batch["document_ids"])
         sums = model(**batch, options=OPTIONS)
         of_step(sums).backward()
         loss += sums.loss.item()
@@ -196,7 +249,7 @@ def main(ranks: int, *names: str) -> None:
     references, computed = {}, {}
     for name in names or CASES:
         layout, recipe, rows = CASES[name]
-        keys = [(recipe, rows, layout.tensor, layout.latent) for recipe in (str(recipe), None)]
+        keys = [(recipe, rows, layout.tensor, layout.context, layout.latent) for recipe in (str(recipe), None)]
         for key in keys:
             if key not in computed:
                 computed[key] = one_process(CASES[name], in_fp8=key[0] is not None)

@@ -25,6 +25,7 @@ CASES = Path(__file__).resolve().parents[4].parent / "shared" / "cases" / "templ
 TOKENIZERS = {format: load_tokenizer("builtin", format.name) for format in FORMATS}
 TOKENIZER = TOKENIZERS[GLM_47]
 ORIGINALS = {GLM_45: CASES / "glm45.jinja", GLM_47: CASES / "glm47.jinja"}
+CITIES = {"Köln": {"days": 2}, "Bonn": {}}
 both = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 
 
@@ -146,6 +147,24 @@ def test_rendered_conversations_of_the_family(format):
     for row, thinking in (("1 system+user, prompt, thinking on", True), ("2 the same, thinking off", False)):
         tokenizer = TOKENIZERS[format]
         assert tokenizer.decode(chat_prompt(tokenizer, asked, thinking=thinking)) == rows[row][key]
+    ours = compiled(chat_template(format))
+    thoughts, none = (
+        [user("Q1"), assistant("A1", first), user("Q2"), assistant("A2", second)]
+        for first, second in (("R1", "R2"), (None, None))
+    )
+    assert ours(messages=thoughts) == rows["3 two turns with reasoning, default"][key]
+    assert ours(messages=thoughts, clear_thinking=False) == rows["3b the same, clear_thinking=False"][key]
+    assert ours(messages=none) == rows["5 answers without reasoning"][key]
+    sizes = {"city": {"type": "string"}, "days": {"type": "integer"}}
+    parameters = {"type": "object", "properties": sizes, "required": ["city"]}
+    tool = {"name": "get_weather", "description": "Weather of a city.", "parameters": parameters}
+    calls = [{"name": "get_weather", "arguments": {"city": city} | days} for city, days in CITIES.items()]
+    messages = [user("Weather?"), assistant("Checking.", "look", calls)]
+    messages += [{"role": "tool", "content": weather} for weather in ("rain", "sun")]
+    tools, row = [{"type": "function", "function": tool}], rows["4 tool call, two results, prompt"][key]
+    assert ours(messages=messages, tools=tools, add_generation_prompt=True) == row
+    made = parse_conversation({"messages": [*messages, assistant("Rain.")], "tools": tools}, "messages")
+    assert tokenizer.decode(chat_prompt(tokenizer, made.messages[:-1], tools=made.tools, thinking=True)) == row
 
 
 @both
