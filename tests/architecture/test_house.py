@@ -224,7 +224,8 @@ def test_no_registry_is_named():
 
 
 def test_nothing_is_left_to_be_done():
-    assert find_lines("\\b(TO" + "DO|FIX" + "ME|XX" + "X)\\b") == []
+    found = find_lines("\\b(TO" + "DO|FIX" + "ME|XX" + "X)\\b")
+    assert [line for line in found if ".png:" not in line] == []  # bytes of a picture are no words
 
 
 def test_scripts_stop_at_the_first_error():
