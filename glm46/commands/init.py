@@ -34,7 +34,7 @@ def shipped_configs() -> Path:
 
 
 def write_configs(folder: Path) -> list[Path]:
-    """Write the shipped TOML files, their schema, chats, prompts and vocabulary; existing files are kept.
+    """Write the shipped TOML files, their schema, chats, prompts, programs and vocabulary; existing files are kept.
 
     Returns:
         The files that were written.
@@ -45,7 +45,7 @@ def write_configs(folder: Path) -> list[Path]:
     texts = {
         folder / file.name: file.read_text(encoding="utf-8")
         for file in sorted(shipped_configs().iterdir())
-        if file.suffix in (".toml", ".json", ".jsonl", ".tiktoken")
+        if file.suffix in (".toml", ".json", ".jsonl", ".tiktoken", ".py")
     }
     different, missing = [], []
     try:

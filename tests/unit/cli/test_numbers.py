@@ -22,6 +22,7 @@ TABLE = [
     (["ablate", *CONFIG], ["--nproc"], COUNT),
     (["preflight", *CONFIG], ["--nproc", "--ranks-per-host"], COUNT),
     (["plan", *CONFIG], ["--gpus", "--nproc", "--gpus-per-node", "--document-tokens"], COUNT),
+    (["plan", *CONFIG], ["--engines", "--gpus-per-engine", "--completion-tokens"], COUNT),
     (["plan", *CONFIG], ["--network", "--storage", "--price"], AMOUNT),
     (["setup-cluster"], ["--nodes", "--gpus-per-node"], COUNT),
     (GENERATE, ["--nproc", *DEGREES], COUNT),
@@ -38,6 +39,7 @@ TABLE = [
     (["rl", "inspect", "a"], ["--samples"], COUNT),
     (["rl", "inspect", "a"], ["--step"], NONE),
     (["benchmark", "rates"], ["--tokens", "--threads"], COUNT),
+    (["benchmark", "links"], ["--network"], AMOUNT),
     (["benchmark", "finetune"], ["--rank", "--rows", "--steps", "--rounds", "--threads"], COUNT),
     (["benchmark", "finetune"], ["--seq-len"], ["63", "1.5"]),
 ]  # fmt: skip

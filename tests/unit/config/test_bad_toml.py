@@ -82,7 +82,7 @@ BAD = {
     "value for array": ('[activation_checkpoint]\nmode = "selective"\nrecompute = "experts"',
         ('activation_checkpoint.recompute = "experts"', 'must be an array; write ["experts"]')),
     "choice that another trainer names so": ('[finetune.preference]\nloss_type = "dpo"',
-        ('finetune.preference.loss_type = "dpo"', "'orpo' or 'kto' (sigmoid: DPO (arXiv 2305.18290))")),
+        ('finetune.preference.loss_type = "dpo"', "'kto' or 'reward' (sigmoid: DPO (arXiv 2305.18290))")),
     "choice in an array": ('[parallelism]\nexpert_exchange = ["auto"]',
         ('parallelism.expert_exchange = ["auto"]', "or 'deepep' (The way of tokens to their experts)")),
     "unknown key like no other": (("steps = 10", "steps = 10\nzzz = 5"),

@@ -575,7 +575,7 @@ def test_a_conversation_of_rl_goes_on_behind_what_was_sampled(thinking, one_rank
         return [next(replies)]
 
     section, scorer = RolloutConfig.model_validate({"max_new_tokens": 500}), FunctionPool([RewardRule("exact")])
-    rules = SamplingRules(1.0, frozenset(), OF_47.vocab_size)
+    rules = SamplingRules(1.0, frozenset({OF_47.special["<|user|>"]}), OF_47.vocab_size)
     sampler = Sampler(config, section, OF_47, engine, [], rules, 0, scorer, SimpleNamespace(replies=reply))
     prompt = Prompt(chat_prompt(OF_47, parse_prompt("Hi"), thinking=thinking), "Hi", None)
     sampler.generate([(0, prompt)], [Request(prompt.tokens, 0, 500)], rules)
