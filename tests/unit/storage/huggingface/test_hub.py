@@ -19,7 +19,7 @@ from glm46.cli import main
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config, load_config
 from glm46.config.presets import PRESETS
-from glm46.operate.launch import one_node, ranks
+from glm46.operate.launch import one_node, torchrun
 from glm46.operate.launch.config_options import load_fetched
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.tokenizer import BUILTIN_PATH
@@ -210,7 +210,7 @@ def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path,
 def test_ranks_get_the_folders_that_were_fetched_once(verb, monkeypatch, tmp_path):
     asked, started = [], []
     monkeypatch.setattr(hub_folders, "local_path", lambda stated, *_: asked.append(stated) or tmp_path / "in_the_cache")
-    monkeypatch.setattr(ranks, "run_ranks", lambda _, argv, *rest: started.append(argv) or SimpleNamespace(code=0))
+    monkeypatch.setattr(torchrun, "run_ranks", lambda _, argv, *rest: started.append(argv) or SimpleNamespace(code=0))
     assert main([*verb, f"--model={HF}", "--tokenizer", f"{HF}@main", "--nproc", "2"]) == 0
     folder = str(tmp_path / "in_the_cache")
     assert started == [[*verb, f"--model={folder}", "--tokenizer", folder]] and len(asked) == 2
