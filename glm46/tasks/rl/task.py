@@ -79,8 +79,8 @@ class Reinforcement(Task):
         self.objectives: dict[str, Objective] = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:
             self.networks["reference"] = build_frozen_network(reference_plan(plan), cluster, on_samples=True)
-        if (table := self._config.reward_model) is not None:
-            judge = reward_plan(plan, str(table.options["load_path"]))
+        if (judged := self._config.reward_model) is not None:
+            judge = reward_plan(plan, str(judged.options["load_path"]))
             self.networks["reward"] = build_frozen_network(judge, cluster, head="value", on_samples=True)
         if self._config.has_critic:
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value", on_samples=True)
@@ -98,7 +98,7 @@ class Reinforcement(Task):
         self._sampler = Sampler(
             self._config, plan.config.rollout, self.tokenizer, engine, prompts, rules, plan.config.debug.seed,
             rewards, environment, filter_,
-            None if table is None else partial(last_values, self.networks["reward"]),
+            None if judged is None else partial(last_values, self.networks["reward"]),
         )  # fmt: skip
         if table is not None and table.kind == "command":
             keys, sampler = self._config.prompts, self._sampler
