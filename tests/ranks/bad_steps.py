@@ -38,8 +38,8 @@ def poison(hit) -> None:
             next(g for g in (local(p.grad) for p in parameters) if g.numel()).view(-1)[0] = nan
         return norm(parameters, *arguments)
 
-    def poisoned_build(*arguments):
-        network = build(*arguments)
+    def poisoned_build(*arguments, **options):
+        network = build(*arguments, **options)
         layer = network.models[0].get_submodule("layers.1")
         for site, module in (("activation", layer), ("router", layer.mlp.router)):
             module.register_forward_pre_hook(
