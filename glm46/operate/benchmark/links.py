@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glm46.compute.distributed.bandwidth import seconds_of
 from glm46.compute.distributed.environment import launched_world_size
+from glm46.compute.distributed.groups import new_group
 from glm46.compute.distributed.process import join, leave, ranks_of_every_host
 from glm46.config.errors import UserError
 from glm46.engine.observe.peaks import Accelerator, accelerator_of
@@ -56,10 +57,12 @@ def _measure(
     device: torch.device, world: int, of_host: int, peaks: Accelerator, network_gbits: float
 ) -> tuple[dict[str, float | str], list[str]]:
     """Shares as `Efficiencies.read` takes them, and the lines of a table. Collective."""
-    hosts = [dist.new_group(range(first, first + of_host)) for first in range(0, world, of_host)]
-    groups = {"a host": (hosts[dist.get_rank() // of_host], of_host)} if of_host > 1 else {}
+    hosts = [new_group(range(first, first + of_host)) for first in range(0, world, of_host)]
+    groups: dict[str, tuple[dist.ProcessGroup | None, int]] = {}
+    if of_host > 1:
+        groups["a host"] = hosts[dist.get_rank() // of_host], of_host
     if world > of_host:
-        groups["all hosts"] = (dist.group.WORLD, world)
+        groups["all hosts"] = dist.group.WORLD, world
     shares: dict[str, float | str] = {}
     table = [f"{'ranks':<20} {'collective':<12} {'bytes':>12} {'ms':>10} {'GB/s':>8}"]
     for where, (group, ranks) in groups.items():
@@ -84,7 +87,7 @@ def _measure(
     return shares | {"source": source}, table
 
 
-def _calls(group: dist.ProcessGroup) -> list[tuple[str, float, Callable[[Tensor], object]]]:
+def _calls(group: dist.ProcessGroup | None) -> list[tuple[str, float, Callable[[Tensor], object]]]:
     """Name, parts of a tensor that a rank sends, and the collective."""
     return [
         ("all-reduce", 2, lambda tensor: dist.all_reduce(tensor, group=group)),
