@@ -49,8 +49,7 @@ def _prepare_files(argv: Sequence[str]) -> int:
     file = arguments.pop("recipe")
     stated = {key: _value(key, text) for key, text in arguments.items() if text is not None}
     recipe = read_recipe(file, stated)
-    local = fetched_keys(recipe) | {"input": local_inputs(recipe.input)}
-    prepare_text(recipe.model_copy(update=local), report=print)
+    prepare_text(recipe.model_copy(update=fetched_keys(recipe)), report=print, local_inputs=local_inputs)
     return 0
 
 

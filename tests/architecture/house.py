@@ -106,6 +106,11 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("engine/observe", 8, "locks by the kind of a run's end"),
     ("engine/reliability", 35, "a refused start leaves its folder as it was"),
     ("engine/training", 18, "quantised weights of a start; services that may refuse come first"),
+    (
+        "engine/training",
+        19,
+        "the folder of a finished run takes the place of an earlier one: the same command ended with 2",
+    ),
     ("operate/ablation", 54, "a paired t-test over the seeds, and the noise of the baseline"),
     ("operate/estimate", 67, "energy, sensitivity, bases in 4 bits, traffic of latent attention"),
     ("operate/launch", 18, "sections of help when they are asked for"),

@@ -1,11 +1,15 @@
 """Load the model of a run from a Hugging Face folder, and save it as one."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.ranks import Ranks
 from glm46.config.presets import REPEATING
 from glm46.engine.training.network import Network
 from glm46.engine.training.state import Progress
@@ -60,7 +64,8 @@ def load_adapters(network: Network) -> None:
 
 def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> str:
     """Save the model as a Hugging Face folder under job.dump_folder; of a network with adapters these alone, as a PEFT
-    folder, and with adapter.save_merged also the base with the adapters added. Collective.
+    folder, and with adapter.save_merged also the base with the adapters added. Folders of an earlier start are replaced.
+    Collective.
 
     A run that started from such a folder keeps the fields of its config.json, and repeats embedding and head if the
     folder does.
@@ -74,13 +79,31 @@ def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> 
         base, adapters = config.checkpoint.initial_load_path, network.parameters
         assert base is not None, "adapters have a base"
         origin = AdapterOrigin(network.frozen_files, config.adapter.base_dtype)
-        export_adapter(folder, shape, adapters, scale=config.adapter.scale, base=base, origin=origin)
+        with _replaced(folder) as new:
+            export_adapter(new, shape, adapters, scale=config.adapter.scale, base=base, origin=origin)
         if not config.adapter.save_merged:
             return f"{folder}\n{DORA_NOTE}" if config.adapter.name == "dora" else str(folder)
         merged = folder.with_name(f"{folder.name}-merged")
-        return "\n".join([str(folder), *merge_lines(merged, merge_adapter(Path(base), folder, merged))])
-    write_weights(network, tokenizer, folder, torch.bfloat16)
+        with _replaced(merged) as new:
+            errors = merge_adapter(Path(base), folder, new)
+        return "\n".join([str(folder), *merge_lines(merged, errors)])
+    with _replaced(folder) as new:
+        write_weights(network, tokenizer, new, torch.bfloat16)
     return "\n".join([str(folder), *capacity_lines(config.moe, "what reads this folder")])
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """A folder to write, which takes the place of `folder` if the block succeeds. Collective."""
+    new, ranks = folder.with_name(f"{folder.name}.new"), Ranks.of_this_run()
+    with ranks.stage(f"removing {new}"):  # left by a start that was killed
+        if ranks.is_first:
+            shutil.rmtree(new, ignore_errors=True)
+    yield new
+    with ranks.stage(f"replacing {folder}"):
+        if ranks.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+            new.rename(folder)
 
 
 def write_weights(network: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:

@@ -42,14 +42,12 @@ from glm46.storage.prepare.workers import call_in_workers
 # Version of the shards' content. Raise it when the same text and settings give different bytes than before.
 PIPELINE = 4
 
+LocalInputs = Callable[[Sequence[str]], tuple[str, ...]]
+"""Gives the local names of input files, of which some may be ids of the hub."""
 
-def prepare_run(
-    plan: Plan, *, report: Callable[[str], None], local_inputs: Callable[[Sequence[str]], tuple[str, ...]] = tuple
-) -> dict[str, Manifest]:
+
+def prepare_run(plan: Plan, *, report: Callable[[str], None], local_inputs: LocalInputs = tuple) -> dict[str, Manifest]:
     """Make the missing sources of a run that have a recipe, and verify all sources.
-
-    Args:
-        local_inputs: gives the local names of input files, of which some may be ids of the hub.
 
     Returns:
         The manifest of each source, by its name.
@@ -68,8 +66,7 @@ def prepare_run(
             require_recipe(manifests[source.name], text_recipe(source, model.tokenizer_path))
     for source in missing:
         recipe = text_recipe(source, model.tokenizer_path)
-        recipe = recipe.model_copy(update={"input": local_inputs(recipe.input)})
-        prepare_text(recipe, report=report, flavor=model.flavor)
+        prepare_text(recipe, report=report, flavor=model.flavor, local_inputs=local_inputs)
     return load_text(plan)[1] if missing else manifests
 
 
@@ -78,7 +75,9 @@ def text_recipe(source: SourceConfig, tokenizer: str) -> TextRecipe:
     return TextRecipe(**source.recipe.model_dump(), output=source.path, name=source.name, tokenizer=tokenizer)
 
 
-def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None], flavor: str = "") -> Manifest:
+def prepare_text(
+    recipe: TextRecipe, *, report: Callable[[str], None], flavor: str = "", local_inputs: LocalInputs = tuple
+) -> Manifest:
     """Make the shards of a recipe unless they exist, and return their manifest.
 
     Two processes may call this at once for one output: one works, the other waits and uses the result.
@@ -111,7 +110,7 @@ def prepare_text(recipe: TextRecipe, *, report: Callable[[str], None], flavor: s
             report(f"{recipe.output}: already prepared; remove the folder to make it again")
             return manifest
         require_compiler(recipe.verify)
-        return _prepare(recipe, tokenizer, report)
+        return _prepare(recipe, tokenizer, report, local_inputs)
 
 
 def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
@@ -121,7 +120,7 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
         UserError: one fault per key that differs.
     """
     defaults = {key: field.default for key, field in TextRecipe.model_fields.items()}
-    defaults["deduplicate"] = recipe.duplicates
+    defaults |= {"deduplicate": recipe.duplicates, "input": list(recipe.input)}
     faults = [
         f"{manifest.folder}: made with {key} = {old!r}, the recipe says {new!r}; remove the folder or give another path"
         for key, new in _settings(recipe).items()
@@ -133,8 +132,8 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
 
 
 def _settings(recipe: TextRecipe) -> dict:
-    """Return the keys that decide the bytes of the shards. Texts and tokenizer are identified by hash instead."""
-    without_effect = {"input", "output", "processes", "max_bad", "tokenizer"}
+    """Return the keys that decide the bytes of the shards. Texts are known by their names, the tokenizer by its hash."""
+    without_effect = {"output", "processes", "max_bad", "tokenizer"}
     return recipe.model_dump(mode="json", exclude=without_effect) | {"deduplicate": recipe.duplicates}
 
 
@@ -151,9 +150,11 @@ def _existing(recipe: TextRecipe, tokenizer: Tokenizer) -> Manifest | None:
     return manifest
 
 
-def _prepare(recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], None]) -> Manifest:
+def _prepare(
+    recipe: TextRecipe, tokenizer: Tokenizer, report: Callable[[str], None], local_inputs: LocalInputs
+) -> Manifest:
     started = time.monotonic()
-    files = find_files(recipe.input, "input")
+    files = find_files(local_inputs(recipe.input), "input")
     output, parts = Path(recipe.output), parts_of(files, Fields.of(recipe))
     settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))

@@ -30,6 +30,12 @@ def test_weights_leave_and_enter_a_run_as_a_hugging_face_folder(make_config, tmp
     assert bias.abs().max() > 0
     assert torch.equal(theirs.model.layers[1].mlp.gate.e_score_correction_bias, bias)
 
+    stored = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (folder / "model.safetensors").write_bytes(b"of an older run")
+    assert train(first) == 0, "the same command again ends well, and writes what the checkpoint holds"
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == stored
+    assert [file.name for file in folder.parent.iterdir()] == [folder.name]
+
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"their_field": 5}))
     second = make_config(

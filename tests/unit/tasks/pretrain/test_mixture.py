@@ -58,3 +58,7 @@ def test_four_sources_of_real_text_are_made_mixed_and_judged_one_by_one(example,
     assert prepare_run(resolve_plan(config), report=again.append) == manifests and again == []
     with pytest.raises(UserError, match="made with filter = 'prose', the recipe says 'none'; remove the folder"):
         prepare_run(resolve_plan(example("--data.sources[3].recipe.filter", "none")), report=print)
+    with pytest.raises(
+        UserError, match=r"source3: made with input = \['builtin:package_docs'\], the recipe says \['mine/"
+    ):
+        prepare_run(resolve_plan(example("--data.sources[3].recipe.input", '["mine/*.txt"]')), report=print)
