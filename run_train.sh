@@ -15,8 +15,8 @@ trap 'exit 75' TERM HUP USR1
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 . "$root/scripts/environment.sh"
 config=$(find_config)
-# The first line comes before Python starts. --help starts nothing.
-case " $* " in *" --help "* | *" -h "*) ;; *) printf 'starting     %s\n' "$config${*:+ $*}" || exit 2 ;; esac
+# The first line comes before Python starts. --help starts nothing: it shows the lines above, and then all options and keys.
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && echo ;; *) printf 'starting     %s\n' "$config${*:+ $*}" || exit 2 ;; esac
 # No Python is known yet that could read the file.
 extras=
 if grep -Eqs '^[[:space:]]*\[\[?[[:space:]]*rl[].[:space:]]' "$config"; then extras=rl; fi

@@ -84,7 +84,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _list_of_verbs() -> VerbParser:
-    parser = VerbParser(prog="python -m glm46", description="Trains GLM-4.5 and GLM-4.6 models from one TOML file.")
+    parser = VerbParser(prog="python -m glm46", description="Trains GLM-4.5, 4.6 and 4.7 models from one TOML file.")
     parser.add_argument("--version", action="version", version=describe_version())
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb, meaning in VERBS.items():

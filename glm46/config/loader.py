@@ -107,8 +107,8 @@ def read_table(path: Path) -> dict:
 def _similar_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent}"
-    near = nearest(path.name, {file.name for file in path.parent.glob("*.toml") if file.is_file()} - {path.name}, 0.7)
-    return f"; did you mean {path.parent / near}?" if near else "; name the TOML file of a run"
+    near = nearest(path.stem, {file.stem for file in path.parent.glob("*.toml") if file != path}, 0.7)
+    return f"; did you mean {path.with_name(near)}.toml?" if near else "; name the TOML file of a run"
 
 
 def _is_inside(key: str, outer: str) -> bool:

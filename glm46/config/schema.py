@@ -93,4 +93,4 @@ def _values(spec: dict) -> str:
         return f"[{_values(spec['items'])}, ...]"
     bounds = [(sign, spec[name]) for name, sign in _BOUNDS.items() if name in spec]
     limits = [f"{sign} {value:g}" if isinstance(value, float) else f"{sign} {value}" for sign, value in bounds]
-    return " ".join(["true or false" if spec["type"] == "boolean" else spec["type"], *limits])
+    return f"{'true or false' if spec['type'] == 'boolean' else spec['type']} {' and '.join(limits)}".rstrip()

@@ -128,6 +128,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/cluster", 13, "types that are checked"),
     ("operate/benchmark", 160, "speeds by rows; links between ranks"),
     ("tasks/rl/rollout", 304, "SGLang by broadcast, adapters, experts and versions of tokens, as vLLM"),
+    ("operate/launch", 4, "the environment that run_train.sh has made is named; the end of a rank says what goes on"),
     ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
     ("commands", 84, "the options of rl-servers; benchmark links and finetune"),
     ("config", 29, "reward models: their loss, their rules, their table among rewards"),

@@ -64,7 +64,7 @@ def load_adapters(network: Network) -> None:
 
 def save_weights(network: Network, tokenizer: Tokenizer, progress: Progress) -> str:
     """Save the model as a Hugging Face folder under job.dump_folder; of a network with adapters these alone, as a PEFT
-    folder, and with adapter.save_merged also the base with the adapters added. Folders of an earlier start are replaced.
+    folder, and with adapter.save_merged also the base with the adapters added. Replaces those of an earlier start.
     Collective.
 
     A run that started from such a folder keeps the fields of its config.json, and repeats embedding and head if the

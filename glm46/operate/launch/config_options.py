@@ -87,7 +87,8 @@ def print_keys() -> None:
             )  # fmt: skip
             marked = f"  {bold}{row.key}{plain}{dim}{head[2 + len(row.key) :]}"
             print("\n".join([marked, *rest]) + plain)
-            print(textwrap.fill(row.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+            meaning, indent = row.meaning.replace("``", ""), " " * 6
+            print(textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent))
 
 
 def fetched_overrides(config: "RunConfig") -> list[str]:

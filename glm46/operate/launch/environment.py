@@ -48,6 +48,8 @@ def describe_unfit(unfit: Sequence[tuple[str, str]]) -> str:
     what = "; ".join(fault for fault, _ in unfit)
     asked = " ".join(f"'{requirement}'" for _, requirement in unfit)
     script = "; ./run_train.sh makes an environment with all of them" if (_ROOT / "run_train.sh").is_file() else ""
+    if (own := _ROOT / ".venv/bin/python").exists() and Path(sys.prefix) != _ROOT / ".venv":
+        script = f"; or use {own}, which ./run_train.sh has made"
     return f"{sys.executable}: {what}: {sys.executable} -m pip install {asked}{script}"
 
 

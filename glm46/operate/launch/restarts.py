@@ -41,7 +41,7 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
     times = StartTimes("the command")
     for number in range(max_restarts + 1):
         end = start(number, times)
-        if end.code not in (EXIT_FAILED_RANK, EXIT_HANG, EXIT_STOPPED) or not max_restarts or end.is_final:
+        if end.code not in (EXIT_FAILED_RANK, EXIT_HANG, EXIT_STOPPED) or end.is_final:
             return end
         times = StartTimes("the failure", end.failed_at)
         times.ends("end of all ranks")
@@ -58,7 +58,8 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
             return end
         if number < max_restarts:
             print(f"restart {number + 1} of {max_restarts}, from {where}", file=sys.stderr, flush=True)
-    print(f"error: no restart is left of {max_restarts}; the same command goes on from {where}", file=sys.stderr)
+    left = f"error: no restart is left of {max_restarts}; the" if max_restarts else "The"
+    print(f"{left} same command goes on from {where}.", file=sys.stderr)
     return end
 
 

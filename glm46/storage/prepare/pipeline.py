@@ -132,7 +132,7 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
 
 
 def _settings(recipe: TextRecipe) -> dict:
-    """Return the keys that decide the bytes of the shards. Texts are known by their names, the tokenizer by its hash."""
+    """Return the keys that decide the bytes of the shards. Texts are known by name, the tokenizer by its hash."""
     without_effect = {"output", "processes", "max_bad", "tokenizer"}
     return recipe.model_dump(mode="json", exclude=without_effect) | {"deduplicate": recipe.duplicates}
 

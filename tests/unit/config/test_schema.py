@@ -23,7 +23,7 @@ def test_every_key_is_described_with_values_and_meaning():
     assert rows["data.sources", "weight"].values == "number > 0"
     assert rows["training", "global_batch_size"].values == "number or [[integer, number], ...]"
     assert rows["training", "seq_len"].default == "4096"
-    assert rows["optimizer", "ns_steps"].values == "integer >= 1 < 100"
+    assert rows["optimizer", "ns_steps"].values == "integer >= 1 and < 100"
     assert rows["model", "flavor"].default == "required"
     assert rows["model", "vocab_size"].default == "of the preset"
     assert all(section.meaning for section in describe_keys())
