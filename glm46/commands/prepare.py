@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tomli
 from pydantic import ValidationError
@@ -33,8 +34,8 @@ def prepare_command(argv: Sequence[str]) -> int:
     from glm46.storage.huggingface.hub import local_inputs
     from glm46.storage.prepare.pipeline import prepare_run
 
-    overrides = [*overrides, *fetched_overrides(load_config(arguments.config, overrides))]
-    plan = resolve_plan(load_config(arguments.config, overrides))
+    fetched = fetched_overrides(load_config(arguments.config, overrides))
+    plan = resolve_plan(load_config(arguments.config, [*overrides, *fetched]))
     for name, manifest in prepare_run(plan, report=print, local_inputs=local_inputs).items():
         validation, train = manifest.splits["validation"], manifest.splits["train"]
         print(f"{name} in {manifest.folder}: {train.tokens:,} tokens to train on, {validation.tokens:,} held out")
@@ -80,9 +81,9 @@ def _recipe_parser() -> VerbParser:
     )
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of the keys below")
     for key, field in TextRecipe.model_fields.items():
-        meaning = " ".join(field.description.split()).replace("%", "%%")
+        meaning = " ".join(str(field.description).split()).replace("%", "%%")
         is_list = key in ("input", "decontaminate")
-        shape = {"nargs": "+", "action": "extend"} if is_list else {}
+        shape: dict[str, Any] = {"nargs": "+", "action": "extend"} if is_list else {}
         parser.add_argument(f"--{key}", help=meaning, metavar="VALUE", **shape)
     return parser
 

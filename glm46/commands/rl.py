@@ -62,6 +62,7 @@ def describe_rollout(
         raise UserError(f"{journal}: no rollout{f' of step {step}' if steps else ''}; {there}")
     step = steps[-1] if step is None else step
     rollout = read_rollout(journal, step)
+    assert rollout is not None, "it is among the steps"
     if rollout.about.get("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
         raise UserError(
             f"{journal}: generated with the tokenizer {rollout.about['tokenizer'][:12]}…, and this one is "

@@ -53,9 +53,9 @@ def rl_servers_command(argv: Sequence[str]) -> int:
     print(show(servers), flush=True)
     if not arguments.run:
         return 0
-    if {*servers.urls} != {*config.rollout.urls}:
+    if {*servers.urls} != {*(stated := config.rollout.urls if config.rollout else ())}:
         raise UserError(
-            f"rollout.urls: {list(config.rollout.urls)}, and these servers will be at {servers.urls}; correct "
+            f"rollout.urls: {list(stated)}, and these servers will be at {servers.urls}; correct "
             "rollout.urls, or --hosts"
         )
     return run_servers(servers, HostGroup(arguments.connect))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from glm46.compute.distributed.environment import set_variables
 from glm46.config.errors import UserError
@@ -46,7 +47,7 @@ def setup_cluster_command(argv: Sequence[str]) -> int:
         return 0
     hosts = _checked(arguments)
     connection = "srun" if arguments.type == "slurm" and "SLURM_JOB_ID" in set_variables(VARIABLES) else "ssh"
-    answers = ask_hosts(hosts, connection, [*argv, "--on-host", "look"])
+    answers: list[Any] = [*ask_hosts(hosts, connection, [*argv, "--on-host", "look"])]
     refuse_answers(hosts, answers, arguments, connection)
     for host, answer in zip(hosts, answers, strict=True):
         print(
@@ -142,5 +143,5 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
         faults += error.faults
     if faults:
         raise UserError(*faults)
-    hosts.insert(0, hosts.pop(place))
+    hosts.insert(0, hosts.pop(place or 0))
     return [replace(host, slots=arguments.gpus_per_node) for host in hosts]

@@ -170,7 +170,7 @@ class Answers(FirstRankLeads):
                         one.finish = "stop"
             found = mesh.gather_rows([one.text(frozenset(stop_ids(tokenizer))) for one in written])
             for key, tokens in zip(keys[first : first + len(some)], found, strict=False):
-                self._results.add(key, tokens)
+                self._results.add(key, [*tokens])
             first += len(some)
             advance(sum(map(len, found)))
 

@@ -86,7 +86,7 @@ class LmEvalModel(TemplateLM):
         found = [ContinuationRequest(tuple(context), tuple(continuation)) for _, context, continuation in requests]
         for request, task in zip(found, self._tasks, strict=True):
             self._require_room(task, len(request.inputs), f"lower {self._keys.fewshot}, or leave it out")
-        return [tuple(one) for one in self._answers.scores(found)]
+        return [(one.logprob, one.is_greedy) for one in self._answers.scores(found)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Log-probability of each text, in windows as long as the model's positions."""
@@ -111,7 +111,7 @@ class LmEvalModel(TemplateLM):
             UserError: a context and its new tokens have more tokens than the model's positions, or a task wants a kind
                 of sampling that there is not.
         """
-        prompts, repeats = [], {}
+        prompts, repeats = [], dict[str, int]()
         for request in requests:
             context, stated = request.args
             options = self._options(request.task_name, stated)
@@ -120,8 +120,8 @@ class LmEvalModel(TemplateLM):
             remedy = f"lower {self._keys.fewshot}, or max_gen_toks of the task"
             self._require_room(request.task_name, len(tokens) + most, remedy)
             sampling = Sampling(
-                *(options.get(name) or default for name, default in
-                  (("temperature", 0.0), ("top_k", None), ("top_p", 1.0), ("min_p", 0.0)))
+                options.get("temperature") or 0.0, options.get("top_k") or None, options.get("top_p") or 1.0,
+                options.get("min_p") or 0.0,
             )  # fmt: skip
             # A text asked for again is another sample.
             seed = repeats[context] = repeats.get(context, -1) + 1

@@ -80,7 +80,7 @@ class Loss:
 
     def result(self, figures: Figures) -> dict[str, Any]:
         """``sources``: the `Sums` of each, and their ``perplexity``."""
-        sources = {
+        sources: dict[str, Any] = {
             name: dict(zip(_SUMS, map(sum, zip(*(figures[key] for key in keys), strict=True)), strict=True))
             for name, keys in self.keys.items()
         }

@@ -71,7 +71,8 @@ class Needle:
         name, value = chance.choice(_KEYS), " ".join(chance.sample(_VALUES, 2))
         # Encoded apart, so that the value has the same tokens in the needle and behind the question.
         parts = (f"\nThe secret words of {name} are", f" {value}", ".\n")
-        return tuple(self._tokenizer.encode(part).astype(np.int64) for part in parts)
+        before, words, after = (self._tokenizer.encode(part).astype(np.int64) for part in parts)
+        return before, words, after
 
     def _require_room(self, shortest: int) -> None:
         sentences = [self._sentence(row.key) for row in self.rows]

@@ -90,12 +90,12 @@ class Position:
     def result(self, figures: Figures) -> dict[str, Any]:
         """``buckets``: positions ``first`` to ``last``, their ``tokens``, mean ``loss`` in nats per token, and its
         ``standard_error``, for documents as the independent samples (None for one document)."""
-        buckets, documents = [], len(self.rows)
+        buckets, documents = list[dict[str, Any]](), len(self.rows)
         for i, (first, end) in enumerate(self._buckets()):
             losses = [figures[row.key][i] for row in self.rows]
             bucket = {"first": first, "last": end - 1, "tokens": documents * (end - first), "loss": fmean(losses)}
-            bucket["standard_error"] = stdev(losses) / sqrt(documents) if documents > 1 else None
-            buckets.append(bucket)
+            error = stdev(losses) / sqrt(documents) if documents > 1 else None
+            buckets.append(bucket | {"standard_error": error})
         length = self._edges[-1]
         mean = sum(bucket["loss"] * bucket["tokens"] for bucket in buckets) / (documents * length)
         columns = {f"position/{bucket['first']}-{bucket['last']}": bucket["loss"] for bucket in buckets}

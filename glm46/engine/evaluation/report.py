@@ -154,8 +154,8 @@ def _draw_needle(axes: "Axes", result: Result) -> None:
         ("exact", "share of exact answers") if is_exact else ("answer_loss", "no exact answer; nats per token")
     )
     values = [[row[depth][figure] for row in cells.values()] for depth in depths]
-    bounds = {"vmin": 0.0, "vmax": 1.0, "cmap": "RdYlGn"} if is_exact else {"cmap": "cividis_r", "alpha": 0.6}
-    axes.imshow(values, aspect="auto", **bounds)
+    colours: dict[str, Any] = {"cmap": "RdYlGn", "vmax": 1.0} if is_exact else {"cmap": "cividis_r", "alpha": 0.6}
+    axes.imshow(values, aspect="auto", vmin=0.0 if is_exact else None, **colours)
     for y, row in enumerate(values):
         for x, value in enumerate(row):
             axes.text(x, y, f"{value:.2f}", ha="center", va="center")

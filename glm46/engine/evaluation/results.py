@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -131,13 +131,14 @@ def measure_rows(
 
 def _score(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool) -> tuple[Tensor, Tensor] | None:
     output = run_rows(model, mesh, batch, document_mask, token_logprobs)
-    return None if output is None else (output.logprobs, output.predictions[0])
+    return None if output is None else (cast(Tensor, output.logprobs), output.predictions[0])
 
 
 def run_rows(model: Transformer, mesh: ModelMesh, batch: Batch, document_mask: bool, form: HeadForm) -> LossSums | None:
     """The model's result for rows with padding, without logits of a whole row; None on stages without the head. Rows
     with inputs of the prediction layers run these, too. Collective over the ranks in step."""
-    weight, whole = local_tensor(next(model.parameters())), padded(batch, mesh.layout.tp)
+    weight = local_tensor(next(model.parameters()))
+    whole = cast(dict[str, Tensor], padded(batch, mesh.layout.tp))
     ids = whole["document_ids"]
     names = ["input_ids", "positions", "labels"]
     if model.mtp and "mtp_labels" in whole:

@@ -7,7 +7,7 @@ A measure uses neither a model nor a mesh. The caller passes the log-probabiliti
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -74,8 +74,8 @@ def equal_lengths(rows: Sequence[Row], tokens: int, ranks: int = 1) -> Iterator[
 
 def build_batch(rows: Sequence[Row]) -> Batch:
     """The batch of rows of equal length, on the CPU."""
-    built = [row.build() for row in rows]
-    return {name: torch.cat([of_row[name] for of_row in built]) for name in built[0]}
+    built: list[Any] = [row.build() for row in rows]
+    return cast(Batch, {name: torch.cat([of_row[name] for of_row in built]) for name in built[0]})
 
 
 def padded(batch: Batch, multiple: int) -> Batch:
@@ -84,7 +84,8 @@ def padded(batch: Batch, multiple: int) -> Batch:
     fill = {"input_ids": 0, "labels": IGNORE, "positions": 0, "document_ids": -1}
     if "mtp_labels" in batch and batch["mtp_labels"].shape[1]:
         fill |= {"mtp_input_ids": 0, "mtp_labels": IGNORE}
-    return {name: F.pad(batch[name], (0, missing), value=value) for name, value in fill.items()}
+    columns = cast(dict[str, Tensor], batch)
+    return cast(Batch, {name: F.pad(columns[name], (0, missing), value=value) for name, value in fill.items()})
 
 
 def share_of_rows(rows: Sequence[_Row], rank: int, ranks: int) -> tuple[range, list[_Row]]:

@@ -267,5 +267,5 @@ def _is_file(name: str) -> bool:
     return name.endswith(_SUFFIXES) or "/" in name
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()[:300]

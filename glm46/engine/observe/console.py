@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -115,14 +116,14 @@ class ConsoleView:
         room = self._console.width - len(step) - _LEAST_BAR
         while len(texts) > 1 and len("  ".join(texts)) > room:  # rich would cut the last number
             del texts[-2 if len(texts) > 2 else -1]
-        fields = {"step": step, "metrics": "  ".join(texts)}
+        fields: dict[str, Any] = {"step": step, "metrics": "  ".join(texts), "completed": row["tokens"]}
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=row["tokens"], **fields)
+            self._progress.update(self._progress.task_ids[0], **fields)
             return
         columns = (TextColumn("[bold]step {task.fields[step]}"), BarColumn(bar_width=24), TaskProgressColumn())
-        columns += (TextColumn("{task.fields[metrics]}", markup=False),)
-        self._progress = Progress(*columns, console=self._console, transient=True)
-        self._progress.add_task("", total=self._total_tokens, completed=row["tokens"], **fields)
+        metrics = TextColumn("{task.fields[metrics]}", markup=False)
+        self._progress = Progress(*columns, metrics, console=self._console, transient=True)
+        self._progress.add_task("", total=self._total_tokens, **fields)
         self._progress.start()
 
     def row(self, text: str) -> None:

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -45,7 +46,7 @@ class Endpoint:
         # Two runs may have folders of one name.
         digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
         self._found_by = Path(config.prometheus_sd_folder) / f"{folder.name}-{digest}.json"
-        self._entry = {"targets": [f"{target}:{self.port}"], "labels": {"run": folder.name}}
+        self._entry: dict[str, Any] = {"targets": [f"{target}:{self.port}"], "labels": {"run": folder.name}}
 
     def announce(self) -> None:
         """Write the file by which Prometheus finds the run. From then on a missing endpoint raises an alert.
@@ -85,16 +86,16 @@ class Endpoint:
 
 def _start(config: MetricsConfig, registry: CollectorRegistry, report: Callable[[str], None]) -> WSGIServer:
     address = config.prometheus_address
-    for port in (config.prometheus_port, 0):
+    for port in (config.prometheus_port or 0, 0):
         try:
             server, _ = start_http_server(port, address, registry)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and port:
                 report(f"metrics.prometheus_port = {port} is taken on {address}; another port is used")
                 continue
-            key, value, remedy = "prometheus_address", address, "state an address of this machine"
+            stated, remedy = f"prometheus_address = {address!r}", "state an address of this machine"
             if error.errno == errno.EACCES:
-                key, value, remedy = "prometheus_port", port, "take one from 1024 on"
-            raise UserError(f"metrics.{key} = {value!r}: {error.strerror or error}; {remedy}") from error
+                stated, remedy = f"prometheus_port = {port}", "take one from 1024 on"
+            raise UserError(f"metrics.{stated}: {error.strerror or error}; {remedy}") from error
         return server
     raise AssertionError("port 0 is never taken")

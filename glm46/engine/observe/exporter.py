@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -121,7 +121,7 @@ def _of_heartbeat(beat: Beat) -> Iterator[Metric]:
     for counter in _COUNTERS:
         yield CounterMetricFamily(counter.name, counter.help, value=getattr(beat, counter.value))
     phases = GaugeMetricFamily("training_phase", "1 for the phase of the main rank, else 0.", labels=["phase"])
-    for name in Phase.__args__:
+    for name in get_args(Phase):
         phases.add_metric([name], float(name == beat.phase))
     yield phases
     info = GaugeMetricFamily("training_info", "1; the labels say which run this is.", labels=sorted(beat.info))

@@ -125,8 +125,8 @@ class Heartbeat:
 
     def folder_is_new(self) -> None:
         """The folder was deleted or renamed, and made again: the next beats are written to the new one."""
-        if self._file is not None:
-            self._writes.make(lambda: self._open_again(self._file, os.O_CREAT))
+        if (file := self._file) is not None:
+            self._writes.make(lambda: self._open_again(file, os.O_CREAT))
             self._write()
 
     def close(self) -> None:
@@ -144,11 +144,11 @@ class Heartbeat:
         self._write()
 
     def _write(self) -> None:
-        if self._file is not None:
+        if (file := self._file) is not None:
             # Blanks cover the end of a longer text of before.
             text = json.dumps(vars(self._beat)).encode().ljust(self._size)
             self._size = len(text)
-            self._writes.make(lambda: self._put(self._file, text))
+            self._writes.make(lambda: self._put(file, text))
 
     def _put(self, file: int, text: bytes) -> None:
         create = 0

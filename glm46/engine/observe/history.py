@@ -177,7 +177,10 @@ def rows_by_kind(rows: Sequence[dict]) -> tuple[list[dict], list[dict]]:
     """The training rows and the validation rows."""
     # Rows of older releases have no kind.
     kinds = [row.get("kind", "validation" if "validation_loss" in row else "train") for row in rows]
-    return tuple([row for row, of in zip(rows, kinds, strict=True) if of == kind] for kind in ("train", "validation"))
+    train, validation = (
+        [row for row, of in zip(rows, kinds, strict=True) if of == kind] for kind in ("train", "validation")
+    )
+    return train, validation
 
 
 def keep_aside(path: Path) -> None:

@@ -176,7 +176,7 @@ def time_by_kind(events: Iterable[dict[str, Any]]) -> tuple[float, list[KindTime
             parent = parent.parent
         is_backward = name.startswith(_ENGINE) or (parent is not None and parent.is_backward)
         kind = kind_of(name) or (parent.kind if parent is not None else None)
-        maker = spans.get(makers.get((thread, start)))
+        maker = spans.get(makers.get((thread, start), ()))
         if maker is not None and is_backward:
             kind = maker.kind
             if parent is not None:  # the engine's operator around it
@@ -192,8 +192,8 @@ def time_by_kind(events: Iterable[dict[str, Any]]) -> tuple[float, list[KindTime
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     if kernels:
         for kernel in kernels:
-            span = launched.get(kernel.get("args", {}).get("correlation"))
-            sums[(span and span.kind) or REST][bool(span and span.is_backward)] += kernel["dur"]
+            launcher = launched.get(kernel.get("args", {}).get("correlation"))
+            sums[(launcher and launcher.kind) or REST][bool(launcher and launcher.is_backward)] += kernel["dur"]
         sums[IDLE][0] = max(length - _covered(kernels), 0.0)
     else:
         threads = {step["tid"] for step in steps}
@@ -226,10 +226,10 @@ def flops_by_kind(
     """
     flops: dict[str, float] = defaultdict(float)
     for name, per_token in product_flops(names, shape, adapter).items():
-        flops[kind_of(name.rpartition(".")[0])] += per_token * tokens
+        flops[str(kind_of(name.rpartition(".")[0]))] += per_token * tokens
         if name.endswith(".self_attn.o_proj.weight"):
             core = kind_of(name.replace("o_proj.weight", "core"))
-            flops[core] += pair_flops(shape) * half_pairs / 2
+            flops[str(core)] += pair_flops(shape) * half_pairs / 2
     return dict(flops)
 
 

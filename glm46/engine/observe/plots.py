@@ -71,16 +71,16 @@ def _draw_run(axes: "Axes", panel: Shown, run: Run, colour: str, x: str) -> None
     marker = "." if len(steps) == 1 else None
     axes.plot(steps, _values(run.train, columns), color=colour, linewidth=1.8, marker=marker)
     for column, shape in zip(_of_validation(panel, run), itertools.cycle("os^Dv")):
-        points = _values(run.validation, (x,)), _values(run.validation, (column,))
-        axes.plot(*points, shape, color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
+        xs, ys = _values(run.validation, (x,)), _values(run.validation, (column,))
+        axes.plot(xs, ys, shape, color=colour, markersize=6, markeredgecolor="white", zorder=3, clip_on=False)
         if part := split_column(column)[1]:
-            axes.annotate(part, [values[-1] for values in points], fontsize=7)
+            axes.annotate(part, (xs[-1], ys[-1]), fontsize=7)
 
 
 def _of_validation(panel: Shown, run: Run) -> list[str]:
     """Columns of a chart's points: the figure over all sources, or those of sets that have no such figure."""
     known = {column for row in run.validation for column in row}
-    if panel.validation in known:
+    if panel.validation is not None and panel.validation in known:
         return [panel.validation]
     return sorted(column for column in known if split_column(column)[0] == panel.validation)
 

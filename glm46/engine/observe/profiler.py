@@ -123,8 +123,8 @@ class Profiler:
                 compat.record_allocations(True)
             actions = [ProfilerAction.WARMUP] * (recorded - step)
             actions += [ProfilerAction.RECORD_AND_SAVE, ProfilerAction.NONE]
-            activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA if self._on_gpu else None}
-            self._profile = profile(activities=activities - {None}, schedule=actions.__getitem__)
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+            self._profile = profile(activities=activities, schedule=actions.__getitem__)
             self._profile.start()
         if step == recorded:
             for prefix, model in self._run.models:

@@ -88,8 +88,8 @@ class Report:
 
     def config(self, text: str) -> None:
         """Write the resolved configuration to TensorBoard, at the first step that uses it."""
-        if self._is_main and self._tensorboard is not None:
-            self._keep(self._tensorboard.folder, lambda: self._tensorboard.write_config(text))
+        if self._is_main and (board := self._tensorboard) is not None:
+            self._keep(board.folder, lambda: board.write_config(text))
 
     def message(self, text: str) -> None:
         """Write a message to the console and log.txt."""
@@ -131,8 +131,8 @@ class Report:
             self._folder / ROWS_FILE,
             lambda: self._history.write({"kind": kind, "unix_seconds": round(now, 3), **plain}),
         )
-        if self._tensorboard is not None:
-            self._keep(self._tensorboard.folder, lambda: self._tensorboard.write(kind, plain, now))
+        if (board := self._tensorboard) is not None:
+            self._keep(board.folder, lambda: board.write(kind, plain, now))
         if self._tracker is not None:
             self._tracker.write(plain)
         return plain

@@ -47,8 +47,8 @@ class Tracker:
         is_new: bool,
         report: Callable[[str], None],
     ):
-        name, keys = metrics.tracker, dict(_dotted(config))
-        if fault := tracker_fault(name):
+        name, keys = str(metrics.tracker), dict(_dotted(config))
+        if fault := tracker_fault(metrics.tracker):
             raise UserError(fault)
         module = importlib.import_module(name)
         self._name, self._report, self._has_failed = name, report, False

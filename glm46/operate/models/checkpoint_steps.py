@@ -108,7 +108,8 @@ def _print_summary(summary: CheckpointSummary, good: str) -> None:
         print(f"{'':>10} {fault}")
 
 
-def _size(count: int) -> str:
+def _size(count: int | None) -> str:
+    count = count or 0
     power = min(int(math.log(count, 1024)), 5) if count else 0
     return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 

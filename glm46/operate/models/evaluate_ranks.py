@@ -4,13 +4,13 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import tomli
 
@@ -63,7 +63,7 @@ def evaluate(arguments: argparse.Namespace, sources: dict[str, Path]) -> None:
             else nullcontext(lambda _: None)
         ) as advance:
             for task, measure in work.measures.items():
-                score = {"against": partial(compare, work.other), "drafts": draft_scores}.get(task)
+                score: Any = {"against": partial(compare, cast(Loaded, work.other)), "drafts": draft_scores}.get(task)
                 found[task] = measure_rows(work.loaded, measure, results, training.document_mask, advance, score)
         if work.other is not None:
             found["against"]["other"] = str(arguments.against)
@@ -82,7 +82,8 @@ def _standard(work: "_Work") -> dict[str, Any] | None:
     """The result of standard tasks on rank 0; on other ranks None. Collective."""
     answers = Answers(work.loaded, work.results)
     if work.standard is None:
-        return answers.follow()
+        answers.follow()
+        return None
     from glm46.engine.evaluation.lm_eval_model import LmEvalModel
 
     model, tokenizer, _ = work.loaded
@@ -131,10 +132,10 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     measures = _measures(arguments, manifests, loaded, training, lengths)
     other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None
     if other is not None:
-        measures["against"] = Against(measures["loss"], _digest(_files([arguments.against])))
+        measures["against"] = Against(cast(Loss, measures["loss"]), _digest(_files([arguments.against])))
     text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    identity = {"text": _digest(text), "dtype": dtype}
+    identity: dict[str, Any] = {"text": _digest(text), "dtype": dtype}
     if model.router_temperature != 1.0:  # results of earlier versions were computed at 1
         identity["router_temperature"] = model.router_temperature
     results = _open_results(arguments, identity, keeps=mesh.rank == 0)
@@ -199,7 +200,7 @@ def _measures(
 ) -> dict[str, Measure]:
     """The tasks, in the order of `TASKS`."""
     tokenizer, depths = loaded.tokenizer, loaded.model.shape.num_nextn_predict_layers
-    usual = {"samples": arguments.samples, "seed": arguments.seed}
+    usual: dict[str, Any] = {"samples": arguments.samples, "seed": arguments.seed}
     of_loss = partial(
         Loss,
         manifests,
@@ -208,7 +209,7 @@ def _measures(
         samples=arguments.samples,
         document_mask=training.document_mask,
     )
-    make = {
+    make: dict[str, Callable[[], Measure]] = {
         "loss": of_loss,
         "drafts": lambda: Drafts(of_loss(mtp_depth=depths), depths),
         "position": lambda: Position(manifests, lengths=lengths, **usual),

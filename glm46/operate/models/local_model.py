@@ -126,7 +126,8 @@ class LocalModel:
         """
         names = ["input_ids", "labels", "positions", "document_ids"]
         names += ["mtp_input_ids", "mtp_labels"] if mtp_weight else []
-        inputs: Any = {name: value.to(self.device) for name, value in batch.items() if name in names}
+        columns: Any = batch.items()
+        inputs: Any = {name: value.to(self.device) for name, value in columns if name in names}
         totals = count_targets([batch], self.shape.num_nextn_predict_layers)
         return next_token_loss(self.module(**inputs), totals, mtp_weight)
 
