@@ -8,6 +8,7 @@ python scripts/draw_first_page.py outputs/debug outputs/rl_debug run.log docs/im
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -41,7 +42,8 @@ def main(run: Path, rl_run: Path, log: Path, output: Path) -> None:
     axes = figure.add_subplot(grid[:, 1])
     axes.set_facecolor("#1b1f23")
     axes.set(xticks=[], yticks=[])
-    lines = [line[:_COLUMNS] for line in log.read_text(encoding="utf-8").splitlines() if line.strip()][-_LINES:]
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [part for line in lines for part in textwrap.wrap(line, _COLUMNS, replace_whitespace=False)][-_LINES:]
     axes.text(
         0.012, 0.98, "\n".join(line.replace("$", r"\$") for line in lines), transform=axes.transAxes, va="top",
         family="monospace", fontsize=6.3, linespacing=1.45, color="#e6e6e6",

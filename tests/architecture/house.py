@@ -132,7 +132,11 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("engine/evaluation", 3, "types that mypy holds"),
     ("engine/observe", 4, "types that mypy holds"),
     ("operate/models", 1, "types that mypy holds"),
-    ("operate/launch", 4, "the environment that run_train.sh has made is named; the end of a rank says what goes on"),
+    (
+        "operate/launch",
+        9,
+        "a finished run says how to ask its model; the environment that run_train.sh has made is named; the end of a rank says what goes on",
+    ),
     ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
     ("commands", 84, "the options of rl-servers; benchmark links and finetune"),
     ("config", 29, "reward models: their loss, their rules, their table among rewards"),

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from glm46.compute.distributed.environment import set_variable, set_variables, visible_gpus
 from glm46.config.ablation import require_one_run
 from glm46.config.check import check_config
-from glm46.config.command_line import Start, module_command, replace_overrides
+from glm46.config.command_line import Start, module_command, replace_overrides, short
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config, load_config
@@ -50,6 +51,7 @@ from glm46.operate.launch.rendezvous import (
 from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, keep_running, known_step
 from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, Standby, load_torchrun, run_ranks
 from glm46.run.plan import Plan, resolve_plan
+from glm46.storage.checkpoint.integrity import published_steps, step_folder
 
 _LONGER = 4
 """Factor on the budget of the longer run that is proposed at the end."""
@@ -314,7 +316,10 @@ def describe_next(plan: Plan, start: Start) -> str:
         "job.dump_folder": f"{plan.config.job.dump_folder}_longer",
         **{key: f"{folder}_longer" for key, folder in plan.config.folders_apart.items()},
     }
-    lines = [f"all keys      {module_command()} train --help"]
+    lines, folder = [f"all keys      {module_command()} train --help"], plan.config.checkpoint_folder
+    if plan.config.adapter is None and (saved := published_steps(folder)):
+        step = step_folder(folder, saved[-1])
+        lines.insert(0, f"ask it        {module_command()} generate --checkpoint {quote(short(step))} --prompt '...'")
     try:
         config = load_config(start.config, replace_overrides(start.overrides, values), world_size=world_size)
         manifests = {source.name: load_manifest(Path(source.path), full=False) for source in config.data.sources}

@@ -315,6 +315,9 @@ def test_next_command_is_the_same_with_a_larger_budget(make_config, tmp_path):
     config = load_config(config_file, typed.overrides, world_size=2)
     longer, keys = describe_next(resolve_plan(config, 2), typed).splitlines()
     assert longer.startswith("Next: train longer  ") and keys.endswith(" -m glm46 train --help")
+    (config.checkpoint_folder / "step-000003").mkdir(parents=True)
+    (ask,) = [line for line in describe_next(resolve_plan(config, 2), typed).splitlines() if "  ask it  " in line]
+    assert ask.endswith(f"generate --checkpoint {config.checkpoint_folder / 'step-000003'} --prompt '...'")
     parser = config_parser("launch")
     parser.add_argument("--nproc")
     _, _, command = longer.partition(" launch ")
