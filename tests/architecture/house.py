@@ -135,7 +135,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     (
         "operate/launch",
         9,
-        "a finished run says how to ask its model; the environment that run_train.sh has made is named; the end of a rank says what goes on",
+        "the end of a run says how to ask its model, of a rank how to go on; the environment made before",
     ),
     ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
     ("commands", 84, "the options of rl-servers; benchmark links and finetune"),
