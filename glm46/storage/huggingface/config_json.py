@@ -113,7 +113,7 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
 
 def _complete_latent(raw: dict[str, Any]) -> dict[str, Any]:
     """Add what absent keys of a latent config mean, in place; and the values that keys must have if they are there."""
-    parts = [raw.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    parts: list[Any] = [raw.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
     width = sum(parts) if all(isinstance(part, int) for part in parts) else raw.get("v_head_dim")
     fixed = {"head_dim": parts[1], "qk_head_dim": width, "v_head_dim": width, "use_qk_norm": False}
     fixed |= {"num_key_value_heads": raw.get("num_attention_heads"), "attention_bias": False}

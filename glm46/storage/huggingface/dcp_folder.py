@@ -7,6 +7,7 @@ found under any prefix, by Hugging Face's names or by ours. Such a folder has no
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -40,8 +41,10 @@ class DcpFolder:
 
     def __init__(self, folder: Path, shape: ModelShape):
         self._folder, self.bytes_moved = folder, 0
-        self._metadata, faults = read_metadata(folder)
+        metadata, faults = read_metadata(folder)
         raise_if(faults)
+        assert metadata is not None, "or there is a fault"
+        self._metadata = metadata
         stored = {_WRAPPERS.sub("", name): name for name in self._metadata.state_dict_metadata}
         self.form, prefix = _form_and_prefix(folder, stored, shape)
         roots = {part.partition(".")[0] for part in HFNames(shape, repeat_shared=True, form=self.form).places}
@@ -56,7 +59,7 @@ class DcpFolder:
         raise_if([f"{path}: {fault}" for path, fault in texts if fault is not None])
         files = {path.name: FileRecord(path.stat().st_size, "") for path in folder.iterdir() if path.is_file()}
         raise_if(check_metadata(folder, self._metadata, files, list(self._stored.values())))
-        entries = {name: self._metadata.state_dict_metadata[own] for name, own in self._stored.items()}
+        entries: dict[str, Any] = {name: self._metadata.state_dict_metadata[own] for name, own in self._stored.items()}
         self.records = {name: Record(of.properties.dtype, tuple(of.size), 0) for name, of in entries.items()}
         self.note = _note(folder, prefix, self.form, set(stored.values()) - set(self._stored.values()))
 

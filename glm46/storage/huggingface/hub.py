@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from glm46.config.errors import UserError
 from glm46.config.hub_ids import hub_keys
@@ -48,7 +49,7 @@ def with_folders(argv: Sequence[str], folders: Mapping[str, str]) -> list[str]:
 def fetched_keys(config: Section) -> dict[str, str]:
     """The local folder or file of each key of a config that is an id, by its dotted key; see `local_path`. Raises
     UserError with one fault for each key that cannot be had."""
-    found, faults = {}, []
+    found, faults = dict[str, str](), list[str]()
     for key, mark, value in hub_keys(config):
         try:
             found[key] = str(local_path(value, mark, f"{key} ="))
@@ -117,12 +118,13 @@ def config_folder(stated: Path) -> Path | None:
     return None
 
 
-def _snapshot(repository: str, revision: str | None, at: str, **wanted: object) -> Path:
+def _snapshot(repository: str, revision: str | None, at: str, **wanted: Any) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError:
         raise UserError(f"{at}: huggingface_hub is not installed; pip install 'glm46[hf]', or give a folder") from None
+    http_errors: Any = HfHubHTTPError.__bases__
     try:
         return Path(snapshot_download(repository, revision=revision, **wanted))
     except RevisionNotFoundError as error:
@@ -132,7 +134,7 @@ def _snapshot(repository: str, revision: str | None, at: str, **wanted: object) 
             f"{at}: no such repository, or one that needs a token; correct the id, or run hf auth login or set HF_TOKEN"
         ) from error
     # The last are errors of the HTTP library, which differs between releases of huggingface_hub.
-    except (OSError, ValueError, *HfHubHTTPError.__bases__) as error:
+    except (OSError, ValueError, *http_errors) as error:
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         kind = " --repo-type dataset" if wanted["repo_type"] == "dataset" else ""
         raise UserError(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,7 +176,8 @@ class FolderReader:
         """Read a box of a weight into the format of its scales, without converting it if the folder has the same one;
         returns whether it is finite."""
         base_dtype, (bits, columns, *_) = base_dtype_of(scales), format_of(scales)
-        *rows, held = overlap.local
+        rows: list[Any] = [*overlap.local]
+        held = rows.pop()
         if self.is_as_stored(hf_name, base_dtype):
             parts = self._parts(hf_name, overlap.box)
             if isinstance(self.scheme, Int4):

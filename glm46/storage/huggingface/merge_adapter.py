@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -116,8 +116,9 @@ class _Merge:
         self._target = target = torch.bfloat16 if is_int4 and target is None else target
         if self.reader.names.form is not Form.PER_EXPERT:
             raise UserError(f"{base}: has {self.reader.names.form.value}; give what convert to-hf writes from it")
-        self.scheme = self.reader.scheme if target is None else target if isinstance(target, Scheme) else None
-        """Of the output's FP8 weights."""
+        own = self.reader.scheme if target is None else target
+        self.scheme = cast(Any, own if isinstance(own, Scheme) else None)
+        """`Scheme` of the output's FP8 weights; None if there are none."""
         self.adapter = AdapterFolder(adapter, shape)
         self._stored = find_tensors(base)  # those included that the model does not have
         places, weights = self.reader.names.places.items(), set(self.adapter.weights)

@@ -42,7 +42,7 @@ def import_adapter(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor
             stage.value = error and error.faults
     raise_if(stage.values[0] or [])
     with ranks.stage(f"reading {folder}") as stage, AdapterFolder(folder, shape) as adapter:
-        faults = []
+        faults = list[str]()
         for name, tensor in tensors.items():
             _, error = catch_user_error(lambda: _fill(adapter, name, tensor, scale))  # noqa: B023 - called at once
             faults += error.faults if error else ()

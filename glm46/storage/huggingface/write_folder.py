@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -138,7 +138,7 @@ def _local(tensor: Source) -> Source:
 
 def _intervals(tensor: Source) -> tuple[tuple[Interval, ...], ...]:
     """For each dimension, the intervals that this rank holds."""
-    return tuple(tuple(intervals_of(index)) for index in global_indices(tensor))
+    return tuple(tuple(intervals_of(index)) for index in global_indices(cast(Tensor, tensor)))
 
 
 class _FolderWriter:
