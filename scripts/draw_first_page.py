@@ -16,7 +16,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-_LINES, _COLUMNS = 27, 112
+_LINES, _COLUMNS = 27, 128
 """Of the terminal."""
 
 
@@ -44,9 +44,10 @@ def main(run: Path, rl_run: Path, log: Path, output: Path) -> None:
     axes.set(xticks=[], yticks=[])
     lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
     lines = [part for line in lines for part in textwrap.wrap(line, _COLUMNS, replace_whitespace=False)][-_LINES:]
+    # Browsers join ordinary blanks of SVG text, and indentation would be lost.
     axes.text(
-        0.012, 0.98, "\n".join(line.replace("$", r"\$") for line in lines), transform=axes.transAxes, va="top",
-        family="monospace", fontsize=6.3, linespacing=1.45, color="#e6e6e6",
+        0.012, 0.98, "\n".join(line.replace("$", r"\$").replace(" ", "\u00a0") for line in lines), transform=axes.transAxes, va="top",
+        family="monospace", fontsize=5.8, linespacing=1.45, color="#e6e6e6",
     )  # fmt: skip
     figure.savefig(output, bbox_inches="tight", metadata={"Date": None})
 
