@@ -46,7 +46,7 @@ def main(run: Path, rl_run: Path, log: Path, output: Path) -> None:
     lines = [part for line in lines for part in textwrap.wrap(line, _COLUMNS, replace_whitespace=False)][-_LINES:]
     # Browsers join ordinary blanks of SVG text, and indentation would be lost.
     axes.text(
-        0.012, 0.98, "\n".join(line.replace("$", r"\$").replace(" ", "\u00a0") for line in lines), transform=axes.transAxes, va="top",
+        0.012, 0.98, "\n".join(lines).replace("$", r"\$").replace(" ", "\u00a0"), transform=axes.transAxes, va="top",
         family="monospace", fontsize=5.8, linespacing=1.45, color="#e6e6e6",
     )  # fmt: skip
     figure.savefig(output, bbox_inches="tight", metadata={"Date": None})
