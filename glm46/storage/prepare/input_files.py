@@ -5,6 +5,7 @@ glm46. It is read in place and never shipped, and needs no network. Licences: PS
 for the packages that glm46 depends on.
 """
 
+import errno
 import glob
 import hashlib
 import importlib.util
@@ -109,6 +110,8 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _refuse_folder(error: OSError) -> None:
+    if error.errno == errno.ELOOP:  # deep inside of a loop that a glob has followed
+        return
     raise UserError(f"{error.filename}: cannot be read: {error.strerror}; grant access, or leave it out") from error
 
 

@@ -12,12 +12,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from glm46.config.data import SourceConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
+from glm46.config.section import is_hub_address
 from glm46.config.text_recipe import TextRecipe
 from glm46.files.durable import sync_folder
 from glm46.files.local_disk import leads_nowhere
@@ -63,7 +64,7 @@ def prepare_run(plan: Plan, *, report: Callable[[str], None], local_inputs: Loca
     for source in present:
         raise_for_source(manifests[source.name], tokenizer)
         if source.recipe is not None:
-            require_recipe(manifests[source.name], text_recipe(source, model.tokenizer_path))
+            require_recipe(manifests[source.name], text_recipe(source, model.tokenizer_path), report)
     for source in missing:
         recipe = text_recipe(source, model.tokenizer_path)
         prepare_text(recipe, report=report, flavor=model.flavor, local_inputs=local_inputs)
@@ -105,7 +106,7 @@ def prepare_text(
     with _disk_errors_explained(Path(recipe.output)), _exclusive(Path(recipe.output), report):
         manifest = _existing(recipe, tokenizer)
         if manifest:
-            require_recipe(manifest, recipe)
+            require_recipe(manifest, recipe, report)
             raise_for_source(manifest, tokenizer)
             report(f"{recipe.output}: already prepared; remove the folder to make it again")
             return manifest
@@ -113,8 +114,8 @@ def prepare_text(
         return _prepare(recipe, tokenizer, report, local_inputs)
 
 
-def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
-    """Check that the shards were made with this recipe.
+def require_recipe(manifest: Manifest, recipe: TextRecipe, report: Callable[[str], None]) -> None:
+    """Check that the shards were made with this recipe; report if the files of its input have changed since then.
 
     Raises:
         UserError: one fault per key that differs.
@@ -129,6 +130,15 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe) -> None:
     ]
     if faults:
         raise UserError(*faults)
+    known = manifest.settings.get("files"), manifest.settings.get("bytes")  # older shards have no "bytes"
+    if known[1] is None or any(one.startswith(BUILTIN) or is_hub_address(one) for one in recipe.input):
+        return
+    with suppress(UserError):  # the text may be gone, or on another machine
+        listing = _listing(find_files(recipe.input, "input"))
+        now = len(listing), sum(size for _, size, _ in listing)
+        if now != known:
+            before, after = (f"{counted(files, 'file')}, {amount(size, 'B')}" for files, size in (known, now))
+            report(f"{manifest.folder}: made from {before}; input holds {after} now; remove the folder to use these")
 
 
 def _settings(recipe: TextRecipe) -> dict:
@@ -156,7 +166,9 @@ def _prepare(
     started = time.monotonic()
     files = find_files(local_inputs(recipe.input), "input")
     output, parts = Path(recipe.output), parts_of(files, Fields.of(recipe))
-    settings = _settings(recipe) | {"pipeline": PIPELINE, "files": len(files)}
+    listing = _listing(files)
+    read = {"files": len(files), "bytes": sum(size for _, size, _ in listing)}
+    settings = _settings(recipe) | {"pipeline": PIPELINE, **read}
     evaluation = _listing(find_files(recipe.decontaminate, "decontaminate"))
     if recipe.is_chat and (format := find_format(tokenizer)) is not GLM_45:
         settings[FORMAT_KEY] = format.name
@@ -164,7 +176,7 @@ def _prepare(
         settings["verifier"] = version
     # The cuts into parts and pieces do not change the shards, but unfinished work with other cuts cannot be continued.
     cuts = [PIECE_BYTES, DOCUMENT_BYTES, *((p.start, p.stop) for p in parts)]
-    key = _key(settings, tokenizer.fingerprint, _listing(files), evaluation, cuts)
+    key = _key(settings, tokenizer.fingerprint, listing, evaluation, cuts)
     partial = _partial_folder(output, key)
     total = sum(part.size_bytes for part in parts)
     report(f"preparing {recipe.name}: {counted(len(files), 'file')}, {amount(total, 'B')}, into {output}")

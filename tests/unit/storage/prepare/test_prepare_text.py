@@ -335,6 +335,13 @@ def test_a_recipe_that_changed_does_not_pass_for_the_old_one(folder, tmp_path):
         prepare(tmp_path, filter="prose", held_out=0.5)
     assert len(caught.value.faults) == 2
     assert "made with held_out = 0.0, the recipe says 0.5; remove the folder" in caught.value.faults[0]
+    said = []
+    prepare(tmp_path, report=said.append)
+    assert [line for line in said if "made from" in line] == []
+    write_lines(folder / "b.jsonl", ["one more text"])
+    prepare(tmp_path, report=said.append)
+    (line,) = [line for line in said if "made from" in line]
+    assert "made from 1 file, " in line and "input holds 2 files, " in line and "remove the folder" in line
     with pytest.raises(UserError, match="made with input = .*, the recipe says .*elsewhere.*; remove the folder"):
         prepare(tmp_path, input=[str(tmp_path / "elsewhere")])
 
