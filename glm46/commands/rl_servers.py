@@ -53,7 +53,7 @@ def rl_servers_command(argv: Sequence[str]) -> int:
     print(show(servers), flush=True)
     if not arguments.run:
         return 0
-    if {*servers.urls} != {*(stated := config.rollout.urls if config.rollout else ())}:
+    if {*servers.urls} != {*(stated := servers.rollout.urls)}:
         raise UserError(
             f"rollout.urls: {list(stated)}, and these servers will be at {servers.urls}; correct "
             "rollout.urls, or --hosts"

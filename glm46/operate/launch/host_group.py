@@ -88,7 +88,7 @@ class HostGroup:
         Raises:
             UserError: the client is not installed.
         """
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(lambda *asked: _wait(self.start(*asked, **pipes), seconds), hosts, commands))
 

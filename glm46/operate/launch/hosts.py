@@ -67,7 +67,8 @@ class HostNodes:
         self._nodes: list[NodeClient] = []
         self._events: queue.Queue[tuple[NodeClient, str | int]] = queue.Queue(HELD_LINES)
         self._is_running = False
-        self.newest_step, self.hung_ranks, self.failed_at, self.is_final = 0, set(), None, False
+        self.newest_step, self.hung_ranks, self.is_final = 0, set[int](), False
+        self.failed_at: float | None = None
         self.signal_number: int | None = None
         self._signalled_at = 0.0
         self._listener = SignalListener(self._on_signal, (*SIGNALS, signal.SIGQUIT))
@@ -122,7 +123,7 @@ class HostNodes:
             with suppress(queue.Empty):
                 node, event = self._events.get(timeout=_POLL_SECONDS)
                 if not node.take(event):
-                    node.held.append(event)
+                    node.held.append(str(event))
             if not is_half_known and 2 * sum(node.has_answered for node in self._nodes) >= len(self._nodes):
                 is_half_known, end = True, min(end, time.monotonic() + late_seconds)
         found: dict[str, list[NodeClient]] = {}
@@ -148,13 +149,13 @@ class HostNodes:
         for node in self._nodes:
             while node.held:
                 self._print(node, node.held.popleft())
-        codes = []
+        codes = list[int]()
         while len(codes) < len(self._nodes):
             with suppress(queue.Empty):
                 node, event = self._events.get(timeout=_POLL_SECONDS)
                 had_ended = node.code is not None
                 if not node.take(event):
-                    self._print(node, event) if node in self._nodes else node.held.append(event)
+                    self._print(node, str(event)) if node in self._nodes else node.held.append(str(event))
                 elif node.code is not None and not had_ended and node in self._nodes:
                     codes.append(self._end_of(node, node.code, is_first=not codes))
             self._ask()
@@ -181,7 +182,7 @@ class HostNodes:
 
     def disconnected_hosts(self) -> list[Host]:
         """The other hosts whose connection was lost in the last start."""
-        return [node.host for node in self._nodes if not node.is_lost and _is_disconnect(node.code)]
+        return [node.host for node in self._nodes if not node.is_lost and _is_disconnect(node.code or 0)]
 
     def first_failed_host(self) -> Host | None:
         """The host whose rank was the first to fail in the last start, by the clocks of the hosts."""

@@ -178,11 +178,11 @@ class _Starts:
         """
         if lost := self.nodes.lost_hosts():
             self._remove(lost, "no answer")
-        hung = [training[rank // self._processes] for rank in self.nodes.hung_ranks]
-        suspects = [*self.nodes.disconnected_hosts(), *hung]
+        hung = [training[rank // (self._processes or 1)] for rank in self.nodes.hung_ranks]
+        suspects: list[Host] = [*self.nodes.disconnected_hosts(), *hung]
         first = self.nodes.first_failed_host()
         failed = (first, self.nodes.newest_step) if first is not None and not lost and not suspects else None
-        if failed is not None and failed == self._failed:
+        if first is not None and failed is not None and failed == self._failed:
             suspects, failed = [first], None
         self._failed = failed
         for host in self._places.exchange([host for host in dict.fromkeys(suspects) if host not in lost]):
@@ -205,12 +205,12 @@ class _Starts:
 
     def _use_fewer_replicas(self) -> bool:
         """Choose fewer replicas of the model, as the config allows; False if too few hosts are left."""
-        if self._processes is None:
+        if (of_node := self._processes) is None:
             return False
         config = self._load(self._arguments, self._overrides, None)
 
         def accepts(values: dict[str, str], processes: int) -> bool:
-            if processes % self._processes:
+            if processes % of_node:
                 return False
             try:
                 self._load(self._arguments, replace_overrides(self._overrides, values), processes)
@@ -218,12 +218,12 @@ class _Starts:
                 return False
             return True
 
-        left = len(self._places.training) * self._processes
-        found = fewer_replicas(config, self._full * self._processes, left, accepts)
+        left = len(self._places.training) * of_node
+        found = fewer_replicas(config, self._full * of_node, left, accepts)
         if found is None:
             return False
         self._replicas, processes = found
-        self._count = processes // self._processes
+        self._count = processes // of_node
         self._places.keep(self._count)
         replicas = self._replicas["parallelism.data_parallel_replicate_degree"]
         names = " ".join(host.name for host in self._places.training)

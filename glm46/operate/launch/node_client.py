@@ -67,8 +67,8 @@ class NodeClient:
         self._is_ended = False  # by this process: a signal, or the request to kill the ranks, was sent
         group = HostGroup(connection)
         self._test = group.test(host)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self._client = group.start(host, command, **pipes)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self._client: Any = group.start(host, command, **pipes)
         threading.Thread(target=self._read, args=(events,), name=self.name, daemon=True).start()
 
     def _read(self, events: queue.Queue) -> None:

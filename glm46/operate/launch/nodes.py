@@ -97,8 +97,8 @@ def _from_names(variables: Mapping[str, str], prefix: str) -> Nodes:
     rank = _number(variables, f"{prefix}NODE_RANK", None if prefix and count > 1 else "0")
     host, port = variables.get(f"{prefix}MASTER_ADDR", ""), _number(variables, f"{prefix}MASTER_PORT", str(_PORT))
     # Other values than numbers, such as auto, leave the choice to `launch`.
-    processes = variables.get(f"{prefix}NPROC_PER_NODE", "") if prefix else ""
-    processes = int(processes) if processes.isdecimal() and int(processes) else None
+    stated = variables.get(f"{prefix}NPROC_PER_NODE", "") if prefix else ""
+    processes = int(stated) or None if stated.isdecimal() else None
     return Nodes(count, rank, host, port, variables.get("SLURM_JOB_ID", "glm46"), processes)
 
 
@@ -167,7 +167,7 @@ def refuse_hosts(hosts: Sequence[Host], processes: int | None, variables: Mappin
         processes: of each node, from the command line; None if it leaves them to the hostfile.
         variables: environment variables that name nodes, see `VARIABLES`.
     """
-    faults, lines = [], {}
+    faults, lines = list[str](), dict[str, list[int]]()
     for host in hosts:
         lines.setdefault(host.name.lower(), []).append(host.line)
     for name, places in lines.items():

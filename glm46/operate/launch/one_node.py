@@ -141,7 +141,8 @@ def take_orders(arguments: argparse.Namespace, overrides: Sequence[str], standby
 def _follow(order: dict[str, Any], arguments: argparse.Namespace, standby: Standby, driver: Driver) -> int | None:
     """Answer an order, and start the ranks once if the driver says so; returns the exit code, None without a start."""
     number, overrides = order["number"], order["overrides"]
-    known, faults, saved = {"versions": describe_version()}, (), None
+    known: dict[str, Any] = {"versions": describe_version()}
+    faults: Sequence[str] = ()
     try:
         saved = SavedSteps(load_run(arguments, overrides, None), order["newest_step"])
         saved.wait(ANSWER_SECONDS / 2, _report)
@@ -229,7 +230,7 @@ def _train(
         repeat: calls the function that it gets, which starts the ranks and waits for their end, once or more.
     """
     plan, nodes = ready.plan, ready.nodes
-    standby.prepare(plan.config, ready.machine.cores, ready.processes)
+    server = standby.prepare(plan.config, ready.machine.cores, ready.processes)
 
     def start(number: int, times: StartTimes) -> End:
         require_free_port(nodes, number)
@@ -239,7 +240,7 @@ def _train(
             options = rendezvous_options(nodes, ready.processes, number)
             exporter.starts(number)
             command = ["train", "--exported", "--config", str(arguments.config), *ready.of_ranks]
-            return run_ranks(options, command, standby.signals, standby.server, times)
+            return run_ranks(options, command, standby.signals, server, times)
 
     with exporting(plan.config if nodes.rank == 0 else None) as exporter, saved.watched():
         if nodes.rank == 0:
@@ -277,7 +278,7 @@ def _refuse_state_folder(plan: Plan, processes: int) -> None:
     optimizer = plan.config.optimizer
     if optimizer.state_offload != "nvme":
         return
-    folder = Path(optimizer.state_offload_folder)
+    folder = Path(str(optimizer.state_offload_folder))
     fault, needed = local_disk_fault(folder), largest_stage(stage_memory(plan)).disk * processes
     if fault is None and needed > (free := shutil.disk_usage(folder).free):
         has = f"{free / 2**30:,.2f} GiB of {folder}"

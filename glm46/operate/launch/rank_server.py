@@ -65,7 +65,7 @@ class RankProcess:
         """
         if not self._ended.wait(min(timeout, self._server.seconds_to_follow())):
             raise subprocess.TimeoutExpired("rank", timeout)
-        return self.returncode
+        return self.returncode or 0
 
 
 class RankServer:
@@ -174,7 +174,7 @@ def serve(descriptor: int, modules: Sequence[str]) -> list[str] | None:
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children, received = set(), b""
+    children, received = set[int](), b""
     while True:
         readable, _, _ = select.select([descriptor, woken], [], [])
         if woken in readable:

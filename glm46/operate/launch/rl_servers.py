@@ -6,12 +6,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.presets import resolve_shape
+from glm46.config.rl_data import PromptsConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import Accelerator
 from glm46.operate.estimate.other_networks import inference_bytes
@@ -61,7 +62,8 @@ class ServerPlan:
                 'rollout.kind: its ranks generate themselves, so it has no servers; set "vllm" or "sglang", or start '
                 "the run alone"
             )
-        self.config, self.kind, self._gpu, self._folder = config, rollout.kind, gpu, folder
+        self.config, self.rollout, self._rl = config, rollout, config.rl
+        self.kind, self._gpu, self._folder = rollout.kind, gpu, folder
         self._shape = resolve_shape(config.model)
         self.context = longest_prompt(config) + rollout.max_new_tokens
         if self.context > self._shape.max_position_embeddings:
@@ -100,16 +102,18 @@ class ServerPlan:
     def _weights(self, engine: ServerSplit) -> float:
         """Bytes of a GPU for its weights."""
         weights = inference_bytes(self._shape, engine.layout, self.config.training.mixed_precision_param)
-        return weights / (2 if self.config.rollout.weights_dtype else 1)
+        return weights / (2 if self.rollout.weights_dtype else 1)
 
     def _needed(self, engine: ServerSplit) -> float:
         """Bytes of a GPU for its weights, and for keys and values of one longest sample."""
-        dtype, cached = self.config.training.mixed_precision_param, {"rows": 1, "length": self.context}
-        cache = inference_bytes(self._shape, engine.layout, dtype, **cached, copies_weights=False, caches_drafts=True)
+        cache = inference_bytes(
+            self._shape, engine.layout, self.config.training.mixed_precision_param, rows=1, length=self.context,
+            copies_weights=False, caches_drafts=True,
+        )  # fmt: skip
         return self._weights(engine) + cache
 
     def _require_broadcast_fits(self) -> None:
-        if self.kind == "vllm" and self.config.rollout.weights == "broadcast" and self.engine.replicas > 1:
+        if self.kind == "vllm" and self.rollout.weights == "broadcast" and self.engine.replicas > 1:
             raise UserError(
                 f"rollout.weights: vLLM on {self.engine.gpus} GPUs has {self.engine.replicas} replicas of attention, "
                 'and a broadcast reaches one alone; set "disk", rollout.kind = "sglang", or --gpus-per-engine '
@@ -118,7 +122,7 @@ class ServerPlan:
 
     def _hosts_of_urls(self) -> list[Host]:
         """The hosts of rollout.urls, with the GPUs of their servers."""
-        counts = Counter(urlsplit(url).hostname or "" for url in self.config.rollout.urls)
+        counts = Counter(urlsplit(url).hostname or "" for url in self.rollout.urls)
         most = self._gpu.host_gpus // self.engine.gpus
         if not counts or max(counts.values()) > most:
             why = f"a host has room for {counted(most, 'server')}" if counts else "rollout.urls names no host"
@@ -131,7 +135,7 @@ class ServerPlan:
     def _places(self) -> Iterator[tuple[list[tuple[Host, list[int]]], int]]:
         """Hosts with the numbers of their GPUs, and port, of each server."""
         ports: dict[str, list[int]] = {}
-        for url in map(urlsplit, self.config.rollout.urls):
+        for url in map(urlsplit, self.rollout.urls):
             ports.setdefault(url.hostname or "", []).append(url.port or 80)
         free = [(host, list(range(host.slots or self._gpu.host_gpus))) for host in self._hosts]
         count = sum(len(gpus) for _, gpus in free) // self.engine.gpus
@@ -194,10 +198,10 @@ class ServerPlan:
 
     @property
     def _adapts(self) -> bool:
-        return self.config.rollout.send_adapters
+        return self.rollout.send_adapters
 
     def _sglang_options(self) -> list[str]:
-        words = ["--enable-return-routed-experts"] if self.config.rl.routing_replay else []
+        words = ["--enable-return-routed-experts"] if self._rl.routing_replay else []
         words += ["--enable-lora", *self._rank(), "--lora-target-modules", "all"] if self._adapts else []
         if self._shape.num_nextn_predict_layers:
             words += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"]
@@ -207,13 +211,14 @@ class ServerPlan:
     def _vllm_options(self) -> list[str]:
         words = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
         words += ["--worker-extension-cls", "glm_ext.Extension"]
-        words += ["--enable-return-routed-experts"] if self.config.rl.routing_replay else []
+        words += ["--enable-return-routed-experts"] if self._rl.routing_replay else []
         words += ["--enable-lora", *self._rank()] if self._adapts else []
         words += ["--speculative-config", json.dumps(_DRAFTS)] if self._shape.num_nextn_predict_layers else []
         return words
 
     def _rank(self) -> list[str]:
         adapter = self.config.adapter
+        assert adapter is not None, "send_adapters needs them"
         return ["--max-lora-rank", str(max(adapter.rank, adapter.expert_rank or 0))]
 
 
@@ -223,10 +228,11 @@ def longest_prompt(config: RunConfig) -> int:
     Raises:
         UserError: files cannot be read, or have prompts that the run would refuse.
     """
+    assert config.rl is not None and config.rollout is not None
     rl, tokenizer = config.rl.resolved(), load_tokenizer(config.model.tokenizer_path, config.model.flavor)
-    most = config.training.seq_len - config.rollout.max_new_tokens
-    files = dict.fromkeys([rl.prompts.file, *(table.file for table in rl.validation)])
-    read = (read_prompts(Path(f), rl.prompts, tokenizer, most_tokens=most, needs_label=False) for f in files)
+    most, keys = config.training.seq_len - config.rollout.max_new_tokens, cast(PromptsConfig, rl.prompts)
+    files = dict.fromkeys([keys.file, *(table.file for table in rl.validation)])
+    read = (read_prompts(Path(f), keys, tokenizer, most_tokens=most, needs_label=False) for f in files)
     return max(len(prompt.tokens) for prompts in read for prompt in prompts)
 
 
@@ -257,6 +263,6 @@ def show(servers: ServerPlan) -> str:
         lines += ["", f"# on {host}", *(command.text for command in commands)]
     if servers.kind == "sglang":
         lines += ["", "# with --enable-deterministic-inference, which is slower, a resumed run has the same samples"]
-    if {*servers.urls} != {*servers.config.rollout.urls}:
+    if {*servers.urls} != {*servers.rollout.urls}:
         lines += ["", f"# of the run: --rollout.urls '{urls}'"]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 from glm46.operate.launch.host_group import HostGroup
 from glm46.operate.launch.nodes import is_loopback
@@ -19,11 +20,11 @@ def run_servers(servers: ServerPlan, group: HostGroup) -> int:
     Raises:
         UserError: the client of hosts is not installed.
     """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     events: queue.SimpleQueue[tuple[str, str | int]] = queue.SimpleQueue()
-    clients: list[subprocess.Popen] = []
+    clients = list[Any]()
 
-    def read(name: str, client: subprocess.Popen) -> None:
+    def read(name: str, client: Any) -> None:
         for line in client.stdout:
             events.put((name, line.decode(errors="replace").rstrip()))
         events.put((name, client.wait()))

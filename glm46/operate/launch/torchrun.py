@@ -81,8 +81,9 @@ class LauncherSignals:
         Args:
             ranks: exit codes of the ranks of this node. A rank that a signal killed had not installed its handlers yet.
         """
-        is_saved = ranks <= {EXIT_STOPPED, -self.number, -signal.SIGTERM}
-        return code_before_training(self.number) if is_saved else EXIT_SIGNAL + self.number
+        number = self.number or 0
+        is_saved = ranks <= {EXIT_STOPPED, -number, -signal.SIGTERM}
+        return code_before_training(number) if is_saved else EXIT_SIGNAL + number
 
     def _on_signal(self, number: int) -> None:
         name, ranks, now = signal.Signals(number).name, started_ranks(), time.monotonic()
@@ -111,11 +112,12 @@ class Standby:
     signals: LauncherSignals
     server: RankServer | None = None
 
-    def prepare(self, config: RunConfig, cores: int, processes: int) -> None:
+    def prepare(self, config: RunConfig, cores: int, processes: int) -> RankServer:
         """Begin the imports of the ranks, if this has not been done. Call it in the main thread."""
         if self.server is None:
             share_cores(cores, processes)
             self.server = RankServer(["glm46.commands.train", task_module(config)])
+        return self.server
 
     def close(self) -> None:
         """End the server."""
@@ -134,7 +136,7 @@ def run_ranks(
         times: of this start so far; the ranks go on with them.
     """
     server.begin_start()
-    end = _run_torchrun(options, command, signals, lambda *rank: server.start(*rank, times))
+    end = _run_torchrun(options, command, signals, lambda words, variables: server.start(words, variables, times))
     return end._replace(failed_at=server.failed_at)
 
 
