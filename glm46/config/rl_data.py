@@ -67,7 +67,7 @@ class EnvironmentConfig(Section):
     command: Annotated[tuple[str, ...], _COMMAND] = ()
     """The program, as a list of words; paths of files in it lead from the folder that the run was started in. It runs
     on the host of rank 0 in an empty folder, which is removed, with OPENAI_BASE_URL, OPENAI_API_KEY and GLM46_TASK: the
-    row of the prompt without its label, as JSON. Exit code 0 ends the episode well; another one drops its sample."""
+    row of the prompt without its label, as JSON. Exit code 0 ends the episode well; with another one it has failed."""
 
     score_command: Annotated[tuple[str, ...], _COMMAND] = ()
     """A program that runs in the same folder when the first one has ended. Its standard input is JSON: the ``row`` with
@@ -75,7 +75,10 @@ class EnvironmentConfig(Section):
     gives."""
 
     seconds: Annotated[float, _COMMAND] = Field(3600.0, gt=0.0)
-    """Longest time for an episode; then its program is killed and the sample dropped."""
+    """Longest time for an episode; then its program is killed, and it has failed."""
+
+    tries: Annotated[int, _COMMAND] = Field(2, ge=1)
+    """Times that an episode is run which fails, with other seeds. Then its group goes on without it."""
 
     at_once: Annotated[int, _COMMAND] = Field(64, ge=1)
     """Programs that run at the same time."""

@@ -16,6 +16,7 @@ from glm46.tasks.rl.fields import training_fields
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
+from glm46.tasks.rl.rollout.background import begin_samples
 from glm46.tasks.rl.rollouts import Rollout
 from glm46.tasks.rl.sampling import Sampler, demonstrate, generate_rollout
 from glm46.tasks.rl.stepping import StepBuilder, Steps, TokenRecord, micro_batches, step_ends, steps_per_rollout
@@ -51,10 +52,15 @@ class RolloutLoop:
         section = plan.config.rollout
         self._staleness = section.max_staleness
         self._ahead: AheadSource | None = None
-        if section.kind != "local" and self._config.environment is None:
+        if section.kind != "local" and (sampler.environment is None or sampler.episodes is not None):
             oldest = self._staleness * steps_per_rollout(plan)
-            self._ahead = AheadSource(sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped)
-            sampler.engine.generate_ahead(journal.ahead_folder, goes_on=oldest > 0)
+            self._ahead = AheadSource(
+                sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped,
+                drops=section.when_stale == "drop",
+            )  # fmt: skip
+            of = sampler.episodes
+            begin = begin_samples if of is None else partial(of.begin, sampler.prompt)
+            sampler.engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
     def begin(self, progress: Progress, first: int) -> bool:
         """Make the rollout that begins at a step the present one, and its steps; false if a stop was requested.
@@ -147,6 +153,8 @@ class RolloutLoop:
             return generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
         waiting = read_on_first_rank(lambda: self._journal.waiting_before(first)) if before is None else before.waiting
         self._ahead.begin(progress.step, prompts, waiting)
+        if self._ahead.late():
+            self.update_weights(progress.step)  # what replaces them may serve the next rollout too
         rollout = generate_rollout(self._sampler, self._ahead.take, first, prompts)
         if rollout is not None:
             self.update_weights(progress.step)
@@ -154,6 +162,9 @@ class RolloutLoop:
             self._ahead.hand_out(later * self._config.prompts_per_rollout)
             rollout.next_prompt = self._ahead.next_prompt
             rollout.waiting = [list(pair) for pair in self._ahead.waiting.items()]
+            rollout.stale = self._ahead.stale
+            if self._plan.config.rollout.when_stale == "drop":
+                rollout.figures["stale_groups"] = len(rollout.stale)
         return rollout
 
     def _write(self, rollout: Rollout) -> None:

@@ -102,10 +102,7 @@ class Reinforcement(Task):
         )  # fmt: skip
         if table is not None and table.kind == "command":
             keys, sampler = self._config.prompts, self._sampler
-            is_local = plan.config.rollout.kind == "local"
-            make = partial(
-                CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, sampler.say, is_local=is_local
-            )
+            make = partial(CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, sampler.say)
             sampler.episodes = run_on_all_ranks(make)
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)

@@ -4,13 +4,15 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from glm46.storage.chats.conversation import Message, parse_prompt, parse_tools
-from glm46.tasks.rl.rollout.records import Completion, Request
+from glm46.tasks.rl.rollout.open_requests import OpenRequest, Requests
+from glm46.tasks.rl.rollout.records import Completion
 from glm46.tasks.rl.rollout.session import NoRoom, Session, Turn
 
 _LOOPBACK = "127.0.0.1"
@@ -39,6 +41,14 @@ class RefusedRequest(Exception):
         self.status, self.code = status, code
 
 
+class _Waiting(NamedTuple):
+    """A turn that is generated."""
+
+    episode: "Episode"
+    asked: OpenRequest
+    answered: asyncio.Event
+
+
 @dataclass(eq=False)
 class Episode:
     """A running program and its session."""
@@ -47,6 +57,8 @@ class Episode:
     key: str
     """The secret that its requests bear."""
     session: Session
+    engine: Requests
+    """Answers its turns."""
     most_requests: int
     is_open: bool = True
     is_truncated: bool = False
@@ -66,7 +78,7 @@ class PolicyEndpoint:
     """The server, for one event loop.
 
     Args:
-        changed: is called when a request waits.
+        changed: is called when a request waits, and when one is answered.
         say: takes a line for the log, at most once for each key that requests have without effect.
     """
 
@@ -74,8 +86,7 @@ class PolicyEndpoint:
         self._changed, self._say, self._said = changed, say, set[str]()
         self._episodes: dict[str, Episode] = {}
         self._reading: dict[asyncio.StreamWriter, None] = {}
-        self._waiting: dict[Turn, tuple[Episode, asyncio.Future[Completion]]] = {}
-        self._taken: list[Turn] = []
+        self._waiting: dict[Turn, _Waiting] = {}
         self._address = ""
 
     async def start(self) -> asyncio.Server:
@@ -84,22 +95,21 @@ class PolicyEndpoint:
         self._address = "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
         return server
 
-    def open(self, session: Session, most_turns: int) -> Episode:
+    def open(self, session: Session, most_turns: int, engine: Requests) -> Episode:
         """Begin an episode."""
         most = _REQUESTS_PER_TURN * most_turns + _MORE_REQUESTS
-        episode = Episode(secrets.token_hex(8), secrets.token_urlsafe(24), session, most)
+        episode = Episode(secrets.token_hex(8), secrets.token_urlsafe(24), session, engine, most)
         self._episodes[episode.name] = episode
         return episode
 
     def close(self, episode: Episode) -> None:
-        """End an episode: what it still waits for is not recorded."""
+        """End and forget an episode: what it still waits for is not recorded."""
         episode.is_open = False
-        for turn in [turn for turn, (of, _) in self._waiting.items() if of is episode]:
-            self._waiting.pop(turn)[1].cancel()
-
-    def forget(self) -> None:
-        """Forget all episodes, which have ended."""
-        self._episodes.clear()
+        self._episodes.pop(episode.name, None)
+        for turn in [turn for turn, waiting in self._waiting.items() if waiting.episode is episode]:
+            waiting = self._waiting.pop(turn)
+            episode.engine.drop(waiting.asked)
+            waiting.answered.set()
 
     def base_url(self, episode: Episode) -> str:
         """The address that a client of OpenAI's API takes as its base."""
@@ -108,24 +118,19 @@ class PolicyEndpoint:
     @property
     def waiting(self) -> set[Episode]:
         """Episodes with a request that waits for tokens."""
-        return {episode for episode, _ in self._waiting.values()}
+        return {waiting.episode for waiting in self._waiting.values()}
 
-    def take(self) -> list[Request]:
-        """All requests that wait, to be answered by `give`."""
-        self._taken = list(self._waiting)
-        return [turn.request for turn in self._taken]
-
-    def give(self, completions: Sequence[Completion]) -> None:
-        """Answer the requests that were taken."""
-        for turn, completion in zip(self._taken, completions, strict=True):
-            if turn in self._waiting:  # else its episode has ended
-                episode, future = self._waiting.pop(turn)
-                if completion.finish == "abort":
-                    episode.fail("its server did not finish it (rollout.deadline_seconds)")
-                else:
-                    episode.session.end(turn, completion)
-                future.set_result(completion)
-        self._taken = []
+    def _give(self, turn: Turn, completion: Completion) -> None:
+        """Answer the request of a turn."""
+        if turn not in self._waiting:  # its episode has ended
+            return
+        waiting = self._waiting.pop(turn)
+        if completion.finish == "abort":
+            waiting.episode.fail("its server did not finish it (rollout.deadline_seconds)")
+        else:
+            waiting.episode.session.end(turn, completion)
+        waiting.answered.set()
+        self._changed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reading[writer] = None
@@ -203,10 +208,11 @@ class PolicyEndpoint:
             raise RefusedRequest(400, f"the messages cannot be written in the chat format: {error}") from error
         if turn.answer is None:
             if turn not in self._waiting:
-                self._waiting[turn] = episode, asyncio.get_running_loop().create_future()
+                give = partial(asyncio.get_running_loop().call_soon_threadsafe, self._give, turn)
+                self._waiting[turn] = _Waiting(episode, OpenRequest(turn.request, give), asyncio.Event())
+                episode.engine.ask([self._waiting[turn].asked])
                 self._changed()
-            with suppress(asyncio.CancelledError):  # of the future: the episode has ended
-                await asyncio.shield(self._waiting[turn][1])
+            await self._waiting[turn].answered.wait()
         if turn.answer is None:
             raise RefusedRequest(409 if not episode.fault else 503, f"this episode has ended: {episode.fault}")
         return _completion_response(table, turn, f"chatcmpl-{episode.name}-{session.turns.index(turn)}")

@@ -1,8 +1,10 @@
 """Rollouts that are generated ahead: no sample is older than allowed, and each prompt is used once, resumed or not."""
 
+import queue
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -40,17 +42,26 @@ class Engine:
         if is_generating:
             self.background.start()
 
-    def take(self, count: int, due: set[int], is_stopped):
+    def take(self, count: int, due: set[int], is_stopped, *, waits: bool = True):
         self.background.start()
-        groups = self.background.take(count, due, is_stopped)
-        for completion, request in ((c, r) for g in groups for c, r in zip(g.completions, g.requests, strict=True)):
-            assert len(completion.tokens) == request.max_new_tokens
-        return [group.number for group in groups], [one for group in groups for one in group.completions]
+        groups = self.background.take(count, due, is_stopped, waits=waits)
+        assert all(len(end.samples[0].completion.tokens) == 4 for ends in groups.values() for end in ends)
+        return groups
 
-    def generate(self, requests, rules, halt: threading.Event, finish):
-        generated = [Completion([], [], "abort", [], None) for _ in requests]
-        alive = list(range(len(requests)))
-        while alive and not halt.wait(0.0005):
+    def generate(self, requests, rules, halt: threading.Event, finish, inbox):
+        generated, alive = [Completion([], [], "abort", [], None)] * len(requests), list(range(len(requests)))
+        requests = list(requests)
+        while not halt.wait(0.0005):
+            with suppress(queue.Empty):
+                _, new = inbox.get_nowait()
+                if isinstance(new, int):
+                    alive.remove(new)
+                else:
+                    alive += range(len(requests), len(requests) + len(new))
+                    generated += [Completion([], [], "abort", [], None)] * len(new)
+                    requests += new
+            if not alive:
+                continue
             place = self.chance.choice(alive)
             tokens = [*generated[place].tokens, 9]
             generated[place] = Completion(tokens, [-1.0] * len(tokens), "abort", [VersionSpan(0, self.version)], None)

@@ -9,7 +9,8 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import background, dispatch
-from glm46.tasks.rl.rollout.background import BackgroundGeneration, continued, rest
+from glm46.tasks.rl.rollout.background import BackgroundGeneration
+from glm46.tasks.rl.rollout.open_requests import continued, rest
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
@@ -50,6 +51,11 @@ def await_sent(stub, count: int) -> None:
     wait_until(lambda: len(stub.generated) >= count)
 
 
+def completions(ends) -> list[Completion]:
+    """Of a group of samples."""
+    return [end.samples[0].completion for end in ends]
+
+
 def never() -> bool:
     return False
 
@@ -65,8 +71,8 @@ def test_samples_go_on_through_an_update_and_say_which_weights_drew_them(pool, s
     stub.fault = ""
     update(pool, tmp_path, 2)
     generating.start()
-    (group,) = generating.take(1, set(), never)
-    for request, one in zip(LONG, group.completions, strict=True):
+    (group,) = generating.take(1, set(), never).values()
+    for request, one in zip(LONG, completions(group), strict=True):
         first = generate(request.prompt, request.seed, 6)[:3]  # the stub returns half of what hangs
         then = generate(request.prompt + first, request.seed + 3, 3)
         assert one.tokens == first + then and one.spans == [(0, 1), (3, 2)]
@@ -94,9 +100,9 @@ def test_a_kill_loses_no_finished_group_and_no_token_that_was_aborted(pool, stub
         after.add(number, LONG, 2 if number == 2 else 0)
     after.start()
     groups = after.take(3, set(), never)
-    assert [group.number for group in groups] == [0, 1, 2]
+    assert list(groups) == [0, 1, 2]
     assert sorted((len(prompt), seed) for prompt, seed in stub.generated) == [(2, 1), (2, 2), (5, 4), (5, 5)]
-    assert groups[0].completions[0].tokens == groups[2].completions[0].tokens == generate([3, 4], 1, 6)
+    assert completions(groups[0])[0].tokens == completions(groups[2])[0].tokens == generate([3, 4], 1, 6)
     after.keep([1], before=2)  # prompt 2 comes next
     assert {path.name for path in (tmp_path / "ahead").iterdir()} == {"prompt_00000001.npz", "prompt_00000002.npz"}
     after.keep([1], before=3)
@@ -120,8 +126,8 @@ def test_samples_that_do_not_go_on_are_those_of_one_version_and_are_drawn_whole(
     for number in (0, 1):
         after.add(number, LONG, 1)
     after.start()
-    for group in after.take(2, set(), never):
-        assert [one.tokens for one in group.completions] == [
+    for group in after.take(2, set(), never).values():
+        assert [one.tokens for one in completions(group)] == [
             generate(request.prompt, request.seed, 6) for request in LONG
         ]
     assert sorted(seed for _, seed in stub.generated) == [1, 2], "the finished group is read"
@@ -134,7 +140,7 @@ def test_samples_that_do_not_go_on_are_those_of_one_version_and_are_drawn_whole(
 def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
     finished = []
 
-    def draw_one(requests, rules, halt, finish):
+    def draw_one(requests, rules, halt, finish, inbox):
         finish(1, Completion([STOP], [-1.0], "stop", [VersionSpan(0, 0)], None))
         finished.append(halt.wait(HANG_SECONDS))
         return [Completion([], [], "abort", [], None)] * 2
@@ -143,7 +149,7 @@ def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
     for number in (0, 1):
         generating.add(number, [Request([number], 0, 4)], 0)
     generating.start()
-    assert [group.number for group in generating.take(1, set(), never)] == [1]
+    assert list(generating.take(1, set(), never)) == [1]
     asked = []
     assert generating.take(1, {0}, lambda: asked.append(1) or len(asked) > 1) is None, "the stop ends the wait"
     generating.halt()

@@ -22,22 +22,19 @@ class Served:
 
     def __init__(self, turns: list[list[int]]):
         self.turns, self.generated, self.said = turns, [], []
-        self.endpoint = PolicyEndpoint(self._generate, self.said.append)
+        self.endpoint = PolicyEndpoint(lambda: None, self.said.append)
 
-    def _generate(self) -> None:
-        asyncio.get_running_loop().call_soon(self._give)
-
-    def _give(self) -> None:
-        requests = self.endpoint.take()
-        self.generated += requests
-        found = [self.turns.pop(0) for _ in requests]
-        self.endpoint.give([Completion(one, [-1.0] * len(one), "stop", [VersionSpan(0, 0)], None) for one in found])
+    def ask(self, asked) -> None:
+        for one in asked:
+            self.generated.append(one.request)
+            tokens = self.turns.pop(0)
+            one.done(Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 0)], None))
 
     async def __aenter__(self) -> "Served":
         self._server = await self.endpoint.start()
         prompt = chat_prompt(TOKENIZER, [Message("user", "Hello")], thinking=False)
         session = Session(TOKENIZER, Request(prompt, 3, 2000), thinking=False, most_turns=4)
-        self.episode = self.endpoint.open(session, 4)
+        self.episode = self.endpoint.open(session, 4, self)
         self.url = self.endpoint.base_url(self.episode)
         return self
 
@@ -133,7 +130,7 @@ def test_an_ended_episode_answers_409_and_models_are_listed():
     async def run():
         async with Served([]) as of:
             listed = await of.send(b"", "models", "GET")
-            of.endpoint.close(of.episode)
+            of.episode.fail("it had to")
             return listed, await of.send(HELLO)
 
     (status, content), (after, _) = asyncio.run(run())

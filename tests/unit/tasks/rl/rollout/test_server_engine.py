@@ -16,7 +16,7 @@ from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, server_pool
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import CHANGED
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
@@ -100,7 +100,7 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
     )
     table = EnvironmentConfig(kind="command", command=(sys.executable, "-S", str(PROGRAM)), max_turns=2, seconds=100.0)
     keys = PromptsConfig(file="p.jsonl")
-    episodes = CommandEpisodes(table, keys, tokenizer, engine, lambda: False, is_local=False)
+    episodes = CommandEpisodes(table, keys, tokenizer, engine, lambda: False)
     row = {"prompt": "Hi", "kind": "cut"}
     asked = [(Prompt(prompt, "Hi", None, row=row), Request(prompt, seed, 50)) for seed in range(4)]
     try:
@@ -113,8 +113,9 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
             assert completion.tokens[: len(expected)] == expected
             assert completion.logprobs[: len(expected)] == [logprob(3, token) for token in expected]
             assert len(completion.replies) == 1
-        cut = Completion([], [], "abort", [], None)  # at rollout.deadline_seconds
-        monkeypatch.setattr(engine, "generate", lambda requests, rules: [cut for _ in requests])
+        engine._pool.deadline = 0.3
+        for stub in stubs:
+            stub.fault = "hang"
         assert all("did not finish" in end.fault and not end.samples for end in episodes.run(asked, RULES))
     finally:
         episodes.close()
