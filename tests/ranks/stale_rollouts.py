@@ -25,7 +25,7 @@ import torch
 from glm46.engine.training import loop
 from glm46.tasks.rl import task
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
-from glm46.tasks.rl.rollout.first_rank import unpack_ends
+from glm46.tasks.rl.rollout.first_rank import unpack_groups
 from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
 from tests.processes import free_port
 from tests.ranks import training_kills
@@ -49,10 +49,10 @@ def finished_groups(folder: Path) -> dict[int, list]:
     its samples."""
     found = {}
     for path in folder.glob("ahead/*/*.npz"):
-        ends = unpack_ends(path.read_bytes())
+        ((number, ends),) = unpack_groups(path.read_bytes()).items()
         if not any(end.is_part for end in ends):
             samples = [[one.tokens, one.logprobs] for end in ends for _, one in end.samples]
-            found[int(path.stem.partition("_")[2])] = [path.stat().st_mtime_ns, samples]
+            found[number] = [path.stat().st_mtime_ns, samples]
     return found
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from glm46.compute.distributed.environment import set_variables
 from glm46.storage.prepare.limited import limits_of_session
@@ -13,14 +12,6 @@ from glm46.storage.prepare.limited import limits_of_session
 _MOST_SAID = 2**14
 _LAST_SECONDS = 0.5
 _VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-
-
-class ProgramEnd(NamedTuple):
-    """The end of a program."""
-
-    fault: str
-    """Empty: it ended with 0."""
-    output: str
 
 
 async def run_program(
@@ -31,8 +22,9 @@ async def run_program(
     seconds: float,
     given: bytes,
     has_failed: asyncio.Event | None = None,
-) -> ProgramEnd:
-    """Run a program in a session of its own, which is killed when it or its episode ends.
+) -> tuple[str, str]:
+    """Run a program in a session of its own, which is killed when it or its episode ends: why it failed, if it did, and
+    the end of its output.
 
     Args:
         folder: its current one.
@@ -48,7 +40,7 @@ async def run_program(
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        return ProgramEnd(f"{command[0]}: {error}", "")
+        return f"{command[0]}: {error}", ""
     said = bytearray()
     reading = asyncio.create_task(_exchange(process, given, said))
     ends = [asyncio.create_task(process.wait())]
@@ -67,11 +59,11 @@ async def run_program(
             task.cancel()
     output = said.decode(errors="replace")
     if not done:
-        return ProgramEnd(f"it took more than {seconds:g} s", output)
+        return f"it took more than {seconds:g} s", output
     lines = output.strip().splitlines()
     last = f": {lines[-1]}" if lines else ""
     status = process.returncode
-    return ProgramEnd("" if status == 0 else f"it ended with code {status}{last}", output)
+    return "" if status == 0 else f"it ended with code {status}{last}", output
 
 
 async def _exchange(process: asyncio.subprocess.Process, given: bytes, said: bytearray) -> None:

@@ -25,7 +25,7 @@ from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
-from glm46.tasks.rl.rollout.first_rank import pack_ends, run_on_first_rank, unpack_ends
+from glm46.tasks.rl.rollout.first_rank import pack_groups, run_on_first_rank, unpack_groups
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Requests
 from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Request, SamplingRules, SessionSample
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
@@ -51,22 +51,6 @@ class _Round:
     def drop(self, asked: OpenRequest) -> None:
         with suppress(ValueError):  # it is generated already
             self.waiting.remove(asked)
-
-
-class _RunningEpisode:
-    """See `Running`."""
-
-    def __init__(self, recorded: list[SessionSample], loop: asyncio.AbstractEventLoop):
-        self.turns: Callable[[], list[SessionSample]] = lambda: recorded
-        """Of the present try; before it those of an earlier start."""
-        self.task: asyncio.Task[None] | None = None
-        self._loop = loop
-
-    def so_far(self) -> EpisodeEnd:
-        return EpisodeEnd(self.turns(), is_part=True)
-
-    def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(self.task.cancel)
 
 
 class CommandEpisodes:
@@ -103,7 +87,7 @@ class CommandEpisodes:
         """The ends of an episode for each prompt; None if a stop was requested. Collective."""
         if isinstance(self._engine, ServerEngine):
             found = self._engine.answer(partial(self._by_servers, asked), rules)
-            return unpack_ends(found) if found else None
+            return unpack_groups(found)[0] if found else None
         if dist.get_rank() == 0:
             self._call(self._start(asked, self._round))
         while (content := run_on_first_rank(lambda: self._call(self._next_round()))) not in (b"", _STOPPED):
@@ -126,7 +110,7 @@ class CommandEpisodes:
                 if requests.error is not None:
                     raise requests.error
                 return b""
-        return pack_ends(self._call(self._end(is_stopped=False)))
+        return pack_groups({0: self._call(self._end(is_stopped=False))})
 
     def begin(self, prompt: Callable[[int], Prompt], requests: OpenRequests, members: Sequence[Member]) -> None:
         """See `Begin`; each member is an episode.
@@ -138,14 +122,14 @@ class CommandEpisodes:
 
     async def _begin(self, prompt: Callable[[int], Prompt], requests: Requests, members: Sequence[Member]) -> None:
         for member in members:
-            member.running = running = _RunningEpisode(member.end.samples, self._loop)
-            running.task = asyncio.create_task(self._run_member(prompt(member.number), requests, member, running))
-            self._background.add(running.task)
-            running.task.add_done_callback(self._background.discard)
+            task = asyncio.create_task(self._run_member(prompt(member.number), requests, member))
+            member.cancel = partial(self._loop.call_soon_threadsafe, task.cancel)
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
-    async def _run_member(self, prompt: Prompt, requests: Requests, member: Member, running: _RunningEpisode) -> None:
+    async def _run_member(self, prompt: Prompt, requests: Requests, member: Member) -> None:
         try:
-            end = await self._episode(prompt, member.request, requests, self._places, running)
+            end = await self._episode(prompt, member.request, requests, self._places, member)
         except Exception as error:
             member.finish(error)
             raise
@@ -217,19 +201,19 @@ class CommandEpisodes:
         request: Request,
         requests: Requests,
         places: asyncio.Semaphore,
-        running: _RunningEpisode | None = None,
+        member: Member | None = None,
     ) -> EpisodeEnd:
         """Run the programs of an episode, and again if they fail. Its faults are its own."""
         table, keys = self._table, self._prompts
-        recorded = running.turns() if running is not None else []
+        recorded = member.end.samples if member is not None else []
         async with places:
             for number in range(1, table.tries + 1):
                 session = Session(
                     self._tokenizer, request, thinking=keys.thinking, most_turns=table.max_turns,
                     keeps_thoughts=keys.keep_thoughts, recorded=recorded,
                 )  # fmt: skip
-                if running is not None:
-                    running.turns = session.ended
+                if member is not None:
+                    member.parts = session.ended
                 end, recorded = await self._try(prompt, session, requests), []
                 if not end.fault:
                     break
@@ -249,7 +233,7 @@ class CommandEpisodes:
         }  # fmt: skip
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             try:
-                ended = await run_program(
+                fault, _ = await run_program(
                     self._command, folder, table.variables, variables, table.seconds, b"", episode.has_failed
                 )
             finally:
@@ -261,7 +245,7 @@ class CommandEpisodes:
             except ValueError as error:
                 episode.fail(str(error))
                 samples = []
-            fault = episode.fault or ("" if episode.is_truncated and samples else ended.fault)
+            fault = episode.fault or ("" if episode.is_truncated and samples else fault)
             if fault or not samples:
                 return EpisodeEnd([], f"rl.environment: {fault or 'the program asked for nothing'}")
             if episode.is_truncated:
@@ -276,13 +260,15 @@ class CommandEpisodes:
             return EpisodeEnd(samples)
         given = {"row": prompt.row, "messages": session.conversation()}
         said = json.dumps(given, default=str).encode()
-        ended = await run_program(self._scoring, folder, self._table.variables, {}, self._table.timeout_seconds, said)
+        fault, output = await run_program(
+            self._scoring, folder, self._table.variables, {}, self._table.timeout_seconds, said
+        )
         try:
-            score = float(ended.output.strip().rpartition("\n")[2])
+            score = float(output.strip().rpartition("\n")[2])
         except ValueError:
             score = math.nan
-        if ended.fault or not math.isfinite(score):
-            return EpisodeEnd([], f"rl.environment.score_command: {ended.fault or 'its last line is no number'}")
+        if fault or not math.isfinite(score):
+            return EpisodeEnd([], f"rl.environment.score_command: {fault or 'its last line is no number'}")
         return EpisodeEnd(samples, "", score)
 
 

@@ -5,27 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from glm46.engine.reliability.run_lock import writing
 from glm46.files.durable import replace_durably
-from glm46.tasks.rl.rollout.first_rank import pack_ends, unpack_ends
+from glm46.tasks.rl.rollout.first_rank import pack_groups, unpack_groups
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Serve
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, SessionSample
 
 _TICK_SECONDS = 0.5
-
-
-class Running(Protocol):
-    """Generates a member of a group."""
-
-    def so_far(self) -> EpisodeEnd:
-        """What a kill must not lose of it."""
-        ...
-
-    def cancel(self) -> None:
-        """End it, without a result."""
-        ...
 
 
 @dataclass(eq=False)
@@ -38,41 +25,35 @@ class Member:
     end: EpisodeEnd
     """Its result, or the part to go on with."""
     finish: Callable[[EpisodeEnd | BaseException], None] = lambda end: None
-    """Takes the result, or the fault of the program that ends the run; in any thread."""
-    running: Running | None = None
+    """Takes the result, or an error that ends the run; in any thread."""
+    cancel: Callable[[], None] | None = None
+    """Ends it without a result. None: it has not begun."""
+    parts: Callable[[], list[SessionSample]] | None = None
+    """Gives what a kill must not lose of it now."""
 
     def so_far(self) -> EpisodeEnd:
         """Its result, or the newest part."""
-        return self.running.so_far() if self.running is not None and self.end.is_part else self.end
+        return self.end._replace(samples=self.parts()) if self.parts is not None and self.end.is_part else self.end
 
 
 Begin = Callable[[OpenRequests, Sequence[Member]], None]
-"""Begins to generate members of one group, and sets their `running`."""
-
-
-class _RunningSample:
-    def __init__(self, requests: OpenRequests, member: Member):
-        self._requests, self._prompt = requests, member.request.prompt
-        parts = (sample.completion for sample in member.end.samples)
-        self.asked = OpenRequest(member.request, lambda one: member.finish(self._ended(one)), *parts)
-
-    def _ended(self, completion: Completion) -> EpisodeEnd:
-        return EpisodeEnd([SessionSample(self._prompt, completion)])
-
-    def so_far(self) -> EpisodeEnd:
-        of = self.asked.generated
-        return EpisodeEnd([SessionSample(self._prompt, of)] if of.tokens else [], is_part=True)
-
-    def cancel(self) -> None:
-        self._requests.drop(self.asked)
+"""Begins to generate members of one group, and sets what ends them and gives their parts."""
 
 
 def begin_samples(requests: OpenRequests, members: Sequence[Member]) -> None:
     """See `Begin`: each member is one request."""
-    running = [_RunningSample(requests, member) for member in members]
-    for member, one in zip(members, running, strict=True):
-        member.running = one
-    requests.ask([one.asked for one in running])
+
+    def begin(member: Member) -> OpenRequest:
+        def sample(completion: Completion) -> list[SessionSample]:
+            return [SessionSample(member.request.prompt, completion)]
+
+        parts = (part.completion for part in member.end.samples)
+        asked = OpenRequest(member.request, lambda found: member.finish(EpisodeEnd(sample(found))), *parts)
+        member.cancel = partial(requests.drop, asked)
+        member.parts = lambda: sample(asked.generated) if asked.generated.tokens else []
+        return asked
+
+    requests.ask([begin(member) for member in members])
 
 
 class BackgroundGeneration:
@@ -84,14 +65,12 @@ class BackgroundGeneration:
     Args:
         folder: of the files; those of groups that `add` names are read again.
         goes_on: see `OpenRequests`.
-        keeps_each: write a file for each member that has ended, not only for the last one of a group.
     """
 
     def __init__(
-        self, serve: Serve, rules: SamplingRules, folder: Path, begin: Begin = begin_samples, *, goes_on: bool,
-        keeps_each: bool = False,
-    ):  # fmt: skip
-        self._folder, self._begin, self._goes_on, self._keeps_each = folder, begin, goes_on, keeps_each
+        self, serve: Serve, rules: SamplingRules, folder: Path, begin: Begin = begin_samples, *, goes_on: bool
+    ):
+        self._folder, self._begin, self._goes_on = folder, begin, goes_on
         self._groups: dict[int, list[Member]] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -109,7 +88,7 @@ class BackgroundGeneration:
             since: oldest version of the weights whose tokens are kept. If samples do not go on, the only one.
         """
         path, nothing = self._path(number), EpisodeEnd([], is_part=True)
-        ends = unpack_ends(path.read_bytes()) if path.is_file() else [nothing] * len(requests)
+        ends = unpack_groups(path.read_bytes())[number] if path.is_file() else [nothing] * len(requests)
         members = [
             Member(number, request, end if self._is_kept(end, since) else nothing)
             for request, end in zip(requests, ends, strict=True)
@@ -127,8 +106,8 @@ class BackgroundGeneration:
 
     def _cancel(self, number: int) -> None:
         for member in self._groups.pop(number, ()):
-            if member.running is not None and member.end.is_part:
-                member.running.cancel()
+            if member.cancel is not None and member.end.is_part:
+                member.cancel()
 
     def keep(self, numbers: Iterable[int], *, before: int) -> None:
         """End and forget all other groups, and remove the files of those among the prompts before a number: prompts
@@ -146,7 +125,7 @@ class BackgroundGeneration:
     def start(self) -> None:
         """Go on with all groups that are not finished, where they stand."""
         for number in sorted(self._groups):
-            new = [member for member in self._groups[number] if member.end.is_part and member.running is None]
+            new = [member for member in self._groups[number] if member.end.is_part and member.cancel is None]
             if new:
                 self._begin(self._requests, new)
         self._requests.start()
@@ -162,7 +141,7 @@ class BackgroundGeneration:
         return True
 
     def unfinished(self, numbers: Iterable[int]) -> int:
-        """How many of these groups are not finished."""
+        """Number of these groups that are not finished."""
         with self._changed:
             return sum(not _are_finished(self._groups[number]) for number in numbers)
 
@@ -206,7 +185,7 @@ class BackgroundGeneration:
                 if isinstance(end, BaseException):
                     raise end
                 member.end = end
-                if self._keeps_each or _are_finished(members):
+                if self._begin is not begin_samples or _are_finished(members):  # an episode may take an hour
                     self._write(members)
             except BaseException as error:  # raised by `take`
                 self._error, member.end = error, before
@@ -215,7 +194,8 @@ class BackgroundGeneration:
     def _write(self, members: Sequence[Member]) -> None:
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace_durably(self._path(members[0].number), [pack_ends([member.so_far() for member in members])])
+            number = members[0].number
+            replace_durably(self._path(number), [pack_groups({number: [member.so_far() for member in members]})])
 
     def _path(self, number: int) -> Path:
         return self._folder / f"prompt_{number:08d}.npz"

@@ -4,7 +4,7 @@ import io
 import json
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -117,26 +117,28 @@ def _result_of_first_rank(request: CollectiveRequest | None) -> bytes:
     return content.numpy().tobytes()
 
 
-def pack_ends(ends: Sequence[EpisodeEnd]) -> bytes:
-    """Results of episodes and samples as bytes: no pickle, a few arrays whatever their number."""
-    samples = [sample for end in ends for sample in end.samples]
-    facts = [[len(end.samples), end.fault, end.score, end.is_part] for end in ends]
-    prompts = [sample.prompt for sample in samples]
+def pack_groups(groups: Mapping[int, Sequence[EpisodeEnd]]) -> bytes:
+    """Results of groups, by their numbers, as bytes: no pickle, a few arrays whatever their number."""
+    ends = [(number, end) for number, of in groups.items() for end in of]
+    facts = [[number, len(end.samples), end.fault, end.score, end.is_part] for number, end in ends]
+    samples = [sample for _, end in ends for sample in end.samples]
     return pack(
         [sample.completion for sample in samples],
-        prompts=np.array([token for prompt in prompts for token in prompt], np.int64),
-        prompt_ends=np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64),
+        prompts=np.array([token for sample in samples for token in sample.prompt], np.int64),
+        prompt_ends=np.cumsum([len(sample.prompt) for sample in samples], dtype=np.int64),
         ends=np.frombuffer(json.dumps(facts).encode(), np.uint8),
     )
 
 
-def unpack_ends(content: bytes) -> list[EpisodeEnd]:
-    """The inverse of `pack_ends`."""
+def unpack_groups(content: bytes) -> dict[int, list[EpisodeEnd]]:
+    """The inverse of `pack_groups`."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         prompts = [part.tolist() for part in np.split(arrays["prompts"], arrays["prompt_ends"])]
         facts = json.loads(arrays["ends"].tobytes())
-    samples = map(SessionSample, prompts, unpack(content))
-    return [EpisodeEnd(list(islice(samples, count)), *rest) for count, *rest in facts]
+    samples, groups = map(SessionSample, prompts, unpack(content)), {}
+    for number, count, *rest in facts:
+        groups.setdefault(number, []).append(EpisodeEnd(list(islice(samples, count)), *rest))
+    return groups
 
 
 def pack(completions: Sequence[Completion], **more: np.ndarray) -> bytes:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import on_first_rank
@@ -14,7 +13,14 @@ from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
-from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack, pack_ends, run_on_first_rank, unpack, unpack_ends
+from glm46.tasks.rl.rollout.first_rank import (
+    CollectiveRequest,
+    pack,
+    pack_groups,
+    run_on_first_rank,
+    unpack,
+    unpack_groups,
+)
 from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 from glm46.tasks.rl.rollout.open_requests import OpenRequests
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules
@@ -104,10 +110,8 @@ class ServerEngine:
         """
         self._goes_on = goes_on
         if dist.get_rank() == 0:
-            keeps_each = begin is not begin_samples  # an episode may take an hour
-            self.background = BackgroundGeneration(
-                self._pool.generate, self._rules, folder, begin, goes_on=goes_on, keeps_each=keeps_each
-            )
+            generate = self._pool.generate
+            self.background = BackgroundGeneration(generate, self._rules, folder, begin, goes_on=goes_on)
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
@@ -125,18 +129,10 @@ class ServerEngine:
                 if not self._goes_on:
                     self.background.halt()  # it may need the weights until then
                 self._pool.send = None
-            if groups is None:
-                return b""
-            numbers = np.array([len(groups), *groups], np.int64)
-            return numbers.tobytes() + pack_ends([end for ends in groups.values() for end in ends])
+            return b"" if groups is None else pack_groups(groups)
 
         content = run_on_first_rank(wait, self._request)
-        if not content:
-            return None
-        end = 8 * (int(np.frombuffer(content[:8], np.int64)[0]) + 1)
-        numbers, ends = np.frombuffer(content[8:end], np.int64).tolist(), unpack_ends(content[end:])
-        size = len(ends) // max(len(numbers), 1)
-        return {number: ends[size * i : size * (i + 1)] for i, number in enumerate(numbers)}
+        return unpack_groups(content) if content else None
 
     def answer(self, work: Callable[[OpenRequests], bytes], rules: SamplingRules) -> bytes:
         """The result of work of rank 0 whose requests servers answer as they come. Collective.

@@ -30,8 +30,35 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
+def steps() -> int:
+    """Optimizer steps that the run has begun."""
+    return len(os.listdir(os.environ["STEPS_FOLDER"]))
+
+
+def fail_once() -> None:
+    """The first program with a prompt fails."""
+    try:
+        os.close(os.open(f"{os.environ['STEPS_FOLDER']}-{TASK['prompt']}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    sys.exit(3)
+
+
 def main(kind: str) -> None:
     question = user(TASK["prompt"])
+    if kind == "across":
+        first, began = ask(question, max_tokens=6), steps()
+        while began and steps() == began:
+            time.sleep(0.02)
+        ask(question, first, question, max_tokens=6)
+        return
+    if kind == "fails once":
+        ask(question, max_tokens=6)
+        fail_once()
+        kind = "cut"
+    if kind == "slow":
+        time.sleep(float(os.environ["SLOW_SECONDS"]))
+        kind = "cut"
     if kind == "cut":
         first = ask(question, max_tokens=6)
         ask(question, first, question, max_tokens=6)

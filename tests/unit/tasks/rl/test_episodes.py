@@ -138,6 +138,24 @@ def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, 
     assert [one.reward is None for one in scored] == [bool(one.fault) for one in samples], "a failure is no reward of 0"
 
 
+def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampler, length, monkeypatch, tmp_path):
+    monkeypatch.setenv("STEPS_FOLDER", str(tmp_path / "marks"))
+    said = []
+    of = make_sampler(["fails once"] * 2, command(variables=["STEPS_FOLDER"]))
+    of.episodes._say = said.append
+    assert not any(one.fault for one in of.generate_groups(0, 2)) and len(list(tmp_path.iterdir())) == 2
+    assert said[0].startswith("rl.environment: it ended with code 3 (try 1 of 2") and len(said) == 2
+    # Each prompt fails once more, and has no other try.
+    for path in tmp_path.iterdir():
+        path.unlink()
+    of = make_sampler(["fails once", "cut"], command(variables=["STEPS_FOLDER"], tries=1))
+    taken = of.generate_groups(0, 2)
+    assert sorted(bool(one.fault) for one in taken) == [False, False, False, True]
+    rollout = generate_rollout(of, lambda *_: taken, 7, 0)
+    (left,) = {one.group for one in taken if one.prompt.row["kind"] == "cut"}
+    assert rollout.arrays["groups"].tolist() == [left] * 2 and rollout.figures["dropped_samples"] == 1
+
+
 def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_neither(make_sampler, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     script = (

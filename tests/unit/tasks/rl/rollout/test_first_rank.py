@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glm46.tasks.rl.rollout import first_rank
-from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack_ends, run_on_first_rank, unpack_ends
+from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack_groups, run_on_first_rank, unpack_groups
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
 from tests.processes import HANG_SECONDS
 
@@ -30,7 +30,9 @@ def test_completions_are_the_same_after_the_way():
     ends = [
         EpisodeEnd([], "a fault"), EpisodeEnd([first], score=0.1), EpisodeEnd(others, is_part=True), EpisodeEnd([])
     ]  # fmt: skip
-    found = unpack_ends(pack_ends(ends))
+    groups = unpack_groups(pack_groups({5: ends[:1], 3: ends[1:]}))
+    assert list(groups) == [5, 3]
+    found = groups[5] + groups[3]
     assert [(end[1:], [s.prompt for s in end.samples]) for end in found] == [
         (end[1:], [s.prompt for s in end.samples]) for end in ends
     ]
@@ -39,7 +41,7 @@ def test_completions_are_the_same_after_the_way():
         assert (before.routes is None) == (after.routes is None)
         if before.routes is not None:
             assert after.routes.dtype == before.routes.dtype and np.array_equal(before.routes, after.routes)
-    assert unpack_ends(pack_ends([])) == []
+    assert unpack_groups(pack_groups({})) == {}
 
 
 def test_work_that_asked_for_what_failed_does_not_wait_for_ever(monkeypatch):
