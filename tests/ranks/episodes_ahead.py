@@ -3,7 +3,7 @@
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/episodes_ahead.py main|kills N|speed
 
 Two ranks train a small GLM for ten steps, two for each rollout, on episodes of two turns that are up to two rollouts
-old; some of them have a step of training between their turns, and one of each group that fails once is run again.
+old; some of them have two steps of training between their turns, and one of each group that fails once is run again.
 `main`: the run dies while turns are answered, behind a halt for an update, and before the file of an episode is
 written. `kills`: it dies N times at random moments. `drops`: the programs of one prompt hang, and it is dropped.
 `speed`: the same steps with programs that sleep, in turn and ahead. Each prints JSON.
@@ -49,7 +49,7 @@ class RecordedServer(PolicyServer):
 
     def _inference_v1_generate(self, body):
         reply = super()._inference_v1_generate(body)
-        if "weight_versions" in reply["choices"][0]:
+        if reply["choices"] and "weight_versions" in reply["choices"][0]:
             tokens, version = reply["choices"][0]["token_ids"], reply["choices"][0]["weight_versions"][0]["version"]
             with self._writing, self._record.open("a") as file:
                 file.write(json.dumps([body["token_ids"], tokens, version]) + "\n")
@@ -150,7 +150,7 @@ class Case:
         for line in self.record.read_text().splitlines():
             prompt, tokens, version = json.loads(line)
             for index, token in enumerate(tokens):
-                generated.setdefault(str([*prompt, *tokens[:index]]), set()).add(f"{token} {version}")
+                generated.setdefault(str([*prompt, *tokens[:index]]), set()).add(f"{token} {int(version)}")
         used, ages, waiting, stale, foreign, mixed, trained = [], [], [], [], [], 0, 0
         folder = self.base / "run" / FOLDER
         for step in rollout_steps(folder):
@@ -167,7 +167,7 @@ class Case:
                 mixed += len({versions[i] for i in own}) > 1
                 trained += len(own)
                 for i in own:
-                    said = f"{arrays['tokens'][first + i]} {versions[i]:08d}"
+                    said = f"{arrays['tokens'][first + i]} {versions[i]}"
                     if said not in generated.get(str(prompt + read[:i]), ()):
                         foreign.append([step, sample, i, said])
         lines = map(json.loads, (self.base / "run" / "metrics.jsonl").read_text().splitlines())
@@ -176,6 +176,8 @@ class Case:
             "used": used, "ages": ages, "waiting": waiting, "stale": stale, "foreign": foreign, "mixed": mixed,
             "trained": trained, "steps": [row["step"] for row in rows],
             "staleness_max": [row.get("staleness_max", 0) for row in rows],
+            "stale_groups": [row.get("stale_groups", 0) for row in rows],
+            "rollout_seconds": [row.get("rollout_seconds", 0) for row in rows],
             "said": self.base.joinpath(f"log-{self._starts}-0").read_text(),
         }  # fmt: skip
 
