@@ -18,7 +18,7 @@ def test_kills_train_each_episode_once_with_the_versions_that_generated_it(serve
     (found,) = server.rows("episodes_ahead.main")
     assert [-9 in codes for codes in found["codes"]] == [True] * 3 + [False]
     assert len(check_run(found)) == PROMPTS * STEPS // 2
-    assert 0 <= min(found["ages"]) and 0 < max(found["ages"]) <= 2 * STALENESS
+    assert min(found["ages"]) >= 0 and 0 < max(found["ages"]) <= 2 * STALENESS
     assert max(found["staleness_max"]) == max(found["ages"])
     assert found["mixed"], "an episode goes on through an update"
     assert "it ended with code 3 (try 1 of 2" in found["said"]

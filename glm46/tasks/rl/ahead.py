@@ -52,19 +52,12 @@ class AheadSource:
             waiting = [pair for pair in waiting if pair[0] not in self.stale]
         known, self.waiting = self.waiting, {number: max(since, step - self._oldest) for number, since in waiting}
         new = [number for number, since in self.waiting.items() if known.get(number) != since]
-
-        def join() -> bytes:
-            self.forget_taken()
-            self._add(new)
-            return b""
-
-        run_on_first_rank(join)
+        self._on_first_rank(self.forget_taken, lambda: self._add(new))
 
     def take(self, first: int, count: int) -> list[Sample] | None:
         """See `Take`; groups that wait come first."""
-        due = [number for number, since in self.waiting.items() if since + self._oldest <= self._step]
         self.hand_out(count + self.late())
-        taken = self._engine.take(count, set(due[:count]), self._is_stopped, waits=not self._drops)
+        taken = self._engine.take(count, set(self._due()[:count]), self._is_stopped, waits=not self._drops)
         if taken is None:
             return None
         for number in taken:
@@ -73,36 +66,35 @@ class AheadSource:
 
     def late(self) -> int:
         """Groups that are due and not finished, and that other ones may replace."""
-        due = [number for number, since in self.waiting.items() if since + self._oldest <= self._step]
-        if not self._drops or not due:
+        if not self._drops:
             return 0
-        return int(run_on_first_rank(lambda: b"%d" % self._engine.background.unfinished(due)))
+        return int(run_on_first_rank(lambda: b"%d" % self._engine.background.unfinished(self._due())))
+
+    def _due(self) -> list[int]:
+        return [number for number, since in self.waiting.items() if since + self._oldest <= self._step]
 
     def hand_out(self, count: int) -> None:
         """Hand out prompts until so many groups wait; they are generated from the next `go_on` or `take` on."""
         new = range(self.next_prompt, self.next_prompt + max(count - len(self.waiting), 0))
         self.next_prompt = new.stop
         self.waiting |= dict.fromkeys(new, self._version())
-
-        def add() -> bytes:
-            self._add(new)
-            return b""
-
-        run_on_first_rank(add)
+        self._on_first_rank(lambda: self._add(new))
 
     def go_on(self) -> None:
         """Forget the groups that were taken, and generate the others, while the caller trains."""
-
-        def start() -> bytes:
-            self.forget_taken()
-            self._engine.background.start()
-            return b""
-
-        run_on_first_rank(start)
+        self._on_first_rank(self.forget_taken, lambda: self._engine.background.start())
 
     def forget_taken(self) -> None:
         """Remove the files of groups that were taken. On the first rank alone."""
         self._engine.background.keep(self.waiting, before=self.next_prompt)
+
+    def _on_first_rank(self, *work: Callable[[], None]) -> None:
+        def run() -> bytes:
+            for one in work:
+                one()
+            return b""
+
+        run_on_first_rank(run)
 
     def _add(self, numbers: Iterable[int]) -> None:
         for number in numbers:
