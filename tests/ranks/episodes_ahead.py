@@ -15,6 +15,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -222,14 +223,18 @@ def drops() -> None:
 
 
 def speed(seconds: str = "3") -> None:
-    os.environ["SLOW_SECONDS"] = seconds
+    os.environ["SLOW_SECONDS"], rollouts = seconds, 8
     for staleness in (0, 1):
         with tempfile.TemporaryDirectory() as name:
             case = Case(Path(name))
-            case.end(case.start(case.config(["slow"], max_staleness=staleness, keep_latest_k=10)))
+            case.end(case.start(case.config(["slow"], max_staleness=staleness, steps=2 * rollouts)))
             case.close()
+            begun = sorted(int(path.name) for path in case.steps.iterdir())[::2]
+            periods = [1e-9 * (after - before) for before, after in zip(begun[1:], begun[2:], strict=False)]
             rows = map(json.loads, (Path(name) / "run" / "metrics.jsonl").read_text().splitlines())
-            print(json.dumps([row for row in rows if "loss" in row]))
+            waits = [row["rollout_seconds"] for row in rows if "loss" in row][2::2]
+            about = {"max_staleness": staleness, "seconds_of_a_program": float(seconds), "rollouts": len(periods)}
+            print(json.dumps(about | {"period": statistics.median(periods), "wait": statistics.median(waits)}))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Runs a program of an episode, with a deadline, few variables and limits."""
 
 import asyncio
+import json
+import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from glm46.compute.distributed.environment import set_variables
 from glm46.storage.prepare.limited import limits_of_session
@@ -64,6 +67,19 @@ async def run_program(
     last = f": {lines[-1]}" if lines else ""
     status = process.returncode
     return "" if status == 0 else f"it ended with code {status}{last}", output
+
+
+async def run_scoring(
+    command: Sequence[str], folder: str, passed: Sequence[str], seconds: float, given: Any
+) -> tuple[str, float | None]:
+    """Run a scoring program: why it failed, if it did, and its number."""
+    said = json.dumps(given, default=str).encode()
+    fault, output = await run_program(command, folder, passed, {}, seconds, said)
+    with suppress(ValueError):
+        score = float(output.strip().rpartition("\n")[2])
+        if not fault and math.isfinite(score):
+            return "", score
+    return f"rl.environment.score_command: {fault or 'its last line is no number'}", None
 
 
 async def _exchange(process: asyncio.subprocess.Process, given: bytes, said: bytearray) -> None:

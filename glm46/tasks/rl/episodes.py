@@ -6,7 +6,6 @@ the ranks generates in rounds, while these wait for the programs.
 
 import asyncio
 import json
-import math
 import tempfile
 import threading
 import time
@@ -20,14 +19,14 @@ import torch.distributed as dist
 from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.episode_program import run_program
+from glm46.tasks.rl.episode_program import run_program, run_scoring
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 from glm46.tasks.rl.rollout.first_rank import pack_groups, run_on_first_rank, unpack_groups
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Requests
-from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.records import Engine, EpisodeEnd, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.session import Session
 
@@ -96,8 +95,8 @@ class CommandEpisodes:
             if any(one.finish == "abort" for one in completions):
                 content = _STOPPED  # a rank may know of the stop before rank 0
                 break
-            if dist.get_rank() == 0:
-                self._call(self._give(completions))
+            for one, completion in zip(self._taken, completions, strict=False):  # on rank 0
+                one.done(completion)
         is_stopped = content == _STOPPED
         ends = read_on_first_rank(lambda: self._call(self._end(is_stopped=is_stopped)))
         return None if is_stopped else ends
@@ -183,10 +182,6 @@ class CommandEpisodes:
             await self._wait(self._last_change + _PATIENCE_SECONDS - now if asked else _TICK_SECONDS)
         return b""
 
-    async def _give(self, completions: Sequence[Completion]) -> None:
-        for one, completion in zip(self._taken, completions, strict=True):
-            one.done(completion)
-
     async def _end(self, *, is_stopped: bool) -> list[EpisodeEnd]:
         tasks, self._tasks, self._round.waiting = self._tasks, [], []
         others = list(self._background) if is_stopped else []
@@ -252,24 +247,11 @@ class CommandEpisodes:
                 first, *others = samples
                 cut = first.completion._replace(finish="length")
                 samples = [first._replace(completion=cut), *others]
-            return await self._scored(prompt, session, samples, folder)
-
-    async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:
-        """The end of an episode, with the number of the scoring command where there is one."""
-        if not self._scoring:
-            return EpisodeEnd(samples)
-        given = {"row": prompt.row, "messages": session.conversation()}
-        said = json.dumps(given, default=str).encode()
-        fault, output = await run_program(
-            self._scoring, folder, self._table.variables, {}, self._table.timeout_seconds, said
-        )
-        try:
-            score = float(output.strip().rpartition("\n")[2])
-        except ValueError:
-            score = math.nan
-        if fault or not math.isfinite(score):
-            return EpisodeEnd([], f"rl.environment.score_command: {fault or 'its last line is no number'}")
-        return EpisodeEnd(samples, "", score)
+            if not self._scoring:
+                return EpisodeEnd(samples)
+            given = {"row": prompt.row, "messages": session.conversation()}
+            fault, score = await run_scoring(self._scoring, folder, table.variables, table.timeout_seconds, given)
+            return EpisodeEnd([] if fault else samples, fault, score)
 
 
 def without(row: Any, key: str) -> Any:

@@ -108,9 +108,8 @@ class ServerEngine:
             begin: generates the members of a group.
             goes_on: it also generates while the policy trains. Otherwise `take` alone does, with the policy's weights.
         """
-        self._goes_on = goes_on
+        self._goes_on, generate = goes_on, self._pool.generate
         if dist.get_rank() == 0:
-            generate = self._pool.generate
             self.background = BackgroundGeneration(generate, self._rules, folder, begin, goes_on=goes_on)
 
     def take(
@@ -135,11 +134,7 @@ class ServerEngine:
         return unpack_groups(content) if content else None
 
     def answer(self, work: Callable[[OpenRequests], bytes], rules: SamplingRules) -> bytes:
-        """The result of work of rank 0 whose requests servers answer as they come. Collective.
-
-        Raises:
-            EngineError: no server is left.
-        """
+        """The result of work of rank 0 whose requests servers answer as they come. Collective."""
         self._ready()
 
         def run() -> bytes:
@@ -183,11 +178,7 @@ class ServerEngine:
             sender.end()
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
-        """See `Engine.generate` and `ServerPool.generate`.
-
-        Raises:
-            EngineError: no server is left.
-        """
+        """See `Engine.generate` and `ServerPool.generate`."""
         self._ready()
         return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
 
