@@ -3,7 +3,7 @@
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/episodes_ahead.py main|kills N|speed
 
 Two ranks train a small GLM for ten steps, two for each rollout, on episodes of two turns that are up to two rollouts
-old; some of them have two steps of training between their turns, and one of each group that fails once is run again.
+old; some of them have a rollout of training between their turns, and one of each group that fails once is run again.
 `main`: the run dies while turns are answered, behind a halt for an update, and before the file of an episode is
 written. `kills`: it dies N times at random moments. `drops`: the programs of one prompt hang, and it is dropped.
 `speed`: the same steps with programs that sleep, in turn and ahead. Each prints JSON.
@@ -214,9 +214,7 @@ def drops() -> None:
     with tempfile.TemporaryDirectory() as name:
         case = Case(Path(name))
         os.environ["SLOW_SECONDS"] = "10000"
-        kinds = ["cut"] * 30
-        kinds[7] = "slow"
-        config = case.config(kinds, prompts=len(kinds), max_staleness=1, when_stale="drop")
+        config = case.config(["cut"] * 8 + ["slow"], prompts=36, max_staleness=1, when_stale="drop")
         codes = case.end(case.start(config))
         case.close()
         print(json.dumps(case.found() | {"codes": [codes]}))

@@ -56,7 +56,7 @@ class AheadSource:
 
     def take(self, first: int, count: int) -> list[Sample] | None:
         """See `Take`; groups that wait come first."""
-        self.hand_out(count + self.late())
+        self.hand_out(count + self._late())
         taken = self._engine.take(count, set(self._due()[:count]), self._is_stopped, waits=not self._drops)
         if taken is None:
             return None
@@ -64,8 +64,8 @@ class AheadSource:
             del self.waiting[number]
         return [sample_of(number, self._sampler.prompt(number), end) for number, ends in taken.items() for end in ends]
 
-    def late(self) -> int:
-        """Groups that are due and not finished, and that other ones may replace."""
+    def _late(self) -> int:
+        """Number of groups that are due and not finished, and that others may replace."""
         if not self._drops:
             return 0
         return int(run_on_first_rank(lambda: b"%d" % self._engine.background.unfinished(self._due())))

@@ -50,13 +50,13 @@ class RolloutLoop:
         """Fields of a rollout whose only step computes the old log-probabilities."""
         self._version = -1
         section = plan.config.rollout
-        self._staleness = section.max_staleness
+        self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
         self._ahead: AheadSource | None = None
         if section.kind != "local" and (sampler.environment is None or sampler.episodes is not None):
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
                 sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped,
-                drops=section.when_stale == "drop",
+                drops=self._drops,
             )  # fmt: skip
             of = sampler.episodes
             begin = begin_samples if of is None else partial(of.begin, sampler.prompt)
@@ -153,17 +153,18 @@ class RolloutLoop:
             return generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
         waiting = read_on_first_rank(lambda: self._journal.waiting_before(first)) if before is None else before.waiting
         self._ahead.begin(progress.step, prompts, waiting)
-        if self._ahead.late():
-            self.update_weights(progress.step)  # what replaces them may serve the next rollout too
+        each, later = self._config.prompts_per_rollout, min(self._staleness, self._later_rollouts(progress))
+        if self._drops:  # a slow group is overtaken from the begin on
+            self.update_weights(progress.step)
+            self._ahead.hand_out((1 + later) * each)
         rollout = generate_rollout(self._sampler, self._ahead.take, first, prompts)
         if rollout is not None:
             self.update_weights(progress.step)
-            later = min(self._staleness, self._later_rollouts(progress))
-            self._ahead.hand_out(later * self._config.prompts_per_rollout)
+            self._ahead.hand_out(later * each)
             rollout.next_prompt = self._ahead.next_prompt
             rollout.waiting = [list(pair) for pair in self._ahead.waiting.items()]
             rollout.stale = self._ahead.stale
-            if self._plan.config.rollout.when_stale == "drop":
+            if self._drops:
                 rollout.figures["stale_groups"] = len(rollout.stale)
         return rollout
 

@@ -49,7 +49,7 @@ def main(kind: str) -> None:
     if kind == "across":
         waits, end = is_first(), time.monotonic() + 30.0
         first, began = ask(question, max_tokens=6), steps()
-        while waits and began and steps() < began + 2 and time.monotonic() < end:
+        while waits and began and steps() < began + 3 and time.monotonic() < end:
             time.sleep(0.02)
         ask(question, first, question, max_tokens=6)
         return

@@ -141,8 +141,8 @@ def test_a_group_that_does_not_finish_is_dropped_and_another_prompt_takes_its_pl
         step = STEPS * rollout
         source.begin(step, source.next_prompt, waiting)
         stale += source.stale
-        if source.late():
-            engine.update(step)
+        engine.update(step)
+        source.hand_out((1 + staleness) * PER_ROLLOUT)
         generated = source.take(0, PER_ROLLOUT)
         for completion in (one.completion for one in generated):
             assert step - staleness * STEPS <= min(span.version for span in completion.spans) <= step
