@@ -137,6 +137,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rewards", 24, "programs that are looked for, and the reward that a scoring program gives"),
     ("tasks/rl/rollout", 485, "sessions that record conversations; an endpoint with OpenAI's chat API"),
     ("tasks/rl", 345, "episodes of programs, in rounds; several samples of one episode"),
+    ("tasks/rl/rollout", 244, "requests that come one by one; groups of episodes through updates; episodes as bytes"),
+    ("tasks/rl", 86, "episodes while the policy trains, run again where they fail, dropped when they are stale"),
+    ("config", 11, "tries of episodes, stale groups"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_453

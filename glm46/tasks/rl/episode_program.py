@@ -18,14 +18,9 @@ _VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL
 
 
 async def run_program(
-    command: Sequence[str],
-    folder: str,
-    passed: Sequence[str],
-    variables: Mapping[str, str],
-    seconds: float,
-    given: bytes,
-    has_failed: asyncio.Event | None = None,
-) -> tuple[str, str]:
+    command: Sequence[str], folder: str, passed: Sequence[str], variables: Mapping[str, str], seconds: float,
+    given: bytes, has_failed: asyncio.Event | None = None,
+) -> tuple[str, str]:  # fmt: skip
     """Run a program in a session of its own, which is killed when it or its episode ends: why it failed, if it did, and
     the end of its output.
 

@@ -55,9 +55,8 @@ class RolloutLoop:
         if section.kind != "local" and (sampler.environment is None or sampler.episodes is not None):
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
-                sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped,
-                drops=self._drops,
-            )  # fmt: skip
+                sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
+            )
             of = sampler.episodes
             begin = begin_samples if of is None else partial(of.begin, sampler.prompt)
             sampler.engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)

@@ -102,7 +102,9 @@ class Sampler:
     ) -> list[Sample] | None:
         """The samples of requests, of prompts and their numbers, not yet scored; None if a stop was requested."""
         if self.episodes is not None:
-            return self._run_episodes(asked, requests, rules)
+            pairs = [(prompt, request) for (_, prompt), request in zip(asked, requests, strict=True)]
+            ends = self.episodes.run(pairs, rules)
+            return None if ends is None else [sample_of(*one, end) for one, end in zip(asked, ends, strict=True)]
         completions, faults = self._converse([prompt for _, prompt in asked], requests, rules)
         if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
             return None
@@ -110,14 +112,6 @@ class Sampler:
             Sample(prompt, number, completion, faults.get(index, ""))
             for index, ((number, prompt), completion) in enumerate(zip(asked, completions, strict=True))
         ]
-
-    def _run_episodes(
-        self, asked: Sequence[tuple[int, Prompt]], requests: Sequence[Request], rules: SamplingRules
-    ) -> list[Sample] | None:
-        pairs = [(prompt, request) for (_, prompt), request in zip(asked, requests, strict=True)]
-        if (ends := self.episodes.run(pairs, rules)) is None:
-            return None
-        return [sample_of(*one, end) for one, end in zip(asked, ends, strict=True)]
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards, or the reason for none; each rank scores its share.

@@ -53,15 +53,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        first: Request,
-        *,
-        thinking: bool,
-        most_turns: int,
-        keeps_thoughts: bool = False,
+        self, tokenizer: Tokenizer, first: Request, *, thinking: bool, most_turns: int, keeps_thoughts: bool = False,
         recorded: Sequence[SessionSample] = (),
-    ):
+    ):  # fmt: skip
         self._tokenizer, self._thinking, self._keeps = tokenizer, thinking, keeps_thoughts
         self._first, self._most_turns = first, most_turns
         self._recorded = {tuple(prompt): completion for prompt, completion in recorded}
