@@ -138,7 +138,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 485, "sessions that record conversations; an endpoint with OpenAI's chat API"),
     ("tasks/rl", 345, "episodes of programs, in rounds; several samples of one episode"),
     ("tasks/rl/rollout", 244, "requests that come one by one; groups of episodes through updates; episodes as bytes"),
-    ("tasks/rl", 86, "episodes while the policy trains, run again where they fail, dropped when they are stale"),
+    ("tasks/rl", 87, "episodes while the policy trains, run again where they fail, dropped when they are stale"),
     ("config", 11, "tries of episodes, stale groups"),
 )
 """Room, lines, and what they are for."""

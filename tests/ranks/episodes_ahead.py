@@ -38,6 +38,8 @@ STEPS, PROMPTS, GROUP, STALENESS = 10, 4, 2, 2
 KINDS = ("cut", "across", "fails once", "cut")
 MOMENTS = ("turn", "halt", "write", "")
 """At which a run dies, one after another; the last one ends by itself."""
+_LARGER = {"num_hidden_layers": 16, "hidden_size": 128, "intermediate_size": 256}
+"""Sizes of a model whose steps take seconds."""
 _PROGRAM = Path(__file__).parents[1] / "unit" / "tasks" / "rl" / "program.py"
 
 
@@ -74,7 +76,7 @@ class Case:
     def close(self) -> None:
         os.kill(self._server[0], signal.SIGKILL)
 
-    def config(self, kinds=KINDS, *, steps: int = STEPS, prompts: int = 20, environment=None, **rollout):
+    def config(self, kinds=KINDS, *, steps: int = STEPS, prompts: int = 20, batch: int = 4, model=None, **rollout):
         path = self.base / "prompts.jsonl"
         rows = ({"prompt": f"{number} is", "kind": kinds[number % len(kinds)]} for number in range(prompts))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -83,7 +85,7 @@ class Case:
             model=TINY | {
                 "tokenizer_path": str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"),
                 "vocab_size": 292, "num_nextn_predict_layers": 0, "num_key_value_heads": 2,
-            },
+            } | (model or {}),
             data={"document_mask": True, "sources": []},
             rl={
                 "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "group_size": GROUP,
@@ -91,13 +93,13 @@ class Case:
                 "rewards": [{"name": "tests.ranks.brightness:brightness"}],
                 "environment": {
                     "kind": "command", "command": [sys.executable, "-S", str(_PROGRAM)], "max_turns": 2,
-                    "variables": ["STEPS_FOLDER", "SLOW_SECONDS"], **(environment or {}),
+                    "variables": ["STEPS_FOLDER", "SLOW_SECONDS"],
                 },
             },
             rollout={
                 "kind": "vllm", "urls": [f"http://127.0.0.1:{self._port}"], "max_new_tokens": 48, "keep_latest_k": 0,
             } | rollout,
-            training={"steps": steps, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 96},
+            training={"steps": steps, "global_batch_size": batch, "local_batch_size": 1, "seq_len": 96},
             moe={"sequence_aux_loss_weight": 0.0},
             checkpoint={"interval": 3, "async_mode": "disabled"},
         )  # fmt: skip
@@ -225,12 +227,13 @@ def speed(seconds: str = "3") -> None:
     for staleness in (0, 1):
         with tempfile.TemporaryDirectory() as name:
             case = Case(Path(name))
-            case.end(case.start(case.config(["slow"], max_staleness=staleness, steps=2 * rollouts)))
+            config = case.config(["slow"], max_staleness=staleness, steps=4 * rollouts, batch=2, model=_LARGER)
+            case.end(case.start(config))
             case.close()
-            begun = sorted(int(path.name) for path in case.steps.iterdir())[::2]
+            begun = sorted(int(path.name) for path in case.steps.iterdir())[::4]
             periods = [1e-9 * (after - before) for before, after in zip(begun[1:], begun[2:], strict=False)]
             rows = map(json.loads, (Path(name) / "run" / "metrics.jsonl").read_text().splitlines())
-            waits = [row["rollout_seconds"] for row in rows if "loss" in row][2::2]
+            waits = [row["rollout_seconds"] for row in rows if "loss" in row][4::4]
             about = {"max_staleness": staleness, "seconds_of_a_program": float(seconds), "rollouts": len(periods)}
             print(json.dumps(about | {"period": statistics.median(periods), "wait": statistics.median(waits)}))
 

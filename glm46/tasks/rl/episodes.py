@@ -116,9 +116,10 @@ class CommandEpisodes:
         self._call(self._begin(prompt, requests, members))
 
     async def _begin(self, prompt: Callable[[int], Prompt], requests: Requests, members: Sequence[Member]) -> None:
+        loop = asyncio.get_running_loop()
         for member in members:
             task = asyncio.create_task(self._run_member(prompt(member.number), requests, member))
-            member.cancel = partial(self._loop.call_soon_threadsafe, task.cancel)
+            member.cancel = partial(loop.call_soon_threadsafe, task.cancel)
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 
@@ -128,7 +129,7 @@ class CommandEpisodes:
         except Exception as error:
             member.finish(error)
             raise
-        await self._loop.run_in_executor(None, member.finish, end)  # it is written, while others are served
+        await asyncio.to_thread(member.finish, end)  # it is written, while others are served
 
     def close(self) -> None:
         """End the programs and the endpoint."""

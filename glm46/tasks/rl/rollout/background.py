@@ -26,7 +26,7 @@ class Member:
     """Its result, or the part to go on with."""
     finish: Callable[[EpisodeEnd | BaseException], None] = lambda end: None
     """Takes the result, or an error that ends the run; in any thread."""
-    cancel: Callable[[], None] | None = None
+    cancel: Callable[[], object] | None = None
     """Ends it without a result. None: it has not begun."""
     parts: Callable[[], list[SessionSample]] | None = None
     """Gives what a kill must not lose of it now."""

@@ -72,7 +72,7 @@ class Dispatch:
         self._requests: list[Request] = []
         self._waiting: deque[list[int]] = deque()
         self._sent: dict[str, _Sent] = {}
-        self._stays, self._inbox = inbox is not None, inbox or queue.SimpleQueue()
+        self._stays, self._inbox = inbox is not None, inbox or Inbox()
         self._failed_on: dict[int, list[ServerState]] = defaultdict(list)
         self._completions: dict[int, Completion] = {}
         self._look_at = 0.0
@@ -93,7 +93,7 @@ class Dispatch:
             except queue.Empty:
                 continue
             if not name:
-                self._arrive(outcome) if isinstance(outcome, list) else self._drop(outcome)
+                (self._arrive if isinstance(outcome, list) else self._drop)(outcome)
                 continue
             sent = self._sent.pop(name, None)
             if sent is None:  # of a server that was lost meanwhile; the request is somewhere else

@@ -135,7 +135,7 @@ def unpack_groups(content: bytes) -> dict[int, list[EpisodeEnd]]:
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         prompts = [part.tolist() for part in np.split(arrays["prompts"], arrays["prompt_ends"])]
         facts = json.loads(arrays["ends"].tobytes())
-    samples, groups = map(SessionSample, prompts, unpack(content)), {}
+    samples, groups = map(SessionSample, prompts, unpack(content)), dict[int, list[EpisodeEnd]]()
     for number, count, *rest in facts:
         groups.setdefault(number, []).append(EpisodeEnd(list(islice(samples, count)), *rest))
     return groups

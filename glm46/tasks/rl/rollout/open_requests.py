@@ -1,6 +1,5 @@
 """Requests that servers answer as they come, each to its end: through halts and updates of the weights."""
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ class OpenRequest:
     """A request until it is answered."""
 
     request: Request
-    done: Callable[[Completion], None]
+    done: Callable[[Completion], object]
     """Gets the completion, in a thread of the engine; also one that was aborted at its deadline."""
     generated: Completion = NOTHING
     """At the last halt."""
@@ -55,7 +54,7 @@ class OpenRequests:
         self._open: dict[OpenRequest, None] = {}
         self._sent: list[OpenRequest] = []
         self._lock = threading.Lock()
-        self._halt, self._inbox = threading.Event(), queue.SimpleQueue()
+        self._halt, self._inbox = threading.Event(), Inbox()
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
         """Of the servers: nothing is generated any more."""
@@ -81,7 +80,7 @@ class OpenRequests:
             if self._thread is not None:
                 return
             self._halt.clear()
-            self._inbox, self._sent = queue.SimpleQueue(), list(self._open)
+            self._inbox, self._sent = Inbox(), list(self._open)
             requests = [rest(one.request, one.generated) for one in self._sent]
             self._thread = threading.Thread(target=self._run, args=(requests,), daemon=True)
             self._thread.start()
