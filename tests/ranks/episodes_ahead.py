@@ -6,7 +6,7 @@ Two ranks train a small GLM for ten steps, two for each rollout, on episodes of 
 old; some of them have a rollout of training between their turns, and one of each group that fails once is run again.
 `main`: the run dies while turns are answered, behind a halt for an update, and before the file of an episode is
 written. `kills`: it dies N times at random moments. `drops`: the programs of one prompt hang, and it is dropped.
-`speed`: the same steps with programs that sleep, in turn and ahead. Each prints JSON.
+`speed`: the same steps in turn and ahead, with programs that sleep as long as the steps of a rollout. Each prints JSON.
 
 The server writes down each request that it answers, so that tokens and versions of the journal can be compared with it.
 """
@@ -38,8 +38,6 @@ STEPS, PROMPTS, GROUP, STALENESS = 10, 4, 2, 2
 KINDS = ("cut", "across", "fails once", "cut")
 MOMENTS = ("turn", "halt", "write", "")
 """At which a run dies, one after another; the last one ends by itself."""
-_LARGER = {"num_hidden_layers": 16, "hidden_size": 128, "intermediate_size": 256}
-"""Sizes of a model whose steps take seconds."""
 _PROGRAM = Path(__file__).parents[1] / "unit" / "tasks" / "rl" / "program.py"
 
 
@@ -76,7 +74,7 @@ class Case:
     def close(self) -> None:
         os.kill(self._server[0], signal.SIGKILL)
 
-    def config(self, kinds=KINDS, *, steps: int = STEPS, prompts: int = 20, batch: int = 4, model=None, **rollout):
+    def config(self, kinds=KINDS, *, steps: int = STEPS, prompts: int = 20, **rollout):
         path = self.base / "prompts.jsonl"
         rows = ({"prompt": f"{number} is", "kind": kinds[number % len(kinds)]} for number in range(prompts))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -85,7 +83,7 @@ class Case:
             model=TINY | {
                 "tokenizer_path": str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"),
                 "vocab_size": 292, "num_nextn_predict_layers": 0, "num_key_value_heads": 2,
-            } | (model or {}),
+            },
             data={"document_mask": True, "sources": []},
             rl={
                 "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "group_size": GROUP,
@@ -99,7 +97,7 @@ class Case:
             rollout={
                 "kind": "vllm", "urls": [f"http://127.0.0.1:{self._port}"], "max_new_tokens": 48, "keep_latest_k": 0,
             } | rollout,
-            training={"steps": steps, "global_batch_size": batch, "local_batch_size": 1, "seq_len": 96},
+            training={"steps": steps, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 96},
             moe={"sequence_aux_loss_weight": 0.0},
             checkpoint={"interval": 3, "async_mode": "disabled"},
         )  # fmt: skip
@@ -117,6 +115,7 @@ class Case:
         def noted_step(*arguments, **options):
             if rank == 0:
                 self.steps.joinpath(f"{time.time_ns()}").touch()
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))  # as of a GPU, which leaves the CPU alone
             return train_step(*arguments, **options)
 
         def fatal(number: int, original, *, after: bool = False):
@@ -222,18 +221,17 @@ def drops() -> None:
         print(json.dumps(case.found() | {"codes": [codes]}))
 
 
-def speed(seconds: str = "3") -> None:
-    os.environ["SLOW_SECONDS"], rollouts = seconds, 8
+def speed(seconds: str = "6") -> None:
+    os.environ["SLOW_SECONDS"], os.environ["STEP_SECONDS"], rollouts = seconds, str(float(seconds) / 2), 7
     for staleness in (0, 1):
         with tempfile.TemporaryDirectory() as name:
             case = Case(Path(name))
-            config = case.config(["slow"], max_staleness=staleness, steps=4 * rollouts, batch=2, model=_LARGER)
-            case.end(case.start(config))
+            case.end(case.start(case.config(["slow"], max_staleness=staleness, steps=2 * rollouts)))
             case.close()
-            begun = sorted(int(path.name) for path in case.steps.iterdir())[::4]
+            begun = sorted(int(path.name) for path in case.steps.iterdir())[::2]
             periods = [1e-9 * (after - before) for before, after in zip(begun[1:], begun[2:], strict=False)]
             rows = map(json.loads, (Path(name) / "run" / "metrics.jsonl").read_text().splitlines())
-            waits = [row["rollout_seconds"] for row in rows if "loss" in row][4::4]
+            waits = [row["rollout_seconds"] for row in rows if "loss" in row][2::2]
             about = {"max_staleness": staleness, "seconds_of_a_program": float(seconds), "rollouts": len(periods)}
             print(json.dumps(about | {"period": statistics.median(periods), "wait": statistics.median(waits)}))
 
