@@ -7,8 +7,6 @@ needs the interpreter then. What waits for tokens is generated in rounds, by the
 import asyncio
 import json
 import math
-import os
-import signal
 import tempfile
 import threading
 import time
@@ -19,23 +17,20 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import read_on_first_rank
-from glm46.compute.distributed.environment import set_variables
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.storage.prepare.limited import limits_of_session
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
+from glm46.tasks.rl.rollout.programs import passed_on, run_program
 from glm46.tasks.rl.rollout.records import Completion, Engine, Request, SamplingRules
 from glm46.tasks.rl.rollout.session import Session, SessionSample
 
 _PATIENCE_SECONDS = 0.25
 """A round begins when all programs wait for tokens, or none has come to wait for so long."""
 _TICK_SECONDS = 0.5
-_MOST_SAID = 2**14
 _STOPPED = b"stopped"
-_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 
 
 class EpisodeEnd(NamedTuple):
@@ -46,11 +41,6 @@ class EpisodeEnd(NamedTuple):
     fault: str = ""
     score: float | None = None
     """Of the scoring command."""
-
-
-class _ProgramEnd(NamedTuple):
-    fault: str
-    output: str
 
 
 class CommandEpisodes:
@@ -78,7 +68,7 @@ class CommandEpisodes:
     ):
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
         self._is_stopped, self._say, self._is_local = is_stopped, say, is_local
-        self._seconds, self._at_once, self._variables = table.seconds, table.at_once, (*_VARIABLES, *table.variables)
+        self._seconds, self._at_once = table.seconds, table.at_once
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = set[Episode]()
@@ -166,13 +156,13 @@ class CommandEpisodes:
             )  # fmt: skip
             episode = self._endpoint.open(session, table.max_turns)
             self._running.add(episode)
-            variables = {
+            variables = passed_on(table.variables) | {
                 "OPENAI_BASE_URL": self._endpoint.base_url(episode), "OPENAI_API_KEY": episode.key,
                 "GLM46_TASK": json.dumps(without(prompt.row, keys.label_key), default=str),
             }  # fmt: skip
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 try:
-                    ended = await self._program(self._command, folder, variables, self._seconds, b"", episode)
+                    ended = await run_program(self._command, folder, variables, self._seconds, b"", episode)
                 finally:
                     self._endpoint.close(episode)
                     self._running.remove(episode)
@@ -196,9 +186,8 @@ class CommandEpisodes:
         if not self._scoring:
             return EpisodeEnd(samples)
         given = {"row": prompt.row, "messages": session.conversation()}
-        ended = await self._program(
-            self._scoring, folder, {}, self._table.timeout_seconds, json.dumps(given, default=str).encode(), None
-        )
+        content, variables = json.dumps(given, default=str).encode(), passed_on(self._table.variables)
+        ended = await run_program(self._scoring, folder, variables, self._table.timeout_seconds, content)
         try:
             score = float(ended.output.strip().rpartition("\n")[2])
         except ValueError:
@@ -206,59 +195,6 @@ class CommandEpisodes:
         if ended.fault or not math.isfinite(score):
             return EpisodeEnd([], f"rl.environment.score_command: {ended.fault or 'its last line is no number'}")
         return EpisodeEnd(samples, "", score)
-
-    async def _program(
-        self,
-        command: Sequence[str],
-        folder: str,
-        variables: dict[str, str],
-        seconds: float,
-        given: bytes,
-        episode: Episode | None,
-    ) -> _ProgramEnd:
-        """Run a program in a session of its own, which is killed when it or its episode ends."""
-        environment = set_variables(self._variables) | variables
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command, cwd=folder, env=environment, start_new_session=True, preexec_fn=limits_of_session(),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            )  # fmt: skip
-        except (OSError, ValueError) as error:
-            return _ProgramEnd(f"{command[0]}: {error}", "")
-        said = bytearray()
-        reading = asyncio.create_task(_exchange(process, given, said))
-        ends = [asyncio.create_task(process.wait())]
-        ends += [] if episode is None else [asyncio.create_task(episode.has_failed.wait())]
-        try:
-            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if process.returncode is not None:  # what it said before its end
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(reading), _TICK_SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            reading.cancel()
-            await process.wait()
-            for task in ends:
-                task.cancel()
-        output = said.decode(errors="replace")
-        if not done:
-            return _ProgramEnd(f"it took more than {seconds:g} s", output)
-        lines = output.strip().splitlines()
-        last = f": {lines[-1]}" if lines else ""
-        status = process.returncode
-        return _ProgramEnd("" if status == 0 else f"it ended with code {status}{last}", output)
-
-
-async def _exchange(process: asyncio.subprocess.Process, given: bytes, said: bytearray) -> None:
-    """Give a program its standard input, and keep the end of its output."""
-    with suppress(OSError):
-        process.stdin.write(given)
-        await process.stdin.drain()
-        process.stdin.close()
-    while part := await process.stdout.read(2**16):
-        said += part
-        del said[:-_MOST_SAID]
 
 
 def without(row: Any, key: str) -> Any:
