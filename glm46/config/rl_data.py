@@ -84,6 +84,14 @@ class EnvironmentConfig(Section):
     """Names of environment variables that both programs get, beside PATH, HOME, LANG, TMPDIR, PYTHONPATH and the like;
     others, such as keys of services, stay here."""
 
+    sandbox: Annotated[Literal["auto", "required"], _COMMAND] = "auto"
+    """auto: programs run in bubblewrap where it starts, else under Landlock where the kernel has it, else as any
+    program of this user. required: the run is refused where neither works."""
+
+    allow: Annotated[tuple[str, ...], _COMMAND] = ()
+    """Files and folders that the sandbox lets both programs read, beside those of the system, of Python and of the
+    command itself; "network" opens the network of the host to them."""
+
 
 class RewardTableConfig(Section):
     """[[rl.rewards]]: one part of the reward. A part that fails, hangs or gives no number drops its sample."""

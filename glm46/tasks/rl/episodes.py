@@ -23,7 +23,7 @@ from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
-from glm46.tasks.rl.rollout.programs import passed_on, run_program
+from glm46.tasks.rl.rollout.programs import Programs
 from glm46.tasks.rl.rollout.records import Completion, Engine, Request, SamplingRules
 from glm46.tasks.rl.rollout.session import Session, SessionSample
 
@@ -69,6 +69,7 @@ class CommandEpisodes:
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
         self._is_stopped, self._say, self._is_local = is_stopped, say, is_local
         self._seconds, self._at_once = table.seconds, table.at_once
+        self._programs = Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = set[Episode]()
@@ -156,13 +157,14 @@ class CommandEpisodes:
             )  # fmt: skip
             episode = self._endpoint.open(session, table.max_turns)
             self._running.add(episode)
-            variables = passed_on(table.variables) | {
+            variables = {
                 "OPENAI_BASE_URL": self._endpoint.base_url(episode), "OPENAI_API_KEY": episode.key,
                 "GLM46_TASK": json.dumps(without(prompt.row, keys.label_key), default=str),
             }  # fmt: skip
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 try:
-                    ended = await run_program(self._command, folder, variables, self._seconds, b"", episode)
+                    policy = self._endpoint, episode
+                    ended = await self._programs.run(self._command, folder, variables, self._seconds, b"", policy)
                 finally:
                     self._endpoint.close(episode)
                     self._running.remove(episode)
@@ -186,8 +188,8 @@ class CommandEpisodes:
         if not self._scoring:
             return EpisodeEnd(samples)
         given = {"row": prompt.row, "messages": session.conversation()}
-        content, variables = json.dumps(given, default=str).encode(), passed_on(self._table.variables)
-        ended = await run_program(self._scoring, folder, variables, self._table.timeout_seconds, content)
+        content, seconds = json.dumps(given, default=str).encode(), self._table.timeout_seconds
+        ended = await self._programs.run(self._scoring, folder, {}, seconds, content)
         try:
             score = float(ended.output.strip().rpartition("\n")[2])
         except ValueError:

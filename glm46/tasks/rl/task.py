@@ -29,6 +29,7 @@ from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
+from glm46.storage.prepare.jail import describe_jail, jail_of_code, jail_of_programs
 from glm46.tasks.rl.engines import build_engine
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.journal import Journal
@@ -215,10 +216,17 @@ class Reinforcement(Task):
         rollout, dtype = self.plan.config.rollout, getattr(torch, self.plan.config.training.mixed_precision_param)
         generated = f"generation   {describe_kernels(self.cluster.device, dtype)}"
         has_judge = math_verify_version() is not None or all(reward.name != "math" for reward in config.rewards)
+        environment = config.environment
+        jails = [f"sandbox      code: {describe_jail(jail_of_code())}"] * any(
+            one.name == "code" for one in config.rewards
+        )
+        if environment is not None and environment.kind == "command":
+            jails.append(f"sandbox      rl.environment: {describe_jail(jail_of_programs())}")
         return [
             f"prompts      {len(self._sampler.prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
+            *jails,
             *([generated] if rollout.kind == "local" else []),
             *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
             *([] if has_judge else unjudged),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -76,13 +77,22 @@ class PolicyEndpoint:
         self._reading: dict[asyncio.StreamWriter, None] = {}
         self._waiting: dict[Turn, tuple[Episode, asyncio.Future[Completion]]] = {}
         self._taken: list[Turn] = []
-        self._address = ""
+        self._address, self.port = "", 0
 
     async def start(self) -> asyncio.Server:
         """Listen on a free port of the loopback interface."""
         server = await asyncio.start_server(self._serve, _LOOPBACK, 0)
-        self._address = "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
+        self.port = server.sockets[0].getsockname()[1]
+        self._address = f"http://{_LOOPBACK}:{self.port}"
         return server
+
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Serve a sandbox with a network of its own, on a socket that listens there, until this is cancelled."""
+        server = await asyncio.start_server(self._serve, sock=listener)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            server.close()
 
     def open(self, session: Session, most_turns: int) -> Episode:
         """Begin an episode."""

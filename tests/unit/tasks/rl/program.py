@@ -57,8 +57,6 @@ def main(kind: str) -> None:
         messages = [question, first]
         while True:
             messages += [question, ask(*messages, question)]
-    elif kind == "parent":
-        os.kill(os.getppid(), 9)
     elif kind == "file":
         with open("found.txt", "w") as file:
             file.write(f"{TASK.get('label')} {'HF_TOKEN' in os.environ}")
