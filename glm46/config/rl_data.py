@@ -72,7 +72,7 @@ class EnvironmentConfig(Section):
     score_command: Annotated[tuple[str, ...], _COMMAND] = ()
     """A program that runs in the same folder when the first one has ended. Its standard input is JSON: the ``row`` with
     its label and the ``messages`` of the last turn. The last line that it prints is the number that the reward "score"
-    gives."""
+    gives; without it the last line of the first program is."""
 
     seconds: Annotated[float, _COMMAND] = Field(3600.0, gt=0.0)
     """Longest time for an episode; then its program is killed and the sample dropped."""

@@ -40,7 +40,7 @@ class EpisodeEnd(NamedTuple):
     """First the one with the last turn; empty if there is a fault."""
     fault: str = ""
     score: float | None = None
-    """Of the scoring command."""
+    """Of the scoring command, or of the program where there is none."""
 
 
 class CommandEpisodes:
@@ -181,22 +181,28 @@ class CommandEpisodes:
                     first, *others = samples
                     cut = first.completion._replace(finish="length")
                     samples = [first._replace(completion=cut), *others]
+                if not self._scoring:
+                    return EpisodeEnd(samples, "", _last_number(ended.output))
                 return await self._scored(prompt, session, samples, folder)
 
     async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:
-        """The end of an episode, with the number of the scoring command where there is one."""
-        if not self._scoring:
-            return EpisodeEnd(samples)
+        """The end of an episode, with the number of the scoring command."""
         given = {"row": prompt.row, "messages": session.conversation()}
         content, seconds = json.dumps(given, default=str).encode(), self._table.timeout_seconds
         ended = await self._programs.run(self._scoring, folder, {}, seconds, content)
-        try:
-            score = float(ended.output.strip().rpartition("\n")[2])
-        except ValueError:
-            score = math.nan
-        if ended.fault or not math.isfinite(score):
+        score = _last_number(ended.output)
+        if ended.fault or score is None:
             return EpisodeEnd([], f"rl.environment.score_command: {ended.fault or 'its last line is no number'}")
         return EpisodeEnd(samples, "", score)
+
+
+def _last_number(output: str) -> float | None:
+    """The number in the last line of an output; None if there is none."""
+    try:
+        found = float(output.strip().rpartition("\n")[2])
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def without(row: Any, key: str) -> Any:

@@ -57,6 +57,8 @@ def main(kind: str) -> None:
         messages = [question, first]
         while True:
             messages += [question, ask(*messages, question)]
+    elif kind == "own score":
+        print("score", TASK["prompt"].replace("Say", "\n"))
     elif kind == "file":
         with open("found.txt", "w") as file:
             file.write(f"{TASK.get('label')} {'HF_TOKEN' in os.environ}")

@@ -148,6 +148,9 @@ def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_nei
     of = make_sampler(["file"], command(score_command=[sys.executable, "-c", "print('much')"]), ("score",))
     samples = of.score(of.generate_groups(0, 1))
     assert all(one.reward is None and "no number" in one.fault for one in samples)
+    of = make_sampler(["own score", "own score", "two tries"], command(), ("score",))
+    samples = of.score(of.generate_groups(0, 3))
+    assert [one.reward for one in samples] == [0.0, 0.0, 1.0, 1.0, None, None], "or the first one says its own"
 
 
 def test_a_stop_ends_the_programs(make_sampler, length):
