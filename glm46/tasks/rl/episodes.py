@@ -157,8 +157,10 @@ class CommandEpisodes:
             )  # fmt: skip
             episode = self._endpoint.open(session, table.max_turns)
             self._running.add(episode)
+            url = self._endpoint.base_url(episode)
             variables = {
-                "OPENAI_BASE_URL": self._endpoint.base_url(episode), "OPENAI_API_KEY": episode.key,
+                "OPENAI_BASE_URL": url, "OPENAI_API_KEY": episode.key,
+                "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": episode.key,
                 "GLM46_TASK": json.dumps(without(prompt.row, keys.label_key), default=str),
             }  # fmt: skip
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
