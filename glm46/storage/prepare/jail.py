@@ -35,7 +35,7 @@ _PROBE_SECONDS = 20.0
 
 
 class JailedStart(NamedTuple):
-    """How a program is started in a sandbox."""
+    """The start of a program in a sandbox."""
 
     words: list[str]
     before: Callable[[], None]
@@ -55,7 +55,7 @@ def jailed(
     most: Sequence[tuple[int, int]] = (),
     filter_: bytes | None = None,
 ) -> Iterator[JailedStart]:
-    """How a program is started in a sandbox, while it is started.
+    """The start of a program in a sandbox; the context lasts while it is started.
 
     Args:
         jail: `NO_JAIL`, `LANDLOCK` or `BUBBLEWRAP`.

@@ -29,7 +29,6 @@ from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
-from glm46.storage.prepare.jail import describe_jail, jail_of_code, jail_of_programs
 from glm46.tasks.rl.engines import build_engine
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.journal import Journal
@@ -37,7 +36,13 @@ from glm46.tasks.rl.loop import RolloutLoop
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
 from glm46.tasks.rl.reward_model import last_values
-from glm46.tasks.rl.rewards.function_pool import READ_LABELS, environment_pool, filter_pool, reward_pool
+from glm46.tasks.rl.rewards.function_pool import (
+    READ_LABELS,
+    environment_pool,
+    filter_pool,
+    reward_pool,
+    sandbox_lines,
+)
 from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, steps_per_rollout
@@ -216,17 +221,11 @@ class Reinforcement(Task):
         rollout, dtype = self.plan.config.rollout, getattr(torch, self.plan.config.training.mixed_precision_param)
         generated = f"generation   {describe_kernels(self.cluster.device, dtype)}"
         has_judge = math_verify_version() is not None or all(reward.name != "math" for reward in config.rewards)
-        environment = config.environment
-        jails = [f"sandbox      code: {describe_jail(jail_of_code())}"] * any(
-            one.name == "code" for one in config.rewards
-        )
-        if environment is not None and environment.kind == "command":
-            jails.append(f"sandbox      rl.environment: {describe_jail(jail_of_programs())}")
         return [
             f"prompts      {len(self._sampler.prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
-            *jails,
+            *(f"sandbox      {line}" for line in sandbox_lines(config)),
             *([generated] if rollout.kind == "local" else []),
             *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
             *([] if has_judge else unjudged),

@@ -17,7 +17,7 @@ from glm46.config.errors import UserError
 from glm46.config.rl import RLConfig
 from glm46.config.rl_data import EnvironmentConfig
 from glm46.storage.prepare.equal_results import load_math_verify
-from glm46.storage.prepare.jail import jail_of_code, jail_of_programs, require_jail
+from glm46.storage.prepare.jail import describe_jail, jail_of_code, jail_of_programs, require_jail
 from glm46.storage.prepare.workers import end_worker, start_worker
 from glm46.tasks.rl.rewards.answer import Answer, Reward, RewardRule
 from glm46.tasks.rl.rewards.code import code, code_label_faults
@@ -214,6 +214,15 @@ def reward_pool(config: RLConfig) -> FunctionPool:
         if table.name == "code":
             require_jail(jail_of_code(), "sandbox of the reward code", table.options.get("sandbox"))
     return FunctionPool([RewardRule(one.name, one.weight, one.timeout_seconds, one.options) for one in tables])
+
+
+def sandbox_lines(config: RLConfig) -> list[str]:
+    """The sandboxes of what runs programs."""
+    table = config.environment
+    lines = [f"code: {describe_jail(jail_of_code())}"] if any(one.name == "code" for one in config.rewards) else []
+    if table is not None and table.kind == "command":
+        lines.append(f"rl.environment: {describe_jail(jail_of_programs())}")
+    return lines
 
 
 def environment_pool(table: EnvironmentConfig) -> FunctionPool:

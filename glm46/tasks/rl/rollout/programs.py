@@ -14,13 +14,13 @@ from glm46.storage.prepare.jail import NO_JAIL, jail_of_programs, jailed, places
 from glm46.storage.prepare.landlock import Access
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 
-_LAST_WORDS_SECONDS = 0.5
+_LAST_WORDS_SECONDS, _TICK_SECONDS = 0.5, 0.01
 _MOST_SAID = 2**14
 _NETWORK = "network"
 _VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 
 
-class ProgramEnd(NamedTuple):
+class ProgramOutcome(NamedTuple):
     """The end of a program."""
 
     fault: str
@@ -50,7 +50,7 @@ class Programs:
         seconds: float,
         given: bytes,
         policy: tuple[PolicyEndpoint, Episode] | None = None,
-    ) -> ProgramEnd:
+    ) -> ProgramOutcome:
         """Run a program in a sandbox and a session of its own, which ends with it or with its episode.
 
         Args:
@@ -72,7 +72,7 @@ class Programs:
                     stderr=asyncio.subprocess.STDOUT,
                 )  # fmt: skip
             except (OSError, ValueError) as error:
-                return ProgramEnd(f"{command[0]}: {error}", "")
+                return ProgramOutcome(f"{command[0]}: {error}", "")
             connecting = asyncio.create_task(_serve_inside(start.channel and start.channel.dup(), policy))
         said = bytearray()
         reading = asyncio.create_task(_exchange(process, given, said))
@@ -88,19 +88,19 @@ class Programs:
                 os.killpg(process.pid, signal.SIGKILL)
             for task in (*ends, connecting, reading):
                 task.cancel()
-            with suppress(asyncio.TimeoutError):  # something that outlives it may have its output open
-                await asyncio.wait_for(process.wait(), _LAST_WORDS_SECONDS)
+            while process.returncode is None:  # asyncio's wait lasts until nobody has its output open
+                await asyncio.sleep(_TICK_SECONDS)
         output = said.decode(errors="replace")
         if not done:
-            return ProgramEnd(f"it took more than {seconds:g} s", output)
+            return ProgramOutcome(f"it took more than {seconds:g} s", output)
         lines = output.strip().splitlines()
         last = f": {lines[-1]}" if lines else ""
         status = process.returncode
-        return ProgramEnd("" if status == 0 else f"it ended with code {status}{last}", output)
+        return ProgramOutcome("" if status == 0 else f"it ended with code {status}{last}", output)
 
 
 async def _end_of(pid: int) -> None:
-    """Wait until a process ends. That of asyncio waits for all that have its output open, too."""
+    """Wait until a process ends, whoever has its output open."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -18,7 +18,7 @@ from glm46.storage.prepare.landlock import landlock_version
 from glm46.tasks.rl.rewards import function_pool
 from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
-from glm46.tasks.rl.rollout.programs import ProgramEnd, Programs
+from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
 from glm46.tasks.rl.rollout.records import Request
 from glm46.tasks.rl.rollout.session import Session
 
@@ -55,10 +55,10 @@ def run(monkeypatch, tmp_path, loop):
 
     def run_in(
         kind: str, script: str, allow: tuple[str, ...] = (), seconds: float = 100.0, is_scoring: bool = False
-    ) -> ProgramEnd:
+    ) -> ProgramOutcome:
         monkeypatch.setattr(programs, "jail_of_programs", lambda: kind)
 
-        async def whole() -> ProgramEnd:
+        async def whole() -> ProgramOutcome:
             tokenizer = load_tokenizer("builtin")
             endpoint = PolicyEndpoint(lambda: None, print)
             server = await endpoint.start()

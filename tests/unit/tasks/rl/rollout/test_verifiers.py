@@ -15,7 +15,7 @@ from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.prepare.jail import BUBBLEWRAP, NO_JAIL, has_bubblewrap
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
-from glm46.tasks.rl.rollout.programs import ProgramEnd, Programs
+from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import Session
 
@@ -30,10 +30,10 @@ ENVIRONMENT = {"PYTHONPATH": str(WORKER.parent), "PATH": os.defpath}
 
 def run_worker(
     answers: list[str], folder: Path, task: int, most_tokens: int = 200, jail: str = NO_JAIL
-) -> tuple[ProgramEnd, Session]:
+) -> tuple[ProgramOutcome, Session]:
     """The end of the worker on a task, and what the endpoint recorded; the policy answers as told."""
 
-    async def whole() -> tuple[ProgramEnd, Session]:
+    async def whole() -> tuple[ProgramOutcome, Session]:
         endpoint = PolicyEndpoint(lambda: asyncio.get_running_loop().call_soon(give), print)
 
         def give() -> None:
