@@ -62,7 +62,7 @@ class _PathRule(ctypes.Structure):
 
 
 class Access(NamedTuple):
-    """What a program may use beside its folder."""
+    """Rights of a program beside those on its folder."""
 
     readable: Sequence[str] = ()
     """Files and folders."""
