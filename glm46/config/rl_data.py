@@ -72,7 +72,7 @@ class EnvironmentConfig(Section):
     score_command: Annotated[tuple[str, ...], _COMMAND] = ()
     """A program that runs in the same folder when the first one has ended. Its standard input is JSON: the ``row`` with
     its label and the ``messages`` of the last turn. The last line that it prints is the number that the reward "score"
-    gives."""
+    gives; without it the last line of the first program is."""
 
     seconds: Annotated[float, _COMMAND] = Field(3600.0, gt=0.0)
     """Longest time for an episode; then its program is killed, and it has failed."""
@@ -86,6 +86,14 @@ class EnvironmentConfig(Section):
     variables: Annotated[tuple[str, ...], _COMMAND] = ()
     """Names of environment variables that both programs get, beside PATH, HOME, LANG, TMPDIR, PYTHONPATH and the like;
     others, such as keys of services, stay here."""
+
+    sandbox: Annotated[Literal["auto", "required"], _COMMAND] = "auto"
+    """auto: programs run in bubblewrap where it starts, else under Landlock where the kernel has it, else as any
+    program of this user. required: the run is refused where neither works."""
+
+    allow: Annotated[tuple[str, ...], _COMMAND] = ()
+    """Files and folders that the sandbox lets both programs read, beside those of the system, of Python and of the
+    command itself; "network" opens the network of the host to them."""
 
 
 class RewardTableConfig(Section):

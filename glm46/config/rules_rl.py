@@ -126,9 +126,12 @@ def environment_has_its_program(rl: RLConfig) -> Faults:
         key = f"rl.environment.{table.kind}"
         yield fault(f'`{key}`: absent, and `rl.environment.kind` = "{table.kind}" needs it; add it')
     has_score, reads = bool(table and table.score_command), any(one.name == "score" for one in rl.rewards)
-    if has_score != reads:
-        missing = 'a table of [[rl.rewards]] with name = "score"' if has_score else "rl.environment.score_command"
-        yield fault(f"`rl.rewards`, `rl.environment.score_command`: one without the other; add {missing}")
+    if has_score and not reads:
+        yield fault('`rl.rewards`, `rl.environment.score_command`: no reward reads it; add one with name = "score"')
+    if reads and (table is None or table.kind != "command"):
+        yield fault(
+            '`rl.rewards`: score is a number of the program of `rl.environment` with kind = "command"; add that'
+        )
 
 
 @rule

@@ -25,7 +25,9 @@ from pathlib import Path
 import torch
 
 from glm46.engine.training import loop
+from glm46.storage.prepare.jail import NO_JAIL
 from glm46.tasks.rl import task
+from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
@@ -130,6 +132,7 @@ class Case:
             return call
 
         loop.train_step = noted_step
+        programs.jail_of_programs = lambda: NO_JAIL  # programs read and write the folder of steps
         if moment == "turn":
             PolicyEndpoint._give = fatal(7, PolicyEndpoint._give)
         elif moment == "halt":

@@ -6,6 +6,7 @@ the ranks generates in rounds, while these wait for the programs.
 
 import asyncio
 import json
+import math
 import tempfile
 import threading
 import time
@@ -19,14 +20,14 @@ import torch.distributed as dist
 from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.episode_program import run_program, run_scoring
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 from glm46.tasks.rl.rollout.first_rank import pack_groups, run_on_first_rank, unpack_groups
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Requests
-from glm46.tasks.rl.rollout.records import Engine, EpisodeEnd, Request, SamplingRules
+from glm46.tasks.rl.rollout.programs import Programs
+from glm46.tasks.rl.rollout.records import Engine, EpisodeEnd, Request, SamplingRules, SessionSample
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.session import Session
 
@@ -69,7 +70,7 @@ class CommandEpisodes:
     ):  # fmt: skip
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
         self._is_stopped, self._say, self._tries, self._seconds = is_stopped, say, table.tries, table.seconds
-        self._at_once, self._variables = table.at_once, table.variables
+        self._at_once, self._programs = table.at_once, Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running = set[Episode]()
@@ -215,15 +216,16 @@ class CommandEpisodes:
         table = self._table
         episode = self._endpoint.open(session, table.max_turns, requests)
         self._running.add(episode)
+        url = self._endpoint.base_url(episode)
         variables = {
-            "OPENAI_BASE_URL": self._endpoint.base_url(episode), "OPENAI_API_KEY": episode.key,
+            "OPENAI_BASE_URL": url, "OPENAI_API_KEY": episode.key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": episode.key,
             "GLM46_TASK": json.dumps(without(prompt.row, self._prompts.label_key), default=str),
         }  # fmt: skip
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             try:
-                fault, _ = await run_program(
-                    self._command, folder, self._variables, variables, self._seconds, b"", episode.has_failed
-                )
+                policy = self._endpoint, episode
+                ended = await self._programs.run(self._command, folder, variables, self._seconds, b"", policy)
             finally:
                 self._endpoint.close(episode)
                 self._running.remove(episode)
@@ -233,7 +235,7 @@ class CommandEpisodes:
             except ValueError as error:
                 episode.fail(str(error))
                 samples = []
-            fault = episode.fault or ("" if episode.is_truncated and samples else fault)
+            fault = episode.fault or ("" if episode.is_truncated and samples else ended.fault)
             if fault or not samples:
                 return EpisodeEnd([], f"rl.environment: {fault or 'the program asked for nothing'}")
             if episode.is_truncated:
@@ -241,10 +243,27 @@ class CommandEpisodes:
                 cut = first.completion._replace(finish="length")
                 samples = [first._replace(completion=cut), *others]
             if not self._scoring:
-                return EpisodeEnd(samples)
-            given = {"row": prompt.row, "messages": session.conversation()}
-            fault, score = await run_scoring(self._scoring, folder, self._variables, table.timeout_seconds, given)
-            return EpisodeEnd([] if fault else samples, fault, score)
+                return EpisodeEnd(samples, "", _last_number(ended.output))
+            return await self._scored(prompt, session, samples, folder)
+
+    async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:
+        """The end of an episode, with the number of the scoring command."""
+        given = {"row": prompt.row, "messages": session.conversation()}
+        content, seconds = json.dumps(given, default=str).encode(), self._table.timeout_seconds
+        ended = await self._programs.run(self._scoring, folder, {}, seconds, content)
+        score = _last_number(ended.output)
+        if ended.fault or score is None:
+            return EpisodeEnd([], f"rl.environment.score_command: {ended.fault or 'its last line is no number'}")
+        return EpisodeEnd(samples, "", score)
+
+
+def _last_number(output: str) -> float | None:
+    """The number in the last line of an output; None if there is none."""
+    try:
+        found = float(output.strip().rpartition("\n")[2])
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def without(row: Any, key: str) -> Any:

@@ -98,7 +98,7 @@ class EpisodeEnd(NamedTuple):
     """First the one with the last turn; empty if there is a fault."""
     fault: str = ""
     score: float | None = None
-    """Of the scoring command."""
+    """Of the scoring command, or of the program where there is none."""
     is_part: bool = False
     """It has not ended; the samples are what it goes on with: its tokens so far, or its turns."""
 

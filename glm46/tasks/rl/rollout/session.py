@@ -75,17 +75,7 @@ class Session:
                 return turn
         if len(self.turns) == self._most_turns:
             raise NoRoom(f"this episode has had its {self._most_turns} turns (rl.environment.max_turns)")
-        parent = self._parent(keys, tools)
-        new = messages if parent is None else messages[len(parent.keys) :]
-        if parent is None or self._renders_otherwise(parent, new):
-            parent = None
-            prompt = chat_prompt(
-                self._tokenizer, messages, tools=tools, thinking=self._thinking, keeps_thoughts=self._keeps
-            )
-        else:
-            # The marker at the end of a turn comes with the message that follows.
-            before = parent.request.prompt + _without_marker(parent.completion)
-            prompt = before + chat_reply(self._tokenizer, new, thinking=self._thinking)
+        parent, prompt = self._prompt(messages, keys, tools)
         room = len(self._first.prompt) + self._first.max_new_tokens - len(prompt)
         if room < 1:
             raise NoRoom(
@@ -102,6 +92,24 @@ class Session:
     def ended(self) -> list[SessionSample]:
         """The turns so far, for `recorded`."""
         return [SessionSample(turn.request.prompt, turn.completion) for turn in list(self._ended)]
+
+    def count(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> int:
+        """Number of tokens of the prompt that `begin` would make."""
+        return len(self._prompt(messages, tuple(map(self._key, messages)), tuple(tools))[1])
+
+    def _prompt(
+        self, messages: Sequence[Message], keys: tuple[Key, ...], tools: tuple[Mapping, ...]
+    ) -> tuple[Turn | None, list[int]]:
+        """The turn that messages continue, and the prompt."""
+        parent = self._parent(keys, tools)
+        new = messages if parent is None else messages[len(parent.keys) :]
+        if parent is None or self._renders_otherwise(parent, new):
+            return None, chat_prompt(
+                self._tokenizer, messages, tools=tools, thinking=self._thinking, keeps_thoughts=self._keeps
+            )
+        # The marker at the end of a turn comes with the message that follows.
+        before = parent.request.prompt + _without_marker(parent.completion)
+        return parent, before + chat_reply(self._tokenizer, new, thinking=self._thinking)
 
     def end(self, turn: Turn, completion: Completion) -> None:
         """Record what was generated for a turn."""

@@ -86,8 +86,8 @@ def main(kind: str) -> None:
         messages = [question, first]
         while True:
             messages += [question, ask(*messages, question)]
-    elif kind == "parent":
-        os.kill(os.getppid(), 9)
+    elif kind == "own score":
+        print("score", TASK["prompt"].replace("Say", "\n"))
     elif kind == "file":
         with open("found.txt", "w") as file:
             file.write(f"{TASK.get('label')} {'HF_TOKEN' in os.environ}")
