@@ -225,7 +225,7 @@ def drops() -> None:
 
 
 def speed(seconds: str = "6") -> None:
-    os.environ["SLOW_SECONDS"], os.environ["STEP_SECONDS"], rollouts = seconds, str(float(seconds) / 2), 7
+    os.environ["SLOW_SECONDS"], os.environ["STEP_SECONDS"], rollouts = seconds, str(float(seconds) / 2), 6
     for staleness in (0, 1):
         with tempfile.TemporaryDirectory() as name:
             case = Case(Path(name))
