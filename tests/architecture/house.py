@@ -138,7 +138,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 485, "sessions that record conversations; an endpoint with OpenAI's chat API"),
     ("tasks/rl", 345, "episodes of programs, in rounds; several samples of one episode"),
     ("config", 12, "keys of sandboxes"),
-    ("storage/prepare", 325, "sandboxes: bubblewrap, Landlock's rules of files and ports, filters of sockets"),
+    ("storage/prepare", 334, "sandboxes: bubblewrap, Landlock's rules of files and ports, filters of sockets"),
     ("tasks/rl/rewards", 13, "a required sandbox is there, and the run says which"),
     ("tasks/rl/rollout", 328, "Anthropic's messages API; programs in sandboxes, moved from tasks/rl and grown"),
     ("tasks/rl", -48, "programs of episodes moved to tasks/rl/rollout"),
