@@ -141,7 +141,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 87, "episodes while the policy trains, run again where they fail, dropped when they are stale"),
     ("config", 12, "tries of episodes, stale groups"),
     ("config", 12, "keys of sandboxes"),
-    ("storage/prepare", 325, "sandboxes: bubblewrap, Landlock's rules of files and ports, filters of sockets"),
+    ("storage/prepare", 334, "sandboxes: bubblewrap, Landlock's rules of files and ports, filters of sockets"),
     ("tasks/rl/rewards", 13, "a required sandbox is there, and the run says which"),
     ("tasks/rl/rollout", 328, "Anthropic's messages API; programs in sandboxes, moved from tasks/rl and grown"),
     ("tasks/rl", -48, "programs of episodes moved to tasks/rl/rollout"),

@@ -82,15 +82,15 @@ def jailed(
             given, options = [file.fileno()], ["--seccomp", str(file.fileno())]
         channel, inner = None, list(words)
         if filter_ is None:  # it may start processes
-            channel, theirs = socket.socketpair()
-            stack.enter_context(channel)
-            stack.enter_context(theirs)
-            given.append(theirs.fileno())
-            port = 0 if access.has_network else access.port or 0
-            inner = [sys.executable, "-I", "-S", first_in_jail.__file__, str(port), str(theirs.fileno()), *words]
+            port, descriptor = 0, -1
+            if access.port is not None and not access.has_network:
+                channel, theirs = (stack.enter_context(one) for one in socket.socketpair())
+                port, descriptor = access.port, theirs.fileno()
+                given.append(descriptor)
+            inner = [sys.executable, "-I", "-S", first_in_jail.__file__, str(port), str(descriptor), *words]
             access = access._replace(readable=(*access.readable, *places_of(inner[:4])))
         outer = [*_bubblewrap(folder, access), *options, "--", *inner]
-        yield JailedStart(outer, before, tuple(given), channel if filter_ is None and port else None)
+        yield JailedStart(outer, before, tuple(given), channel)
 
 
 def _bubblewrap(folder: str, access: Access) -> list[str]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glm46.storage.prepare.jail import jail_of_code, jailed, places_of
+from glm46.storage.prepare.jail import BUBBLEWRAP, jail_of_code, jailed, places_of
 from glm46.storage.prepare.landlock import Access, filter_without_processes
 
 _OUTPUT_BYTES = 2**21
@@ -53,13 +53,22 @@ def run_limited(program: str, given: str = "", *, cpu_seconds: float, seconds: f
             ["program.py"], folder, cpu_seconds, memory_gib, stdin=stdin, stdout=stdout, stderr=stderr
         ) as process:
             try:
-                status = process.wait(seconds)
+                process.wait(seconds)
+                status = status_of(process)
             except subprocess.TimeoutExpired:
                 status = None
         stdout.seek(0)
         stderr.seek(max(stderr.seek(0, os.SEEK_END) - _ERROR_BYTES, 0))
         lines = stderr.read().decode(errors="replace").strip().splitlines()
         return ProgramEnd(status, stdout.read().decode(errors="replace"), lines[-1] if lines else "")
+
+
+def status_of(process: subprocess.Popen) -> int | None:
+    """Exit code of a limited process, or minus the number of the signal that ended it, which bubblewrap adds to 128;
+    None while it runs."""
+    status = process.poll()
+    is_signal = status is not None and status > 128 and jail_of_code() == BUBBLEWRAP
+    return 128 - status if is_signal else status
 
 
 @contextmanager
