@@ -67,15 +67,18 @@ class EnvironmentConfig(Section):
     command: Annotated[tuple[str, ...], _COMMAND] = ()
     """The program, as a list of words; paths of files in it lead from the folder that the run was started in. It runs
     on the host of rank 0 in an empty folder, which is removed, with OPENAI_BASE_URL, OPENAI_API_KEY and GLM46_TASK: the
-    row of the prompt without its label, as JSON. Exit code 0 ends the episode well; another one drops its sample."""
+    row of the prompt without its label, as JSON. Exit code 0 ends the episode well; with another one it has failed."""
 
     score_command: Annotated[tuple[str, ...], _COMMAND] = ()
     """A program that runs in the same folder when the first one has ended. Its standard input is JSON: the ``row`` with
     its label and the ``messages`` of the last turn. The last line that it prints is the number that the reward "score"
-    gives."""
+    gives; without it the last line of the first program is."""
 
     seconds: Annotated[float, _COMMAND] = Field(3600.0, gt=0.0)
-    """Longest time for an episode; then its program is killed and the sample dropped."""
+    """Longest time for an episode; then its program is killed, and it has failed."""
+
+    tries: Annotated[int, _COMMAND] = Field(2, ge=1)
+    """Times that an episode is run which fails, with other seeds. Then its group goes on without it."""
 
     at_once: Annotated[int, _COMMAND] = Field(64, ge=1)
     """Programs that run at the same time."""
@@ -83,6 +86,14 @@ class EnvironmentConfig(Section):
     variables: Annotated[tuple[str, ...], _COMMAND] = ()
     """Names of environment variables that both programs get, beside PATH, HOME, LANG, TMPDIR, PYTHONPATH and the like;
     others, such as keys of services, stay here."""
+
+    sandbox: Annotated[Literal["auto", "required"], _COMMAND] = "auto"
+    """auto: programs run in bubblewrap where it starts, else under Landlock where the kernel has it, else as any
+    program of this user. required: the run is refused where neither works."""
+
+    allow: Annotated[tuple[str, ...], _COMMAND] = ()
+    """Files and folders that the sandbox lets both programs read, beside those of the system, of Python and of the
+    command itself; "network" opens the network of the host to them."""
 
 
 class RewardTableConfig(Section):

@@ -74,6 +74,11 @@ class RolloutConfig(Section):
     one trains. More: so many rollouts are on their way at once, and long samples go on through updates, each token by
     the weights of its time. Local rollouts have none: the ranks that generate are those that train."""
 
+    when_stale: Annotated[Literal["wait", "drop"], _SERVED] = "wait"
+    """Of a group that is not finished when it reaches ``max_staleness``. wait: training waits for it. drop: another
+    prompt takes its place, and at the next rollout it is ended and left out, so that one long episode stops no
+    training."""
+
     urls: Annotated[tuple[Annotated[str, AfterValidator(_server)], ...], AfterValidator(_different), _SERVED] = ()
     """Addresses of the servers, such as ``"http://127.0.0.1:8000"``."""
 

@@ -98,8 +98,12 @@ def correction_has_other_weights(algorithm: ResolvedRL) -> Faults:
 
 @rule
 def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: RolloutConfig) -> Faults:
-    """Samples that are generated ahead of training are weighed, and hold no conversations."""
+    """Samples that are generated ahead of training are weighed, and hold no conversations with a function."""
     if not rollout.max_staleness:
+        if rollout.when_stale == "drop":
+            yield fault(
+                "`rollout.when_stale`, `rollout.max_staleness`: nothing is ever stale; raise it, or remove that"
+            )
         return
     if not algorithm.correction.is_used and algorithm.old_policy == "trainer":
         yield fault(
@@ -107,10 +111,10 @@ def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: Rollo
             'samples of the old policy; set rl.correction.level = "token", or rl.old_policy = "rollout"',
             "rl.old_policy",
         )
-    if algorithm.environment is not None:
+    if algorithm.environment is not None and algorithm.environment.kind == "function":
         yield fault(
-            "`rollout.max_staleness`: conversations with `rl.environment` are not generated ahead of training; set it "
-            "to 0"
+            "`rollout.max_staleness`: conversations with `rl.environment.function` are not generated ahead; set it to "
+            '0, or make the function a program (rl.environment.kind = "command")'
         )
 
 
@@ -122,9 +126,12 @@ def environment_has_its_program(rl: RLConfig) -> Faults:
         key = f"rl.environment.{table.kind}"
         yield fault(f'`{key}`: absent, and `rl.environment.kind` = "{table.kind}" needs it; add it')
     has_score, reads = bool(table and table.score_command), any(one.name == "score" for one in rl.rewards)
-    if has_score != reads:
-        missing = 'a table of [[rl.rewards]] with name = "score"' if has_score else "rl.environment.score_command"
-        yield fault(f"`rl.rewards`, `rl.environment.score_command`: one without the other; add {missing}")
+    if has_score and not reads:
+        yield fault('`rl.rewards`, `rl.environment.score_command`: no reward reads it; add one with name = "score"')
+    if reads and (table is None or table.kind != "command"):
+        yield fault(
+            '`rl.rewards`: score is a number of the program of `rl.environment` with kind = "command"; add that'
+        )
 
 
 @rule

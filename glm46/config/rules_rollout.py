@@ -130,6 +130,8 @@ def rewards_have_names(rl: RLConfig) -> Faults:
             yield fault(
                 f'`{place}.options`: must be {{load_path = "..."}}, the step folder of a reward model; state that alone'
             )
+        if reward.name == "code" and reward.options.get("sandbox", "auto") not in ("auto", "required"):
+            yield fault(f'`{place}.options.sandbox`: neither "auto" nor "required"; correct it')
         if reward.name == "remote" and "url" not in reward.options:
             yield fault(f'`{place}.name`: needs options = {{url = "http://..."}}; add it')
         if reward.name in ("code", "remote") and isinstance(seconds, int | float) and seconds > reward.timeout_seconds:

@@ -84,7 +84,7 @@ class Recipe(Section):
     ] = "none"
     """Skip documents that do not parse (python, json, go, javascript) or compile alone (c, c++, rust) in this language;
     all but the first two need gcc, g++, rustc, gofmt or node on this machine. execute: run each text as a Python
-    program on this machine, in a limited process that is not a sandbox (docs/data.md), and skip those that fail. maths:
+    program on this machine, in a limited process (docs/data.md), and skip those that fail. maths:
     skip solutions that do not end in the known result. steps: skip what is not reasoning in numbered steps with a final
     answer, the known result if there is one."""
 

@@ -11,11 +11,13 @@ import json
 import multiprocessing
 import statistics
 import time
+from collections.abc import Sequence
 
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
+from glm46.tasks.rl.rollout.open_requests import OpenRequest
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import Session
 
@@ -53,23 +55,32 @@ def _clients(pairs: list[tuple[str, str]], turns: int, results: multiprocessing.
     results.put(asyncio.run(run()))
 
 
+class _Engine:
+    """See `Requests`."""
+
+    def __init__(self, answer: list[int]):
+        self._answer = Completion(answer, [-1.0] * len(answer), "stop", [VersionSpan(0, 0)], None)
+
+    def ask(self, asked: Sequence[OpenRequest]) -> None:
+        for one in asked:
+            one.done(self._answer)
+
+    def drop(self, asked: OpenRequest) -> None:
+        pass
+
+
 async def _serve(sessions: int, turns: int) -> tuple[list[float], float]:
     """Seconds of each request, and of the server's processor."""
     tokenizer = load_tokenizer("builtin")
     answer = [*tokenizer.encode(f"\n{WORDS}").tolist(), tokenizer.special["<|user|>"]]
     loop = asyncio.get_running_loop()
-
-    def generate() -> None:
-        if found := endpoint.take():
-            endpoint.give([Completion(answer, [-1.0] * len(answer), "stop", [VersionSpan(0, 0)], None) for _ in found])
-
-    endpoint = PolicyEndpoint(lambda: loop.call_soon(generate), print)
+    endpoint = PolicyEndpoint(lambda: None, print)
     await endpoint.start()
     prompt = chat_prompt(tokenizer, [Message("user", WORDS)], thinking=False)
     pairs = []
     for number in range(sessions):
         session = Session(tokenizer, Request(prompt, number, 100_000), thinking=False, most_turns=turns)
-        episode = endpoint.open(session, turns)
+        episode = endpoint.open(session, turns, _Engine(answer))
         pairs.append((endpoint.base_url(episode), episode.key))
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

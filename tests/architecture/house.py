@@ -154,6 +154,14 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rewards", 24, "programs that are looked for, and the reward that a scoring program gives"),
     ("tasks/rl/rollout", 485, "sessions that record conversations; an endpoint with OpenAI's chat API"),
     ("tasks/rl", 345, "episodes of programs, in rounds; several samples of one episode"),
+    ("tasks/rl/rollout", 247, "requests that come one by one; groups of episodes through updates; episodes as bytes"),
+    ("tasks/rl", 87, "episodes while the policy trains, run again where they fail, dropped when they are stale"),
+    ("config", 12, "tries of episodes, stale groups"),
+    ("config", 12, "keys of sandboxes"),
+    ("storage/prepare", 334, "sandboxes: bubblewrap, Landlock's rules of files and ports, filters of sockets"),
+    ("tasks/rl/rewards", 13, "a required sandbox is there, and the run says which"),
+    ("tasks/rl/rollout", 328, "Anthropic's messages API; programs in sandboxes, moved from tasks/rl and grown"),
+    ("tasks/rl", -48, "programs of episodes moved to tasks/rl/rollout"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_453

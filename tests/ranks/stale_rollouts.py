@@ -25,7 +25,7 @@ import torch
 from glm46.engine.training import loop
 from glm46.tasks.rl import task
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
-from glm46.tasks.rl.rollout.first_rank import unpack
+from glm46.tasks.rl.rollout.first_rank import unpack_groups
 from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
 from tests.processes import free_port
 from tests.ranks import training_kills
@@ -49,10 +49,10 @@ def finished_groups(folder: Path) -> dict[int, list]:
     its samples."""
     found = {}
     for path in folder.glob("ahead/*/*.npz"):
-        completions = unpack(path.read_bytes())
-        if all(one.finish != "abort" for one in completions):
-            samples = [[one.tokens, one.logprobs] for one in completions]
-            found[int(path.stem.partition("_")[2])] = [path.stat().st_mtime_ns, samples]
+        ((number, ends),) = unpack_groups(path.read_bytes()).items()
+        if not any(end.is_part for end in ends):
+            samples = [[one.tokens, one.logprobs] for end in ends for _, one in end.samples]
+            found[number] = [path.stat().st_mtime_ns, samples]
     return found
 
 
@@ -145,7 +145,7 @@ def work_in_turn(rank: int, config, fatal: int | None, seen: Path) -> int:
     write, numbers = BackgroundGeneration._write, []
 
     def write_or_die(generating, group) -> None:
-        numbers.append(group.number)
+        numbers.append(group[0].number)
         if len(numbers) == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
         write(generating, group)

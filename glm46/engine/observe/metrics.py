@@ -95,6 +95,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("staleness", "steps", "policy", "Age of the weights that made a token, mean over the rollout at its begin."),
     Metric("staleness_max", "steps", "policy", "Age of the oldest of them."),
+    Metric("stale_groups", "", "policy", "Groups that were dropped for their age (rollout.when_stale)."),
     Metric("rollout_seconds", "s", "speed", "Time to generate the rollout."),
     Metric("reward_seconds", "s", "speed", "Time to judge it."),
     Metric("logprob_seconds", "s", "speed", "Time of log-probabilities and values of the rollout before its steps."),

@@ -35,7 +35,7 @@ _NOT_OF_ROLLOUTS = {
     "training": {"steps", "tokens", "local_batch_size"},
     "rollout": {
         "keep_latest_k", "speculative", "max_num_seqs", "tensor_parallel_degree", "pipeline_parallel_degree", "urls",
-        "expert_parallel_degree", "max_staleness", "launch", "weights", "weights_folder", "send_adapters",
+        "expert_parallel_degree", "max_staleness", "when_stale", "launch", "weights", "weights_folder", "send_adapters",
         "deadline_seconds",
     },
 }  # fmt: skip

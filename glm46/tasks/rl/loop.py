@@ -16,6 +16,7 @@ from glm46.tasks.rl.fields import training_fields
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
+from glm46.tasks.rl.rollout.background import begin_samples
 from glm46.tasks.rl.rollouts import Rollout
 from glm46.tasks.rl.sampling import Sampler, demonstrate, generate_rollout
 from glm46.tasks.rl.stepping import StepBuilder, Steps, TokenRecord, micro_batches, step_ends, steps_per_rollout
@@ -49,12 +50,16 @@ class RolloutLoop:
         """Fields of a rollout whose only step computes the old log-probabilities."""
         self._version = -1
         section = plan.config.rollout
-        self._staleness = section.max_staleness
+        self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
         self._ahead: AheadSource | None = None
-        if section.kind != "local" and self._config.environment is None:
+        if section.kind != "local" and (sampler.environment is None or sampler.episodes is not None):
             oldest = self._staleness * steps_per_rollout(plan)
-            self._ahead = AheadSource(sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped)
-            sampler.engine.generate_ahead(journal.ahead_folder, goes_on=oldest > 0)
+            self._ahead = AheadSource(
+                sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
+            )
+            of = sampler.episodes
+            begin = begin_samples if of is None else partial(of.begin, sampler.prompt)
+            sampler.engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
     def begin(self, progress: Progress, first: int) -> bool:
         """Make the rollout that begins at a step the present one, and its steps; false if a stop was requested.
@@ -147,13 +152,19 @@ class RolloutLoop:
             return generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
         waiting = read_on_first_rank(lambda: self._journal.waiting_before(first)) if before is None else before.waiting
         self._ahead.begin(progress.step, prompts, waiting)
+        each, later = self._config.prompts_per_rollout, min(self._staleness, self._later_rollouts(progress))
+        if self._drops:  # a slow group is overtaken from the begin on
+            self.update_weights(progress.step)
+            self._ahead.hand_out((1 + later) * each)
         rollout = generate_rollout(self._sampler, self._ahead.take, first, prompts)
         if rollout is not None:
             self.update_weights(progress.step)
-            later = min(self._staleness, self._later_rollouts(progress))
-            self._ahead.hand_out(later * self._config.prompts_per_rollout)
+            self._ahead.hand_out(later * each)
             rollout.next_prompt = self._ahead.next_prompt
             rollout.waiting = [list(pair) for pair in self._ahead.waiting.items()]
+            rollout.stale = self._ahead.stale
+            if self._drops:
+                rollout.figures["stale_groups"] = len(rollout.stale)
         return rollout
 
     def _write(self, rollout: Rollout) -> None:

@@ -20,7 +20,7 @@ from glm46.config.errors import UserError
 from glm46.files.durable import FileRecord, hash_file, replace_durably
 from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rollout.records import FINISHES, Completion
+from glm46.tasks.rl.rollout.records import FINISHES, NOTHING, Completion, EpisodeEnd
 
 FOLDER = "rollouts"
 _REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
@@ -52,6 +52,8 @@ class Rollout:
     waiting: list[list[int]] = field(default_factory=list)
     """Numbers of prompts that were handed out and are not in this rollout or an earlier one, and the versions of the
     weights when they were."""
+    stale: list[int] = field(default_factory=list)
+    """Numbers of prompts that were dropped before it, because their groups were too old (rollout.when_stale)."""
     about: dict[str, Any] = field(default_factory=dict)
     """How it was generated: what another run that trains on it must share."""
 
@@ -115,6 +117,13 @@ class Sample(NamedTuple):
     """Of the environment."""
 
 
+def sample_of(number: int, prompt: Prompt, end: EpisodeEnd) -> Sample:
+    """The answer to a prompt that an episode has ended with."""
+    (tokens, completion), *others = end.samples or [(prompt.tokens, NOTHING)]
+    prompt = prompt._replace(tokens=tokens)
+    return Sample(prompt, number, completion, end.fault, others=tuple(others), score=end.score)
+
+
 def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str, np.ndarray]:
     """`Rollout.arrays` of samples."""
 
@@ -176,7 +185,7 @@ def write_rollout(folder: Path, rollout: Rollout, identity: str) -> None:
         "next_prompt": rollout.next_prompt, "samples": len(rollout), "tokens": rollout.tokens,
         "part_names": list(rollout.part_names), "is_demonstration": rollout.is_demonstration,
         "figures": rollout.figures, "about": rollout.about,
-        "waiting": rollout.waiting, "bytes": record.bytes, "sha256": record.sha256,
+        "waiting": rollout.waiting, "stale": rollout.stale, "bytes": record.bytes, "sha256": record.sha256,
     }  # fmt: skip
     replace_durably(manifest, [json.dumps(facts, indent=1).encode()])
 
@@ -199,7 +208,8 @@ def read_rollout(folder: Path, step: int, identity: str | None = None) -> Rollou
             raise ValueError("its bytes are not those that were written")
         keys = ("step", "first_prompt", "next_prompt", "is_demonstration", "figures", "waiting", "about")
         return Rollout(
-            **{key: facts[key] for key in keys}, part_names=tuple(facts["part_names"]), arrays=_read(data)
+            **{key: facts[key] for key in keys}, stale=facts.get("stale", []),
+            part_names=tuple(facts["part_names"]), arrays=_read(data),
         )  # fmt: skip
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{data}: {error}; {_REMEDY}") from error

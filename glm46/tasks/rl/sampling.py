@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -20,13 +20,13 @@ from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import chat_reply, opened_thought
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.advantages import differing_groups
+from glm46.tasks.rl.advantages import Baseline, differing_groups
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
 from glm46.tasks.rl.rollout.records import Completion, Engine, Request, SamplingRules
-from glm46.tasks.rl.rollouts import Rollout, Sample, to_arrays
+from glm46.tasks.rl.rollouts import Rollout, Sample, sample_of, to_arrays
 
 MOST_ROUNDS = 8
 """Of taking prompts in place of groups that are left out."""
@@ -102,7 +102,9 @@ class Sampler:
     ) -> list[Sample] | None:
         """The samples of requests, of prompts and their numbers, not yet scored; None if a stop was requested."""
         if self.episodes is not None:
-            return self._run_episodes(asked, requests, rules)
+            pairs = [(prompt, request) for (_, prompt), request in zip(asked, requests, strict=True)]
+            ends = self.episodes.run(pairs, rules)
+            return None if ends is None else [sample_of(*one, end) for one, end in zip(asked, ends, strict=True)]
         completions, faults = self._converse([prompt for _, prompt in asked], requests, rules)
         if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
             return None
@@ -110,19 +112,6 @@ class Sampler:
             Sample(prompt, number, completion, faults.get(index, ""))
             for index, ((number, prompt), completion) in enumerate(zip(asked, completions, strict=True))
         ]
-
-    def _run_episodes(
-        self, asked: Sequence[tuple[int, Prompt]], requests: Sequence[Request], rules: SamplingRules
-    ) -> list[Sample] | None:
-        pairs = [(prompt, request) for (_, prompt), request in zip(asked, requests, strict=True)]
-        if (ends := self.episodes.run(pairs, rules)) is None:
-            return None
-        samples = []
-        for (number, prompt), (found, fault, score) in zip(asked, ends, strict=True):
-            (tokens, completion), *others = found or [(prompt.tokens, Completion([], [], "abort", [], None))]
-            prompt = prompt._replace(tokens=tokens)
-            samples.append(Sample(prompt, number, completion, fault, others=tuple(others), score=score))
-        return samples
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards, or the reason for none; each rank scores its share.
@@ -155,7 +144,10 @@ class Sampler:
         return scored
 
     def worth_a_step(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples of the groups that dynamic sampling and the filter keep."""
+        """The samples of the groups that have a baseline, and that dynamic sampling and the filter keep."""
+        if self.config.group_size > 1 and self.config.advantage in get_args(Baseline):
+            sizes = Counter(one.group for one in samples)
+            samples = [one for one in samples if sizes[one.group] > 1]
         if self.config.dynamic_sampling:
             differs = differing_groups(*_rewards_and_groups(samples)).tolist()
             samples = [one for one, is_kept in zip(samples, differs, strict=True) if is_kept]

@@ -36,7 +36,13 @@ from glm46.tasks.rl.loop import RolloutLoop
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
 from glm46.tasks.rl.reward_model import last_values
-from glm46.tasks.rl.rewards.function_pool import READ_LABELS, environment_pool, filter_pool, reward_pool
+from glm46.tasks.rl.rewards.function_pool import (
+    READ_LABELS,
+    environment_pool,
+    filter_pool,
+    reward_pool,
+    sandbox_lines,
+)
 from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, steps_per_rollout
@@ -102,10 +108,7 @@ class Reinforcement(Task):
         )  # fmt: skip
         if table is not None and table.kind == "command":
             keys, sampler = self._config.prompts, self._sampler
-            is_local = plan.config.rollout.kind == "local"
-            make = partial(
-                CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, sampler.say, is_local=is_local
-            )
+            make = partial(CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, sampler.say)
             sampler.episodes = run_on_all_ranks(make)
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)
@@ -219,6 +222,7 @@ class Reinforcement(Task):
             f"prompts      {len(self._sampler.prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
+            *(f"sandbox      {line}" for line in sandbox_lines(config)),
             *([generated] if rollout.kind == "local" else []),
             *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
             *([] if has_judge else unjudged),

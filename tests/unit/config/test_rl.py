@@ -41,7 +41,7 @@ BAD = {
     "a score that nothing reads": (
         'environment = { kind = "command", command = ["c"], score_command = ["d"] }', ['name = "score"', "add"],
     ),
-    "a score that nothing gives": ('rewards = [{ name = "score" }]', ["rl.environment.score_command", "add"]),
+    "a score that nothing gives": ('rewards = [{ name = "score" }]', ["rl.environment", "add"]),
     "a group of one": ("group_size = 1", ["rl.group_size = 1", "no baseline", "raise rl.group_size"]),
     "half a rollout": ("prompts_per_rollout = 3", ["training.global_batch_size = 8: ", "= 12", "divisor"]),
     "a penalty without weight": ('kl.estimator = "k2"', ['rl.kl.estimator = "k2"', "rl.kl.weight above 0"]),

@@ -57,6 +57,10 @@ RECIPE = Path("train_configs/rl_debug_labels.toml")
             ["--rollout.max_staleness", "1", "--rollout.kind", "vllm", "--rl.algorithm", "grpo"],
             ["rollout.max_staleness = 1", 'rl.correction.level = "token"', 'rl.old_policy = "rollout"'],
         ),
+        (
+            ["--rollout.when_stale", "drop", "--rollout.kind", "vllm"],
+            ['rollout.when_stale = "drop"', "rollout.max_staleness = 0", "nothing is ever stale"],
+        ),
         (["--rollout.send_adapters", "true"], ["rollout.send_adapters = true", "rollout.kind", "vllm"]),
         (
             ["--rollout.send_adapters", "true", "--rollout.kind", "vllm", "--rollout.urls", '["http://a:1"]'],

@@ -15,7 +15,7 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glm46.storage.prepare.limited import limited_process, run_limited
+from glm46.storage.prepare.limited import limited_process, run_limited, status_of
 from glm46.tasks.rl.rewards import tested_program
 from glm46.tasks.rl.rewards.answer import Answer, usable_seconds
 from glm46.tasks.rl.rewards.label_tests import compares, ends_itself, passed_by_meaningless
@@ -287,4 +287,4 @@ def _test_status(program: str, test: str, *, cpu_seconds: float, seconds: float,
         if not select.select([verdict], [], [], seconds)[0]:
             return None
         # Nothing but the process of the test can write it; that process has ended, or passed.
-        return 0 if os.read(verdict, 16) == b"passed" else min(tested.poll() or 1, 1)
+        return 0 if os.read(verdict, 16) == b"passed" else min(status_of(tested) or 1, 1)

@@ -17,6 +17,7 @@ from glm46.config.errors import UserError
 from glm46.config.rl import RLConfig
 from glm46.config.rl_data import EnvironmentConfig
 from glm46.storage.prepare.equal_results import load_math_verify
+from glm46.storage.prepare.jail import describe_jail, jail_of_code, jail_of_programs, require_jail
 from glm46.storage.prepare.workers import end_worker, start_worker
 from glm46.tasks.rl.rewards.answer import Answer, Reward, RewardRule
 from glm46.tasks.rl.rewards.code import code, code_label_faults
@@ -209,12 +210,25 @@ class FunctionPool:
 def reward_pool(config: RLConfig) -> FunctionPool:
     """The functions of [[rl.rewards]], without the reward of a network."""
     tables = [one for one in config.rewards if one != config.reward_model]
+    for table in tables:
+        if table.name == "code":
+            require_jail(jail_of_code(), "sandbox of the reward code", table.options.get("sandbox"))
     return FunctionPool([RewardRule(one.name, one.weight, one.timeout_seconds, one.options) for one in tables])
+
+
+def sandbox_lines(config: RLConfig) -> list[str]:
+    """The sandboxes of what runs programs."""
+    table = config.environment
+    lines = [f"code: {describe_jail(jail_of_code())}"] if any(one.name == "code" for one in config.rewards) else []
+    if table is not None and table.kind == "command":
+        lines.append(f"rl.environment: {describe_jail(jail_of_programs())}")
+    return lines
 
 
 def environment_pool(table: EnvironmentConfig) -> FunctionPool:
     """The function of [rl.environment]; none of a command, whose program is looked for."""
     if table.kind == "command":
+        require_jail(jail_of_programs(), "rl.environment.sandbox", table.sandbox)
         for command in (table.command, table.score_command):
             found_program(command)
         return FunctionPool([], key="rl.environment")

@@ -6,11 +6,11 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_state import EngineError, ServerState
 
 _MOST_FAILURES = 3
@@ -18,6 +18,11 @@ _MOST_FAILURES = 3
 _GRACE_SECONDS = 15.0
 """For the partial completion of an aborted request."""
 _TICK_SECONDS = 0.2
+
+
+Inbox = queue.SimpleQueue[tuple[str, Any]]
+"""Gets the outcome of a request under its name; and without a name, from whoever has the requests, a list of more of
+them, or the index of one that is no longer wanted."""
 
 
 class _Sent(NamedTuple):
@@ -59,33 +64,36 @@ class Dispatch:
         rules: SamplingRules,
         halt: threading.Event | None = None,
         on_finish: Callable[[int, Completion], None] | None = None,
+        inbox: Inbox | None = None,
     ):
-        self._pool, self._requests, self._rules = pool, requests, rules
+        self._pool, self._rules = pool, rules
         self._halt, self._on_finish = halt, on_finish
         self._halted_at: float | None = None
-        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for index, request in enumerate(requests):
-            groups[tuple(request.prompt)].append(index)
-        self._waiting = deque(groups.values())
+        self._requests: list[Request] = []
+        self._waiting: deque[list[int]] = deque()
         self._sent: dict[str, _Sent] = {}
-        self._outcomes: queue.SimpleQueue[tuple[str, Completion | CallError]] = queue.SimpleQueue()
+        self._stays, self._inbox = inbox is not None, inbox or Inbox()
         self._failed_on: dict[int, list[ServerState]] = defaultdict(list)
         self._completions: dict[int, Completion] = {}
         self._look_at = 0.0
+        self._arrive(requests)
 
     def run(self) -> list[Completion]:
         """See `ServerPool.generate`."""
-        while len(self._completions) < len(self._requests):
+        while len(self._completions) < len(self._requests) or (self._stays and self._halted_at is None):
             if self._halt is not None and self._halt.is_set():
                 self._end_early()
             else:
                 self._send()
             self._abort_overdue()
-            if not self._sent:
+            if not self._sent and (self._waiting or self._halted_at is not None):
                 continue
             try:
-                name, outcome = self._outcomes.get(timeout=_TICK_SECONDS)
+                name, outcome = self._inbox.get(timeout=_TICK_SECONDS)
             except queue.Empty:
+                continue
+            if not name:
+                (self._arrive if isinstance(outcome, list) else self._drop)(outcome)
                 continue
             sent = self._sent.pop(name, None)
             if sent is None:  # of a server that was lost meanwhile; the request is somewhere else
@@ -93,6 +101,24 @@ class Dispatch:
             sent.state.running.discard(name)
             self._take(sent, outcome)
         return [self._completions[index] for index in range(len(self._requests))]
+
+    def _arrive(self, requests: Sequence[Request]) -> None:
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, request in enumerate(requests, len(self._requests)):
+            groups[tuple(request.prompt)].append(index)
+        self._requests += requests
+        self._waiting += groups.values()
+
+    def _drop(self, index: int) -> None:
+        """Abort a request, or do not send it."""
+        self._look_at = 0.0
+        of = [name for name, sent in self._sent.items() if sent.index == index]
+        self._sent |= {name: self._sent[name]._replace(abort_at=0.0) for name in of}
+        for group in [group for group in self._waiting if index in group]:
+            self._completions[index] = NOTHING
+            group.remove(index)
+            if not group:
+                self._waiting.remove(group)
 
     def _send(self) -> None:
         """Send the groups that servers have room for."""
@@ -118,7 +144,7 @@ class Dispatch:
             except CallError as error:
                 outcome = error
             finally:
-                self._outcomes.put((name, outcome))
+                self._inbox.put((name, outcome))
 
         state.running.add(name)
         self._sent[name] = _Sent(index, state, time.monotonic() + deadline)
@@ -137,7 +163,7 @@ class Dispatch:
             for name, sent in self._sent.items():
                 sent.state.running.discard(name)
             self._sent.clear()
-        self._completions |= {index: Completion([], [], "abort", [], None) for index in given_up}
+        self._completions |= dict.fromkeys(given_up, NOTHING)
 
     def _abort_overdue(self) -> None:
         now = time.monotonic()

@@ -1,16 +1,20 @@
-"""Serves the policy by OpenAI's chat API to the programs of episodes, and records what they ask in their sessions."""
+"""Serves the policy by OpenAI's chat API and Anthropic's messages API to the programs of episodes, and records what
+they ask in their sessions."""
 
 import asyncio
 import json
 import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
-from glm46.storage.chats.conversation import Message, parse_prompt, parse_tools
-from glm46.tasks.rl.rollout.records import Completion, Request
+from glm46.tasks.rl.rollout.chat_api import OVERRIDDEN, RefusedRequest, completion_response, parsed
+from glm46.tasks.rl.rollout.messages_api import COUNT_TOKENS, message_response
+from glm46.tasks.rl.rollout.open_requests import OpenRequest, Requests
+from glm46.tasks.rl.rollout.records import Completion
 from glm46.tasks.rl.rollout.session import NoRoom, Session, Turn
 
 _LOOPBACK = "127.0.0.1"
@@ -23,20 +27,15 @@ _REQUESTS_PER_TURN, _MORE_REQUESTS = 20, 100
 """Of an episode: a program that asks more often is ended."""
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 409: "Conflict",
             411: "Length Required", 413: "Content Too Large", 503: "Service Unavailable"}  # fmt: skip
-_OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-_REFUSED: Mapping[str, tuple] = {
-    "n": (1,), "stop": ([], ""), "response_format": ({"type": "text"},), "logprobs": (False,), "functions": ([],),
-    "tool_choice": ("auto",),
-}  # fmt: skip
-"""Keys of a request, and the values beside null that change nothing."""
+_PATHS = (("POST", "chat/completions"), ("POST", "messages"), ("POST", COUNT_TOKENS), ("GET", "models"))
 
 
-class RefusedRequest(Exception):
-    """A request that is answered with an error."""
+class _Waiting(NamedTuple):
+    """A turn that is generated."""
 
-    def __init__(self, status: int, message: str, code: str | None = None):
-        super().__init__(message)
-        self.status, self.code = status, code
+    episode: "Episode"
+    asked: OpenRequest
+    answered: asyncio.Event
 
 
 @dataclass(eq=False)
@@ -47,6 +46,8 @@ class Episode:
     key: str
     """The secret that its requests bear."""
     session: Session
+    engine: Requests
+    """Answers its turns."""
     most_requests: int
     is_open: bool = True
     is_truncated: bool = False
@@ -66,7 +67,7 @@ class PolicyEndpoint:
     """The server, for one event loop.
 
     Args:
-        changed: is called when a request waits.
+        changed: is called when a request waits, and when one is answered.
         say: takes a line for the log, at most once for each key that requests have without effect.
     """
 
@@ -74,32 +75,39 @@ class PolicyEndpoint:
         self._changed, self._say, self._said = changed, say, set[str]()
         self._episodes: dict[str, Episode] = {}
         self._reading: dict[asyncio.StreamWriter, None] = {}
-        self._waiting: dict[Turn, tuple[Episode, asyncio.Future[Completion]]] = {}
-        self._taken: list[Turn] = []
-        self._address = ""
+        self._waiting: dict[Turn, _Waiting] = {}
+        self._address, self.port = "", 0
 
     async def start(self) -> asyncio.Server:
         """Listen on a free port of the loopback interface."""
         server = await asyncio.start_server(self._serve, _LOOPBACK, 0)
-        self._address = "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
+        self.port = server.sockets[0].getsockname()[1]
+        self._address = f"http://{_LOOPBACK}:{self.port}"
         return server
 
-    def open(self, session: Session, most_turns: int) -> Episode:
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Serve a sandbox with a network of its own, on a socket that listens there, until this is cancelled."""
+        server = await asyncio.start_server(self._serve, sock=listener)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            server.close()
+
+    def open(self, session: Session, most_turns: int, engine: Requests) -> Episode:
         """Begin an episode."""
         most = _REQUESTS_PER_TURN * most_turns + _MORE_REQUESTS
-        episode = Episode(secrets.token_hex(8), secrets.token_urlsafe(24), session, most)
+        episode = Episode(secrets.token_hex(8), secrets.token_urlsafe(24), session, engine, most)
         self._episodes[episode.name] = episode
         return episode
 
     def close(self, episode: Episode) -> None:
-        """End an episode: what it still waits for is not recorded."""
+        """End and forget an episode: what it still waits for is not recorded."""
         episode.is_open = False
-        for turn in [turn for turn, (of, _) in self._waiting.items() if of is episode]:
-            self._waiting.pop(turn)[1].cancel()
-
-    def forget(self) -> None:
-        """Forget all episodes, which have ended."""
-        self._episodes.clear()
+        self._episodes.pop(episode.name, None)
+        for turn in [turn for turn, waiting in self._waiting.items() if waiting.episode is episode]:
+            waiting = self._waiting.pop(turn)
+            episode.engine.drop(waiting.asked)
+            waiting.answered.set()
 
     def base_url(self, episode: Episode) -> str:
         """The address that a client of OpenAI's API takes as its base."""
@@ -108,24 +116,19 @@ class PolicyEndpoint:
     @property
     def waiting(self) -> set[Episode]:
         """Episodes with a request that waits for tokens."""
-        return {episode for episode, _ in self._waiting.values()}
+        return {waiting.episode for waiting in self._waiting.values()}
 
-    def take(self) -> list[Request]:
-        """All requests that wait, to be answered by `give`."""
-        self._taken = list(self._waiting)
-        return [turn.request for turn in self._taken]
-
-    def give(self, completions: Sequence[Completion]) -> None:
-        """Answer the requests that were taken."""
-        for turn, completion in zip(self._taken, completions, strict=True):
-            if turn in self._waiting:  # else its episode has ended
-                episode, future = self._waiting.pop(turn)
-                if completion.finish == "abort":
-                    episode.fail("its server did not finish it (rollout.deadline_seconds)")
-                else:
-                    episode.session.end(turn, completion)
-                future.set_result(completion)
-        self._taken = []
+    def _give(self, turn: Turn, completion: Completion) -> None:
+        """Answer the request of a turn."""
+        if turn not in self._waiting:  # its episode has ended
+            return
+        waiting = self._waiting.pop(turn)
+        if completion.finish == "abort":
+            waiting.episode.fail("its server did not finish it (rollout.deadline_seconds)")
+        else:
+            waiting.episode.session.end(turn, completion)
+        waiting.answered.set()
+        self._changed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reading[writer] = None
@@ -139,7 +142,7 @@ class PolicyEndpoint:
             content = await self._answer(*request)
         except RefusedRequest as error:
             kind = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
-            content = _response(error.status, json.dumps({"error": kind}))
+            content = _response(error.status, json.dumps({"type": "error", "error": kind}))
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError):
             content = b""  # no request of HTTP, or none within the time
         finally:
@@ -161,14 +164,14 @@ class PolicyEndpoint:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         fault, content = None, b""
         _, _, rest = path.partition("/s/")
-        name, _, what = rest.partition("/v1/")
+        name, _, what = rest.partition("?")[0].partition("/v1/")
         episode = self._episodes.get(name)
         if episode is None:
             fault = RefusedRequest(404, f"{path}: no such path; take OPENAI_BASE_URL")
-        elif not secrets.compare_digest(headers.get("authorization", "").encode(), f"Bearer {episode.key}".encode()):
+        elif not any(secrets.compare_digest(one.encode(), episode.key.encode()) for one in _keys(headers)):
             fault = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
-        elif (method, what) not in (("POST", "chat/completions"), ("GET", "models")):
-            fault = RefusedRequest(404, f"{method} {path}: there are POST chat/completions and GET models")
+        elif (method, what) not in _PATHS:
+            fault = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
         elif not 0 <= length <= _MOST_BYTES:
             episode.fail(f"it sent a request of {length:,} bytes, and {_MOST_BYTES:,} are the most")
             fault = RefusedRequest(413, episode.fault)
@@ -188,85 +191,39 @@ class PolicyEndpoint:
             raise RefusedRequest(409, f"this episode has ended: {episode.fault or 'its program has'}", "session_closed")
         if what == "models":
             return _response(200, json.dumps({"object": "list", "data": [{"id": "policy", "object": "model"}]}))
-        table, messages, tools, most = _parsed(body)
-        for name in _OVERRIDDEN:
+        table, messages, tools, most = parsed(body, is_message=what.startswith("messages"))
+        for name in OVERRIDDEN:
             if table.get(name) is not None and name not in self._said:
                 self._said.add(name)
                 self._say(f"rl.environment: requests state {name}, which has no effect: sampling is that of [rollout]")
         session = episode.session
         try:
+            if what == COUNT_TOKENS:
+                return _response(200, json.dumps({"input_tokens": session.count(messages, tools)}))
             turn = session.begin(messages, tools, most)
         except NoRoom as error:
             episode.is_truncated = True
-            raise RefusedRequest(400, str(error), "context_length_exceeded") from error
+            raise RefusedRequest(400, f"prompt is too long: {error}", "context_length_exceeded") from error
         except (ValueError, RecursionError) as error:
             raise RefusedRequest(400, f"the messages cannot be written in the chat format: {error}") from error
         if turn.answer is None:
             if turn not in self._waiting:
-                self._waiting[turn] = episode, asyncio.get_running_loop().create_future()
+                give = partial(asyncio.get_running_loop().call_soon_threadsafe, self._give, turn)
+                self._waiting[turn] = _Waiting(episode, OpenRequest(turn.request, give), asyncio.Event())
+                episode.engine.ask([self._waiting[turn].asked])
                 self._changed()
-            with suppress(asyncio.CancelledError):  # of the future: the episode has ended
-                await asyncio.shield(self._waiting[turn][1])
+            await self._waiting[turn].answered.wait()
         if turn.answer is None:
             raise RefusedRequest(409 if not episode.fault else 503, f"this episode has ended: {episode.fault}")
-        return _completion_response(table, turn, f"chatcmpl-{episode.name}-{session.turns.index(turn)}")
+        name = f"{episode.name}-{session.turns.index(turn)}"
+        if what == "messages":
+            return _response(200, *message_response(table, turn, name))
+        return _response(200, *completion_response(table, turn, f"chatcmpl-{name}"))
 
 
-def _parsed(body: bytes) -> tuple[dict[str, Any], tuple[Message, ...], tuple[Mapping, ...], int | None]:
-    """The table of a request, its messages, tools, and most tokens.
-
-    Raises:
-        RefusedRequest: it is no request, or asks for what the policy does not do.
-    """
-    try:
-        table = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedRequest(400, f"the body is not JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise RefusedRequest(400, "the body is not an object")
-    for name, allowed in _REFUSED.items():
-        if table.get(name) is not None and table[name] not in allowed:
-            raise RefusedRequest(
-                400, f"{name}: not possible, because samples are of the policy itself; remove it", name
-            )
-    most = table.get("max_completion_tokens") or table.get("max_tokens")
-    if most is not None and (type(most) is not int or most < 1):
-        raise RefusedRequest(400, f"max_tokens: {most!r:.40} is not a number of tokens")
-    try:
-        tools = parse_tools(table.get("tools"))
-        return table, parse_prompt(table.get("messages") or [], tools, is_sampled=True), tools, most
-    except (ValueError, RecursionError) as error:
-        raise RefusedRequest(400, f"messages, tools: {error}") from error
-
-
-def _completion_response(table: Mapping[str, Any], turn: Turn, name: str) -> bytes:
-    """The answer of a turn, whole or as a stream of events."""
-    answer, completion = turn.answer, turn.completion
-    message: dict[str, Any] = {
-        "role": "assistant", "content": answer.content, "reasoning_content": answer.reasoning
-    }  # fmt: skip
-    calls = [
-        {
-            "index": number, "id": f"call_{name.rpartition('-')[2]}_{number}", "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-        }
-        for number, call in enumerate(answer.tool_calls)
-    ]  # fmt: skip
-    message |= {"tool_calls": calls} if calls else {}
-    finish = "tool_calls" if calls and completion.finish == "stop" else completion.finish
-    prompt, own = len(turn.request.prompt), len(completion.tokens)
-    usage = {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
-    about = {"id": name, "created": int(time.time()), "model": str(table.get("model") or "policy")}
-    if not table.get("stream"):
-        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-        return _response(200, json.dumps(about | {"object": "chat.completion", "choices": [choice], "usage": usage}))
-    deltas = [{"index": 0, "delta": message, "finish_reason": None}, {"index": 0, "delta": {}, "finish_reason": finish}]
-    events = [about | {"object": "chat.completion.chunk", "choices": [delta]} for delta in deltas]
-    options = table.get("stream_options")
-    if isinstance(options, Mapping) and options.get("include_usage"):
-        events.append(about | {"object": "chat.completion.chunk", "choices": [], "usage": usage})
-    lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-    return _response(200, f"{lines}data: [DONE]\n\n", "text/event-stream")
+def _keys(headers: Mapping[str, str]) -> list[str]:
+    """The keys that a request bears, as clients of both APIs send them."""
+    return [headers.get("authorization", "").removeprefix("Bearer "), headers.get("x-api-key", "")]
 
 
 def _response(status: int, text: str, kind: str = "application/json") -> bytes:

@@ -79,6 +79,30 @@ class Completion(NamedTuple):
         )
 
 
+NOTHING = Completion([], [], "abort", [], None)
+"""A sample of which no token is generated yet."""
+
+
+class SessionSample(NamedTuple):
+    """A prompt and what was generated behind it: of a conversation the turns from one whose prompt was rendered whole
+    to one that no other turn continues."""
+
+    prompt: list[int]
+    completion: Completion
+
+
+class EpisodeEnd(NamedTuple):
+    """The result of an episode, or of a sample without an environment."""
+
+    samples: list[SessionSample]
+    """First the one with the last turn; empty if there is a fault."""
+    fault: str = ""
+    score: float | None = None
+    """Of the scoring command, or of the program where there is none."""
+    is_part: bool = False
+    """It has not ended; the samples are what it goes on with: its tokens so far, or its turns."""
+
+
 def appended_routes(first: np.ndarray | None, then: np.ndarray | None) -> np.ndarray | None:
     """Routes of a completion whose second part was generated behind the first. Those of the first part are kept: its
     log-probabilities belong to them, and tokens that are computed again, by other weights or in another batch, may be

@@ -5,18 +5,25 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import on_first_rank
 from glm46.config.rollout import RolloutConfig
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.storage.huggingface.write_folder import json_bytes
-from glm46.tasks.rl.rollout.background import BackgroundGeneration
+from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
-from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack, run_on_first_rank, unpack
+from glm46.tasks.rl.rollout.first_rank import (
+    CollectiveRequest,
+    pack,
+    pack_groups,
+    run_on_first_rank,
+    unpack,
+    unpack_groups,
+)
 from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
+from glm46.tasks.rl.rollout.open_requests import OpenRequests
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServerState, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
@@ -92,22 +99,23 @@ class ServerEngine:
         self._request = CollectiveRequest(self._broadcast)
         self._version = -1
 
-    def generate_ahead(self, folder: Path, *, goes_on: bool) -> None:
+    def generate_ahead(self, folder: Path, begin: Begin = begin_samples, *, goes_on: bool) -> None:
         """Keep `background` in step with the weights from now on: it is halted while servers load, and while
         `generate` generates, and continues afterwards.
 
         Args:
             folder: of what it generates.
+            begin: generates the members of a group.
             goes_on: it also generates while the policy trains. Otherwise `take` alone does, with the policy's weights.
         """
-        self._goes_on = goes_on
+        self._goes_on, generate = goes_on, self._pool.generate
         if dist.get_rank() == 0:
-            self.background = BackgroundGeneration(self._pool.generate, self._rules, folder, goes_on=goes_on)
+            self.background = BackgroundGeneration(generate, self._rules, folder, begin, goes_on=goes_on)
 
     def take(
-        self, count: int, due: set[int], is_stopped: Callable[[], bool]
-    ) -> tuple[list[int], list[Completion]] | None:
-        """Numbers and completions of finished groups, see `BackgroundGeneration.take`. Collective; equal on ranks."""
+        self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
+    ) -> dict[int, list[EpisodeEnd]] | None:
+        """Finished groups by their numbers, see `BackgroundGeneration.take`. Collective; equal on ranks."""
         if not self._goes_on:
             self._ready()
 
@@ -115,21 +123,29 @@ class ServerEngine:
             self._pool.send = None if self._goes_on else self._send  # the policy may be newer than the servers' weights
             try:
                 self.background.start()
-                groups = self.background.take(count, due, is_stopped)
+                groups = self.background.take(count, due, is_stopped, waits=waits)
             finally:
                 if not self._goes_on:
                     self.background.halt()  # it may need the weights until then
                 self._pool.send = None
-            if groups is None:
-                return b""
-            numbers = np.array([len(groups), *(group.number for group in groups)], np.int64)
-            return numbers.tobytes() + pack([one for group in groups for one in group.completions])
+            return b"" if groups is None else pack_groups(groups)
 
         content = run_on_first_rank(wait, self._request)
-        if not content:
-            return None
-        end = 8 * (int(np.frombuffer(content[:8], np.int64)[0]) + 1)
-        return np.frombuffer(content[8:end], np.int64).tolist(), unpack(content[end:])
+        return unpack_groups(content) if content else None
+
+    def answer(self, work: Callable[[OpenRequests], bytes], rules: SamplingRules) -> bytes:
+        """The result of work of rank 0 whose requests servers answer as they come. Collective."""
+        self._ready()
+
+        def run() -> bytes:
+            requests = OpenRequests(self._pool.generate, rules)
+            requests.start()
+            try:
+                return work(requests)
+            finally:
+                requests.halt()
+
+        return self._run(run)
 
     def _run(self, work: Callable[[], bytes]) -> bytes:
         """The result of work of rank 0 that needs the servers without requests of the background, on all ranks, which
@@ -162,11 +178,7 @@ class ServerEngine:
             sender.end()
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
-        """See `Engine.generate` and `ServerPool.generate`.
-
-        Raises:
-            EngineError: no server is left.
-        """
+        """See `Engine.generate` and `ServerPool.generate`."""
         self._ready()
         return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
 

@@ -5,14 +5,13 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from glm46.storage.chats.chat import chat_prompt, chat_reply, opened_thought
 from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.chat_turn import TurnReader
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.rollout.records import Completion, Request
+from glm46.tasks.rl.rollout.records import Completion, Request, SessionSample
 
 Key = tuple[str, ...]
 """A message as it is compared: equal keys read alike."""
@@ -39,13 +38,6 @@ class Turn:
     """Of the messages and the answer."""
 
 
-class SessionSample(NamedTuple):
-    """A sample: the turns from one whose prompt was rendered whole to one that no other turn continues."""
-
-    prompt: list[int]
-    completion: Completion
-
-
 class Session:
     """The turns of an episode.
 
@@ -57,13 +49,16 @@ class Session:
     Args:
         first: prompt of the row, seed, and the longest completion. No sample is longer than both together.
         keeps_thoughts: past thoughts stay in prompts.
+        recorded: turns of an earlier start: one with the same prompt is not generated again.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, first: Request, *, thinking: bool, most_turns: int, keeps_thoughts: bool = False
-    ):
+        self, tokenizer: Tokenizer, first: Request, *, thinking: bool, most_turns: int, keeps_thoughts: bool = False,
+        recorded: Sequence[SessionSample] = (),
+    ):  # fmt: skip
         self._tokenizer, self._thinking, self._keeps = tokenizer, thinking, keeps_thoughts
         self._first, self._most_turns = first, most_turns
+        self._recorded = {tuple(prompt): completion for prompt, completion in recorded}
         self.turns: list[Turn] = []
         self._ended: list[Turn] = []
         """Those that are generated, in the order of their ends."""
@@ -80,17 +75,7 @@ class Session:
                 return turn
         if len(self.turns) == self._most_turns:
             raise NoRoom(f"this episode has had its {self._most_turns} turns (rl.environment.max_turns)")
-        parent = self._parent(keys, tools)
-        new = messages if parent is None else messages[len(parent.keys) :]
-        if parent is None or self._renders_otherwise(parent, new):
-            parent = None
-            prompt = chat_prompt(
-                self._tokenizer, messages, tools=tools, thinking=self._thinking, keeps_thoughts=self._keeps
-            )
-        else:
-            # The marker at the end of a turn comes with the message that follows.
-            before = parent.request.prompt + _without_marker(parent.completion)
-            prompt = before + chat_reply(self._tokenizer, new, thinking=self._thinking)
+        parent, prompt = self._prompt(messages, keys, tools)
         room = len(self._first.prompt) + self._first.max_new_tokens - len(prompt)
         if room < 1:
             raise NoRoom(
@@ -99,7 +84,32 @@ class Session:
             )
         turn = Turn(parent, keys, tools, Request(prompt, self._first.seed, min(room, most_tokens or room)))
         self.turns.append(turn)
+        known = self._recorded.pop(tuple(prompt), None)
+        if known is not None and (known.finish == "stop" or len(known.tokens) == turn.request.max_new_tokens):
+            self.end(turn, known)
         return turn
+
+    def ended(self) -> list[SessionSample]:
+        """The turns so far, for `recorded`."""
+        return [SessionSample(turn.request.prompt, turn.completion) for turn in list(self._ended)]
+
+    def count(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> int:
+        """Number of tokens of the prompt that `begin` would make."""
+        return len(self._prompt(messages, tuple(map(self._key, messages)), tuple(tools))[1])
+
+    def _prompt(
+        self, messages: Sequence[Message], keys: tuple[Key, ...], tools: tuple[Mapping, ...]
+    ) -> tuple[Turn | None, list[int]]:
+        """The turn that messages continue, and the prompt."""
+        parent = self._parent(keys, tools)
+        new = messages if parent is None else messages[len(parent.keys) :]
+        if parent is None or self._renders_otherwise(parent, new):
+            return None, chat_prompt(
+                self._tokenizer, messages, tools=tools, thinking=self._thinking, keeps_thoughts=self._keeps
+            )
+        # The marker at the end of a turn comes with the message that follows.
+        before = parent.request.prompt + _without_marker(parent.completion)
+        return parent, before + chat_reply(self._tokenizer, new, thinking=self._thinking)
 
     def end(self, turn: Turn, completion: Completion) -> None:
         """Record what was generated for a turn."""

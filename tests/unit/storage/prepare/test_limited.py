@@ -9,8 +9,10 @@ import pytest
 
 from glm46.config.text_recipe import TextRecipe
 from glm46.storage.data.manifest import load_manifest
-from glm46.storage.prepare import compilers
+from glm46.storage.prepare import compilers, limited
 from glm46.storage.prepare.compilers import run_fault
+from glm46.storage.prepare.jail import BUBBLEWRAP, LANDLOCK, has_bubblewrap
+from glm46.storage.prepare.landlock import landlock_version
 from glm46.storage.prepare.limited import run_limited
 from glm46.storage.prepare.pipeline import prepare_text
 
@@ -24,13 +26,30 @@ CLONE = "import ctypes\nprint(ctypes.CDLL(None).syscall({}, {}, 0, 0, 0, 0))"
     ("import socket\nsocket.socket()", "PermissionError"), ("bytearray(2**30)", "MemoryError"),
     ("x = []\nwhile True: x.append('a' * 2**20)", "MemoryError"), ("while True: print('x' * 2**16)", "OSError"),
     ("import os\nos.environ['HOME']", "KeyError"),
-    ("import os\nos.open(f'/proc/{os.getppid()}/fd/0', os.O_RDONLY)", "PermissionError"),
-    ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "PermissionError"),
     ("open('big', 'wb').write(bytes(2**23))", "OSError"), ("import sys\nsys.exit('no')", "no"),
 ])  # fmt: skip
 def test_a_program_meets_its_limits(program, error):
     ended = run_limited(program, **LIMITS)
     assert ended.status > 0 and ended.error.startswith(error)
+
+
+@pytest.mark.parametrize("kind", [
+    pytest.param(LANDLOCK, marks=pytest.mark.skipif(not landlock_version(), reason="the kernel has no Landlock")),
+    pytest.param(BUBBLEWRAP, marks=pytest.mark.skipif(not has_bubblewrap(), reason="bubblewrap does not start here")),
+])  # fmt: skip
+def test_files_and_processes_of_others_are_out_of_reach(kind, monkeypatch, tmp_path):
+    monkeypatch.setattr(limited, "jail_of_code", lambda: kind)
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    for place in (secret, *(f"/proc/{os.getpid()}/{name}" for name in ("mem", "environ", "fd/0")), "/etc/shadow"):
+        assert run_limited(f"open({str(place)!r})", **LIMITS).error.startswith(("PermissionError", "FileNotFound")), (
+            place
+        )
+    run_limited(f"open({str(secret)!r}, 'w')", **LIMITS)
+    assert secret.read_text() == "key"
+    assert run_limited("open('own', 'w').write('a')\nprint(open('own').read())", **LIMITS) == (0, "a\n", "")
+    assert run_limited("while True: pass", **LIMITS).status == -signal.SIGKILL
+    assert run_limited("import os\nos.fork()", **LIMITS).error.startswith("PermissionError")
 
 
 @pytest.mark.parametrize("flags", [int(signal.SIGCHLD), 0x100 | int(signal.SIGCHLD)])

@@ -30,8 +30,37 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
+def steps() -> int:
+    """Optimizer steps that the run has begun."""
+    return len(os.listdir(os.environ["STEPS_FOLDER"]))
+
+
+def is_first() -> bool:
+    """True in the first program with a prompt."""
+    try:
+        os.close(os.open(f"{os.environ['STEPS_FOLDER']}-{TASK['prompt']}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 def main(kind: str) -> None:
     question = user(TASK["prompt"])
+    if kind == "across":
+        waits, end = is_first(), time.monotonic() + 30.0
+        first, began = ask(question, max_tokens=6), steps()
+        while waits and began and steps() < began + 3 and time.monotonic() < end:
+            time.sleep(0.02)
+        ask(question, first, question, max_tokens=6)
+        return
+    if kind == "fails once":
+        ask(question, max_tokens=6)
+        if is_first():
+            sys.exit(3)
+        kind = "cut"
+    if kind == "slow":
+        time.sleep(float(os.environ["SLOW_SECONDS"]))
+        kind = "cut"
     if kind == "cut":
         first = ask(question, max_tokens=6)
         ask(question, first, question, max_tokens=6)
@@ -57,8 +86,8 @@ def main(kind: str) -> None:
         messages = [question, first]
         while True:
             messages += [question, ask(*messages, question)]
-    elif kind == "parent":
-        os.kill(os.getppid(), 9)
+    elif kind == "own score":
+        print("score", TASK["prompt"].replace("Say", "\n"))
     elif kind == "file":
         with open("found.txt", "w") as file:
             file.write(f"{TASK.get('label')} {'HF_TOKEN' in os.environ}")

@@ -1,8 +1,10 @@
 """Rollouts that are generated ahead: no sample is older than allowed, and each prompt is used once, resumed or not."""
 
+import queue
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from glm46.compute.distributed.process import join, leave
 from glm46.config.rl import RLConfig
 from glm46.tasks.rl.ahead import AheadSource
-from glm46.tasks.rl.prompts import Prompt
+from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.sampling import Sampler
@@ -30,7 +32,7 @@ class Engine:
     """Generates samples of four tokens, one token after another in any order, with a version that grows when told."""
 
     def __init__(self, folder):
-        self.version, self.chance = 0, random.Random(0)
+        self.version, self.chance, self.hangs, self.asked = 0, random.Random(0), set(), []
         rules = SamplingRules(1.0, frozenset({2}), 50)
         self.background = BackgroundGeneration(self.generate, rules, folder, goes_on=True)
 
@@ -40,18 +42,28 @@ class Engine:
         if is_generating:
             self.background.start()
 
-    def take(self, count: int, due: set[int], is_stopped):
+    def take(self, count: int, due: set[int], is_stopped, *, waits: bool = True):
         self.background.start()
-        groups = self.background.take(count, due, is_stopped)
-        for completion, request in ((c, r) for g in groups for c, r in zip(g.completions, g.requests, strict=True)):
-            assert len(completion.tokens) == request.max_new_tokens
-        return [group.number for group in groups], [one for group in groups for one in group.completions]
+        groups = self.background.take(count, due, is_stopped, waits=waits)
+        assert all(len(end.samples[0].completion.tokens) == 4 for ends in groups.values() for end in ends)
+        return groups
 
-    def generate(self, requests, rules, halt: threading.Event, finish):
-        generated = [Completion([], [], "abort", [], None) for _ in requests]
-        alive = list(range(len(requests)))
-        while alive and not halt.wait(0.0005):
-            place = self.chance.choice(alive)
+    def generate(self, requests, rules, halt: threading.Event, finish, inbox):
+        generated, alive = [Completion([], [], "abort", [], None)] * len(requests), list(range(len(requests)))
+        self.asked = requests = list(requests)
+        while not halt.wait(0.0005):
+            with suppress(queue.Empty):
+                _, new = inbox.get_nowait()
+                if isinstance(new, int):
+                    alive = [place for place in alive if place != new]
+                else:
+                    alive += range(len(requests), len(requests) + len(new))
+                    generated += [Completion([], [], "abort", [], None)] * len(new)
+                    requests += new
+            moving = [place for place in alive if requests[place].prompt[1] not in self.hangs]
+            if not moving:
+                continue
+            place = self.chance.choice(moving)
             tokens = [*generated[place].tokens, 9]
             generated[place] = Completion(tokens, [-1.0] * len(tokens), "abort", [VersionSpan(0, self.version)], None)
             if len(tokens) == requests[place].max_new_tokens:
@@ -61,13 +73,13 @@ class Engine:
         return generated
 
 
-def source_of(engine: Engine, staleness: int) -> AheadSource:
+def source_of(engine: Engine, staleness: int, **options) -> AheadSource:
     sampler = Sampler(
         RLConfig(prompts_per_rollout=PER_ROLLOUT, group_size=GROUP), SimpleNamespace(max_new_tokens=4), None, engine,
         PROMPTS, None, 0, None,
     )  # fmt: skip
     oldest = staleness * STEPS
-    return AheadSource(sampler, oldest=oldest, version=lambda: engine.version, is_stopped=lambda: False)
+    return AheadSource(sampler, oldest=oldest, version=lambda: engine.version, is_stopped=lambda: False, **options)
 
 
 def roll_out(engine: Engine, source: AheadSource, step: int, waiting: list, staleness: int) -> tuple[list, list]:
@@ -118,3 +130,30 @@ def test_another_process_goes_on_with_the_groups_that_wait(tmp_path):
         again.background.halt()
         if is_kept:
             assert waiting[0][0] in {one.group for one in generated}
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_group_that_does_not_finish_is_dropped_and_another_prompt_takes_its_place(staleness, tmp_path):
+    engine = Engine(tmp_path)
+    source, used, stale, waiting = source_of(engine, staleness, drops=True), [], [], []
+    engine.hangs = {PROMPTS[prompt_at(number, len(PROMPTS), 0)].tokens[1] for number in (5, 6)}
+    for rollout in range(6):
+        step = STEPS * rollout
+        source.begin(step, source.next_prompt, waiting)
+        stale += source.stale
+        engine.update(step)
+        source.hand_out((1 + staleness) * PER_ROLLOUT)
+        generated = source.take(0, PER_ROLLOUT)
+        for completion in (one.completion for one in generated):
+            assert step - staleness * STEPS <= min(span.version for span in completion.spans) <= step
+        used += [one.group for one in generated][::GROUP]
+        engine.update(step)
+        source.hand_out(staleness * PER_ROLLOUT)
+        waiting = list(source.waiting.items())
+        source.go_on()
+    engine.background.halt()
+    assert {5, 6} <= set(stale) and len(used) == 6 * PER_ROLLOUT
+    every = [*used, *stale, *(number for number, _ in waiting)]
+    assert sorted(every) == list(range(len(every))), "each prompt is used or dropped once"
+    assert not {5, 6} & {int(path.stem.partition("_")[2]) for path in tmp_path.iterdir()}
+    assert not engine.hangs & {request.prompt[1] for request in engine.asked}, "servers do not go on with them"

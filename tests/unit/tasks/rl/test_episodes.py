@@ -1,6 +1,5 @@
 """Episodes of programs: they learn as a function does, and a hostile one ends its own episode and nothing else."""
 
-import ctypes
 import json
 import sys
 from pathlib import Path
@@ -16,11 +15,12 @@ from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
-from glm46.storage.prepare.limited import _CREATE_RULESET
+from glm46.storage.prepare.jail import NO_JAIL
 from glm46.tasks.rl.episodes import CommandEpisodes, without
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool
+from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.sampling import Sampler, generate_rollout
 
@@ -117,16 +117,14 @@ def test_an_episode_of_two_samples_counts_once(make_sampler, length):
 
 def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, length):
     kinds = ["two tries", "hang", "flood", "large", "other session", "other key", "many turns", "two tries"]
-    # Linux before 6.12 does not keep a program from signals to its parent.
-    kinds += ["parent"] if ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, 1) >= 6 else []
-    of, alone = (make_sampler(some, command(seconds=20.0)) for some in (kinds, kinds[:1] * len(kinds)))
+    of, alone = (make_sampler(some, command(seconds=20.0, tries=1)) for some in (kinds, kinds[:1] * len(kinds)))
     samples, undisturbed = of.generate_groups(0, len(kinds)), alone.generate_groups(0, len(kinds))
     assert {sample.prompt.row["kind"] for sample in samples} == {*kinds}
     for sample, other in zip(samples, undisturbed, strict=True):
         kind = sample.prompt.row["kind"]
         said = {
             "hang": "it took more than 20 s", "flood": "more than 140 requests", "large": "10,000,000 bytes",
-            "other session": "status 404", "other key": "status 401", "parent": "Operation not permitted",
+            "other session": "status 404", "other key": "status 401",
         }.get(kind)  # fmt: skip
         if said is None:
             assert not sample.fault, sample.fault
@@ -136,6 +134,25 @@ def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, 
             assert sample.fault.startswith("rl.environment: ") and said in sample.fault, (kind, sample.fault)
     scored = of.score(samples)
     assert [one.reward is None for one in scored] == [bool(one.fault) for one in samples], "a failure is no reward of 0"
+
+
+def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampler, length, monkeypatch, tmp_path):
+    monkeypatch.setattr(programs, "jail_of_programs", lambda: NO_JAIL)  # it marks the first try of a prompt
+    monkeypatch.setenv("STEPS_FOLDER", str(tmp_path / "marks"))
+    said = []
+    of = make_sampler(["fails once"] * 2, command(variables=["STEPS_FOLDER"]))
+    of.episodes._say = said.append
+    assert not any(one.fault for one in of.generate_groups(0, 2)) and len(list(tmp_path.iterdir())) == 2
+    assert said[0].startswith("rl.environment: it ended with code 3 (try 1 of 2") and len(said) == 2
+    # Each prompt fails once more, and has no other try.
+    for path in tmp_path.iterdir():
+        path.unlink()
+    of = make_sampler(["fails once", "cut"], command(variables=["STEPS_FOLDER"], tries=1))
+    taken = of.generate_groups(0, 2)
+    assert sorted(bool(one.fault) for one in taken) == [False, False, False, True]
+    rollout = generate_rollout(of, lambda *_: taken, 7, 0)
+    (left,) = {one.group for one in taken if one.prompt.row["kind"] == "cut"}
+    assert rollout.arrays["groups"].tolist() == [left] * 2 and rollout.figures["dropped_samples"] == 1
 
 
 def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_neither(make_sampler, monkeypatch):
@@ -152,6 +169,9 @@ def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_nei
     of = make_sampler(["file"], command(score_command=[sys.executable, "-c", "print('much')"]), ("score",))
     samples = of.score(of.generate_groups(0, 1))
     assert all(one.reward is None and "no number" in one.fault for one in samples)
+    of = make_sampler(["own score", "own score", "two tries"], command(), ("score",))
+    own = {(one.prompt.row["kind"], one.prompt.label, one.reward) for one in of.score(of.generate_groups(0, 3))}
+    assert own == {("own score", "0", 0.0), ("own score", "1", 1.0), ("two tries", "2", None)}
 
 
 def test_a_stop_ends_the_programs(make_sampler, length):

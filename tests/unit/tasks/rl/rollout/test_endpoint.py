@@ -5,64 +5,10 @@ import json
 
 import pytest
 
-from glm46.storage.chats.chat import chat_prompt
-from glm46.storage.chats.conversation import Message
-from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
-from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
-from glm46.tasks.rl.rollout.session import Session
+from tests.unit.tasks.rl.rollout.served_episode import Served, tokens_of
 
-TOKENIZER = load_tokenizer("builtin")
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 CALL = "\nadding<tool_call>add\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
-
-
-class Served:
-    """An endpoint with one episode, and what its program sends."""
-
-    def __init__(self, turns: list[list[int]]):
-        self.turns, self.generated, self.said = turns, [], []
-        self.endpoint = PolicyEndpoint(self._generate, self.said.append)
-
-    def _generate(self) -> None:
-        asyncio.get_running_loop().call_soon(self._give)
-
-    def _give(self) -> None:
-        requests = self.endpoint.take()
-        self.generated += requests
-        found = [self.turns.pop(0) for _ in requests]
-        self.endpoint.give([Completion(one, [-1.0] * len(one), "stop", [VersionSpan(0, 0)], None) for one in found])
-
-    async def __aenter__(self) -> "Served":
-        self._server = await self.endpoint.start()
-        prompt = chat_prompt(TOKENIZER, [Message("user", "Hello")], thinking=False)
-        session = Session(TOKENIZER, Request(prompt, 3, 2000), thinking=False, most_turns=4)
-        self.episode = self.endpoint.open(session, 4)
-        self.url = self.endpoint.base_url(self.episode)
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        self._server.close()
-
-    async def send(self, table: object, what: str = "chat/completions", method: str = "POST", key: str = "", **headers):
-        """Status and body of the response."""
-        address, _, path = self.url.removeprefix("http://").partition("/")
-        reader, writer = await asyncio.open_connection(*address.split(":"))
-        body = table if isinstance(table, bytes) else json.dumps(table).encode()
-        headers = {"Authorization": f"Bearer {key or self.episode.key}", "Content-Length": str(len(body)), **headers}
-        lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-        writer.write(f"{method} /{path}/{what} HTTP/1.1\r\n{lines}\r\n".encode() + body)
-        head, _, content = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
-        return int(head.split()[1]), content.decode()
-
-
-def tokens_of(text: str) -> list[int]:
-    parts = [part for part in text.replace("<", "\0<").replace(">", ">\0").split("\0") if part]
-    ids = [
-        [TOKENIZER.special[part]] if part in TOKENIZER.special else TOKENIZER.encode(part).tolist() for part in parts
-    ]
-    return [*sum(ids, []), TOKENIZER.special["<|observation|>" if "call" in text else "<|user|>"]]
 
 
 def test_an_answer_has_text_calls_and_usage_and_is_given_again():
@@ -133,7 +79,7 @@ def test_an_ended_episode_answers_409_and_models_are_listed():
     async def run():
         async with Served([]) as of:
             listed = await of.send(b"", "models", "GET")
-            of.endpoint.close(of.episode)
+            of.episode.fail("it had to")
             return listed, await of.send(HELLO)
 
     (status, content), (after, _) = asyncio.run(run())

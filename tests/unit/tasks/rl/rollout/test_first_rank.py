@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from glm46.tasks.rl.rollout import first_rank
-from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack, run_on_first_rank, unpack
-from glm46.tasks.rl.rollout.records import Completion, VersionSpan
+from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack_groups, run_on_first_rank, unpack_groups
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
 from tests.processes import HANG_SECONDS
 
 
@@ -22,14 +22,26 @@ def test_completions_are_the_same_after_the_way():
             "length",
             [VersionSpan(0, 7), VersionSpan(2, 8)],
             routes[:1].astype(np.uint16),
+            ((1, 2),),
+            contradicted=((0, 8),),
         ),
     ]
-    for before, after in zip(completions, unpack(pack(completions)), strict=True):
-        assert before[:4] == after[:4]
+    first, *others = (SessionSample([7] * i, one) for i, one in enumerate(completions))
+    ends = [
+        EpisodeEnd([], "a fault"), EpisodeEnd([first], score=0.1), EpisodeEnd(others, is_part=True), EpisodeEnd([])
+    ]  # fmt: skip
+    groups = unpack_groups(pack_groups({5: ends[:1], 3: ends[1:]}))
+    assert list(groups) == [5, 3]
+    found = groups[5] + groups[3]
+    assert [(end[1:], [s.prompt for s in end.samples]) for end in found] == [
+        (end[1:], [s.prompt for s in end.samples]) for end in ends
+    ]
+    for before, after in zip(completions, (s.completion for end in found for s in end.samples), strict=True):
+        assert before[:4] == after[:4] and before[5:] == after[5:]
         assert (before.routes is None) == (after.routes is None)
         if before.routes is not None:
             assert after.routes.dtype == before.routes.dtype and np.array_equal(before.routes, after.routes)
-    assert unpack(pack([])) == []
+    assert unpack_groups(pack_groups({})) == {}
 
 
 def test_work_that_asked_for_what_failed_does_not_wait_for_ever(monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, server_pool
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
+from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import CHANGED
+from tests.processes import wait_until
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
 
 PROGRAM = Path(__file__).parents[1] / "program.py"
@@ -100,7 +102,7 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
     )
     table = EnvironmentConfig(kind="command", command=(sys.executable, "-S", str(PROGRAM)), max_turns=2, seconds=100.0)
     keys = PromptsConfig(file="p.jsonl")
-    episodes = CommandEpisodes(table, keys, tokenizer, engine, lambda: False, is_local=False)
+    episodes = CommandEpisodes(table, keys, tokenizer, engine, lambda: False)
     row = {"prompt": "Hi", "kind": "cut"}
     asked = [(Prompt(prompt, "Hi", None, row=row), Request(prompt, seed, 50)) for seed in range(4)]
     try:
@@ -113,9 +115,50 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
             assert completion.tokens[: len(expected)] == expected
             assert completion.logprobs[: len(expected)] == [logprob(3, token) for token in expected]
             assert len(completion.replies) == 1
-        cut = Completion([], [], "abort", [], None)  # at rollout.deadline_seconds
-        monkeypatch.setattr(engine, "generate", lambda requests, rules: [cut for _ in requests])
+        engine._pool.deadline = 0.3
+        for stub in stubs:
+            stub.fault = "hang"
         assert all("did not finish" in end.fault and not end.samples for end in episodes.run(asked, RULES))
+    finally:
+        episodes.close()
+        engine.close()
+
+
+def test_a_turn_goes_on_through_an_update_and_its_program_only_waits(stubs, tmp_path):
+    policy, tokenizer = Policy(), load_tokenizer("builtin")
+    config = RolloutConfig(kind="vllm", urls=[stub.url for stub in stubs], max_new_tokens=50, deadline_seconds=60.0)
+    served = ServedPolicy(policy.export, None, policy.score, None, policy.changed)
+    prompt = chat_prompt(tokenizer, [Message("user", "Hi")], thinking=False)
+    engine = ServerEngine(
+        config, folder=tmp_path / "weights", policy=served, prompts=[prompt], rules=RULES, padding=range(50, 52)
+    )
+    table = EnvironmentConfig(kind="command", command=(sys.executable, "-S", str(PROGRAM)), max_turns=2, seconds=100.0)
+    episodes = CommandEpisodes(table, PromptsConfig(file="p.jsonl"), tokenizer, engine, lambda: False)
+    row = {"prompt": "Hi", "kind": "cut"}
+    begin = partial(episodes.begin, lambda number: Prompt(prompt, "Hi", None, row=row))
+    try:
+        policy.version = 3
+        engine.update(3)
+        engine.generate_ahead(tmp_path / "ahead", begin, goes_on=True)
+        for stub in stubs:
+            stub.fault = "hang"
+            stub.generated.clear()
+        engine.background.add(8, [Request(prompt, seed, 50) for seed in (1, 2)], 3)
+        engine.background.start()
+        wait_until(lambda: sum(len(stub.generated) for stub in stubs) == 2)
+        engine.background.halt()
+        for stub in stubs:
+            stub.fault = ""
+        policy.version = 4
+        engine.update(4)
+        ends = engine.take(1, {8}, lambda: False)[8]
+        for seed, end in zip((1, 2), ends, strict=True):
+            ((first, completion),) = end.samples
+            before = generate(prompt, seed, 6)[:3]  # half of the first turn
+            after = generate(prompt + before, seed + 3, 3)
+            assert first == prompt and completion.tokens[:6] == before + after
+            assert completion.spans[:2] == [(0, 3), (3, 4)] and completion.logprobs[3] == logprob(4, after[0])
+        assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000008.npz"]
     finally:
         episodes.close()
         engine.close()

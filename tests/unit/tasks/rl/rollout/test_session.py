@@ -192,3 +192,20 @@ def test_each_generated_token_of_any_tree_of_messages_is_trained_once(data, thin
             messages.append(Message("user", data.draw(st.sampled_from(["Sure?", "Go on"]))))
         conversations.append(messages)
     check_trained_once(of, policy)
+
+
+def test_turns_of_an_earlier_start_are_given_again_until_another_one_is_asked_for():
+    policy, first = Policy(), session()
+    answer = policy.answer(first, [QUESTION], "\n30")
+    policy.answer(first, [QUESTION, answer, QUESTION], "\n31")
+    prompt = chat_prompt(TOKENIZER, [QUESTION], thinking=False)
+    again = Session(TOKENIZER, Request(prompt, 6, 100_000), thinking=False, most_turns=9, recorded=first.ended())
+    assert again.begin([QUESTION], ()).answer == answer
+    other = policy.answer(again, [QUESTION, answer, Message("user", "Why?")], "\n33")
+    assert other.content == "33"
+    ((_, completion),) = again.samples()
+    assert "31" not in TOKENIZER.decode(completion.tokens) and len(again.ended()) == 2
+    short = Session(TOKENIZER, Request(prompt, 6, 100_000), thinking=False, most_turns=9, recorded=[
+        first.ended()[0]._replace(completion=first.turns[0].completion._replace(finish="length"))
+    ])  # fmt: skip
+    assert short.begin([QUESTION], ()).answer is None, "it was cut at another length"

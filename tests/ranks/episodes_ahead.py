@@ -1,0 +1,243 @@
+"""Episodes of programs that run on a server while the policy trains, killed by kill -9 and started again.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/episodes_ahead.py main|kills N|speed
+
+Two ranks train a small GLM for ten steps, two for each rollout, on episodes of two turns that are up to two rollouts
+old; some of them have a rollout of training between their turns, and one of each group that fails once is run again.
+`main`: the run dies while turns are answered, behind a halt for an update, and before the file of an episode is
+written. `kills`: it dies N times at random moments. `drops`: the programs of one prompt hang, and it is dropped.
+`speed`: the same steps in turn and ahead, with programs that sleep as long as the steps of a rollout. Each prints JSON.
+
+The server writes down each request that it answers, so that tokens and versions of the journal can be compared with it.
+"""
+
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from glm46.engine.training import loop
+from glm46.storage.prepare.jail import NO_JAIL
+from glm46.tasks.rl import task
+from glm46.tasks.rl.rollout import programs
+from glm46.tasks.rl.rollout.background import BackgroundGeneration
+from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
+from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
+from tests.processes import free_port
+from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.small_run import TINY, small_config
+from tests.unit.tasks.rl.rollout.policy_server import PolicyServer
+
+STEPS, PROMPTS, GROUP, STALENESS = 10, 4, 2, 2
+KINDS = ("cut", "across", "fails once", "cut")
+MOMENTS = ("turn", "halt", "write", "")
+"""At which a run dies, one after another; the last one ends by itself."""
+_PROGRAM = Path(__file__).parents[1] / "unit" / "tasks" / "rl" / "program.py"
+
+
+class RecordedServer(PolicyServer):
+    """Writes down what it has generated: prompt, tokens and version."""
+
+    def __init__(self, record: Path, *, port: int):
+        self._record, self._writing = record, threading.Lock()
+        super().__init__(port=port)
+
+    def _inference_v1_generate(self, body):
+        reply = super()._inference_v1_generate(body)
+        if reply["choices"] and "weight_versions" in reply["choices"][0]:
+            tokens, version = reply["choices"][0]["token_ids"], reply["choices"][0]["weight_versions"][0]["version"]
+            with self._writing, self._record.open("a") as file:
+                file.write(json.dumps([body["token_ids"], tokens, version]) + "\n")
+        return reply
+
+
+class Case:
+    """A run with its server, in a folder."""
+
+    def __init__(self, base: Path):
+        self.base, self.steps, self.record = base, base / "steps", base / "record.jsonl"
+        self.steps.mkdir(parents=True)
+        self._port, self._starts = int(free_port()), 0
+        self._server = start_ranks(1, base / "log-server", lambda _: self._serve())
+
+    def _serve(self) -> None:
+        torch.set_num_threads(1)
+        RecordedServer(self.record, port=self._port)
+        threading.Event().wait()
+
+    def close(self) -> None:
+        os.kill(self._server[0], signal.SIGKILL)
+
+    def config(self, kinds=KINDS, *, steps: int = STEPS, prompts: int = 20, **rollout):
+        path = self.base / "prompts.jsonl"
+        rows = ({"prompt": f"{number} is", "kind": kinds[number % len(kinds)]} for number in range(prompts))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return small_config(
+            self.base, self.base / "run",
+            model=TINY | {
+                "tokenizer_path": str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"),
+                "vocab_size": 292, "num_nextn_predict_layers": 0, "num_key_value_heads": 2,
+            },
+            data={"document_mask": True, "sources": []},
+            rl={
+                "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "group_size": GROUP,
+                "prompts": {"file": str(path)},
+                "rewards": [{"name": "tests.ranks.brightness:brightness"}],
+                "environment": {
+                    "kind": "command", "command": [sys.executable, "-S", str(_PROGRAM)], "max_turns": 2,
+                    "variables": ["STEPS_FOLDER", "SLOW_SECONDS"],
+                },
+            },
+            rollout={
+                "kind": "vllm", "urls": [f"http://127.0.0.1:{self._port}"], "max_new_tokens": 48, "keep_latest_k": 0,
+            } | rollout,
+            training={"steps": steps, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 96},
+            moe={"sequence_aux_loss_weight": 0.0},
+            checkpoint={"interval": 3, "async_mode": "disabled"},
+        )  # fmt: skip
+
+    def start(self, config, moment: str = "") -> list[int]:
+        self._starts += 1
+        return start_ranks(2, self.base / f"log-{self._starts}-", lambda rank: self._work(rank, config, moment))
+
+    def _work(self, rank: int, config, moment: str) -> int:
+        """Train; die at a moment, when training has begun."""
+        torch.set_num_threads(1)
+        os.environ["STEPS_FOLDER"], calls = str(self.steps), 0
+        train_step = loop.train_step
+
+        def noted_step(*arguments, **options):
+            if rank == 0:
+                self.steps.joinpath(f"{time.time_ns()}").touch()
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))  # as of a GPU, which leaves the CPU alone
+            return train_step(*arguments, **options)
+
+        def fatal(number: int, original, *, after: bool = False):
+            def call(*arguments, **options):
+                nonlocal calls
+                found = original(*arguments, **options) if after else None
+                calls += rank == 0 and any(self.steps.iterdir())
+                if calls == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return found if after else original(*arguments, **options)
+
+            return call
+
+        loop.train_step = noted_step
+        programs.jail_of_programs = lambda: NO_JAIL  # programs read and write the folder of steps
+        if moment == "turn":
+            PolicyEndpoint._give = fatal(7, PolicyEndpoint._give)
+        elif moment == "halt":
+            BackgroundGeneration.halt = fatal(2, BackgroundGeneration.halt, after=True)
+        elif moment == "write":
+            BackgroundGeneration._write = fatal(5, BackgroundGeneration._write)
+        return task.train(config)
+
+    def end(self, started: list[int], *, is_killed: bool = False) -> list[int]:
+        codes = await_ranks(started, patience=5)
+        if not is_killed and any(codes):
+            log = self.base / f"log-{self._starts}-"
+            raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
+        return codes
+
+    def found(self) -> dict:
+        """Numbers of the groups and ages of the tokens by rollout, and trained tokens that the server has not generated
+        so."""
+        generated: dict[str, set[str]] = {}
+        for line in self.record.read_text().splitlines():
+            prompt, tokens, version = json.loads(line)
+            for index, token in enumerate(tokens):
+                generated.setdefault(str([*prompt, *tokens[:index]]), set()).add(f"{token} {int(version)}")
+        used, ages, waiting, stale, foreign, mixed, trained = [], [], [], [], [], 0, 0
+        folder = self.base / "run" / FOLDER
+        for step in rollout_steps(folder):
+            rollout = read_rollout(folder, step)
+            arrays = rollout.arrays
+            used.append(arrays["groups"].tolist())
+            ages += (step - arrays["versions"]).tolist()
+            waiting, stale = [number for number, _ in rollout.waiting], stale + rollout.stale
+            for sample in range(len(rollout)):
+                first, end = rollout.bounds(sample)
+                versions, prompt = arrays["versions"][first:end].tolist(), rollout.prompt(sample).tolist()
+                read = arrays.get("inputs", arrays["tokens"])[first:end].tolist()
+                own = [i for i in range(end - first) if not arrays["is_reply"][first + i]]
+                mixed += len({versions[i] for i in own}) > 1
+                trained += len(own)
+                for i in own:
+                    said = f"{arrays['tokens'][first + i]} {versions[i]}"
+                    if said not in generated.get(str(prompt + read[:i]), ()):
+                        foreign.append([step, sample, i, said])
+        lines = map(json.loads, (self.base / "run" / "metrics.jsonl").read_text().splitlines())
+        rows = [row for row in lines if "loss" in row]
+        return {
+            "used": used, "ages": ages, "waiting": waiting, "stale": stale, "foreign": foreign, "mixed": mixed,
+            "trained": trained, "steps": [row["step"] for row in rows],
+            "staleness_max": [row.get("staleness_max", 0) for row in rows],
+            "stale_groups": [row.get("stale_groups", 0) for row in rows],
+            "rollout_seconds": [row.get("rollout_seconds", 0) for row in rows],
+            "said": self.base.joinpath(f"log-{self._starts}-0").read_text(),
+        }  # fmt: skip
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        case, codes = Case(Path(name)), []
+        config = case.config(max_staleness=STALENESS)
+        for moment in MOMENTS:
+            codes.append(case.end(case.start(config, moment), is_killed=bool(moment)))
+        case.close()
+        print(json.dumps(case.found() | {"codes": codes}))
+
+
+def kills(number: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        case, codes = Case(Path(name)), []
+        config = case.config(max_staleness=STALENESS, steps=number * 4)
+        for _ in range(number):
+            started, before = case.start(config), len(list(case.steps.iterdir()))
+            while len(list(case.steps.iterdir())) < before + 4:
+                time.sleep(0.01)
+            time.sleep(random.uniform(0.0, 2.0))
+            for pid in started:
+                os.kill(pid, signal.SIGKILL)
+            codes.append(case.end(started, is_killed=True))
+        codes.append(case.end(case.start(config)))
+        case.close()
+        print(json.dumps(case.found() | {"codes": codes}))
+
+
+def drops() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        case = Case(Path(name))
+        os.environ["SLOW_SECONDS"] = "10000"
+        config = case.config(["cut"] * 8 + ["slow"], prompts=36, max_staleness=1, when_stale="drop")
+        codes = case.end(case.start(config))
+        case.close()
+        print(json.dumps(case.found() | {"codes": [codes]}))
+
+
+def speed(seconds: str = "6") -> None:
+    os.environ["SLOW_SECONDS"], os.environ["STEP_SECONDS"], rollouts = seconds, str(float(seconds) / 2), 6
+    for staleness in (0, 1):
+        with tempfile.TemporaryDirectory() as name:
+            case = Case(Path(name))
+            case.end(case.start(case.config(["slow"], max_staleness=staleness, steps=2 * rollouts)))
+            case.close()
+            begun = sorted(int(path.name) for path in case.steps.iterdir())[::2]
+            periods = [1e-9 * (after - before) for before, after in zip(begun[1:], begun[2:], strict=False)]
+            rows = map(json.loads, (Path(name) / "run" / "metrics.jsonl").read_text().splitlines())
+            waits = [row["rollout_seconds"] for row in rows if "loss" in row][2::2]
+            about = {"max_staleness": staleness, "seconds_of_a_program": float(seconds), "rollouts": len(periods)}
+            print(json.dumps(about | {"period": statistics.median(periods), "wait": statistics.median(waits)}))
+
+
+if __name__ == "__main__":
+    {"main": main, "kills": lambda n: kills(int(n)), "drops": drops, "speed": speed}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,30 @@
+"""Episodes of programs that run while the policy trains: versions of tokens, kills, failures, and groups that hang."""
+
+from tests.ranks.episodes_ahead import GROUP, PROMPTS, STALENESS, STEPS
+
+
+def check_run(found: dict) -> list[int]:
+    """Each prompt is trained once, with tokens and versions as the server has written them down; the prompts."""
+    assert found["steps"][-1] == STEPS and len(found["used"]) == STEPS // 2
+    used = [number for groups in found["used"] for number in groups]
+    assert all(used.count(number) == GROUP for number in used)
+    every = sorted({*used, *found["waiting"], *found["stale"]})
+    assert every == list(range(len(every))) and len(every) == len(set(used)) + len(found["waiting"] + found["stale"])
+    assert not found["foreign"] and found["trained"] > 100
+    return sorted(set(used))
+
+
+def test_kills_train_each_episode_once_with_the_versions_that_generated_it(server):
+    (found,) = server.rows("episodes_ahead.main")
+    assert [-9 in codes for codes in found["codes"]] == [True] * 3 + [False]
+    assert len(check_run(found)) == PROMPTS * STEPS // 2
+    assert min(found["ages"]) >= 0 and 0 < max(found["ages"]) <= 2 * STALENESS
+    assert max(found["staleness_max"]) == max(found["ages"])
+    assert found["mixed"], "an episode goes on through an update"
+    assert "it ended with code 3 (try 1 of 2" in found["said"]
+
+
+def test_a_group_that_hangs_is_dropped_and_training_goes_on(server):
+    (found,) = server.rows("episodes_ahead.drops")
+    assert len(check_run(found)) == PROMPTS * STEPS // 2 and max(found["ages"]) <= 2
+    assert found["stale"] and sum(found["stale_groups"][::2]) == len(found["stale"])

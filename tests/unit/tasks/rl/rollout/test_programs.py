@@ -1,0 +1,194 @@
+"""Programs of episodes in each sandbox: the policy is in reach, and what a hostile one tries is held."""
+
+import asyncio
+import os
+import select
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm46.config.errors import UserError
+from glm46.config.rl import RLConfig
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.prepare import jail
+from glm46.storage.prepare.jail import BUBBLEWRAP, LANDLOCK, NO_JAIL
+from glm46.storage.prepare.landlock import landlock_version
+from glm46.tasks.rl.rewards import function_pool
+from glm46.tasks.rl.rollout import programs
+from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
+from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
+from glm46.tasks.rl.rollout.records import Request
+from glm46.tasks.rl.rollout.session import Session
+
+IS_BUBBLEWRAP_MISSING, VERSION = not jail.has_bubblewrap(), landlock_version()
+IN_BUBBLEWRAP = pytest.param(
+    BUBBLEWRAP, marks=pytest.mark.skipif(IS_BUBBLEWRAP_MISSING, reason="bubblewrap does not start here")
+)
+UNDER_LANDLOCK = pytest.param(LANDLOCK, marks=pytest.mark.skipif(VERSION < 6, reason="Linux 6.12 has what is tested"))
+SANDBOXES = pytest.mark.parametrize("kind", [IN_BUBBLEWRAP, UNDER_LANDLOCK])
+CONNECTS = """
+import os, sys
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+connection = HTTPConnection(url.netloc)
+connection.request("GET", url.path + "/models", headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+print(connection.getresponse().status)
+"""
+TELLS = "\nimport sys\ntry:\n    {}\nexcept OSError as error:\n    sys.exit(type(error).__name__)\nprint('done')"
+
+
+@pytest.fixture(scope="module")
+def loop():
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, loop):
+    """What a program of Python ends with in a sandbox of a kind."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+
+    def run_in(
+        kind: str, script: str, allow: tuple[str, ...] = (), seconds: float = 100.0, is_scoring: bool = False
+    ) -> ProgramOutcome:
+        monkeypatch.setattr(programs, "jail_of_programs", lambda: kind)
+
+        async def whole() -> ProgramOutcome:
+            tokenizer = load_tokenizer("builtin")
+            endpoint = PolicyEndpoint(lambda: None, print)
+            server = await endpoint.start()
+            episode = endpoint.open(Session(tokenizer, Request([1], 0, 9), thinking=False, most_turns=2), 2, None)
+            variables = {"OPENAI_BASE_URL": endpoint.base_url(episode), "OPENAI_API_KEY": episode.key}
+            policy = None if is_scoring else (endpoint, episode)
+            command = [sys.executable, "-c", script]
+            ended = await Programs((), allow).run(command, str(folder), variables, seconds, b"", policy)
+            server.close()
+            return ended
+
+        return loop.run_until_complete(whole())
+
+    run_in.folder = folder
+    return run_in
+
+
+@pytest.mark.parametrize("kind", [IN_BUBBLEWRAP, UNDER_LANDLOCK, NO_JAIL])
+def test_a_program_reaches_the_policy_and_its_own_folder_and_exit_codes_are_told(run, kind):
+    writes = "import pathlib\npathlib.Path('a/b').mkdir(parents=True)\npathlib.Path('a/b/c').write_text('d')\n"
+    assert run(kind, writes + CONNECTS) == ("", "200\n")
+    assert (run.folder / "a/b/c").read_text() == "d"
+    assert run(kind, "import sys\nsys.exit('a reason')").fault == "it ended with code 1: a reason"
+    starts = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)"
+    assert run(kind, starts).fault == ""
+
+
+@SANDBOXES
+def test_files_of_others_are_neither_read_nor_written(run, kind, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # what it names may be read
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    assert "done" in run(NO_JAIL, TELLS.format(f"open({str(secret)!r})")).output
+    for place in (secret, Path(__file__), Path("/etc/shadow")):
+        assert run(kind, TELLS.format(f"open({str(place)!r})")).fault.split(": ")[-1] in (
+            "FileNotFoundError", "PermissionError"
+        ), place  # fmt: skip
+    run(kind, TELLS.format(f"open({str(secret)!r}, 'w')"))
+    run(kind, TELLS.format(f"open({str(tmp_path / 'other')!r}, 'w')"))
+    run(kind, f"import os\nos.truncate({str(secret)!r}, 0)")
+    assert secret.read_text() == "key" and not (tmp_path / "other").exists()
+    assert run(kind, TELLS.format(f"open({str(secret)!r})"), allow=(str(secret),)).fault == ""
+    assert run(kind, TELLS.format(f"open({str(secret)!r}, 'w')"), allow=(str(secret),)).fault != ""
+    assert secret.read_text() == "key"
+    assert run(kind, "import os, sys\nsys.exit(os.environ['HOME'])").fault.endswith(str(run.folder))
+
+
+@SANDBOXES
+def test_other_processes_are_neither_seen_nor_signalled(run, kind):
+    seen = run(kind, TELLS.format("import os; print(sum(name.isdigit() for name in os.listdir('/proc')))"))
+    assert seen.output.startswith("2\n") if kind == BUBBLEWRAP else "PermissionError" in seen.fault
+    run(kind, "import os\nos.kill(os.getppid(), 9)")  # this process goes on
+    other = TELLS.format(f"import os; os.kill({os.getpid()}, 9)")
+    assert run(kind, other).fault.split(": ")[-1] in ("ProcessLookupError", "PermissionError")
+
+
+@SANDBOXES
+def test_no_other_port_is_reached_and_none_by_the_scoring_program(run, kind):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        connects = TELLS.format(f"import socket; socket.create_connection(('127.0.0.1', {port}))")
+        assert "done" in run(NO_JAIL, connects).output
+        refused = ("ConnectionRefusedError", "PermissionError")
+        assert run(kind, connects).fault.split(": ")[-1] in refused
+        assert "done" in run(kind, connects, allow=("network",)).output
+    for name in ("SOCK_DGRAM", "SOCK_RAW"):
+        sends = f"import socket; socket.socket(socket.AF_INET, socket.{name}).sendto(b'a', ('192.0.2.1', 53))"
+        assert run(kind, TELLS.format(sends)).fault.split(": ")[-1] in ("PermissionError", "OSError")
+    assert run(kind, TELLS.format("import os") + CONNECTS, is_scoring=True).fault != ""
+
+
+def check_all_have_ended(alive: int) -> None:
+    """Nobody has the fifo open for writing, at once or soon."""
+    watch = select.poll()
+    watch.register(alive, 0)
+    assert watch.poll(60_000) and watch.poll(0)[0][1] & select.POLLHUP
+
+
+@pytest.mark.parametrize(("kind", "session"), [
+    pytest.param(BUBBLEWRAP, "os.setsid()", marks=IN_BUBBLEWRAP.marks),
+    pytest.param(LANDLOCK, "", marks=UNDER_LANDLOCK.marks), (NO_JAIL, ""),
+])  # fmt: skip
+def test_what_a_program_starts_ends_with_it(run, kind, session):
+    fifo = run.folder / "alive"
+    os.mkfifo(fifo)
+    alive = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    forks = f"""
+import os, time
+file = os.open("alive", os.O_WRONLY)
+for _ in range(100):
+    if not os.fork():
+        {session or "pass"}
+        os.write(file, b".")
+        time.sleep(1000)
+"""
+    for ending, seconds, fault in (("", 100.0, ""), ("time.sleep(1000)", 5.0, "it took more than 5 s")):
+        assert run(kind, forks + ending, seconds=seconds).fault == fault
+        assert os.read(alive, 1000), "they had started"
+        check_all_have_ended(alive)
+    os.close(alive)
+
+
+@pytest.mark.skipif(IS_BUBBLEWRAP_MISSING, reason="bubblewrap does not start here")
+@pytest.mark.skipif(os.getuid() == 0, reason="Linux counts no processes of root")
+def test_a_fork_bomb_meets_a_limit(run):
+    forks = "import os, sys, time\ntry:\n    while True:\n        os.fork() or time.sleep(1000)\nexcept OSError as error:\n    sys.exit(str(error))"  # noqa: E501
+    assert "temporarily unavailable" in run(BUBBLEWRAP, forks).fault
+
+
+@pytest.mark.parametrize("kind", [IN_BUBBLEWRAP, UNDER_LANDLOCK, NO_JAIL])
+def test_of_a_long_output_the_end_is_kept(run, kind):
+    ended = run(kind, "for _ in range(100):\n    print('x' * 2**20)\nprint('end')")
+    assert ended.fault == "" and len(ended.output) == 2**14 and ended.output.endswith("x\nend\n")
+
+
+def test_a_required_sandbox_is_there_or_the_run_is_refused(monkeypatch):
+    def tables(sandbox: str) -> RLConfig:
+        return RLConfig.model_validate({
+            "prompts_per_rollout": 1, "rewards": [{"name": "code", "options": {"sandbox": sandbox}}],
+            "environment": {"kind": "command", "command": [sys.executable], "sandbox": sandbox},
+        })  # fmt: skip
+
+    monkeypatch.setattr(jail, "landlock_version", lambda: 0)
+    monkeypatch.setattr(jail, "has_bubblewrap", lambda: False)
+    with pytest.raises(UserError, match=r'rl\.environment\.sandbox = "required": neither bubblewrap'):
+        function_pool.environment_pool(tables("required").environment)
+    with pytest.raises(UserError, match=r'reward code = "required"'):
+        function_pool.reward_pool(tables("required"))
+    function_pool.environment_pool(tables("auto").environment).close()
+    function_pool.reward_pool(tables("auto")).close()
+    assert "as this user" in jail.describe_jail(jail.jail_of_programs()), "what holds nothing is said"
+    monkeypatch.setattr(jail, "has_bubblewrap", lambda: True)
+    function_pool.environment_pool(tables("required").environment).close()

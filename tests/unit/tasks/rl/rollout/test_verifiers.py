@@ -1,0 +1,99 @@
+"""A task set and a harness of verifiers, by its own wheel, in the Python that GLM46_VERIFIERS_PYTHON names: the
+contract of deploy/environments/verifiers_worker.py."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from glm46.storage.chats.chat import chat_prompt
+from glm46.storage.chats.conversation import Message
+from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.storage.prepare.jail import BUBBLEWRAP, NO_JAIL, has_bubblewrap
+from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
+from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
+from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
+from glm46.tasks.rl.rollout.session import Session
+
+PYTHON = os.environ.get("GLM46_VERIFIERS_PYTHON", "")
+WORKER = Path(__file__).parents[5] / "deploy/environments/verifiers_worker.py"
+TOKENIZER = load_tokenizer("builtin")
+needs_verifiers = pytest.mark.skipif(not PYTHON, reason="GLM46_VERIFIERS_PYTHON names no Python with verifiers 0.4")
+
+
+ENVIRONMENT = {"PYTHONPATH": str(WORKER.parent), "PATH": os.defpath}
+
+
+def run_worker(
+    answers: list[str], folder: Path, task: int, most_tokens: int = 200, jail: str = NO_JAIL
+) -> tuple[ProgramOutcome, Session]:
+    """The end of the worker on a task, and what the endpoint recorded; the policy answers as told."""
+
+    async def whole() -> tuple[ProgramOutcome, Session]:
+        endpoint = PolicyEndpoint(lambda: None, print)
+
+        def ask(asked) -> None:
+            for one in asked:
+                tokens = [*TOKENIZER.encode("\n" + answers.pop(0)).tolist(), TOKENIZER.special["<|user|>"]]
+                one.done(Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 0)], None))
+
+        server = await endpoint.start()
+        prompt = chat_prompt(TOKENIZER, [Message("user", "123456")], thinking=False)
+        session = Session(TOKENIZER, Request(prompt, 3, most_tokens), thinking=False, most_turns=4)
+        episode = endpoint.open(session, 4, SimpleNamespace(ask=ask, drop=lambda one: None))
+        variables = ENVIRONMENT | {
+            "OPENAI_BASE_URL": endpoint.base_url(episode), "OPENAI_API_KEY": episode.key,
+            "GLM46_TASK": json.dumps({"prompt": "as of the task", "task": task}), "HOME": str(folder),
+        }  # fmt: skip
+        runs = Programs((), ())
+        runs._jail = jail
+        words = [PYTHON, str(WORKER), "--taskset", "second_try", "--env", '{"taskset": {"tasks": 9}}']
+        ended = await runs.run(words, str(folder), variables, 300.0, b"", (endpoint, episode))
+        server.close()
+        return ended, session
+
+    return asyncio.run(whole())
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    """The digits of each task, as the worker writes them."""
+    folder = tmp_path_factory.mktemp("prompts")
+    words = [PYTHON, str(WORKER), "--taskset", "second_try", "--write-prompts", "prompts.jsonl", "--most-prompts", "9"]
+    subprocess.run(words, check=True, cwd=folder, env=ENVIRONMENT | {"HOME": str(folder)})
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    assert [row["task"] for row in rows] == [*range(9)]
+    return [row["prompt"] for row in rows]
+
+
+@needs_verifiers
+@pytest.mark.parametrize("jail", [
+    pytest.param(BUBBLEWRAP, marks=pytest.mark.skipif(not has_bubblewrap(), reason="bubblewrap does not start here")),
+    NO_JAIL,
+])  # fmt: skip
+def test_an_episode_is_recorded_and_its_reward_is_the_last_line(jail, tmp_path, prompts):
+    right = "".join(sorted(prompts[1]))
+    ended, session = run_worker(["231", right], tmp_path, 1, jail=jail)
+    assert ended.fault == "" and ended.output.strip().splitlines()[-1] == "1.0", ended
+    (sample,) = session.samples()
+    assert len(session.turns) == 2 and len(sample.completion.replies) == 1, "one conversation of two turns"
+    assert [message["content"] for message in session.conversation()] == [prompts[1], "231", prompts[1], right]
+    ended, session = run_worker(["231", right], tmp_path, 2, jail=jail)
+    assert ended.output.strip().splitlines()[-1] == "0.0" and len(session.turns) == 2
+
+
+@needs_verifiers
+def test_a_failed_episode_has_no_reward(tmp_path, prompts):
+    ended, session = run_worker(["231"], tmp_path, 1, most_tokens=6)  # no room for a second turn
+    assert ended.fault.startswith("it ended with code 1: verifiers: ") and len(session.turns) == 1
+
+
+def test_a_python_without_verifiers_is_told_the_remedy(tmp_path):
+    words = [sys.executable, "-S", str(WORKER), "--taskset", "second_try"]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 1 and "pip install 'verifiers>=0.4,<0.5'" in ended.stderr
