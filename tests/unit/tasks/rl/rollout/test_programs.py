@@ -137,6 +137,7 @@ def check_all_have_ended(alive: int) -> None:
     assert watch.poll(60_000) and watch.poll(0)[0][1] & select.POLLHUP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "session"), [
     pytest.param(BUBBLEWRAP, "os.setsid()", marks=IN_BUBBLEWRAP.marks),
     pytest.param(LANDLOCK, "", marks=UNDER_LANDLOCK.marks), (NO_JAIL, ""),

@@ -72,6 +72,7 @@ def prompts(tmp_path_factory):
 
 
 @needs_verifiers
+@pytest.mark.slow
 @pytest.mark.parametrize("jail", [
     pytest.param(BUBBLEWRAP, marks=pytest.mark.skipif(not has_bubblewrap(), reason="bubblewrap does not start here")),
     NO_JAIL,
@@ -88,6 +89,7 @@ def test_an_episode_is_recorded_and_its_reward_is_the_last_line(jail, tmp_path, 
 
 
 @needs_verifiers
+@pytest.mark.slow
 def test_a_failed_episode_has_no_reward(tmp_path, prompts):
     ended, session = run_worker(["231"], tmp_path, 1, most_tokens=6)  # no room for a second turn
     assert ended.fault.startswith("it ended with code 1: verifiers: ") and len(session.turns) == 1
