@@ -121,6 +121,11 @@ class HeldRows(NamedTuple):
     sizes: tuple[int, ...]
     """`held_shape` of each."""
 
+    @property
+    def elements(self) -> int:
+        """Of all of them."""
+        return self.number * prod(self.sizes)
+
 
 def held_rows(parts: Sequence[StagePart], shape: ModelShape, layout: Layout) -> tuple[HeldRows, ...]:
     """The parameters and buffers of a pipeline rank, equal ones together."""
