@@ -14,7 +14,7 @@ from math import ceil, prod
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.operate.estimate.kernels import MOVED
-from glm46.operate.estimate.other_networks import inference_bytes
+from glm46.operate.estimate.other_networks import cached_elements, inference_bytes
 from glm46.operate.estimate.rank_parts import local_shape
 from glm46.operate.estimate.requirement import usable_bytes
 from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost
@@ -64,9 +64,8 @@ class DecodingEngine:
 
     def _cache(self, tokens: float) -> float:
         """Bytes of the keys and values of one row, on each rank of the group that computes its attention."""
-        shape, layers = self.plan.shape, self.plan.shape.num_hidden_layers / self.layout.pp
-        of_token = shape.latent_width or 2 * max(shape.num_key_value_heads // self.layout.tp, 1) * shape.head_dim
-        return tokens * layers * of_token * self._width
+        layers = self.plan.shape.num_hidden_layers / self.layout.pp
+        return tokens * layers * cached_elements(self.plan.shape, self.layout.tp) * self._width
 
     def free_bytes(self) -> float:
         """Of a GPU, beside the weights; below 0 if they do not fit."""
@@ -184,9 +183,8 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
         engine = _server_engine(plan, cluster, options.engine_gpus)
         engines = (options.gpus or len(rollout.urls) * engine.ranks) // engine.ranks
         if not engines:
-            raise UserError(
-                f"command line: --engines {options.gpus}: one takes {counted(engine.ranks, 'GPU')}; give more"
-            )
+            needed = counted(engine.ranks, "GPU")
+            raise UserError(f"command line: --engines {options.gpus}: one takes {needed}; give more")
     else:
         ranks = max(rollout.degrees.ranks, rollout.expert_parallel_degree * rollout.pipeline_parallel_degree)
         engine = DecodingEngine(plan, cluster, generation_layout(rollout.degrees, ranks), is_server=False)
