@@ -62,34 +62,21 @@ def with_key_copies(shape: ModelShape, tp: int) -> ModelShape:
 
 
 def attention_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
-    """Norm and attention of one layer, per token of a rank.
-
-    Args:
-        tp: ranks of tensor parallelism, each of which keeps the whole sequence that it gathers, and its heads of it.
-        frozen: without it all weights are trained.
-    """
-    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    total = _norm(shape.hidden_size, width, frozen)
+    """Norm and attention of one layer, per token of a rank. Each of ``tp`` ranks keeps the whole sequence that it
+    gathers, and its heads of it; without ``frozen`` all weights are trained."""
+    heads, key_heads = shape.num_attention_heads, shape.num_key_value_heads
     has_gradient = frozen is None or frozen.adapts("self_attn")
-    if has_gradient:
-        total += _gathered_input(shape, width, tp)  # of the q, k and v projections
-    if shape.is_latent:
-        total += tp * _latent_bytes(shape, width, frozen, has_gradient)
+    total = _norm(shape.hidden_size, width, frozen) + has_gradient * shape.hidden_size * width * tp
+    if shape.is_latent:  # both latents of a token: their norms, and the inputs of the projections to heads
+        queries, keys = shape.q_lora_rank or 0, shape.kv_lora_rank or 0
+        latents = _norm(queries, width, frozen) + _norm(keys, width, frozen)
+        if width == FP32:  # the norm keeps its input as it is, which lies beside the key to rotate
+            latents += (shape.latent_width - keys) * FP32
+        total += tp * (latents + has_gradient * (queries + shape.latent_width) * width)
     if shape.use_qk_norm:
-        heads = shape.num_attention_heads + shape.num_key_value_heads
-        total += heads * _norm(shape.head_dim, width, frozen)
-    total += (queries + 2 * keys) * width  # rotated queries and keys, and values
-    total += queries * width + shape.num_attention_heads * FP32  # result, and the log-sum of the softmax
-    return total
-
-
-def _latent_bytes(shape: ModelShape, width: int, frozen: Frozen | None, has_gradient: bool) -> float:
-    """Both latents of a token: their norms, and the inputs of the projections to heads."""
-    queries, keys = shape.q_lora_rank or 0, shape.kv_lora_rank or 0
-    norms = _norm(queries, width, frozen) + _norm(keys, width, frozen)
-    if width == FP32:  # the norm keeps its input as it is, which lies beside the key to rotate
-        norms += (shape.latent_width - keys) * FP32
-    return norms + has_gradient * (queries + shape.latent_width) * width
+        total += (heads + key_heads) * _norm(shape.head_dim, width, frozen)
+    # Rotated queries and keys, values, the result, and the log-sum of the softmax.
+    return total + 2 * (heads + key_heads) * shape.head_dim * width + heads * FP32
 
 
 def attention_backward_bytes(
@@ -126,10 +113,6 @@ def freed_before_attention(
     return whole(shape, width, tp, frozen) - attention_bytes(shape, width, tp, frozen)
 
 
-def _gathered_input(shape: ModelShape, width: int, tp: int) -> float:
-    return shape.hidden_size * width * tp
-
-
 def _swiglu(inner: int, width: int, has_gradient: bool = True) -> float:
     """Gate, up and the input of the down projection, which only a gradient of that needs."""
     return (2 + has_gradient) * inner * width
@@ -138,9 +121,9 @@ def _swiglu(inner: int, width: int, has_gradient: bool = True) -> float:
 def dense_layer_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
     """One dense layer, per token."""
     has_gradient = frozen is None or frozen.adapts("mlp")
-    norm = _norm(shape.hidden_size, width, frozen) + has_gradient * _gathered_input(shape, width, tp)
-    inner = _swiglu(shape.intermediate_size, width, has_gradient)
-    return attention_bytes(shape, width, tp, frozen) + norm + inner + adapter_bytes(shape, width, tp, frozen)
+    total = attention_bytes(shape, width, tp, frozen) + adapter_bytes(shape, width, tp, frozen)
+    total += _norm(shape.hidden_size, width, frozen) + has_gradient * shape.hidden_size * width * tp
+    return total + _swiglu(shape.intermediate_size, width, has_gradient)
 
 
 def moe_layer_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None = None) -> float:
@@ -152,7 +135,7 @@ def moe_layer_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen |
     # Of the router, whose product in BF16 keeps its input in any case.
     total += shape.hidden_size * width * (width < FP32 or frozen is None or (has_gradient and tp == 1))
     if tp > 1 and shape.n_shared_experts:
-        total += has_gradient * _gathered_input(shape, width, tp)
+        total += has_gradient * shape.hidden_size * width * tp
     total += 2 * experts * FP32 + chosen * (3 * FP32 + 4 * INDEX)
     total += chosen * shape.hidden_size * width  # rows sorted by expert
     total += chosen * _swiglu(shape.moe_intermediate_size, width)  # grouped products keep their inputs in any case
@@ -183,7 +166,7 @@ def head_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None
     """The last norm, and for the main model and each prediction depth the gradient of the head's input, which forward
     computes for the whole sequence; per token of a rank."""
     heads = 1 + shape.num_nextn_predict_layers
-    return _norm(shape.hidden_size, width, frozen) + heads * (_gathered_input(shape, width, tp) + INDEX * tp)
+    return _norm(shape.hidden_size, width, frozen) + heads * tp * (shape.hidden_size * width + INDEX)
 
 
 def layer_bytes(
@@ -198,16 +181,16 @@ def layer_bytes(
 ) -> float:
     """Bytes that forward keeps of a block, per token of a rank; "selective" does not keep what ``recompute`` names."""
     tp, ep, hops = spread
-    shape = with_key_copies(shape, tp)
-    if block == "mtp":
-        whole = mtp_layer_bytes(shape, width, tp)
-    else:
-        whole = {"dense": dense_layer_bytes, "moe": moe_layer_bytes}[block](shape, width, tp, frozen)
+    shape, layer = with_key_copies(shape, tp), dense_layer_bytes if block == "dense" else moe_layer_bytes
+    whole = mtp_layer_bytes(shape, width, tp) if block == "mtp" else layer(shape, width, tp, frozen)
     if mode == "none":
         return whole
     kept = sum(kept_tensors(shape, width, block, mode, spread, frozen, recompute))
     if block != "dense":
-        kept += _order_bytes(shape, ep, hops, repeats=mode == "full" or "exchange" in recompute)
+        # Indices by which backward finds the rows of each assignment, and of each hop. A recomputation that repeats the
+        # exchange has the order of its assignments and of those that it received.
+        orders = 2 if mode == "full" or "exchange" in recompute else 1
+        kept += (shape.num_experts_per_tok * (1 + (ep > 1 and not hops) * orders) + sum(hops)) * INDEX
     # Selective checkpointing covers only the decoder layer inside an MTP layer.
     return kept + whole - moe_layer_bytes(shape, width, tp) if (block, mode) == ("mtp", "selective") else kept
 
@@ -268,10 +251,3 @@ def travelling_key_bytes(shape: ModelShape, width: int, *, rows: int, length: in
     its runs; and their gradients in FP32: of this rank, those that come, and their sum."""
     heads = max(shape.num_key_value_heads / tp, 1)
     return 2 * rows * length / cp * heads * shape.head_dim * (3 * width + 3 * FP32)
-
-
-def _order_bytes(shape: ModelShape, ep: int, hops: tuple[float, ...], *, repeats: bool) -> float:
-    """Indices of one layer, per token, by which backward finds the rows of each assignment, and of each hop; a
-    recomputation that ``repeats`` the exchange has the order of its assignments and of those that it received."""
-    of_ranks = ep > 1 and not hops
-    return (shape.num_experts_per_tok * (1 + of_ranks * (2 if repeats else 1)) + sum(hops)) * INDEX

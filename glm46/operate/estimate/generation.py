@@ -14,13 +14,13 @@ from math import ceil, prod
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.operate.estimate.kernels import MOVED
-from glm46.operate.estimate.other_networks import inference_bytes
+from glm46.operate.estimate.other_networks import cached_elements, inference_bytes
 from glm46.operate.estimate.rank_parts import local_shape
 from glm46.operate.estimate.requirement import usable_bytes
 from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost
 from glm46.operate.estimate.server_split import leaves_room, split_model
 from glm46.operate.estimate.target_cluster import TargetCluster
-from glm46.operate.estimate.units import amount, duration, run_time
+from glm46.operate.estimate.units import amount, duration, plan_line, run_time
 from glm46.run.checkpoint_size import WIDTHS, checkpoint_size
 from glm46.run.layout import Layout, generation_layout
 from glm46.run.parameters import count_parameters, layer_counts, named_rows
@@ -64,9 +64,8 @@ class DecodingEngine:
 
     def _cache(self, tokens: float) -> float:
         """Bytes of the keys and values of one row, on each rank of the group that computes its attention."""
-        shape, layers = self.plan.shape, self.plan.shape.num_hidden_layers / self.layout.pp
-        of_token = shape.latent_width or 2 * max(shape.num_key_value_heads // self.layout.tp, 1) * shape.head_dim
-        return tokens * layers * of_token * self._width
+        layers = self.plan.shape.num_hidden_layers / self.layout.pp
+        return tokens * layers * cached_elements(self.plan.shape, self.layout.tp) * self._width
 
     def free_bytes(self) -> float:
         """Of a GPU, beside the weights; below 0 if they do not fit."""
@@ -184,9 +183,8 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
         engine = _server_engine(plan, cluster, options.engine_gpus)
         engines = (options.gpus or len(rollout.urls) * engine.ranks) // engine.ranks
         if not engines:
-            raise UserError(
-                f"command line: --engines {options.gpus}: one takes {counted(engine.ranks, 'GPU')}; give more"
-            )
+            needed = counted(engine.ranks, "GPU")
+            raise UserError(f"command line: --engines {options.gpus}: one takes {needed}; give more")
     else:
         ranks = max(rollout.degrees.ranks, rollout.expert_parallel_degree * rollout.pipeline_parallel_degree)
         engine = DecodingEngine(plan, cluster, generation_layout(rollout.degrees, ranks), is_server=False)
@@ -281,14 +279,15 @@ def rollout_lines(rollouts: Rollouts) -> dict[str, list[str]]:
     generated = rollouts.completion_tokens * config.rl.samples_per_rollout / rollouts.generation
     beside = "beside each other" if config.rollout.max_staleness else "one after the other"
     gpus = f"({cluster.gpus:,} + {rollouts.other_gpus:,} GPUs)" if engine.is_server else ""
-    rows = [
-        ("engines", f"{rollouts.engines:,} x {counted(engine.ranks, 'GPU')}", f"({what}; {where})"),
-        ("generation of a rollout", duration(rollouts.generation), f"({generated:,.0f} tokens/s)"),
-        ("training on it", duration(rollouts.training), f"({beside})"),
-        ("new weights for the engines", duration(rollouts.update), ""),
-        ("time with rollouts", run_time(rollouts.days * SECONDS_PER_DAY), f"({rollouts.rollouts:,} rollouts)"),
-        ("GPU-hours with rollouts", amount(rollouts.gpu_hours), gpus),
-        *([] if rollouts.dollars is None else [("cost with rollouts", f"${rollouts.dollars:,.0f}", "")]),
-    ]
-    title = f"rollouts, predicted for completions of {rollouts.completion_tokens:,.0f} tokens in the mean"
-    return {title: [f"{name:<35} {value:>22}  {remark}".rstrip() for name, value, remark in rows]}
+    title, time = "rollouts, predicted for completions of", run_time(rollouts.days * SECONDS_PER_DAY)
+    return {
+        f"{title} {rollouts.completion_tokens:,.0f} tokens in the mean": [
+            plan_line("engines", f"{rollouts.engines:,} x {counted(engine.ranks, 'GPU')}", f"({what}; {where})"),
+            plan_line("generation of a rollout", duration(rollouts.generation), f"({generated:,.0f} tokens/s)"),
+            plan_line("training on it", duration(rollouts.training), f"({beside})"),
+            plan_line("new weights for the engines", duration(rollouts.update)),
+            plan_line("time with rollouts", time, f"({rollouts.rollouts:,} rollouts)"),
+            plan_line("GPU-hours with rollouts", amount(rollouts.gpu_hours), gpus),
+            *([] if rollouts.dollars is None else [plan_line("cost with rollouts", f"${rollouts.dollars:,.0f}")]),
+        ]
+    }

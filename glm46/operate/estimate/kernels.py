@@ -13,15 +13,7 @@ from glm46.operate.estimate.activations import Frozen, with_key_copies
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.flops import attention_flops
 from glm46.run.layout import Layout
-from glm46.run.parameters import (
-    Parameter,
-    dense_layer,
-    dimensions,
-    in_base_dtype,
-    moe_layer,
-    mtp_layer,
-    part_rows,
-)
+from glm46.run.parameters import Parameter, dense_layer, dimensions, in_base_dtype, moe_layer, mtp_layer, part_rows
 from glm46.run.sizes import loss_chunk_tokens
 
 Kind = Literal["products", "experts", "attention", "memory"]
@@ -152,32 +144,29 @@ def part_work(
         return _head(batch, frozen)
     shape = batch.shape
     rows = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}[part](shape)
-    products = again = [_product(row, batch) for row in rows if row.is_matrix]
-    if frozen is None and not batch.experts_fp8 and (part != "mtp" or checkpointing == "selective"):
-        # The experts' second product is not repeated (`_Recalling` in `compute/parallelize/activation_checkpoint.py`).
-        again = [_product(row, batch) for row in rows if row.is_matrix and not (row.is_expert and "down" in row.name)]
-    core = _attention(batch)
-    moved = [_moved(part, batch, backward) for backward in (False, True)]
-    backward = [replaced for work in products for replaced in (work, work)]  # gradients of input and of weight
+    matrices = [row for row in rows if row.is_matrix]
+    products = again = [_product(row, batch) for row in matrices]
+    backward = [work for work in products for _ in range(2)]  # gradients of input and of weight
+    converted = []
     if frozen is not None:
         adapters = [work for row in frozen.adapters for work in _of_adapter(row, batch)]
-        backward = [*products, *(replaced for work in adapters for replaced in (work, work))]
+        backward = [*products, *(work for work in adapters for _ in range(2))]
         products = again = [*products, *adapters]
-    converted = []
-    if frozen is not None and frozen.base_dtype is not None:
-        quantised = [row for row in in_base_dtype(rows, shape, frozen.base_dtype) if row.is_quantised]
-        shares = [row.numel(shape) / (batch.layout.ep if row.is_expert else batch.layout.tp) for row in quantised]
-        works = [Work("memory", 0.0, *frozen.decoding(share, batch.width)) for share in shares]
-        converted = [(row.is_expert, work) for row, work in zip(quantised, works, strict=True)]
-    of_all = [work for _, work in converted]
-    forward = (*of_all, *products, core, moved[0])
-    backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes)]
+        for row in (row for row in in_base_dtype(rows, shape, frozen.base_dtype) if row.is_quantised):
+            share = row.numel(shape) / (batch.layout.ep if row.is_expert else batch.layout.tp)
+            converted.append((row.is_expert, Work("memory", 0.0, *frozen.decoding(share, batch.width))))
+    elif not batch.experts_fp8 and (part != "mtp" or checkpointing == "selective"):
+        # The experts' second product is not repeated (`_Recalling` in `compute/parallelize/activation_checkpoint.py`).
+        again = [_product(row, batch) for row in matrices if not (row.is_expert and "down" in row.name)]
+    core, of_all = _attention(batch), [work for _, work in converted]
+    moved, of_backward = _moved(part, batch, False), _moved(part, batch, True)
+    backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes), of_backward]
     experts_again = "experts" in recompute
     selective = [work for is_expert, work in converted if experts_again or not is_expert]
-    selective += [*(work for work in again if experts_again or work.kind == "products"), moved[0]]
+    selective += [*(work for work in again if experts_again or work.kind == "products"), moved]
     selective += [core] if "core_attn" in recompute else []
-    recomputed = {"none": (), "full": (*of_all, *again, core, moved[0]), "selective": selective}
-    return PartWork(forward, (*backward, moved[1]), tuple(recomputed[checkpointing]))
+    recomputed = {"none": [], "full": [*of_all, *again, core, moved], "selective": selective}[checkpointing]
+    return PartWork((*of_all, *products, core, moved), tuple(backward), tuple(recomputed))
 
 
 def _product(row: Parameter, batch: MicroBatch) -> Work:
@@ -191,10 +180,10 @@ def _product(row: Parameter, batch: MicroBatch) -> Work:
         nbytes, each = (weights + rows * (inputs + outputs)) * batch.width, rows * layout.ep / shape.n_routed_experts
         return Work("experts", 2 * rows * inputs * outputs, nbytes, in_fp8=batch.experts_fp8, rows=each)
     is_split = row.tensor_dim is not None
-    tokens = batch.tokens * layout.tp if is_split else batch.tokens
-    weights = inputs * outputs / (layout.tp if is_split else 1)
-    inner, outer = (inputs, outputs / layout.tp) if row.tensor_dim == 0 else (inputs / layout.tp, outputs)
-    nbytes = (weights + tokens * (inner + outer if is_split else inputs + outputs)) * batch.width
+    tp = layout.tp if is_split else 1
+    tokens, weights = batch.tokens * tp, inputs * outputs / tp
+    inner, outer = (inputs, outputs / tp) if row.tensor_dim == 0 else (inputs / tp, outputs)
+    nbytes = (weights + tokens * (inner + outer)) * batch.width
     return Work("products", 2 * tokens * weights, nbytes, in_fp8=batch.linear_fp8 and row.fp8_family is not None)
 
 
@@ -231,8 +220,7 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
     factors = MOVED[batch.param_dtype, batch.is_compiled]
     chosen = shape.num_experts_per_tok
     heads = sizes["H"] + sizes["K"]
-    elements: dict[str, float] = {"hidden": shape.hidden_size, "heads": heads}
-    elements["head_norms"] = heads if shape.use_qk_norm else 0
+    elements: dict[str, float] = {"hidden": shape.hidden_size, "heads": heads, "head_norms": heads * shape.use_qk_norm}
     if part == "dense":
         elements["inner"] = sizes["I"]
     else:
@@ -244,7 +232,7 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
         elements["hidden"] *= 2.5
     nbytes = sum(getattr(factors, name)[backward] * count for name, count in elements.items())
     kernels = factors.kernels["dense" if part == "dense" else "moe"][backward]
-    kernels += factors.kernels["head_norms"][backward] if shape.use_qk_norm else 0
+    kernels += factors.kernels["head_norms"][backward] * shape.use_qk_norm
     if part != "dense" and batch.layout.ep > 1:
         # Rows are copied and summed on the way to all experts of a token at once, or at each place of the hops.
         share = (chosen + sum(batch.hops)) / (2 * chosen) if batch.hops else 1.0

@@ -4,13 +4,11 @@ The formulas follow the allocations of FSDP2, our model and our optimizers, on t
 spread evenly over experts. Uneven routing needs more.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, prod
-from typing import NamedTuple
 
 from glm46.config.float8_layers import keeps_rounded_experts
 from glm46.config.model import ModelShape
@@ -136,34 +134,27 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     Args:
         device: "gpu" or "cpu"; decides the memory of the process itself.
     """
-    step = _Step(plan, stage_index, device)
-    parts = parts_of_ranks(plan)
-    plans = [step.memory_of(rank, of_rank) for rank, of_rank in enumerate(parts)]
-    others = [other_networks(plan, m.weights, m.gradients + m.optimizer) for m in plans]
-    optimizers = 1 + other_passes(plan)[1]
-    plans = [
-        replace(
-            m,
-            networks=on_device,
-            generation=generation_memory(plan),
-            host=optimizers * m.host + host,
-            disk=optimizers * m.disk,
-        )
-        for m, (on_device, host) in zip(plans, others, strict=True)
-    ]
-    if device == "cpu":
-        # A CPU has one memory, so offloaded states and token data are in it too.
-        text = _text(plan, stage_index)
-        plans = [replace(memory, optimizer=memory.optimizer + memory.host, host=0.0, text=text) for memory in plans]
-    elif plan.config.training.parameter_offload:
-        plans = [
-            _offloaded(memory, *step.gradients_of(of_rank), step.pinned_rounding(of_rank))
-            for memory, of_rank in zip(plans, parts, strict=True)
-        ]
+    step, generation, optimizers = _Step(plan, stage_index, device), generation_memory(plan), 1 + other_passes(plan)[1]
     has_probe = plan.config.comm.bandwidth_interval and plan.layout.world_size > 1
-    own = PROCESS_BYTES[device] + PROBE_BYTES[device] * bool(has_probe)
-    of_attention = [step.attention_backward(of_rank) if device == "gpu" else 0.0 for of_rank in parts]
-    return [replace(each, process=own, attention=more) for each, more in zip(plans, of_attention, strict=True)]
+    process, found = PROCESS_BYTES[device] + PROBE_BYTES[device] * bool(has_probe), []
+    for rank, parts in enumerate(parts_of_ranks(plan)):
+        memory = step.memory_of(rank, parts)
+        networks, host = other_networks(plan, memory.weights, memory.gradients + memory.optimizer)
+        host, disk = optimizers * memory.host + host, optimizers * memory.disk
+        memory = replace(memory, networks=networks, generation=generation, host=host, disk=disk, process=process)
+        if device == "cpu":
+            # A CPU has one memory, so offloaded states and token data are in it too.
+            text = _text(plan, stage_index)
+            memory = replace(memory, optimizer=memory.optimizer + memory.host, host=0.0, text=text)
+        elif plan.config.training.parameter_offload:
+            # Muon copies gradients to the device item by item, and those of whole weights, which a pipeline sums until
+            # the last micro-batch, stay on it.
+            held, whole = step.gradients_of(parts)
+            gradients = max(min(held, OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES), whole)
+            host = memory.host + memory.weights + held + step.pinned_rounding(parts)
+            memory = replace(memory, weights=0.0, gradients=gradients, host=host)
+        found.append(replace(memory, attention=step.attention_backward(parts) if device == "gpu" else 0.0))
+    return found
 
 
 def offloaded_activations(plan: Plan, stage_index: int, part: StagePart) -> list[float]:
@@ -190,41 +181,29 @@ def _text(plan: Plan, stage_index: int) -> float:
     return rows * plan.text_stages[stage_index].seq_len * numbers
 
 
-def _offloaded(memory: MemoryPlan, held: float, whole: float, rounding: float) -> MemoryPlan:
-    """With weights and gradients in host memory; Muon copies gradients to the device item by item, and those of whole
-    weights, which a pipeline sums until the last micro-batch, stay on it."""
-    copies, host = min(held, OFFLOAD_SLOTS * OFFLOAD_ITEM_BYTES), memory.host + memory.weights + held + rounding
-    return replace(memory, weights=0.0, gradients=max(copies, whole), host=host)
-
-
-class _LayerSizes(NamedTuple):
-    """Sizes of what FSDP2 gathers, of each layer by the prefix of its names; "" is the root."""
-
-    computed: Counter[str]
-    """Elements in the compute type."""
-    stored: Counter[str]
-    """Bytes of those that are gathered as they are stored."""
-    trained: Counter[str]
-    """Elements that have a gradient."""
-
-
 @lru_cache(maxsize=4096)  # a search of layouts asks again for each kind of recomputation
-def _layer_sizes(parts: tuple[StagePart, ...], shape: ModelShape, layout: Layout) -> _LayerSizes:
-    sizes, of_units = _LayerSizes(Counter(), Counter(), Counter()), {}
-    for unit in (unit for part in parts for unit in fsdp_units(part, shape, layout)):
+def _layer_sizes(parts: tuple[StagePart, ...], shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int, int]]:
+    """Sizes of what FSDP2 gathers, of each layer by the prefix of its names, "" of the root: elements in the compute
+    type, bytes of those that are gathered as they are stored, and elements that have a gradient."""
+    sizes, of_units = dict[str, tuple[int, int, int]](), dict[int, tuple[int, int, int]]()
+    units = [unit for part in parts for unit in fsdp_units(part, shape, layout)]
+    for unit in units:
         if id(unit.rows) not in of_units:
-            whole = [(row, prod(local_shape(row, shape, layout))) for row in unit.rows]
-            of_units[id(unit.rows)] = (
-                unit.rows,
-                (
-                    sum(size for row, size in whole if row.stored_bytes is None),
-                    sum(int(size * row.stored_bytes) for row, size in whole if row.stored_bytes is not None),
-                    sum(size for row, size in whole if row.is_trained),
-                ),
-            )
-        for counts, size in zip(sizes, of_units[id(unit.rows)][1], strict=True):
-            counts[unit.prefix] += size
+            computed = stored = trained = 0
+            for row in unit.rows:
+                size = prod(local_shape(row, shape, layout))
+                computed += size * (row.stored_bytes is None)
+                stored += int(size * (row.stored_bytes or 0))
+                trained += size * row.is_trained
+            of_units[id(unit.rows)] = computed, stored, trained
+        before, added = sizes.get(unit.prefix, (0, 0, 0)), of_units[id(unit.rows)]
+        sizes[unit.prefix] = before[0] + added[0], before[1] + added[1], before[2] + added[2]
     return sizes
+
+
+def _pinned(size: float) -> int:
+    """Bytes that torch's pinned allocator takes for a tensor: a power of two."""
+    return 1 << max(ceil(size) - 1, 0).bit_length()
 
 
 class _Step:
@@ -241,7 +220,9 @@ class _Step:
         self._width, self._master = WIDTHS[training.mixed_precision_param], WIDTHS[training.dtype]
         self._reduce = WIDTHS[training.mixed_precision_reduce]
         self._tokens = self._rows * self._length / (self._layout.cp * self._layout.tp)
-        self._document_tokens, self._hops = plan.document_tokens or self._length, plan.hops(stage.shape)
+        self._document_tokens = plan.document_tokens or self._length
+        self._spread = Spread(plan.layout.tp, plan.layout.ep, plan.hops(stage.shape))
+        self._of_row = {"rows": self._rows, "length": self._length, "cp": plan.layout.cp, "tp": plan.layout.tp}
         self._sums_once = gradients_are_summed_once(plan)
         self._known: dict[tuple[Block, Frozen | None, str], float] = {}
 
@@ -249,12 +230,8 @@ class _Step:
         """Of a rank with these stages, all offloaded weights and gradients on the device."""
         rows = held_rows(parts, self._shape, self._layout)
         held = self._trained(parts)
-        frozen = sum(
-            each.number * prod(each.sizes) * (each.row.stored_bytes or self._width)
-            for each in rows
-            if each.row.is_frozen
-        )
-        buffers = sum(each.number * prod(each.sizes) for each in rows if each.row.optimizer is None)
+        frozen = sum(each.elements * (each.row.stored_bytes or self._width) for each in rows if each.row.is_frozen)
+        buffers = sum(each.elements for each in rows if each.row.optimizer is None)
         states = [(self._state_bytes(each), each.number) for each in rows if each.row.is_trained]
         on_device = all_states = sum(size * count for size, count in states)
         offload = self._config.optimizer.state_offload
@@ -272,9 +249,8 @@ class _Step:
                 self._config.parallelism, rank, self._micro_batches, kept, whole_backward=self._mode != "none"
             )
         freed, in_host = self._in_host(parts, counts)
-        activations = (
-            in_host * (self._device == "cpu") - freed + sum(counts[index] * size for index, size in kept.items())
-        )
+        activations = sum(counts[index] * size for index, size in kept.items())
+        activations = in_host * (self._device == "cpu") - freed + activations
         activations += waiting and waiting * max(self._output_gradients(part) for part in parts)
         return MemoryPlan(
             weights=held * self._master + frozen + buffers * FP32 + reference,
@@ -298,8 +274,8 @@ class _Step:
         of_shards = self._trained(parts) * self._master
         if not self._sums_once:
             return of_shards, 0
-        others = sum(each.number * prod(each.sizes) for each in self._unsharded(parts))
-        return of_shards, self._layer_sizes(parts).trained.total() * self._reduce + others * self._master
+        whole = sum(trained for *_, trained in self._layer_sizes(parts).values())
+        return of_shards, whole * self._reduce + sum(each.elements for each in self._unsharded(parts)) * self._master
 
     def _unsharded(self, parts: list[StagePart]) -> list[HeldRows]:
         """The parameters that this rank trains and FSDP2 does not get."""
@@ -308,10 +284,9 @@ class _Step:
 
     def _trained(self, parts: list[StagePart]) -> int:
         """Elements of this rank's shards that have a gradient."""
-        rows = held_rows(parts, self._shape, self._layout)
-        return sum(each.number * prod(each.sizes) for each in rows if each.row.is_trained)
+        return sum(each.elements for each in held_rows(parts, self._shape, self._layout) if each.row.is_trained)
 
-    def _layer_sizes(self, parts: list[StagePart]) -> _LayerSizes:
+    def _layer_sizes(self, parts: list[StagePart]) -> dict[str, tuple[int, int, int]]:
         return _layer_sizes(alike(parts), self._shape, mesh_of_stage(self._layout))
 
     def pinned_rounding(self, parts: list[StagePart]) -> float:
@@ -319,11 +294,9 @@ class _Step:
         each parameter up to a power of two."""
         rounding = 0
         for row, count, sizes in held_rows(parts, self._shape, self._layout):
-            if row.optimizer is None:
-                continue
-            width = self._master if row.is_trained else row.stored_bytes or self._width
-            size = int(prod(sizes) * width)
-            rounding += count * (1 + row.is_trained) * ((1 << max(size - 1, 0).bit_length()) - size)
+            size = int(prod(sizes) * (self._master if row.is_trained else row.stored_bytes or self._width))
+            copies = (row.optimizer is not None) * (1 + row.is_trained)
+            rounding += count * copies * (_pinned(size) - size)
         return rounding
 
     def _state_bytes(self, of_rank: HeldRows) -> float:
@@ -348,8 +321,8 @@ class _Step:
         reduce type, or of a weight that FSDP2 does not get, or before it the logits."""
         width = self._width if self._config.training.mixed_precision_param != "float32" else self._master
         sizes = self._layer_sizes(parts)
-        layers = {prefix: size * width + sizes.stored[prefix] for prefix, size in sizes.computed.items()}
-        trained = sizes.trained.values() or [0]
+        layers = {prefix: computed * width + stored for prefix, (computed, stored, _) in sizes.items()}
+        trained = [size for *_, size in sizes.values()] or [0]
         root, is_piped, largest = layers.pop("", 0), self._layout.pp > 1, max(layers.values(), default=0)
         # Otherwise the current layer and the prefetched one.
         keeps_all = self._config.parallelism.keeps_gathered
@@ -402,35 +375,34 @@ class _Step:
             sizes = [*map(sum, layers), 0.0]
             freed += counts[part.index] * sum(sizes) - max(map(sum, pairwise(sizes)), default=0.0)
             if self._device == "gpu":
-                layers = [[1 << max(ceil(size) - 1, 0).bit_length() for size in tensors] for tensors in layers]
+                layers = [[*map(_pinned, tensors)] for tensors in layers]
             held += counts[part.index] * sum(map(sum, layers))
         return freed, held
 
     def kept_tensors(self, part: StagePart) -> list[list[float]]:
         """Bytes of the tensors of each checkpointed layer of a stage that can wait in host memory."""
-        spread, recompute = Spread(self._layout.tp, self._layout.ep, self._hops), self._checkpointing.recompute
         found = []
         for index, (block, rows) in enumerate(self._backward_blocks(part), part.backward_from):
             mode = self._checkpointing.mode_of(index)
             if mode != "none":
-                tensors = kept_tensors(self._shape, self._width, block, mode, spread, rows, recompute)
+                recompute = self._checkpointing.recompute
+                tensors = kept_tensors(self._shape, self._width, block, mode, self._spread, rows, recompute)
                 # Buffers that a stage receives in stay where they are.
                 stays = (not part.has_embedding) * ((index == 0) + ((block, mode) == ("mtp", "full")))
                 found.append([self._tokens * size for size in tensors[stays:]])
         return found
 
     def _output_gradients(self, part: StagePart) -> float:
-        of_blocks = sum(
-            output_gradient_bytes(self._shape, self._width, block, self._layout.tp) for block in part.blocks
-        )
-        return self._tokens * (of_blocks + part.has_head * self._shape.hidden_size * self._width)
+        shape, width = self._shape, self._width
+        of_blocks = sum(output_gradient_bytes(shape, width, block, self._layout.tp) for block in part.blocks)
+        return self._tokens * (of_blocks + part.has_head * shape.hidden_size * width)
 
     def _buffers(self, parts: list[StagePart]) -> float:
         """The layer that is computed again; and for each micro-batch of a pipeline its token data and the buffers that
         stages receive in."""
         size = 0.0
         if self._mode != "none":
-            size = self._tokens * max((each for part in parts for each in self._again(part)), default=0.0)
+            size = self._tokens * max((each for part in parts for each in self._layers(part, again=True)), default=0.0)
         if self._layout.pp > 1:
             depths, schedule = self._shape.num_nextn_predict_layers, self._config.parallelism.pipeline_parallel_schedule
             is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
@@ -447,38 +419,32 @@ class _Step:
         frozen = [None] * len(part.blocks) if part.adapters is None else [Frozen(rows) for rows in part.adapters]
         return list(zip(part.blocks, frozen, strict=True))[part.backward_from :]
 
-    def _modes(self, part: StagePart) -> list[str]:
-        """The mode of checkpointing of each block that has a backward."""
-        return [self._checkpointing.mode_of(index) for index in range(part.backward_from, len(part.blocks))]
-
-    def _again(self, part: StagePart) -> list[float]:
-        """Bytes of each block that is computed again, per token of a rank, once it has been."""
-        modes = self._modes(part)
-        whole = self._layers(part, ["none"] * len(modes))
-        return [size for size, mode in zip(whole, modes, strict=True) if mode != "none"]
-
-    def _layers(self, part: StagePart, modes: list[str] | None = None) -> list[float]:
-        """Bytes that each block that has a backward keeps, per token of a rank; ``modes``: other than `_modes`."""
-        modes = self._modes(part) if modes is None else modes
-        blocks = self._backward_blocks(part)
-        kept = [self._layer(block, rows, mode) for (block, rows), mode in zip(blocks, modes, strict=True)]
-        if kept and part.adapters is not None and not part.index and modes[0] == "none":
-            kept[0] -= self._shape.hidden_size * FP32  # the input of the first norm, which has no gradient
+    def _layers(self, part: StagePart, *, again: bool = False) -> list[float]:
+        """Bytes that each block that has a backward keeps, per token of a rank; or those of the blocks that are
+        computed ``again``, once they have been."""
+        kept = []
+        for index, (block, rows) in enumerate(self._backward_blocks(part), part.backward_from):
+            mode = self._checkpointing.mode_of(index)
+            if again and mode == "none":
+                continue
+            mode = "none" if again else mode
+            # The input of the first norm has no gradient.
+            is_first = mode == "none" and part.adapters is not None and not part.index and index == part.backward_from
+            kept.append(self._layer(block, rows, mode) - is_first * self._shape.hidden_size * FP32)
         return kept
 
     def _layer(self, block: Block, frozen: Frozen | None, mode: str) -> float:
         """`layer_bytes` of a block."""
         if (key := (block, frozen, mode)) not in self._known:
-            spread, recompute = Spread(self._layout.tp, self._layout.ep, self._hops), self._checkpointing.recompute
+            recompute = self._checkpointing.recompute
             self._known[key] = layer_bytes(
-                self._shape, self._width, block, mode, spread, frozen=frozen, recompute=recompute
+                self._shape, self._width, block, mode, self._spread, frozen=frozen, recompute=recompute
             )
         return self._known[key]
 
     def _gathered_keys(self, parts: list[StagePart], counts: dict[int, int]) -> float:
         """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
         layout, shape = self._layout, self._shape
-        part = {"rows": self._rows, "length": self._length, "cp": layout.cp, "tp": layout.tp}
         heads = max(shape.num_key_value_heads / layout.tp, 1)
         modes = {p.index: [self._checkpointing.mode_of(index) for index in range(len(p.blocks))] for p in parts}
         layers = sum(counts[index] * each.count("none") for index, each in modes.items()) + (self._mode != "none")
@@ -487,9 +453,9 @@ class _Step:
                 return 0.0
             # Those of shared prompts, once for each sample.
             return layers * (SHARED_KEYS - 1) * 2 * self._rows * self._length * heads * shape.head_dim * self._width
-        if keys_travel(shape, self._width, **part):
-            return travelling_key_bytes(shape, self._width, **part)
-        kept = gathered_key_bytes(shape, self._width, **part)
+        if keys_travel(shape, self._width, **self._of_row):
+            return travelling_key_bytes(shape, self._width, **self._of_row)
+        kept = gathered_key_bytes(shape, self._width, **self._of_row)
         # The rank's own keys are counted with its layers, where only what is made of them stays.
         kept -= self._rows * self._length / layout.cp * kept_of_key(shape, layout.tp) * self._width
         # Keys and values come one after the other.
@@ -510,10 +476,9 @@ class _Step:
             return 0.0
         splits = layout.pp > 1 and self._mode == "none" and PIPELINE_SCHEDULES[schedule].splits_backward
         queries = keys = self._tokens * layout.tp
-        row = {"rows": self._rows, "length": self._length, "cp": layout.cp, "tp": layout.tp}
         if layout.cp == 1:
             keys *= SHARED_KEYS if self._config.rl is not None and shape.sliding_window is None else 1
-        elif not keys_travel(shape, self._width, **row):
+        elif not keys_travel(shape, self._width, **self._of_row):
             keys = self._rows * attended_keys(shape.sliding_window, self._length, layout.cp)[0]
         # A rank of context parallelism has two chunks of each row.
         runs = kernel_runs(max(self._rows * min(layout.cp, 2), queries / self._document_tokens))

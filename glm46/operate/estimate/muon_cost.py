@@ -46,19 +46,11 @@ def _cost(stages: tuple[StagePart, ...], shape: ModelShape, mesh: Layout, optimi
     trained = (row for stage in stages for row in stage.rows(shape) if row.is_trained)
     rows = [row for row in trained if row.choose_optimizer(optimizer) == "muon"]
     steps, width = optimizer.ns_steps, 4 if optimizer.ns_dtype == "float32" else 2
-    replicas, dense_shards, expert_shards, tp, ep = (
-        mesh.dp_replicate, mesh.dense_shards, mesh.expert_shards, mesh.tp, mesh.ep,
-    )  # fmt: skip
-    layouts: dict[Parameter, TensorLayout] = {}
-    requests = []
-    for row in rows:
-        if row not in layouts:
-            layouts[row] = _layout_of(row, shape, mesh)
-        requests.append(PlannedParameter(row.name, layouts[row], row.block_rows(shape)))
-    plan = make_plan(requests, steps, width)
+    layouts = {row: _layout_of(row, shape, mesh) for row in dict.fromkeys(rows)}
+    plan = make_plan([PlannedParameter(row.name, layouts[row], row.block_rows(shape)) for row in rows], steps, width)
     axes = {
-        tuple(range(0, replicas * expert_shards * ep, ep)): "stage_experts",
-        tuple(range(replicas * dense_shards * tp)): "stage",
+        tuple(range(0, mesh.dp_replicate * mesh.expert_shards * mesh.ep, mesh.ep)): "stage_experts",
+        tuple(range(mesh.dp_replicate * mesh.dense_shards * mesh.tp)): "stage",
     }
     loads, buckets, sizes = Counter[int](), Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for task in plan.local:

@@ -77,8 +77,7 @@ def inference_bytes(
 
     layers = range(shape.num_hidden_layers)
     stages = [layers] if layout.pp == 1 else split_layers(shape, layout.pp, shape.max_position_embeddings)
-    of_token = shape.latent_width or 2 * max(shape.num_key_value_heads // layout.tp, 1) * shape.head_dim
-    cache = rows * length * of_token * width
+    cache = rows * length * cached_elements(shape, layout.tp) * width
     sizes = []
     for stage in stages:
         is_last = stage.stop >= len(layers)
@@ -90,6 +89,11 @@ def inference_bytes(
         size += of(part_rows(shape, "head")) * is_last
         sizes.append(size * copies_weights + (len(stage) + predicting * caches_drafts) * cache)
     return max(sizes)
+
+
+def cached_elements(shape: ModelShape, tp: int) -> int:
+    """Of the keys and values of a token in one layer, on a rank of tensor parallelism."""
+    return shape.latent_width or 2 * max(shape.num_key_value_heads // tp, 1) * shape.head_dim
 
 
 def other_passes(plan: Plan) -> tuple[int, int]:

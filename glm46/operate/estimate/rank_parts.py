@@ -92,13 +92,10 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
         )
         for index, layers in enumerate(split)
     ]  # fmt: skip
-    prediction: tuple[Block, ...] = tuple("mtp" for _ in range(shape.num_nextn_predict_layers))
-    last = stages[-1]
-    stages[-1] = replace(last, blocks=last.blocks + prediction, has_head=True)
-    if is_whole:
-        return [stages]
+    prediction: tuple[Block, ...] = ("mtp",) * shape.num_nextn_predict_layers
+    stages[-1] = replace(stages[-1], blocks=stages[-1].blocks + prediction, has_head=True)
     ranks = range(parallelism.pipeline_parallel_degree)
-    return [[stages[index] for index in stages_of_rank(parallelism, rank)] for rank in ranks]
+    return [stages] if is_whole else [[stages[each] for each in stages_of_rank(parallelism, rank)] for rank in ranks]
 
 
 @dataclass(frozen=True)
@@ -120,6 +117,11 @@ class HeldRows(NamedTuple):
     number: int
     sizes: tuple[int, ...]
     """`held_shape` of each."""
+
+    @property
+    def elements(self) -> int:
+        """Of all of them."""
+        return self.number * prod(self.sizes)
 
 
 def held_rows(parts: Sequence[StagePart], shape: ModelShape, layout: Layout) -> tuple[HeldRows, ...]:
@@ -148,22 +150,20 @@ def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpU
     """The units of a stage that `compute/parallelize/fsdp.py` makes, in the order of forward, the root last. Those of
     equal blocks have one tuple of rows."""
     units, of_kinds = [], {}
+
+    def sharded(rows: Sequence[Parameter]) -> list[Parameter]:
+        return [row for row in rows if row.optimizer and (row.is_expert, row.is_trained) not in part.unsharded]
+
     for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
         if id(block) not in of_kinds:
-            rows = _sharded(block, part)
+            rows = sharded(block)
             experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
             of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
         others, experts = of_kinds[id(block)]
         units.append(FsdpUnit(others, False, False, prefix))
-        if experts:
-            units.append(FsdpUnit(experts, False, True, prefix))
-    root = _sharded(part.root_rows(shape), part)
+        units += [FsdpUnit(experts, False, True, prefix)] if experts else []
+    root = sharded(part.root_rows(shape))
     return [*units, FsdpUnit(tuple(root), True, False, "")] if root else units
-
-
-def _sharded(rows: Sequence[Parameter], part: StagePart) -> list[Parameter]:
-    """The parameters that FSDP2 gets."""
-    return [row for row in rows if row.optimizer and (row.is_expert, row.is_trained) not in part.unsharded]
 
 
 def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:

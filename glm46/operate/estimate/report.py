@@ -20,7 +20,6 @@ from glm46.operate.estimate.run_cost import (
     RESTART_SECONDS,
     SECONDS_PER_DAY,
     STALL_SECONDS,
-    EffectiveTime,
     RunCost,
     effective_time,
     run_cost,
@@ -28,7 +27,7 @@ from glm46.operate.estimate.run_cost import (
 )
 from glm46.operate.estimate.step_time import OrderOf
 from glm46.operate.estimate.target_cluster import TargetCluster
-from glm46.operate.estimate.units import amount, decimal_size, duration, flops_text, run_time
+from glm46.operate.estimate.units import amount, decimal_size, duration, flops_text, plan_line, run_time
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.curriculum import TextStage
 from glm46.run.flops import training_flops
@@ -78,10 +77,8 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
     """
     plan, layout = run.plan, run.plan.layout
     longest = max(plan.text_stages, key=lambda stage: stage.seq_len)
-    degrees = (
-        f"pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, cp {layout.cp}, tp {layout.tp}, "
-        f"ep {layout.ep}"
-    )
+    degrees = f"pp {layout.pp}, replicate {layout.dp_replicate}, shard {layout.dp_shard}, cp {layout.cp}, "
+    degrees += f"tp {layout.tp}, ep {layout.ep}"
     sections = {
         f"{plan.config.job.description} ({plan.config.model.flavor})": [],
         "parameters": _parameter_lines(plan),
@@ -95,7 +92,7 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
         machine, verdict = here
         sections[f"does it fit on this machine ({machine.describe()})"] = verdict.lines
     if run.cost is not None:
-        sections |= _time_sections(run.plan, run.cluster, run.cost, run.sensitivity)
+        sections |= _time_sections(run, run.cost)
     if run.rollouts is not None:
         sections |= rollout_lines(run.rollouts)
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
@@ -153,11 +150,11 @@ def _parameter_lines(plan: Plan) -> list[str]:
     trained = 0 if adapter is None else sum(row.numel(plan.shape) for row in adapter_rows(plan.shape, adapter).values())
     base_dtype = None if adapter is None else adapter.base_dtype
     return [
-        _line("total", f"{count.total:,}", f"(main {count.main:,}, MTP {count.mtp:,})"),
-        *([_line("adapters", f"{trained:,}", "(trained; the others are frozen)")] if trained else []),
-        *([_line("base", describe_base(plan.shape, base_dtype))] if base_dtype else []),
-        _line("active per token", f"{count.active:,}", "(embedding and head included)"),
-        _line("tensors", f"{count.main_tensors + count.mtp_tensors:,}", "(as Hugging Face counts them)"),
+        plan_line("total", f"{count.total:,}", f"(main {count.main:,}, MTP {count.mtp:,})"),
+        *([plan_line("adapters", f"{trained:,}", "(trained; the others are frozen)")] if trained else []),
+        *([plan_line("base", describe_base(plan.shape, base_dtype))] if base_dtype else []),
+        plan_line("active per token", f"{count.active:,}", "(embedding and head included)"),
+        plan_line("tensors", f"{count.main_tensors + count.mtp_tensors:,}", "(as Hugging Face counts them)"),
     ]
 
 
@@ -168,56 +165,47 @@ def _flop_lines(plan: Plan, stage: TextStage) -> list[str]:
     elif plan.config.data.document_mask:
         remark = "(a row as one document: less with several, see --document-tokens)"
     return [
-        _line("weights", flops_text(flops.matrices)),
-        *([_line("adapters", flops_text(flops.adapters))] if flops.adapters else []),
-        _line("causal attention", flops_text(flops.attention), remark),
-        _line("MTP", flops_text(flops.mtp)),
-        _line("total", flops_text(flops.total)),
+        plan_line("weights", flops_text(flops.matrices)),
+        *([plan_line("adapters", flops_text(flops.adapters))] if flops.adapters else []),
+        plan_line("causal attention", flops_text(flops.attention), remark),
+        plan_line("MTP", flops_text(flops.mtp)),
+        plan_line("total", flops_text(flops.total)),
     ]
 
 
 def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
     size = checkpoint_size(plan)
-    writing = cluster.writing_seconds(size.total)
-    steps = [] if plan.step_tokens is None else [_line("tokens per step", f"{plan.step_tokens:,.0f}")]
+    parts = f"(weights {decimal_size(size.weights)}, states {decimal_size(size.states)})"
     return [
         *([f"expert exchange: {describe_exchange(plan)}"] if plan.layout.ep > 1 else []),
-        *steps,
-        _line("tokens", f"{plan.budget_tokens:,.0f}"),
-        _line("FLOPs", f"{plan.flops:.3e}"),
-        _line(
-            "checkpoint",
-            decimal_size(size.total),
-            f"(weights {decimal_size(size.weights)}, states {decimal_size(size.states)})",
+        *([] if plan.step_tokens is None else [plan_line("tokens per step", f"{plan.step_tokens:,.0f}")]),
+        plan_line("tokens", f"{plan.budget_tokens:,.0f}"),
+        plan_line("FLOPs", f"{plan.flops:.3e}"),
+        plan_line("checkpoint", decimal_size(size.total), parts),
+        plan_line(
+            "time to write it",
+            duration(cluster.writing_seconds(size.total)),
+            f"({cluster.storage_gbytes:g} GB/s for each node)",
         ),
-        _line("time to write it", duration(writing), f"({cluster.storage_gbytes:g} GB/s for each node)"),
-        _line("Hugging Face folder", decimal_size(size.hugging_face)),
+        plan_line("Hugging Face folder", decimal_size(size.hugging_face)),
     ]
 
 
-def _time_sections(
-    plan: Plan, cluster: TargetCluster, cost: RunCost, days: dict[str, tuple[float, float]]
-) -> dict[str, list[str]]:
+def _time_sections(run: RunPlan, cost: RunCost) -> dict[str, list[str]]:
     """Time and cost of the run, and where the time of a step goes in the stage of text that takes longest."""
-    longest, seconds = cost.longest, cost.days * SECONDS_PER_DAY
-    index, step = cost.stages.index(longest), longest.largest
-    source = cluster.efficiencies.source
-    low, high, widest = cost.spread
+    plan, cluster, days, seconds = run.plan, run.cluster, run.sensitivity, cost.days * SECONDS_PER_DAY
+    index, step, (low, high, widest) = cost.stages.index(cost.longest), cost.longest.largest, cost.spread
     network = f"nodes of {cluster.gpus_per_node}, {cluster.network_gbits:,.0f} Gbit/s for each GPU between them"
-    title = f"time of a step, predicted for {network} (efficiencies: {source})"
+    title = f"time of a step, predicted for {network} (efficiencies: {cluster.efficiencies.source})"
     if cluster.exchange == "deepep":
         title += "; tokens travel as in published training stacks, not as in this run"
-    of_stage = f", stage {index + 1}" if len(cost.stages) > 1 else ""
     if plan.config.rl is not None:
         title += "; without generation, of samples that fill training.seq_len: shorter ones are packed"
+    title += f", stage {index + 1}" if len(cost.stages) > 1 else ""
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
-    shown = [(name, seconds) for name, seconds in parts if seconds >= 0.002 * step.seconds]
-    money = (
-        []
-        if cost.dollars is None
-        else [_line("cost", f"${cost.dollars:,.{0 if cost.dollars >= 100 else 2}f}", f"(at ${cluster.price:,.2f})")]
-    )
-    energy = ""
+    energy, money = "", list[str]()
+    if (dollars := cost.dollars) is not None:
+        money = [plan_line("cost", f"${dollars:,.{0 if dollars >= 100 else 2}f}", f"(at ${cluster.price:,.2f})")]
     if (hours := cost.megawatt_hours) is not None:
         shown_energy = f"{hours:,.0f} MWh" if hours >= 100 else f"{amount(1000 * hours)} kWh"
         energy = f"({shown_energy}: {cluster.gpu.watts:,.0f} W, {HOST_SHARE:.0%} more for hosts, PUE {PUE:g})"
@@ -225,16 +213,24 @@ def _time_sections(
     changes = ", ".join(f"{name} {days[name][0] / cost.days - 1:+.0%}" for name in largest)
     span = f"({run_time(low * seconds)} to {run_time(high * seconds)}; with 20% less of {changes})"
     return {
-        title + of_stage: [
-            *(_line(name, duration(share), f"{share / step.seconds:5.1%}") for name, share in shown),
-            _line("step", duration(step.seconds), f"MFU {step.mfu:.1%}, {step.tokens_per_second:,.0f} tokens/s"),
+        title: [
+            *(
+                plan_line(name, duration(part), f"{part / step.seconds:5.1%}")
+                for name, part in parts
+                if part >= 0.002 * step.seconds
+            ),
+            plan_line("step", duration(step.seconds), f"MFU {step.mfu:.1%}, {step.tokens_per_second:,.0f} tokens/s"),
             *limits(plan, index, step, cluster),
         ],
         "whole run": [
-            _line("steps", f"{cost.steps:,}", f"({cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%})"),
-            _line("time", run_time(seconds), span),
+            plan_line(
+                "steps", f"{cost.steps:,}", f"({cost.tokens_per_second:,.0f} tokens per second, MFU {cost.mfu:.1%})"
+            ),
+            plan_line("time", run_time(seconds), span),
             f"the range comes mostly from: {', '.join(widest)}",
-            _line("GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours), energy),
+            plan_line(
+                "GPU-hours", f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 100 else amount(cost.gpu_hours), energy
+            ),
             *money,
             *_failure_lines(plan, cost),
         ],
@@ -245,25 +241,11 @@ def _failure_lines(plan: Plan, cost: RunCost) -> list[str]:
     found = effective_time(plan, cost)
     if found is None:
         return []
-    best = (
-        f"({found.best_ratio:.1%}; a save holds steps up for {STALL_SECONDS:g} s, a restart for {RESTART_SECONDS:g} s)"
-    )
     every = f"a checkpoint every {run_time(found.interval_seconds)}, a failure every {run_time(found.failure_seconds)}"
-    return [
-        _line("effective time", f"{found.ratio:.1%}", f"({every})"),
-        *([] if found.days is None else [_with_failures(found.days, found)]),
-        _line("best checkpoint.interval", f"{found.best_steps:,}", best),
-    ]
-
-
-def _with_failures(days: float, found: EffectiveTime) -> str:
-    dollars = "" if found.dollars is None else f", ${found.dollars:,.0f}"
-    return _line(
-        "with failures and checkpoints",
-        run_time(days * SECONDS_PER_DAY),
-        f"({found.gpu_hours:,.0f} GPU-hours{dollars})",
-    )
-
-
-def _line(name: str, value: str, remark: str = "") -> str:
-    return f"{name:<35} {value:>22}  {remark}".rstrip()
+    lines = [plan_line("effective time", f"{found.ratio:.1%}", f"({every})")]
+    if found.days is not None:
+        needed = f"({found.gpu_hours:,.0f} GPU-hours{'' if found.dollars is None else f', ${found.dollars:,.0f}'})"
+        lines.append(plan_line("with failures and checkpoints", run_time(found.days * SECONDS_PER_DAY), needed))
+    stalls = f"a save holds steps up for {STALL_SECONDS:g} s, a restart for {RESTART_SECONDS:g} s"
+    best = plan_line("best checkpoint.interval", f"{found.best_steps:,}", f"({found.best_ratio:.1%}; {stalls})")
+    return [*lines, best]

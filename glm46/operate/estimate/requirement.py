@@ -119,15 +119,12 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
         fits, host = compare_memory(who, held * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes)
         faults += [] if fits else [f"{host} of the host"]
     else:
-        capacity = machine.free_bytes * USABLE_CPU_RATIO / here
-        who = f"{here:,} processes need" if here > 1 else "one process needs"
-        fits, margin = compare_memory(
-            who, memory.total * here, machine.free_bytes * USABLE_CPU_RATIO, machine.free_bytes
-        )
+        usable = machine.free_bytes * USABLE_CPU_RATIO
+        capacity, who = usable / here, f"{here:,} processes need" if here > 1 else "one process needs"
+        fits, margin = compare_memory(who, memory.total * here, usable, machine.free_bytes)
         faults += [] if fits else [margin]
-        if not fits and needed > 1 and not gpus:
+        if not fits and needed > 1:
             faults.append(f"it needs {needed:,} GPUs (the product of its degrees); found: none")
-    if not machine.gpus:
         kernel = config.model.attention_kernel
         of_gpus = [f'model.attention_kernel = "{kernel}"'] if kernel != "default" else []
         of_gpus += ["parallelism.enable_async_tensor_parallel = true"] * config.parallelism.enable_async_tensor_parallel
@@ -165,20 +162,17 @@ def fp8_faults(float8: Float8Config, machine: Machine) -> list[str]:
     if not machine.gpus:
         return [f"{needs}; found: none; {remedy}"]
     found = [(gpu.name, known.compute_capability) for gpu in machine.gpus if (known := find_accelerator(gpu.name))]
+    recipe = float8.experts_recipe_name
     for name, capability in found:
         if capability < 8.9:
             return [f"{needs}; found: {name}, which can run BF16: remove the key, or {remedy}"]
-        recipe = float8.experts_recipe_name
         if recipe and int(capability) not in _EXPERTS_CAPABILITIES[recipe]:
             fitting = "H100, H200, B200, B300" if recipe == "rowwise" else "B200, B300"
-            others = [f'"{each}"' for each, runs_on in _EXPERTS_CAPABILITIES.items() if int(capability) in runs_on]
-            instead = (
-                f"take {others[0]}, which it can run" if others else "remove the key: it has none of these products"
-            )
-            return [
-                f'float8.experts_recipe_name = "{recipe}" needs a GPU with its grouped products ({fitting}); found: '
-                f"{name}; {instead}; or {remedy}"
-            ]
+            others = [each for each, runs_on in _EXPERTS_CAPABILITIES.items() if int(capability) in runs_on]
+            take = f'take "{others[0]}", which it can run' if others else ""
+            instead = take or "remove the key: it has none of these products"
+            needs = f'float8.experts_recipe_name = "{recipe}" needs a GPU with its grouped products ({fitting})'
+            return [f"{needs}; found: {name}; {instead}; or {remedy}"]
     return []
 
 
@@ -213,19 +207,15 @@ def _needs(machine: Machine, verdict: Verdict) -> list[str]:
 
 def memory_parts(plan: MemoryPlan) -> dict[str, float]:
     """Bytes of each part of a memory plan, by the name that users see."""
-    return {
-        "weights": plan.weights,
-        "gradients": plan.gradients,
-        "optimizer states": plan.optimizer,
-        "gathered weights": plan.gathered,
-        "activations": plan.activations,
-        "gathered keys": plan.gathered_keys,
-        **({"attention backward": plan.attention} if plan.attention else {}),
-        "loss and logits": plan.loss,
-        "program and text": plan.process + plan.text,
-        **({"other networks": plan.networks} if plan.networks else {}),
-        **({"sample generation": plan.generation} if plan.generation else {}),
-    }
+    parts = {
+        "weights": plan.weights, "gradients": plan.gradients, "optimizer states": plan.optimizer,
+        "gathered weights": plan.gathered, "activations": plan.activations, "gathered keys": plan.gathered_keys,
+        "attention backward": plan.attention, "loss and logits": plan.loss,
+        "program and text": plan.process + plan.text, "other networks": plan.networks,
+        "sample generation": plan.generation,
+    }  # fmt: skip
+    seldom = "attention backward", "other networks", "sample generation"
+    return {name: size for name, size in parts.items() if size or name not in seldom}
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
@@ -241,12 +231,11 @@ def _found(machine: Machine) -> list[str]:
     nodes = f", {machine.nodes:,} nodes of" if machine.nodes > 1 else ""
     lines = [f"What was found{nodes}", f"  {'cores':<18} {machine.cores:,}"]
     lines.append(f"  {'memory':<18} {binary_size(machine.free_bytes)} free of {binary_size(machine.memory_bytes)}")
-    names = sorted({gpu.name for gpu in machine.gpus})
-    for name in names:
-        alike = [gpu for gpu in machine.gpus if gpu.name == name]
-        memory = binary_size(alike[0].memory_bytes) if alike[0].memory_bytes is not None else "unknown memory"
-        lines.append(f"  {'GPUs':<18} {len(alike)} x {name}, {memory} each")
-    return lines if names else [*lines, f"  {'GPUs':<18} none"]
+    for name in sorted({gpu.name for gpu in machine.gpus}):
+        sizes = [gpu.memory_bytes for gpu in machine.gpus if gpu.name == name]
+        memory = binary_size(sizes[0]) if sizes[0] is not None else "unknown memory"
+        lines.append(f"  {'GPUs':<18} {len(sizes)} x {name}, {memory} each")
+    return lines if machine.gpus else [*lines, f"  {'GPUs':<18} none"]
 
 
 def _smallest_that_fits(config: RunConfig, machine: Machine) -> str | None:

@@ -2,7 +2,6 @@
 failures, restarts and the interval between checkpoints."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from glm46.operate.estimate.step_time import OrderOf, StepTime, step_time
@@ -24,19 +23,9 @@ PUE = 1.25
 """Power of a data centre over that of its computers. Uptime Institute's survey of 2024 has 1.56 on average; large new
 ones state 1.1 to 1.2."""
 _SENSITIVE = (
-    "products",
-    "experts",
-    "attention",
-    "memory",
-    "link",
-    "network",
-    "overlap",
-    "launch_seconds",
-    "call_seconds",
-)
+    "products", "experts", "attention", "memory", "link", "network", "overlap", "launch_seconds", "call_seconds",
+)  # fmt: skip
 """Efficiencies whose effect on a run is shown."""
-
-
 _WIDE = {
     "products": (0.7, 1.6), "experts": (0.6, 2.2), "attention": (0.6, 2.0), "memory": (0.7, 1.7),
     "recomputation": (0.6, 1.9), "waiting for ep": (0.1, 2.0), "waiting for tp": (0.3, 2.0),
@@ -102,9 +91,8 @@ class RunCost:
         step, measured = self.longest.largest, self.cluster.efficiencies.measured
         squares: dict[str, tuple[float, float]] = {}
         for name, seconds in step.parts.items():
-            is_measured = measured.issuperset(_DECIDED_BY.get(name, (name,)))
+            is_measured, share = measured.issuperset(_DECIDED_BY.get(name, (name,))), seconds / step.seconds
             low, high = _NARROW if is_measured else _WIDE.get(name, _OTHERS)
-            share = seconds / step.seconds
             squares[name] = ((1 - low) * share) ** 2, ((high - 1) * share) ** 2
         low, high = (sum(each[side] for each in squares.values()) for side in (0, 1))
         largest = sorted(squares, key=lambda name: -sum(squares[name]))[:3]
@@ -175,24 +163,17 @@ def sensitivity(plan: Plan, cost: RunCost) -> dict[str, tuple[float, float]]:
 
 def count_steps(plan: Plan) -> list[int]:
     """The optimizer steps of each stage of text."""
-    counts = []
-    clock = plan.config.lr_scheduler.start_tokens
-    for stage, tokens in zip(plan.text_stages, plan.stage_tokens, strict=True):
-        counts.append(sum(steps for steps in _equal_steps(plan, clock, tokens // stage.seq_len, stage.seq_len)))
-        clock += tokens
-    return counts
-
-
-def _equal_steps(plan: Plan, clock: int, samples: int, seq_len: int) -> Iterator[int]:
-    """Numbers of steps of equal size, from a token count on until all samples are read."""
-    batch, left = plan.config.training.global_batch_size, samples
+    counts, batch, begins = [], plan.config.training.global_batch_size, plan.config.lr_scheduler.start_tokens
     ramp_ends = batch[-1][0] if isinstance(batch, tuple) else 0
-    while left > 0:
-        rows = batch_sequences(batch, clock, plan.rows_per_micro_batch)
-        steps = -(-left // rows) if clock >= ramp_ends else 1
-        yield steps
-        left -= rows * steps
-        clock += rows * steps * seq_len
+    for stage, tokens in zip(plan.text_stages, plan.stage_tokens, strict=True):
+        clock, left, count = begins, tokens // stage.seq_len, 0
+        while left > 0:
+            rows = batch_sequences(batch, clock, plan.rows_per_micro_batch)
+            steps = -(-left // rows) if clock >= ramp_ends else 1  # of equal size
+            count, left, clock = count + steps, left - rows * steps, clock + rows * steps * stage.seq_len
+        counts.append(count)
+        begins += tokens
+    return counts
 
 
 @dataclass(frozen=True)
@@ -222,8 +203,7 @@ def effective_time(plan: Plan, cost: RunCost) -> EffectiveTime | None:
     between, step = GPU_HOURS_PER_FAILURE / cost.cluster.gpus * 3600, cost.days * SECONDS_PER_DAY / cost.steps
     interval = min(checkpoint.interval, cost.steps) * step
     best = min(max(round(math.sqrt(2 * STALL_SECONDS * between) / step), 1), cost.steps)
-    ratios = (effective_ratio(seconds, between) for seconds in (interval, best * step))
-    ratio, best_ratio = ratios
+    ratio, best_ratio = (effective_ratio(seconds, between) for seconds in (interval, best * step))
     of_run = cost.days, cost.gpu_hours, cost.dollars
     longer = (None if each is None or not ratio else each / ratio for each in of_run)
     return EffectiveTime(between, interval, ratio, best, best_ratio, *longer)

@@ -134,15 +134,14 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismC
     """Degrees whose product divides the number of GPUs; a tensor-parallel group stays inside a node."""
     shape, gpus, width = resolve_shape(config.model), cluster.gpus, min(cluster.gpus_per_node, cluster.gpus)
     longest = max([config.training.seq_len, *(stage.seq_len or 0 for stage in config.data.stages)])
-    tensor = [degree for degree in _POWERS if width % degree == 0]
+    experts, tensor = shape.n_routed_experts, [degree for degree in _POWERS if width % degree == 0]
     pipeline = [degree for degree in _POWERS if degree <= shape.num_hidden_layers and gpus % degree == 0]
     context = [degree for degree in _POWERS if degree <= max(longest // _LEAST_CONTEXT_SHARE, 1)]
     for tp, pp, cp in product(tensor, pipeline, context):
         if gpus % (tp * pp * cp):
             continue
-        for ep in _expert_degrees(shape, gpus // pp):
-            for schedule in _schedules(config, shape, pp):
-                of_pipeline: dict[str, Any] = {"pipeline_parallel_degree": pp, "pipeline_parallel_schedule": schedule}
+        for ep in (ep for ep in range(1, min(gpus // pp, experts, 64) + 1) if experts % ep == 0 == gpus // pp % ep):
+            for of_pipeline in _pipelines(config, shape, pp):
                 yield ParallelismConfig(
                     tensor_parallel_degree=tp,
                     context_parallel_degree=cp,
@@ -150,22 +149,16 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismC
                     data_parallel_shard_degree=gpus // (tp * pp * cp),
                     fsdp_reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
                     expert_exchange=config.parallelism.expert_exchange if ep > 1 else "auto",
-                    **(of_pipeline if pp > 1 else {}),
+                    **of_pipeline,
                 )
 
 
-def _expert_degrees(shape: ModelShape, ranks: int) -> list[int]:
-    """Degrees that divide the experts and the ranks of a pipeline stage, up to 64."""
-    experts = shape.n_routed_experts
-    return [degree for degree in range(1, min(ranks, experts, 64) + 1) if experts % degree == 0 == ranks % degree]
-
-
-def _schedules(config: RunConfig, shape: ModelShape, pp: int) -> list[str]:
+def _pipelines(config: RunConfig, shape: ModelShape, pp: int) -> list[dict[str, Any]]:
     """Schedules worth a try, with their default number of stages: that of the config, and two common ones."""
-    if pp == 1:
-        return ["1F1B"]
     names = dict.fromkeys([config.parallelism.pipeline_parallel_schedule, "1F1B", "Interleaved1F1B"])
-    return [name for name in names if pp * PIPELINE_SCHEDULES[name].stages_per_rank <= shape.num_hidden_layers]
+    fitting = [name for name in names if pp * PIPELINE_SCHEDULES[name].stages_per_rank <= shape.num_hidden_layers]
+    keys = [{"pipeline_parallel_degree": pp, "pipeline_parallel_schedule": name} for name in fitting]
+    return keys if pp > 1 else [{}]
 
 
 _GIB = 2**30
@@ -212,7 +205,7 @@ def search_text(found: Found) -> str:
 
 def search_numbers(found: Found) -> dict:
     """The result as a JSON object: bytes, seconds, tokens."""
-    search, least = found.search, found.search.least_memory
+    search, least, smallest = found.search, found.search.least_memory, found.smallest
     return {
         "flavor": found.config.model.flavor,
         "gpu": found.cluster.gpu.name,
@@ -229,9 +222,7 @@ def search_numbers(found: Found) -> dict:
             | {name: getattr(each.cost, name) for name in ("days", "mfu", "tokens_per_second", "dollars")}
             for each in search.best
         ],
-        "smallest_cluster": None
-        if found.smallest is None
-        else {"gpus": found.smallest.layout.world_size} | _plan_numbers(found.smallest, found.config),
+        "smallest_cluster": smallest and {"gpus": smallest.layout.world_size} | _plan_numbers(smallest, found.config),
     }
 
 

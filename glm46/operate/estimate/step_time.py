@@ -9,7 +9,6 @@ tokens run beside shared and routed experts as `exchange_time` says; all other c
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 from glm46.config.parallelism import ParallelismConfig
 from glm46.operate.estimate.activations import Frozen
@@ -186,11 +185,8 @@ def step_time(
         # Without an offloaded reference, which no update reads, and without a critic, which is added below.
         hosts = [m.host - other_networks(plan, m.weights, 0.0)[1] for m in memory]
         offloaded = [(m.disk or host) / networks for m, host in zip(memory, hosts, strict=True)]
-    costs = _Costs(plan, stage_index, roofline)
-    ranks = [
-        _rank(plan, costs, parts, of_rank, micro_batches, states)
-        for parts, of_rank, states in zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
-    ]
+    costs, of_ranks = _Costs(plan, stage_index, roofline), zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
+    ranks = [_rank(plan, costs, *of_rank, micro_batches) for of_rank in of_ranks]
     slowest = max(ranks, key=lambda rank: rank.seconds)
     parts, timeline = slowest.parts(micro_batches), None
     if layout.pp > 1 and order_of is not None:
@@ -233,14 +229,13 @@ class _Rank:
     @property
     def seconds(self) -> float:
         """Of one micro-batch in all stages of the rank."""
-        return sum(cost.seconds for costs in (self.forward, self.backward) for cost in costs.values())
+        return sum(cost.seconds for cost in (*self.forward.values(), *self.backward.values()))
 
     def parts(self, micro_batches: int) -> _Cost:
         """Seconds of the step by cause, without waiting for other ranks of the pipeline."""
         total = _Cost(self.once)
-        for costs in (self.forward, self.backward):
-            for cost in costs.values():
-                total.add(cost.times(micro_batches))
+        for cost in (*self.forward.values(), *self.backward.values()):
+            total.add(cost.times(micro_batches))
         return total
 
 
@@ -279,7 +274,7 @@ class _Costs:
 
 
 def _rank(
-    plan: Plan, costs: _Costs, stages: list[StagePart], traffic: list[Traffic], micro_batches: int, offloaded: float
+    plan: Plan, costs: _Costs, stages: list[StagePart], traffic: list[Traffic], offloaded: float, micro_batches: int
 ) -> _Rank:
     """``offloaded``: bytes of optimizer states that a step copies from host memory or a file, and back."""
     forward, backward, checkpointing = {}, {}, plan.config.activation_checkpoint
@@ -291,9 +286,12 @@ def _rank(
         for of_pass, copied in ((forward, layers), (backward, layers[:-2] if plan.layout.pp == 1 else layers)):
             beyond = sum(copied) / roofline.host_bytes_per_second - of_pass[stage.index].seconds
             of_pass[stage.index].add({"waiting for the host": beyond} if beyond > 0 else {})
+    elements = dict.fromkeys(_UPDATE_BYTES, 0.0)  # that the rank updates, by optimizer
+    for each in held_rows(stages, plan.shape, plan.layout):
+        if each.row.is_trained:
+            elements[each.row.choose_optimizer(plan.config.optimizer)] += each.elements
     muon = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer)
-    of_muon = [each for each in traffic if each.what == MUON]
-    once = roofline.update(_updated(plan, stages), muon.flops, of_muon, offloaded)
+    once = roofline.update(elements, muon.flops, [each for each in traffic if each.what == MUON], offloaded)
     # The hosts agree on the next step while the update runs.
     agreeing = rounds(plan.layout.world_size) * _MESSAGE_SECONDS - once.seconds
     once.update({"waiting for the agreement": agreeing} if agreeing > 0 else {})
@@ -301,22 +299,23 @@ def _rank(
     # A collective of forward runs again with the recomputation, and backward has its counterpart.
     of_layers = [checkpointing.mode_of(i) for stage in stages for i in range(len(stage.blocks))]
     shares = (1, 2 - of_layers.count("none") / len(of_layers))
-    for each in (each for each in traffic if each.what not in (MUON, *TOKENS)):
-        seconds = roofline.traffic(each)
-        if each.axis in _OVERLAPPED:
-            beside[each.kind] += seconds
-            if each.kind != "all_reduce":
-                once["copies of weights and gradients"] += roofline.copies(each)
-        elif each.axis == "world":
-            once[f"waiting for {each.axis}"] += seconds
-        elif each.axis != "pp":
+    for of_kind in (each for each in traffic if each.what not in (MUON, *TOKENS)):
+        seconds = roofline.traffic(of_kind)
+        if of_kind.axis in _OVERLAPPED:
+            beside[of_kind.kind] += seconds
+            if of_kind.kind != "all_reduce":
+                once["copies of weights and gradients"] += roofline.copies(of_kind)
+        elif of_kind.axis == "world":
+            once[f"waiting for {of_kind.axis}"] += seconds
+        elif of_kind.axis != "pp":
             for of_pass, share in zip((forward, backward), shares, strict=True):
                 for cost in of_pass.values():
-                    cost[f"waiting for {each.axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
-    rank = _Rank(forward, backward, once)
-    once["waiting for weights and gradients"] = _exposed(
-        beside, rank, micro_batches, plan.layout.pp > 1, roofline.overlap
-    )
+                    cost[f"waiting for {of_kind.axis}"] += seconds * share / sum(shares) / len(stages) / micro_batches
+    rank, hidden = _Rank(forward, backward, once), beside.seconds
+    hiding = rank.seconds * micro_batches
+    if plan.layout.pp > 1:  # gathers weights beside its first forward, and reduces gradients after its last backward
+        hidden, hiding = beside["all_gather"], sum(cost.seconds for cost in forward.values())
+    once["waiting for weights and gradients"] = beside.seconds - min(roofline.overlap * hidden, hiding)
     return rank
 
 
@@ -369,17 +368,6 @@ def _kernel_parts(stage: StagePart, plan: Plan) -> Iterator[tuple[PartOfModel, F
         yield "head", frozen, True, "none"
 
 
-def _exposed(beside: _Cost, rank: _Rank, micro_batches: int, is_piped: bool, overlap: float) -> float:
-    """Seconds per step of FSDP2's collectives that no kernel hides; `Efficiencies.overlap` of them could be hidden.
-
-    A pipeline gathers weights beside its first forward and reduces gradients after its last backward. Otherwise both
-    run beside every micro-batch.
-    """
-    first = sum(cost.seconds for cost in rank.forward.values())
-    hidden, hiding = (beside["all_gather"], first) if is_piped else (beside.seconds, rank.seconds * micro_batches)
-    return beside.seconds - min(overlap * hidden, hiding)
-
-
 def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
     config, stage, layout = plan.config, plan.text_stages[stage_index], plan.layout
     tokens = config.training.local_batch_size * stage.seq_len / (layout.cp * layout.tp)
@@ -398,15 +386,6 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
     )
 
 
-def _updated(plan: Plan, stages: list[StagePart]) -> dict[str, float]:
-    """Elements that one rank of a pipeline rank updates, by optimizer."""
-    elements = {"muon": 0.0, "adamw": 0.0}
-    for row, count, sizes in held_rows(stages, plan.shape, plan.layout):
-        if row.is_trained:
-            elements[row.choose_optimizer(plan.config.optimizer)] += count * prod(sizes)
-    return elements
-
-
 def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:
     """Forward and backward of all micro-batches. A backward that is split spends equal times on inputs and weights;
     with recomputation it runs whole in its first half (`compute/parallelize/pipeline.py`).
@@ -414,19 +393,10 @@ def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:
     Args:
         sending: seconds from one stage to the next.
     """
-    forward = {stage: cost.seconds for rank in ranks for stage, cost in rank.forward.items()}
-    backward = {stage: cost.seconds for rank in ranks for stage, cost in rank.backward.items()}
-    weights = {
-        stage: 0.0 if cost["recomputation"] else cost.seconds / 2
-        for rank in ranks
-        for stage, cost in rank.backward.items()
-    }
-
-    def cost(kind: str, stage: int) -> float:
-        if kind == "forward":
-            return forward[stage]
-        if kind == "backward":
-            return backward[stage]
-        return weights[stage] if kind == "weight gradient" else backward[stage] - weights[stage]
-
-    return simulate(order, cost, lambda _: sending)
+    stages = {stage: cost for rank in ranks for stage, cost in rank.backward.items()}
+    seconds = {("forward", stage): cost.seconds for rank in ranks for stage, cost in rank.forward.items()}
+    for stage, cost in stages.items():
+        weights = 0.0 if cost["recomputation"] else cost.seconds / 2
+        seconds |= {("backward", stage): cost.seconds, ("weight gradient", stage): weights}
+        seconds["input gradient", stage] = cost.seconds - weights
+    return simulate(order, lambda kind, stage: seconds[kind, stage], lambda _: sending)

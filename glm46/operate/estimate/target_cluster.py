@@ -91,10 +91,8 @@ class Efficiencies:
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
             is_number = is_number and (value > 0 or key.endswith("_rows"))
             if key not in known or not (isinstance(value, str) if key == "source" else is_number):
-                rule = (
-                    f"expected source with a text, or a number above 0 (of _rows: 0 or more) of {', '.join(known[:-1])}"
-                )
-                raise UserError(f"{path}: {key:.40} = {show(value)}: {rule}; {remedy}")
+                rule = "expected source with a text, or a number above 0 (of _rows: 0 or more) of"
+                raise UserError(f"{path}: {key:.40} = {show(value)}: {rule} {', '.join(known[:-1])}; {remedy}")
             if key in _SHARES and value > 1:
                 raise UserError(f"{path}: {key} = {show(value)}: a share of a peak is at most 1; {remedy}")
         measured = frozenset(values.keys() - {"source"})

@@ -5,7 +5,7 @@ It follows the code call by call: `parallelize/`, `compute/distributed/collectiv
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
@@ -29,7 +29,6 @@ from glm46.operate.estimate.rank_parts import (
 )
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.context_keys import attended_keys, sent_of_key
-from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
 from glm46.run.plan import Plan, gradients_are_summed_once, replicas_reduce_once
 from glm46.run.sizes import loss_chunk_tokens
@@ -125,14 +124,12 @@ def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | Non
     of_reference = _Step(plan, stage_index, count * (1 + has_kl), has_backward=False)
     of_policy, found = _Step(plan, stage_index, count, has_backward=False), []
     for rank, parts in enumerate(parts_of_ranks(plan)):
-        frozen = [
-            part if part.adapters is not None else replace(part, adapters=((),) * len(part.blocks)) for part in parts
-        ]
-        calls = list(of_reference.of_evaluation(rank, frozen))
+        frozen = [replace(part, adapters=part.adapters or ((),) * len(part.blocks)) for part in parts]
+        calls = [*of_reference.of_rank(rank, frozen)]
         if has_kl:
-            calls += of_policy.of_evaluation(rank, parts)
+            calls += of_policy.of_rank(rank, parts)
             calls.append(_Call("world", "all_reduce", plan.layout.world_size, "divergence", 1, 2 * _FP64))
-        found.append(_merged(iter(calls)))
+        found.append(_merged(calls))
     return found
 
 
@@ -142,7 +139,7 @@ def _of_muon(plan: Plan, parts: list[StagePart]) -> list[Traffic]:
     return [Traffic(each.axis, "all_to_all", each.ranks, 2 * each.buckets, each.nbytes, MUON) for each in exchanges]
 
 
-def _merged(calls: Iterator[_Call]) -> list[Traffic]:
+def _merged(calls: Iterable[_Call]) -> list[Traffic]:
     counts, sizes = Counter[tuple](), Counter[tuple]()
     for call in calls:
         if call.ranks > 1 and call.calls:
@@ -166,15 +163,12 @@ class _Step:
     """One optimizer step of a plan in one stage of text, or forward passes over its micro-batches."""
 
     def __init__(self, plan: Plan, stage_index: int, micro_batches: int | None, has_backward: bool = True):
-        stage = plan.text_stages[stage_index]
-        self._plan, self._shape, self._length, self._has_backward = plan, stage.shape, stage.seq_len, has_backward
+        stage, training, self._layout = plan.text_stages[stage_index], plan.config.training, plan.layout
+        self._plan, self._has_backward, self._rows = plan, has_backward, training.local_batch_size
+        self._shape, self._length = shape, length = stage.shape, stage.seq_len
         self._micro_batches = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
-        self._layout: Layout = plan.layout
-        training = plan.config.training
-        self._rows, length, shape = training.local_batch_size, stage.seq_len, stage.shape
-        self._width = WIDTHS[training.mixed_precision_param]
+        self._width, self._master = WIDTHS[training.mixed_precision_param], WIDTHS[training.dtype]
         self._reduce = WIDTHS[training.mixed_precision_reduce]
-        self._master = WIDTHS[training.dtype]
         # Without a cast FSDP2 gathers the masters as they are.
         self._gathered = self._width if training.mixed_precision_param != "float32" else self._master
         float8 = plan.config.float8
@@ -193,24 +187,16 @@ class _Step:
         """All calls of a pipeline rank."""
         for part in parts:
             yield from self._fsdp(part)
-            if self._layout.tp > 1:
+            if self._has_backward and self._layout.tp > 1:
                 yield from self._replicated_gradients(part)
             for call in self._of_micro_batch(rank, part):
                 yield call._replace(calls=call.calls * self._micro_batches)
-            yield from self._norms(part)
-        if self._in_fp8:
+            yield from self._norms(part) if self._has_backward else ()
+        if self._has_backward:
             units = (unit for part in parts for unit in fsdp_units(part, self._shape, self._layout))
-            in_fp8 = sum(len(self._gathered_in_fp8(unit)) for unit in units)
-            shards = self._layout.dense_shards
-            yield _Call("shard", "all_reduce", shards, "scales of weights", 1, in_fp8 * self._master)
-        yield from self._step_sums(parts)
-
-    def of_evaluation(self, rank: int, parts: list[StagePart]) -> Iterator[_Call]:
-        """All calls of forward passes without gradient."""
-        for part in parts:
-            yield from self._fsdp(part)
-            for call in self._of_micro_batch(rank, part):
-                yield call._replace(calls=call.calls * self._micro_batches)
+            nbytes = sum(len(self._gathered_in_fp8(unit)) for unit in units) * self._master if self._in_fp8 else 0
+            yield _Call("shard", "all_reduce", self._layout.dense_shards, "scales of weights", nbytes > 0, nbytes)
+            yield from self._step_sums(parts)
 
     def _of_micro_batch(self, rank: int, part: StagePart) -> Iterator[_Call]:
         layout, blocks = self._layout, Counter[tuple[Block, bool, str, bool]]()
@@ -336,13 +322,12 @@ class _Step:
 
     def _around_block(self, block: Block, runs: _Runs, is_first: bool) -> Iterator[_Call]:
         """Attention, and a dense network or the shared experts: gather before, reduce-scatter after."""
-        networks = 2 if block == "dense" or self._shape.n_shared_experts else 1
+        networks, tp = 2 if block == "dense" or self._shape.n_shared_experts else 1, self._layout.tp
         # Recomputation of a dense layer ends before its last reduce-scatter, whose result backward does not need.
-        spared = (1 if block == "dense" and runs.forward > 1 else 0) + is_first
+        spared = (block == "dense" and runs.forward > 1) + is_first
         calls = networks * (runs.forward + runs.backward)
-        whole = self._hidden * self._layout.tp
-        yield _Call("tp", "all_gather", self._layout.tp, "rows of the sequence", calls, whole)
-        yield _Call("tp", "reduce_scatter", self._layout.tp, "rows of the sequence", calls - spared, whole)
+        yield _Call("tp", "all_gather", tp, "rows of the sequence", calls, self._hidden * tp)
+        yield _Call("tp", "reduce_scatter", tp, "rows of the sequence", calls - spared, self._hidden * tp)
 
     def _key_heads(self, runs: _Runs) -> Iterator[_Call]:
         """Beyond the number of key heads: the parts of a head's keys and values, and their gradients."""
@@ -362,7 +347,6 @@ class _Step:
             name = "rows of the sequence for the head"
             yield _Call("tp", "all_gather", tp, name, calls, self._hidden * tp)
             yield _Call("tp", "reduce_scatter", tp, name, calls * self._has_backward, self._hidden * tp)
-        if part.has_head:
             is_trained = self._has_backward and part.adapters is None
             tokens, chunk = self._tokens * tp, loss_chunk_tokens(is_trained=is_trained)
             for start in range(0, tokens, chunk):
@@ -415,19 +399,15 @@ class _Step:
     def _pipeline(self, rank: int, part: StagePart) -> Iterator[_Call]:
         """Hidden states and embeddings for prediction depths to the next stage, gradients to the one before."""
         for what in self._borders(rank, part):
-            yield _Call("pp", "send", self._layout.pp, what, 1, self._hidden)
-            if self._depths:
-                yield _Call("pp", "send", self._layout.pp, what, 1, self._depths * self._hidden)
+            for copies in filter(None, (1, self._depths)):
+                yield _Call("pp", "send", self._layout.pp, what, 1, copies * self._hidden)
 
     def _borders(self, rank: int, part: StagePart) -> list[str]:
         """Tensors that a stage sends to other ranks."""
         parallelism = self._plan.config.parallelism
-        borders = ((part.index + 1, "hidden states"), (part.index - 1, "gradients of hidden states"))
-        return [
-            what
-            for other, what in borders[: 1 + self._has_backward]
-            if 0 <= other < parallelism.stages and rank_of_stage(parallelism, other) != rank
-        ]
+        borders = [(part.index + 1, "hidden states")] * (part.index + 1 < parallelism.stages)
+        borders += [(part.index - 1, "gradients of hidden states")] * (self._has_backward and part.index > 0)
+        return [what for other, what in borders if rank_of_stage(parallelism, other) != rank]
 
     def _step_sums(self, parts: list[StagePart]) -> Iterator[_Call]:
         """The gradient norm, and the sums of the step over all ranks."""
@@ -436,13 +416,10 @@ class _Step:
         of_experts = (("efsdp", "ep") if layout.ep > 1 else ("efsdp",)) if layout.experts_have_own_mesh else ("shard",)
         trained = [each.row for each in held_rows(parts, self._shape, layout) if each.row.is_trained]
         of_others = {True: ("shard",), False: ("shard", "tp") if layout.tp > 1 else ("shard",)}
-        sharded_over = dict.fromkeys(
-            of_experts if row.is_expert else of_others[row.tensor_dim is None] for row in trained
-        )
+        axes_of = dict.fromkeys(of_experts if row.is_expert else of_others[row.tensor_dim is None] for row in trained)
         sizes = {"shard": layout.dense_shards, "efsdp": layout.expert_shards, "ep": layout.ep, "tp": layout.tp}
-        for axes in sharded_over:
-            for axis in axes:
-                yield _Call(axis, "all_reduce", sizes[axis], "gradient norm", 1, FP32)
+        for axis in (axis for axes in axes_of for axis in axes):
+            yield _Call(axis, "all_reduce", sizes[axis], "gradient norm", 1, FP32)
         yield _Call("pp", "all_reduce", layout.pp, "gradient norm", 1, FP32)
         # Loss, and of each prediction depth loss and accepted drafts; two auxiliary losses and the norm.
         # Of pairs loss, correct order or divergence, a sum of chosen halves, and two of each half.

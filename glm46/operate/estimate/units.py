@@ -62,6 +62,11 @@ def token_count(tokens: int) -> str:
     return f"{tokens:,}"
 
 
+def plan_line(name: str, value: str, remark: str = "") -> str:
+    """A value of a plan under its name, with a remark."""
+    return f"{name:<35} {value:>22}  {remark}".rstrip()
+
+
 def aligned(rows: list[tuple[str, ...]], gap: str = "  ") -> list[str]:
     """The rows of a table as lines, each column as wide as its widest cell; no cell is cut."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
