@@ -23,7 +23,7 @@ from glm46.operate.estimate.exchange_time import (
 from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work, work_beside_exchange
 from glm46.operate.estimate.memory import offloaded_activations, rank_memory
 from glm46.operate.estimate.muon_cost import muon_cost
-from glm46.operate.estimate.other_networks import other_networks, other_passes
+from glm46.operate.estimate.other_networks import frozen_plan, other_networks, other_passes
 from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
 from glm46.operate.estimate.target_cluster import TargetCluster, groups
 from glm46.operate.estimate.timeline import Order, Timeline, bubble, simulate
@@ -187,10 +187,14 @@ def step_time(
         hosts = [m.host - other_networks(plan, m.weights, 0.0)[1] for m in memory]
         offloaded = [(m.disk or host) / networks for m, host in zip(memory, hosts, strict=True)]
     costs = _Costs(plan, stage_index, roofline)
-    ranks = [
-        _rank(plan, costs, parts, of_rank, micro_batches, states)
-        for parts, of_rank, states in zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
-    ]
+
+    def ranks_of(plan: Plan, costs: _Costs, traffic: list[list[Traffic]]) -> list[_Rank]:
+        return [
+            _rank(plan, costs, parts, of_rank, micro_batches, states)
+            for parts, of_rank, states in zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
+        ]
+
+    ranks = ranks_of(plan, costs, traffic)
     slowest = max(ranks, key=lambda rank: rank.seconds)
     parts, timeline = slowest.parts(micro_batches), None
     if layout.pp > 1 and order_of is not None:
@@ -205,6 +209,10 @@ def step_time(
     if critics:
         parts["critic"] = critics * sum(parts.values())
     if forwards:  # from stage to stage without an order of its own
+        of = frozen_plan(plan) or plan
+        if of is not plan:
+            traffic = step_traffic(of, stage_index, micro_batches)
+            ranks = ranks_of(of, _Costs(of, stage_index, Roofline(cluster, of)), traffic)
         forward = max(sum(cost.seconds for cost in rank.forward.values()) for rank in ranks)
         computed = forwards * (micro_batches + layout.pp - 1) * forward
         gathered = max(
