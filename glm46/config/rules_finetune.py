@@ -97,7 +97,7 @@ def teacher_teaches(config: RunConfig, distillation: DistillationConfig, shape: 
         )  # fmt: skip
     if of.top_k > shape.vocab_size:
         yield fault(f"`{begin}.top_k`: the vocabulary has {shape.vocab_size:,} tokens; lower it")
-    if of.flavor is None or config.teacher is None:
+    if of.flavor is None or of.load_path is None or config.teacher is None:
         return
     if of.flavor not in PRESETS:
         yield fault(f"`{begin}.flavor`: no such preset; give one of {', '.join(PRESETS)}")
