@@ -252,8 +252,9 @@ class _Step:
         """Sums over whole rows: accepted drafts, or the halves of pairs."""
         cp, tokens = self._layout.cp, self._rows * self._length
         if self._top_k:
-            width = (1 + self._top_k) * FP32 if self._has_backward else self._top_k * (FP32 + INDEX)
-            yield _Call("cp", "all_gather", cp, "likely tokens", 1 if self._has_backward else 2, tokens * width)
+            of_all = [(1 + self._top_k) * FP32] if self._has_backward else [self._top_k * FP32, self._top_k * INDEX]
+            for width in of_all:
+                yield _Call("cp", "all_gather", cp, "likely tokens", 1, tokens * width)
             return
         if self._plan.config.preference is None:
             yield _Call("cp", "all_gather", cp, "predictions", 1, (1 + self._depths) * tokens * INDEX)
@@ -378,10 +379,11 @@ class _Step:
             tokens, chunk = self._tokens * tp, loss_chunk_tokens(is_trained=is_trained)
             for start in range(0, tokens, chunk):
                 # Largest logit, logarithm of the sum, log-probability of the label and prediction of each token.
-                # The same of further tokens, which a teacher looks for before, with their logits.
-                figures = 4 + self._top_k if self._has_backward or not self._top_k else 3 + 3 * self._top_k
-                size = min(chunk, tokens - start) * figures * _FP64 * tp
-                yield _Call("tp", "all_gather", tp, "softmax over parts of the vocabulary", calls, size)
+                # A student has the last of more tokens, a teacher of these alone, and looks for them by their logits.
+                finds = self._top_k > 0 and not self._has_backward
+                for figures in (2 * self._top_k, 3 + self._top_k) if finds else (4 + self._top_k,):
+                    size = min(chunk, tokens - start) * figures * _FP64 * tp
+                    yield _Call("tp", "all_gather", tp, "softmax over parts of the vocabulary", calls, size)
 
     def _balance(self, runs: _Runs) -> Iterator[_Call]:
         """Sums of the balance loss over the ranks that share a sequence."""
