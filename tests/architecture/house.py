@@ -143,6 +143,15 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rewards", 24, "programs that are looked for, and the reward that a scoring program gives"),
     ("tasks/rl/rollout", 485, "sessions that record conversations; an endpoint with OpenAI's chat API"),
     ("tasks/rl", 345, "episodes of programs, in rounds; several samples of one episode"),
+    (
+        "tasks/finetune",
+        245,
+        "distillation: the teacher's likely tokens, divergences from them, its tokenizer, its task",
+    ),
+    ("config", 99, "distillation: its keys, the config of a teacher, and its rules on the layout"),
+    ("operate/estimate", 38, "a teacher's weights, passes and traffic"),
+    ("compute/model", 2, "several labels of a position"),
+    ("engine/training", 1, "a teacher's folder is compared with its own shape"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_453
