@@ -102,10 +102,10 @@ class RunConfig(Section):
         of = self.distillation
         if of is None or (of.load_path is None and self.adapter is not None):
             return None
-        none, checkpoint = {"num_nextn_predict_layers": 0}, self.checkpoint
-        model = self.model.model_copy(update=none)
+        model, checkpoint = self.model, self.checkpoint
         if of.flavor is not None:
-            model = ModelConfig(flavor=of.flavor, attention_kernel=model.attention_kernel, **none)
+            model = ModelConfig(flavor=of.flavor, attention_kernel=model.attention_kernel)
+        model = model.model_copy(update={"num_nextn_predict_layers": 0})
         if of.load_path is not None:
             start = {"initial_load_path": of.load_path, "initial_load_in_hf": of.load_in_hf}
             checkpoint = checkpoint.model_copy(update=start)
