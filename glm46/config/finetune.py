@@ -1,10 +1,10 @@
-"""The sections [finetune] and [finetune.preference]: runs that fine-tune trained weights on chats or preferences."""
+"""The sections [finetune], [finetune.preference] and [finetune.distillation]: runs that fine-tune trained weights."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import Needs, Section
+from glm46.config.section import ModelFolder, Needs, OnHub, Section
 
 
 class PreferenceConfig(Section):
@@ -46,12 +46,44 @@ class PreferenceConfig(Section):
         return self.loss_type not in ("simpo", "orpo", "reward")
 
 
+class DistillationConfig(Section):
+    """[finetune.distillation]: learn at each target the distribution of a teacher, a frozen network with the same
+    tokenizer. It is sharded as the student and read at every start."""
+
+    load_path: Annotated[ModelFolder | None, OnHub("model")] = None
+    """The teacher: a step folder of a checkpoint, or a Hugging Face folder, or ``hf://owner/name`` of the hub. Absent:
+    the weights that the run begins with; under [adapter] the student without its adapters, which takes no memory."""
+
+    load_in_hf: Annotated[bool, Needs("load_path")] = False
+    """True if ``load_path`` is a Hugging Face folder."""
+
+    flavor: Annotated[str | None, Needs("load_path")] = None
+    """Preset of the teacher's shape (glm46/config/presets.py). Absent: the shape of [model]."""
+
+    beta: float = Field(0.0, ge=0.0, le=1.0)
+    """0: forward KL, of the teacher from the student. 1: reverse KL. Between: the generalised Jensen-Shannon divergence
+    of GKD (arXiv 2306.13649), as TRL computes it."""
+
+    temperature: float = Field(1.0, gt=0.0)
+    """Divides the logits of both, for the divergence alone. It is not multiplied by the square of this number."""
+
+    top_k: int = Field(64, ge=1)
+    """Tokens of the teacher at each target, the most likely ones. All others count as one more."""
+
+    sft_weight: float = Field(0.0, ge=0.0)
+    """Weight of the mean cross-entropy of the targets, which is added to the mean divergence."""
+
+
 class FineTuneConfig(Section):
     """[finetune]: start from trained weights (checkpoint.initial_load_path) and learn the targets of conversations,
-    or to prefer one of two answers."""
+    to prefer one of two answers, or what a teacher says."""
 
     preference: PreferenceConfig | None = None
-    """Absent: the targets of conversations are learned by cross-entropy."""
+    """Pairs of answers, or labelled ones, and the loss that learns from them."""
+
+    distillation: DistillationConfig | None = None
+    """A teacher, and the divergence from it. Without this and ``preference`` the targets of conversations are learned
+    by cross-entropy."""
 
     samples: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Messages of a user; the greedy answers to them are shown before the first step and after the last one, on any

@@ -64,7 +64,7 @@ def broken_rules(config: RunConfig, world_size: int | None, files: tuple[ModuleT
     """The faults of a config by the rules of some files, in their order."""
     found: dict[str, Any] = {
         "config": config, "rl": config.rl, "rollout": config.rollout, "adapter": config.adapter,
-        "finetune": config.finetune, "preference": config.preference,
+        "finetune": config.finetune, "preference": config.preference, "distillation": config.distillation,
         "algorithm": None if config.rl is None else config.rl.resolved(),
         "shape": resolve_shape(config.model) if config.model.flavor in PRESETS else None,
     }  # fmt: skip

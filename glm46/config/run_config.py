@@ -11,7 +11,7 @@ from glm46.config.ablation import AblationConfig
 from glm46.config.adapter import AdapterConfig
 from glm46.config.checkpoint import CheckpointConfig, MetricsConfig
 from glm46.config.data import DataConfig
-from glm46.config.finetune import FineTuneConfig, PreferenceConfig
+from glm46.config.finetune import DistillationConfig, FineTuneConfig, PreferenceConfig
 from glm46.config.float8 import Float8Config
 from glm46.config.model import ModelConfig
 from glm46.config.moe import MoEConfig, MTPConfig
@@ -93,6 +93,26 @@ class RunConfig(Section):
         return None if self.finetune is None else self.finetune.preference
 
     @property
+    def distillation(self) -> DistillationConfig | None:
+        return None if self.finetune is None else self.finetune.distillation
+
+    @property
+    def teacher(self) -> "RunConfig | None":
+        """The config with which the teacher of [finetune.distillation] is built; None if it is the student."""
+        of = self.distillation
+        if of is None or (of.load_path is None and self.adapter is not None):
+            return None
+        model, checkpoint = self.model, self.checkpoint
+        if of.flavor is not None:
+            model = ModelConfig(flavor=of.flavor, attention_kernel=model.attention_kernel)
+        model = model.model_copy(update={"num_nextn_predict_layers": 0})
+        if of.load_path is not None:
+            start = {"initial_load_path": of.load_path, "initial_load_in_hf": of.load_in_hf}
+            checkpoint = checkpoint.model_copy(update=start)
+        update = {"model": model, "checkpoint": checkpoint, "adapter": None, "finetune": None}
+        return self.model_copy(update=update)
+
+    @property
     def head(self) -> Literal["lm", "value"]:
         """The head of the network that is trained."""
         return "value" if self.preference is not None and self.preference.loss_type == "reward" else "lm"
@@ -133,20 +153,24 @@ class RunConfig(Section):
     @property
     def keeps_its_start(self) -> bool:
         """True if every start reads frozen weights from checkpoint.initial_load_path: the base of adapters, or the
-        reference of a preference or of [rl]."""
+        reference of a preference or of [rl], or a teacher that has no folder of its own."""
         has_reference = self.rl is not None and self.rl.reference is None and self.rl.resolved().has_reference
+        has_reference |= self.distillation is not None and self.distillation.load_path is None
         return self.adapter is not None or self.has_preference_reference or has_reference
 
     @property
     def read_weights(self) -> dict[str, tuple[Path, bool]]:
         """Weights that a run begins with or reads at every start: path, and whether it is a Hugging Face folder, by the
         beginning of their keys, which end in ``_path`` and ``_in_hf``."""
-        checkpoint, teacher = self.checkpoint, None if self.rl is None else self.rl.reference
+        checkpoint, distillation = self.checkpoint, self.distillation
+        reference = None if self.rl is None else self.rl.reference
         found: dict[str, tuple[Path, bool]] = {}
         if checkpoint.initial_load_path is not None:
             found["checkpoint.initial_load"] = Path(checkpoint.initial_load_path), checkpoint.initial_load_in_hf
-        if teacher is not None:
-            found["rl.reference.load"] = Path(teacher.load_path), teacher.load_in_hf
+        if reference is not None:
+            found["rl.reference.load"] = Path(reference.load_path), reference.load_in_hf
+        if distillation is not None and distillation.load_path is not None:
+            found["finetune.distillation.load"] = Path(distillation.load_path), distillation.load_in_hf
         if self.rl is not None and self.rl.reward_model is not None:
             found["rl.rewards.options.load"] = Path(str(self.rl.reward_model.options.get("load_path"))), False
         return found

@@ -27,7 +27,7 @@ class HeadOutput(NamedTuple):
     loss: Tensor | None = None
     """FP32 scalar: negative log-likelihood summed over the labels; set by `summed_loss`."""
     logprobs: Tensor | None = None
-    """FP32 [...]: log-probability of each label, 0 without a label; set by `token_logprobs`."""
+    """FP32, of the shape of the labels: log-probability of each, 0 without a label; set by `token_logprobs`."""
     entropy: Tensor | None = None
     """FP32 [...]: entropy of the distribution in nats, 0 without a label; set by `token_logprobs` on request."""
 
@@ -47,7 +47,7 @@ HeadForm = Callable[[Tensor, Tensor, Tensor, VocabularyPart | None], HeadOutput]
 
 
 class _Softmax(NamedTuple):
-    """Softmax of the logits of n tokens. All fields but the first are [n, 1]."""
+    """Softmax of the logits of n tokens. All fields are [n, 1] but the first, and ``logprob``: as many as labels."""
 
     probability: Tensor
     """FP32 [n, local columns]: softmax over the local columns; computing the entropy overwrites it."""
@@ -61,14 +61,14 @@ class _Softmax(NamedTuple):
     """FP32, on request."""
 
 
-def _softmax(
+def softmax_of(
     logits: Tensor, wide: Tensor, labels: Tensor, part: VocabularyPart | None, with_entropy: bool = False
 ) -> _Softmax:
-    """Softmax of a chunk in the memory of ``wide``. Collective if ``part`` is given."""
+    """Softmax of a chunk in the memory of ``wide``, for labels [n, K]. Collective if ``part`` is given."""
     column, is_local = _columns(labels, logits.shape[1], part)
     largest, predicted = logits.max(-1, keepdim=True)
     below_largest = largest.float() - logits.gather(1, column).float()
-    probability = _probability(logits, wide)
+    probability = torch.softmax(logits if wide is logits else wide.copy_(logits), -1, out=wide)
     # The largest probability is 1 / sum of the softmax. It is never too small for a logarithm.
     log_inverse_sum = probability.gather(1, predicted).log()
     logprob = log_inverse_sum - below_largest
@@ -79,8 +79,8 @@ def _softmax(
     # FP64 is exact for FP32 numbers and for token ids.
     local = [largest, log_inverse_sum, logprob.where(is_local, -torch.inf), predicted + part.rank * logits.shape[1]]
     local += [] if entropy is None else [entropy]
-    # [ranks, n, 1] from here on.
-    gathered = part.gather(torch.stack([x.double() for x in local])).unbind(1)
+    # [ranks, n, 1] from here on, and [ranks, n, K].
+    gathered = part.gather(torch.cat([x.double() for x in local], 1)).split([x.shape[1] for x in local], -1)
     largest, log_inverse_sum, logprob, predicted, *entropies = gathered
     log_sum = largest - log_inverse_sum
     log_share = log_sum - log_sum.logsumexp(0)
@@ -94,14 +94,9 @@ def _softmax(
     )
 
 
-def _probability(logits: Tensor, wide: Tensor) -> Tensor:
-    """Softmax in ``wide``, FP32 or the logits themselves."""
-    return torch.softmax(logits if wide is logits else wide.copy_(logits), -1, out=wide)
-
-
 def _columns(labels: Tensor, width: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """Local column of each label [n], 0 if it is on another rank, and whether it is local; both [n, 1]."""
-    column = labels.unsqueeze(1) - (0 if part is None else part.rank * width)
+    """Local column of each label, 0 if it is on another rank, and whether it is local; both [n, K] as the labels."""
+    column = labels - (0 if part is None else part.rank * width)
     is_local = (column >= 0) & (column < width)
     return column.where(is_local, 0), is_local
 
@@ -111,7 +106,7 @@ def _add_at_labels(grad_logits: Tensor, labels: Tensor, part: VocabularyPart | N
     grad_logits.scatter_add_(1, column, is_local * value)
 
 
-def _chunks(
+def logit_chunks(
     hidden: Tensor, weight: Tensor, chunk_tokens: int, scale: float = 1.0
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield rows of `hidden` [T, D], their logits, and memory for as many in FP32; the next chunk overwrites both."""
@@ -130,7 +125,7 @@ class _Gradients:
     """Gradients of hidden states and weight, as far as needed, accumulated over chunks of logits."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, needed: tuple[bool, ...]):
-        self._hidden, self._weight, self._is_target = hidden, weight, (labels != IGNORE).unsqueeze(1)
+        self._hidden, self._weight, self._is_target = hidden, weight, labels[:, :1] != IGNORE
         self.of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._needs_weight = needed[1]
         self._of_weight: Tensor | None = None
@@ -160,21 +155,21 @@ class _SummedLoss(torch.autograd.Function):
     """Computes both gradients in forward, so that logits are neither kept nor recomputed."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, labels_T, is_counted_T, part: VocabularyPart | None, chunk_tokens: int):
-        loss, predictions_T = hidden_TD.new_zeros((), dtype=torch.float32), torch.empty_like(labels_T)
-        gradients = _Gradients(hidden_TD, weight_VD, labels_T, ctx.needs_input_grad)
-        for rows, logits, wide in _chunks(hidden_TD, weight_VD, chunk_tokens):
-            softmax = _softmax(logits, wide, labels_T[rows], part)
-            loss -= softmax.logprob.squeeze(1).where(is_counted_T[rows], 0).sum()
-            predictions_T[rows] = softmax.predicted.squeeze(1)
+    def forward(ctx, hidden_TD, weight_VD, labels_T1, is_counted_T1, part: VocabularyPart | None, chunk_tokens: int):
+        loss, predictions_T1 = hidden_TD.new_zeros((), dtype=torch.float32), torch.empty_like(labels_T1)
+        gradients = _Gradients(hidden_TD, weight_VD, labels_T1, ctx.needs_input_grad)
+        for rows, logits, wide in logit_chunks(hidden_TD, weight_VD, chunk_tokens):
+            softmax = softmax_of(logits, wide, labels_T1[rows], part)
+            loss -= softmax.logprob.where(is_counted_T1[rows], 0).sum()
+            predictions_T1[rows] = softmax.predicted
             if any(ctx.needs_input_grad):
                 grad_logits, share = softmax.probability, softmax.share
                 grad_logits = grad_logits if share is None else grad_logits.mul_(share)
-                _add_at_labels(grad_logits, labels_T[rows], part, -1.0)
+                _add_at_labels(grad_logits, labels_T1[rows], part, -1.0)
                 gradients.add(rows, logits.copy_(grad_logits))
         ctx.save_for_backward(*gradients.finish())
-        ctx.mark_non_differentiable(predictions_T)
-        return loss, predictions_T
+        ctx.mark_non_differentiable(predictions_T1)
+        return loss, predictions_T1
 
     @staticmethod
     @once_differentiable
@@ -185,24 +180,25 @@ class _SummedLoss(torch.autograd.Function):
 
 class _TokenLogprobs(torch.autograd.Function):
     """Recomputes the logits in backward, because the gradient factor of each token is known only then. Saves the inputs
-    and a few numbers per token."""
+    and a few numbers per token. Labels are [...], or [..., K]: K of each token."""
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, labels, part: VocabularyPart | None, chunk_tokens, scale, with_entropy):
-        labels_T, predictions = labels.view(-1), torch.empty_like(labels)
+        labels_TK = labels.view(-1, max(labels.numel() // max(len(hidden_TD), 1), 1))
+        predictions = labels.new_empty(labels.shape if labels_TK.shape[1] == 1 else labels.shape[:-1])
         # In the shape of the labels, not a view: FSDP puts hooks on the outputs of the model and warns about views.
-        logprobs, entropies = (torch.empty_like(labels, dtype=torch.float32) for _ in range(2))
-        shares = None if part is None else hidden_TD.new_empty(len(labels_T), 1, dtype=torch.float32)
-        for rows, logits, wide in _chunks(hidden_TD, weight_VD, chunk_tokens, scale):
-            softmax = _softmax(logits, wide, labels_T[rows], part, with_entropy)
-            predictions.view(-1, 1)[rows], logprobs.view(-1, 1)[rows] = softmax.predicted, softmax.logprob
+        logprobs, entropies = (torch.empty_like(like, dtype=torch.float32) for like in (labels, predictions))
+        shares = None if part is None else hidden_TD.new_empty(len(labels_TK), 1, dtype=torch.float32)
+        for rows, logits, wide in logit_chunks(hidden_TD, weight_VD, chunk_tokens, scale):
+            softmax = softmax_of(logits, wide, labels_TK[rows], part, with_entropy)
+            predictions.view(-1, 1)[rows], logprobs.view_as(labels_TK)[rows] = softmax.predicted, softmax.logprob
             if shares is not None and softmax.share is not None:
                 shares[rows] = softmax.share
             if softmax.entropy is not None:
                 entropies.view(-1, 1)[rows] = softmax.entropy
-        for figure in (logprobs, entropies):
-            figure.masked_fill_(labels == IGNORE, 0.0)
-        ctx.save_for_backward(hidden_TD, weight_VD, labels_T, shares, entropies if with_entropy else None)
+        logprobs.masked_fill_(labels == IGNORE, 0.0)
+        entropies.masked_fill_((labels_TK[:, 0] == IGNORE).view_as(entropies), 0.0)
+        ctx.save_for_backward(hidden_TD, weight_VD, labels_TK, shares, entropies if with_entropy else None)
         ctx.part, ctx.chunk_tokens, ctx.scale = part, chunk_tokens, scale
         ctx.mark_non_differentiable(predictions)
         ctx.set_materialize_grads(False)
@@ -211,37 +207,39 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, _):
-        hidden_TD, weight_VD, labels_T, shares, entropies = ctx.saved_tensors
-        is_target = labels_T != IGNORE
+        hidden_TD, weight_VD, labels_TK, shares, entropies = ctx.saved_tensors
+        is_target = labels_TK != IGNORE
         # The logits carry the factor `scale`; its derivative goes into the factors per token.
         of_logprob, of_entropy = (
-            None if grad is None else (grad.reshape(-1).where(is_target, 0) * ctx.scale).unsqueeze(1)
-            for grad in (grad_logprobs, grad_entropies)
+            None if grad is None else grad.reshape(mask.shape).where(mask, 0) * ctx.scale
+            for grad, mask in ((grad_logprobs, is_target), (grad_entropies, is_target[:, :1]))
         )
-        gradients = _Gradients(hidden_TD, weight_VD, labels_T, ctx.needs_input_grad)
-        for rows, logits, wide in _chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
-            grad_logits = _probability(logits, wide)
+        of_logprob = torch.zeros_like(is_target, dtype=torch.float32) if of_logprob is None else of_logprob
+        gradients = _Gradients(hidden_TD, weight_VD, labels_TK, ctx.needs_input_grad)
+        for rows, logits, wide in logit_chunks(hidden_TD, weight_VD, ctx.chunk_tokens, ctx.scale):
+            grad_logits = torch.softmax(logits if wide is logits else wide.copy_(logits), -1, out=wide)
             if shares is not None:
                 grad_logits.mul_(shares[rows])
-            factor = 0.0 if of_logprob is None else of_logprob[rows]
+            factor = of_logprob[rows].sum(1, keepdim=True)
             if of_entropy is None:
                 grad_logits.mul_(-factor)
             else:  # d entropy / d logit = -p (log p + entropy)
                 surprise = torch.special.entr(grad_logits).mul_(of_entropy[rows])
                 grad_logits.mul_(-factor - of_entropy[rows] * entropies.view(-1, 1)[rows]).add_(surprise)
                 del surprise  # free it before the next chunk allocates its own
-            _add_at_labels(grad_logits, labels_T[rows], ctx.part, factor)
+            _add_at_labels(grad_logits, labels_TK[rows], ctx.part, of_logprob[rows])
             gradients.add(rows, logits.copy_(grad_logits))
         return *gradients.finish(), None, None, None, None, None
 
 
-def _rows(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def rows_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Flatten to [T, D], and detach without autograd: custom functions compute gradients in forward regardless."""
     hidden = hidden.reshape(-1, hidden.shape[-1])
     return (hidden, weight) if torch.is_grad_enabled() else (hidden.detach(), weight.detach())
 
 
-def _chunk_tokens(weight: Tensor) -> int:
+def chunk_tokens_of(weight: Tensor) -> int:
+    """Tokens per chunk of logits where a caller asks for no other number."""
     return loss_chunk_tokens(is_trained=torch.is_grad_enabled() and weight.requires_grad, device=weight.device.type)
 
 
@@ -263,13 +261,12 @@ def summed_loss(
             gradient of `hidden` is this rank's summand of it.
         chunk_tokens: tokens per chunk of logits. None: as `loss_chunk_tokens` says.
     """
-    is_counted, chunk_tokens = labels != IGNORE, chunk_tokens or _chunk_tokens(weight)
+    is_counted, chunk_tokens = labels != IGNORE, chunk_tokens or chunk_tokens_of(weight)
     if part is not None:
-        is_mine = torch.zeros_like(is_counted)
-        is_mine.chunk(part.ranks, dim=1)[part.rank].fill_(True)
-        is_counted &= is_mine
+        for other in {*range(part.ranks)} - {part.rank}:
+            is_counted.chunk(part.ranks, dim=1)[other].fill_(False)
     loss, predictions = _SummedLoss.apply(
-        *_rows(hidden, weight), labels.reshape(-1), is_counted.reshape(-1), part, chunk_tokens
+        *rows_of(hidden, weight), labels.reshape(-1, 1), is_counted.reshape(-1, 1), part, chunk_tokens
     )
     return HeadOutput(predictions.view_as(labels), loss=loss)
 
@@ -287,13 +284,18 @@ def token_logprobs(
     """Form for objectives that weigh tokens: log softmax(hidden @ weight.T / temperature)[label] of each label, and on
     request the entropy of that distribution. Both are differentiable.
 
-    Arguments are those of `summed_loss`. With ``part``, collective: all its ranks get the values of the whole sequence
-    and must compute the same objective from them, so that its gradient counts once.
+    Arguments are those of `summed_loss`; labels [B, K, S] are K of each position, of which the first one says if it has
+    a target. With ``part``, collective: all its ranks get the values of the whole sequence and must compute the same
+    objective from them, so that its gradient counts once.
     """
     # The gradient of the entropy needs a second tensor as large as the logits.
-    chunk_tokens = chunk_tokens or _chunk_tokens(weight)
+    chunk_tokens = chunk_tokens or chunk_tokens_of(weight)
     chunk_tokens = -(-chunk_tokens // 2) if entropy else chunk_tokens
+    has_several = labels.dim() == hidden.dim()
+    given = labels.transpose(1, 2) if has_several else labels
     logprobs, entropies, predictions = _TokenLogprobs.apply(
-        *_rows(hidden, weight), labels.contiguous(), part, chunk_tokens, 1.0 / temperature, entropy
+        *rows_of(hidden, weight), given.contiguous(), part, chunk_tokens, 1.0 / temperature, entropy
     )
-    return HeadOutput(predictions, logprobs=logprobs, entropy=entropies)
+    if has_several:
+        logprobs = logprobs.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return HeadOutput(predictions.view(given.shape[: hidden.dim() - 1]), logprobs=logprobs, entropy=entropies)

@@ -58,8 +58,8 @@ METRICS: tuple[Metric, ...] = (
         "Log-probability of the policy; mean of chosen completions. Without a reference per token.",
     ),
     Metric("logps/rejected", "nats", "loss", "The same of rejected completions."),
-    Metric("nll_loss", "nats/token", "loss", "Mean cross-entropy of the chosen completions."),
-    Metric("kl", "nats", "loss", "KTO's estimate of the divergence of the policy from the reference, at least 0."),
+    Metric("nll_loss", "nats/token", "loss", "Mean cross-entropy of chosen completions, or of a student's targets."),
+    Metric("kl", "nats", "loss", "KTO's estimate of the divergence from the reference; a student's from its teacher."),
     Metric("balance_loss", "1", "loss", "Sequence-level balance loss, mean over tokens, before its weight."),
     Metric("z_loss", "1", "loss", "Router z-loss, mean over tokens, before its weight."),
     Metric("explained_variance", "ratio", "loss", "1 - variance of return - value over variance of the return."),
@@ -147,6 +147,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "validation_loss", "nats/token", "validation", "loss on held-out documents.", "source", "loss"
     ),
+    Metric("validation_kl", "nats/token", "validation", "kl of a student from its teacher on held-out documents."),
     Metric("validation_bits_per_byte", "bit/byte", "validation", "The same per byte of UTF-8 text.", "source"),
     Metric(
         "validation_mtp_acceptance", "ratio", "validation", "mtp_acceptance on held-out documents.", None,

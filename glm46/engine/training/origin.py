@@ -57,7 +57,8 @@ def refuse_origin(config: RunConfig) -> None:
     initial, weights = "checkpoint.initial_load", config.read_weights
     for begin in weights:
         if begin != initial or config.keeps_its_start:
-            _refuse_weights(config, begin, *weights[begin])
+            is_of_teacher = begin == "finetune.distillation.load"
+            _refuse_weights((is_of_teacher and config.teacher) or config, begin, *weights[begin])
     _refuse_folders_of_others(config, saved)
     if checkpoint.enable and checkpoint.load_step != -1:
         if checkpoint.load_step not in saved:

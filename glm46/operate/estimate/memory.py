@@ -28,7 +28,7 @@ from glm46.operate.estimate.activations import (
     output_gradient_bytes,
     travelling_key_bytes,
 )
-from glm46.operate.estimate.other_networks import generation_memory, other_networks, other_passes
+from glm46.operate.estimate.other_networks import frozen_plan, generation_memory, other_networks, other_passes
 from glm46.operate.estimate.rank_parts import (
     Block,
     HeldRows,
@@ -71,7 +71,7 @@ class MemoryPlan:
 
     weights: float
     """Master weights that this rank holds on the device, the routers' selection biases, and both of the frozen
-    reference of a preference."""
+    reference of a preference, or of a teacher."""
     gradients: float
     """Their gradients, or the copies that Muon takes of offloaded ones. Under a pipeline FSDP2 keeps whole gradients of
     all layers, in the reduce type, until the last micro-batch."""
@@ -223,7 +223,8 @@ class _Step:
         self._document_tokens = plan.document_tokens or self._length
         self._spread = Spread(plan.layout.tp, plan.layout.ep, plan.hops(stage.shape))
         self._of_row = {"rows": self._rows, "length": self._length, "cp": plan.layout.cp, "tp": plan.layout.tp}
-        self._sums_once = gradients_are_summed_once(plan)
+        self._sums_once, self._frozen = gradients_are_summed_once(plan), frozen_plan(plan)
+        self._frozen_parts = parts_of_ranks(self._frozen) if self._frozen else []
         self._known: dict[tuple[Block, Frozen | None, str], float] = {}
 
     def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
@@ -238,9 +239,9 @@ class _Step:
         if offload != "none":
             # AdamW updates whole tensors; embedding and head may be larger than any item of Muon.
             on_device = min(all_states, OFFLOAD_SLOTS * max(OFFLOAD_ITEM_BYTES, *(size for size, _ in states)))
-        # The reference of a preference without adapters: the same shards once more, as they are computed with.
-        has_reference = self._config.has_preference_reference and self._config.adapter is None
-        reference = held * self._width + buffers * FP32 if has_reference else 0.0
+        # Of a reference or a teacher with weights of its own, as they are computed with.
+        others = held_rows(self._frozen_parts[rank], self._frozen.shape, self._layout) if self._frozen else ()
+        reference = sum(n * prod(sizes) * (self._width if row.optimizer else FP32) for row, n, sizes in others)
         here = {part.index for part in parts}
         kept = {part.index: self._of_micro_batch(part, here) for part in parts}
         counts, waiting = {part.index: 1 for part in parts}, 0
@@ -403,6 +404,8 @@ class _Step:
         size = 0.0
         if self._mode != "none":
             size = self._tokens * max((each for part in parts for each in self._layers(part, again=True)), default=0.0)
+        if (of := self._config.distillation) is not None:  # of all micro-batches of a step
+            size += self._micro_batches * self._tokens * self._layout.tp * of.top_k * (INDEX + FP32)
         if self._layout.pp > 1:
             depths, schedule = self._shape.num_nextn_predict_layers, self._config.parallelism.pipeline_parallel_schedule
             is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
@@ -489,7 +492,7 @@ class _Step:
     def _loss(self, micro_batches: int) -> float:
         """The gradients of the head's weight, of the main model and each depth. `token_logprobs`, which pairs take,
         computes them in backward."""
-        if self._config.adapter is not None or self._config.preference is not None:
+        if self._config.adapter is not None or self._config.preference or self._config.distillation:
             return 0.0
         heads = 1 + self._shape.num_nextn_predict_layers
         return micro_batches * heads * self._head_elements() * self._width

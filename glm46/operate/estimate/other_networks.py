@@ -8,7 +8,7 @@ from glm46.operate.estimate.rank_parts import local_shape
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout, generation_layout
 from glm46.run.parameters import Parameter, dense_layer, moe_layer, mtp_layer, named_rows, part_rows
-from glm46.run.plan import Plan
+from glm46.run.plan import Plan, resolve_plan
 from glm46.run.stages import split_layers
 
 
@@ -96,15 +96,25 @@ def cached_elements(shape: ModelShape, tp: int) -> int:
     return shape.latent_width or 2 * max(shape.num_key_value_heads // tp, 1) * shape.head_dim
 
 
+def frozen_plan(plan: Plan) -> Plan | None:
+    """The plan of the network that fine-tuning compares with and does not train: a reference as large as the policy, or
+    a teacher. None without one, and where it is the policy without its adapters."""
+    config = plan.config
+    if config.teacher is not None:
+        return resolve_plan(config.teacher, plan.layout.world_size, plan.document_tokens, host_ranks=plan.host_ranks)
+    return plan if config.has_preference_reference and config.adapter is None else None
+
+
 def other_passes(plan: Plan) -> tuple[int, int]:
     """Forward passes without gradient over all rows of a step, and updates of a critic in it.
 
-    The passes: of the reference of a preference, of KTO also of both networks on other prompts; with [rl] of the old
-    policy, the reference, the reward model and the critic.
+    The passes: of a teacher, or of the reference of a preference, of KTO also of both networks on other prompts; with
+    [rl] of the old policy, the reference, the reward model and the critic.
     """
     if plan.config.rl is None:
         has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
-        return plan.config.has_preference_reference + 2 * has_kl, 0
+        has_teacher = plan.config.distillation is not None
+        return plan.config.has_preference_reference + 2 * has_kl + has_teacher, 0
     rl = plan.config.rl.resolved()
     is_old_apart = rl.old_policy == "trainer" and not rl.is_on_policy(plan.config.training.global_batch_size)
     has_judge = rl.reward_model is not None

@@ -22,7 +22,7 @@ from glm46.operate.estimate.exchange_time import (
 from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work, work_beside_exchange
 from glm46.operate.estimate.memory import offloaded_activations, rank_memory
 from glm46.operate.estimate.muon_cost import muon_cost
-from glm46.operate.estimate.other_networks import other_networks, other_passes
+from glm46.operate.estimate.other_networks import frozen_plan, other_networks, other_passes
 from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
 from glm46.operate.estimate.target_cluster import TargetCluster, groups
 from glm46.operate.estimate.timeline import Order, Timeline, bubble, simulate
@@ -185,8 +185,13 @@ def step_time(
         # Without an offloaded reference, which no update reads, and without a critic, which is added below.
         hosts = [m.host - other_networks(plan, m.weights, 0.0)[1] for m in memory]
         offloaded = [(m.disk or host) / networks for m, host in zip(memory, hosts, strict=True)]
-    costs, of_ranks = _Costs(plan, stage_index, roofline), zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
-    ranks = [_rank(plan, costs, *of_rank, micro_batches) for of_rank in of_ranks]
+    costs = _Costs(plan, stage_index, roofline)
+
+    def ranks_of(plan: Plan, costs: _Costs, traffic: list[list[Traffic]]) -> list[_Rank]:
+        of_ranks = zip(parts_of_ranks(plan), traffic, offloaded, strict=True)
+        return [_rank(plan, costs, *of_rank, micro_batches) for of_rank in of_ranks]
+
+    ranks = ranks_of(plan, costs, traffic)
     slowest = max(ranks, key=lambda rank: rank.seconds)
     parts, timeline = slowest.parts(micro_batches), None
     if layout.pp > 1 and order_of is not None:
@@ -201,6 +206,10 @@ def step_time(
     if critics:
         parts["critic"] = critics * sum(parts.values())
     if forwards:  # from stage to stage without an order of its own
+        of = frozen_plan(plan) or plan
+        if of is not plan:
+            traffic = step_traffic(of, stage_index, micro_batches)
+            ranks = ranks_of(of, _Costs(of, stage_index, Roofline(cluster, of)), traffic)
         forward = max(sum(cost.seconds for cost in rank.forward.values()) for rank in ranks)
         computed = forwards * (micro_batches + layout.pp - 1) * forward
         gathered = max(

@@ -15,6 +15,7 @@ from glm46.config.model import ModelShape
 from glm46.config.section import values_of
 from glm46.operate.estimate.activations import EXPERT_NUMBER, FP32, INDEX
 from glm46.operate.estimate.muon_cost import muon_cost
+from glm46.operate.estimate.other_networks import frozen_plan
 from glm46.operate.estimate.rank_parts import (
     Block,
     FsdpUnit,
@@ -114,16 +115,18 @@ def step_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = N
 
 
 def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | None = None) -> list[list[Traffic]]:
-    """As `step_traffic`, of the forward passes that precede a step of preferences: those of the reference, which is the
-    policy without its adapters or a frozen network, and of KTO also both networks on completions of other prompts.
-    Nothing without a reference."""
-    if not plan.config.has_preference_reference:
+    """As `step_traffic`, of the forward passes that precede a step of preferences or of a student: those of reference
+    or teacher, which is the policy without its adapters or a frozen network, and of KTO also both networks on
+    completions of other prompts. Nothing without one."""
+    distillation = plan.config.distillation
+    if not plan.config.has_preference_reference and distillation is None:
         return [[] for _ in range(plan.layout.pp)]
     has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
     count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
-    of_reference = _Step(plan, stage_index, count * (1 + has_kl), has_backward=False)
+    of, top_k = frozen_plan(plan) or plan, 0 if distillation is None else distillation.top_k
+    of_reference = _Step(of, stage_index, count * (1 + has_kl), has_backward=False, top_k=top_k)
     of_policy, found = _Step(plan, stage_index, count, has_backward=False), []
-    for rank, parts in enumerate(parts_of_ranks(plan)):
+    for rank, parts in enumerate(parts_of_ranks(of)):
         frozen = [replace(part, adapters=part.adapters or ((),) * len(part.blocks)) for part in parts]
         calls = [*of_reference.of_rank(rank, frozen)]
         if has_kl:
@@ -162,7 +165,10 @@ class _Runs(NamedTuple):
 class _Step:
     """One optimizer step of a plan in one stage of text, or forward passes over its micro-batches."""
 
-    def __init__(self, plan: Plan, stage_index: int, micro_batches: int | None, has_backward: bool = True):
+    def __init__(
+        self, plan: Plan, stage_index: int, micro_batches: int | None, has_backward: bool = True, top_k: int = 0
+    ):
+        """``top_k``: tokens of each position that a forward pass looks for, or a step learns from."""
         stage, training, self._layout = plan.text_stages[stage_index], plan.config.training, plan.layout
         self._plan, self._has_backward, self._rows = plan, has_backward, training.local_batch_size
         self._shape, self._length = shape, length = stage.shape, stage.seq_len
@@ -174,7 +180,8 @@ class _Step:
         float8 = plan.config.float8
         layers = linear_layers(shape, float8, plan.layout.tp) if float8.enable_fsdp_float8_all_gather else ()
         self._in_fp8 = {f"{layer.name}.weight" for layer in layers if layer.excluded_by is None}
-        self._depths = shape.num_nextn_predict_layers
+        learned = 0 if plan.config.distillation is None else plan.config.distillation.top_k
+        self._depths, self._top_k = shape.num_nextn_predict_layers, top_k or learned
         self._tokens = self._rows * length // (self._layout.cp * self._layout.tp)
         self._hidden = self._tokens * shape.hidden_size * self._width
 
@@ -230,6 +237,11 @@ class _Step:
     def _whole_rows(self) -> Iterator[_Call]:
         """Sums over whole rows: accepted drafts, or the halves of pairs."""
         cp, tokens = self._layout.cp, self._rows * self._length
+        if self._top_k:
+            of_all = [(1 + self._top_k) * FP32] if self._has_backward else [self._top_k * FP32, self._top_k * INDEX]
+            for width in of_all:
+                yield _Call("cp", "all_gather", cp, "likely tokens", 1, tokens * width)
+            return
         if self._plan.config.preference is None:
             yield _Call("cp", "all_gather", cp, "predictions", 1, (1 + self._depths) * tokens * INDEX)
             return
@@ -351,8 +363,11 @@ class _Step:
             tokens, chunk = self._tokens * tp, loss_chunk_tokens(is_trained=is_trained)
             for start in range(0, tokens, chunk):
                 # Largest logit, logarithm of the sum, log-probability of the label and prediction of each token.
-                size = min(chunk, tokens - start) * 4 * _FP64 * tp
-                yield _Call("tp", "all_gather", tp, "softmax over parts of the vocabulary", calls, size)
+                # A student has the last of more tokens, a teacher of these alone, and looks for them by their logits.
+                finds = self._top_k > 0 and not self._has_backward
+                for figures in (2 * self._top_k, 3 + self._top_k) if finds else (4 + self._top_k,):
+                    size = min(chunk, tokens - start) * figures * _FP64 * tp
+                    yield _Call("tp", "all_gather", tp, "softmax over parts of the vocabulary", calls, size)
 
     def _balance(self, runs: _Runs) -> Iterator[_Call]:
         """Sums of the balance loss over the ranks that share a sequence."""
@@ -423,7 +438,9 @@ class _Step:
         yield _Call("pp", "all_reduce", layout.pp, "gradient norm", 1, FP32)
         # Loss, and of each prediction depth loss and accepted drafts; two auxiliary losses and the norm.
         # Of pairs loss, correct order or divergence, a sum of chosen halves, and two of each half.
+        # Of a student loss, divergence and cross-entropy.
         own = 1 + 2 * self._depths if self._plan.config.preference is None else 7
+        own = 3 if self._top_k else own
         sums = (own + 3) * _FP64
         routers = self._shape.num_hidden_layers - self._shape.first_k_dense_replace + self._depths
         counts = routers * (self._shape.n_routed_experts + 1) * INDEX

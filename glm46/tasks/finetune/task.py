@@ -17,13 +17,14 @@ from glm46.engine.training.network import Network, build_frozen_network
 from glm46.engine.training.state import Progress
 from glm46.engine.training.task import StepBatches
 from glm46.run.curriculum import stage_at
-from glm46.run.plan import Plan
+from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.chats.pairs import BEGIN
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.huggingface.tokenizer_files import stop_ids
+from glm46.tasks.finetune.distillation import DistillationLoss, check_teacher
 from glm46.tasks.finetune.halves import mismatch_completions, only_ends, split_pairs
 from glm46.tasks.finetune.preference_loss import KL, REFERENCE, PreferenceLoss
 from glm46.tasks.pretrain.network_rows import greedy_answers, tokens_at_once
@@ -189,6 +190,57 @@ class PreferenceTuning(FineTuning):
         return sum_over_all_ranks(sums | {name: torch.tensor(n, dtype=torch.float64) for name, n in counts.items()})
 
 
+class Distillation(FineTuning):
+    """Learns what a teacher says of the targets. The teacher is a network of its own, or the student without its
+    adapters; each start reads it again."""
+
+    keeps_prediction_layers = True
+
+    def __init__(self, plan: Plan, cluster: Cluster):
+        """See `FineTuning`; builds the teacher too. Collective."""
+        super().__init__(plan, cluster)
+        self._learn_from_teacher()
+
+    def _check_chats(self) -> None:
+        super()._check_chats()
+        check_teacher(self.plan.config.distillation, self.tokenizer)
+
+    def _learn_from_teacher(self) -> None:
+        self._teacher, plan, config = self.network, self.plan, self.plan.config
+        if config.teacher is not None:
+            of_teacher = resolve_plan(config.teacher, plan.layout.world_size, host_ranks=plan.host_ranks)
+            self._teacher = self.networks["teacher"] = build_frozen_network(of_teacher, self.cluster)
+        self._distillation = DistillationLoss(self.network, config.distillation)
+        self.objectives = {"model": self._distillation}
+
+    def complete(self, micro_batches: list[Batch]) -> list[Batch]:
+        """See `Task.complete`: the teacher's most likely tokens."""
+        found = [self._taught(batch) for batch in micro_batches]
+        self._teacher.release()
+        return found
+
+    def _taught(self, batch: Batch) -> Batch:
+        output = self._teacher.evaluate(batch, self._distillation.of_teacher, adapted=False)
+        return self._distillation.completed(batch, output)
+
+    def validate(self, progress: Progress) -> dict[str, float]:
+        """See `Task.validate`: the cross-entropy of held-out targets, as in SFT, and the divergence at them."""
+        columns, objective = super().validate(progress), self._distillation
+        total = objective.empty_sums() | {"targets": torch.zeros((), dtype=torch.float64)}
+        for manifest in self.manifests.values():
+            for batch in held_out_batches(self.network, manifest):
+                total["targets"] += objective.count([batch])["targets"] / self.plan.layout.non_dp_degree
+                (taught,) = self.complete([batch])
+                output = self.network.evaluate(taught, objective.form)
+                if output is not None:
+                    for name, value in objective.sums(output, taught).items():
+                        total[name] += value.cpu()
+        self.network.release()
+        sums = sum_over_all_ranks(total)
+        return columns | {"validation_kl": sums["kl"].item() / max(sums["targets"].item(), 1.0)}
+
+
 def train(config: RunConfig, stop: StopRequest | None = None) -> int:
     """Fine-tune as configured, on this rank; see `run`. Collective."""
-    return run(config, FineTuning if config.preference is None else PreferenceTuning, stop)
+    tasks = {"preference": PreferenceTuning, "distillation": Distillation}
+    return run(config, next((task for key, task in tasks.items() if getattr(config, key)), FineTuning), stop)

@@ -1,0 +1,201 @@
+"""Compare distillation on layouts of a world size with one process; print one JSON object per case.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/distillation_layouts.py 2 [NAME ...]
+
+One process computes each document alone, with all logits of student and teacher at once, by the formula; the layouts
+pack documents into rows and take the engine's step. The teacher has a shape of its own, or, ``self/LAYOUT``, is the
+student without its adapters.
+"""
+
+import functools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from glm46.compute.distributed.local_tensor import local_tensor
+from glm46.compute.distributed.mesh import build_cluster
+from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.model.adapters import add_adapters, without_adapters
+from glm46.compute.model.cross_entropy import IGNORE
+from glm46.compute.model.transformer import Transformer
+from glm46.compute.parallelize.magnitudes import Magnitudes
+from glm46.compute.parallelize.plan import initialise
+from glm46.config.adapter import AdapterConfig
+from glm46.config.presets import PRESETS, resolve_shape
+from glm46.config.run_config import RunConfig
+from glm46.engine.training.hf_weights import load_weights
+from glm46.engine.training.network import build_network
+from glm46.engine.training.step import train_step
+from glm46.engine.training.totals import count_step
+from glm46.run.plan import resolve_plan
+from glm46.tasks.finetune.distillation import TEACHER
+from glm46.tasks.finetune.task import Distillation
+from tests.ranks.forked_ranks import run_cases
+from tests.ranks.preference_layouts import compare, make_pairs
+from tests.ranks.sharded_layouts import Layout, base_of, begin_adapters, held, make_config, write_base
+
+WIDE = "teacher of tests"
+OF_OTHER = {"load_path": "folder", "flavor": WIDE, "top_k": 5, "beta": 0.3, "temperature": 1.5, "sft_weight": 0.4}
+OF_ITSELF = {"top_k": 4}
+SHARP = 30.0
+"""Factor of the head of a teacher, whose distributions would be flat, and near those of the student."""
+_LAYOUTS = {
+    2: [
+        Layout(), Layout(tensor=2), Layout(context=2, checkpointing="full"), Layout(experts_over=2), Layout(pipeline=2),
+        Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, adapter="lora"),
+        Layout(compiled=True, adapter="lora"), Layout(tensor=2, adapter="dora", base="nf4"),
+        Layout(experts_over=2, adapter="lora", base="int4"),
+    ],
+    4: [
+        Layout(tensor=2, context=2, experts_over=4, num_experts=12),
+        Layout(pipeline=2, context=2, experts_over=2, adapter="lora"),
+    ],
+}  # fmt: skip
+CASES = {
+    ranks: {layout.name: (OF_OTHER, layout) for layout in layouts}
+    | {f"self/{layout.name}": (OF_ITSELF, layout) for layout in layouts if layout.adapter}
+    for ranks, layouts in _LAYOUTS.items()
+}
+"""Keys of the section and layout by number of ranks and name."""
+
+
+def make_rows() -> dict[str, Tensor]:
+    """The rows of `make_pairs`, whose documents have positions."""
+    batch = make_pairs()
+    ids, places = batch["document_ids"], torch.arange(batch["document_ids"].shape[1])
+    begins = torch.where(ids != torch.cat([torch.full_like(ids[:, :1], -2), ids[:, :-1]], 1), places, 0).cummax(1)
+    return batch | {"positions": torch.where(ids >= 0, places - begins.values, 0)}
+
+
+def config_of(keys: dict, layout: Layout) -> RunConfig:
+    """That of the layout matrix without prediction layers and auxiliary losses."""
+    config = make_config(layout)
+    model = config.model.model_copy(update={"num_nextn_predict_layers": 0})
+    shape = resolve_shape(model).model_dump()
+    # More layers and heads and a wider stream than the student has: what depends on these must be the teacher's.
+    wider = {"hidden_size": 2 * shape["hidden_size"], "num_hidden_layers": shape["num_hidden_layers"] + 1}
+    PRESETS[WIDE] = type(resolve_shape(model))(**shape | wider)
+    resolve_shape.cache_clear()
+    quiet = {"sequence_aux_loss_weight": 0.0, "z_loss_weight": 0.0, "balance": "none"}
+    finetune = {"finetune": {"distillation": keys}}
+    table = config.model_dump() | {"model": model.model_dump(exclude_none=True), "moe": quiet} | finetune
+    return RunConfig.model_validate(table)
+
+
+def new_model(config: RunConfig, adapter: AdapterConfig | None) -> Transformer:
+    """With the weights that every layout begins with."""
+    with torch.device("meta"):
+        model = Transformer(resolve_shape(config.model))
+        if adapter is not None:
+            add_adapters(model, adapter.model_copy(update={"base_dtype": None}))
+    model.to_empty(device="cpu")
+    initialise(model, config.debug.seed)
+    return model
+
+
+def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradients, of one process without any transform, packing or chunk."""
+    of = config.distillation
+    model = new_model(config, config.adapter)
+    if base is not None:
+        write_base(model, base, layout.base)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    magnitudes = Magnitudes(model, config.adapter or AdapterConfig(), None)
+    magnitudes.start()
+    if config.adapter is not None:
+        begin_adapters(parameters)
+        magnitudes.refresh()
+    teacher = None if config.teacher is None else new_model(config.teacher, None)
+    if teacher is not None:
+        teacher.lm_head.weight.data.mul_(SHARP)
+    batch, kls, nlls = make_rows(), [], []
+    for ids, labels, documents in zip(*(batch[n] for n in ("input_ids", "labels", "document_ids")), strict=True):
+        for document in range(int(documents.max()) + 1):
+            here = documents == document
+            is_target = labels[here] != IGNORE
+            targets, tokens = labels[here][is_target], ids[here].unsqueeze(0)
+            logits = model(tokens)[0, is_target].double()
+            with torch.no_grad(), without_adapters([model]):
+                of_teacher = (teacher or model)(tokens)[0, is_target].double()
+            kls.append(divergence(logits / of.temperature, of_teacher / of.temperature, of.beta, of.top_k))
+            nlls.append(-logits.log_softmax(-1).gather(1, targets.unsqueeze(1)))
+    kl = torch.cat(kls).mean()
+    loss = kl + of.sft_weight * torch.cat(nlls).mean()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm()
+    factor = (config.training.max_norm / (norm + 1e-6)).clamp(max=1.0)  # the engine's gradients are clipped ones
+    return {"loss": loss.item(), "kl": kl.item()}, {name: p.grad * factor for name, p in parameters.items()}
+
+
+def divergence(student: Tensor, teacher: Tensor, beta: float, top_k: int) -> Tensor:
+    """Of each row of logits, from probabilities of the teacher's tokens and of all others."""
+    ids = teacher.topk(top_k, -1).indices
+    p, q = (x.softmax(-1).gather(-1, ids) for x in (teacher, student))
+    p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+    mixture = q if beta == 0 else beta * p + (1 - beta) * q
+    of_teacher, of_student = ((x * (x / mixture).log()).sum(-1) for x in (p, q))
+    return of_teacher if beta == 0 else beta * of_teacher + (1 - beta) * of_student
+
+
+def run_layout(process: Process, keys: dict, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict]:
+    """Metrics and gradients of a step by the engine; collective."""
+    torch.compiler.reset()
+    plan = resolve_plan(config_of(keys, layout), process.world_size)
+    cluster = build_cluster(plan, process)
+    student = build_network(plan, cluster)
+    if base is not None:
+        load_weights(student, base)
+    student.loaded(new_adapters=True)
+    if layout.adapter:
+        begin_adapters(student.parameters)
+    student.loaded(new_adapters=False)
+    learner = Distillation.__new__(Distillation)
+    vars(learner).update(plan=plan, cluster=cluster, network=student, networks={"model": student})
+    learner._learn_from_teacher()
+    if (head := learner._teacher.frozen.get("lm_head.weight")) is not None and "teacher" in learner.networks:
+        local_tensor(head).data.mul_(SHARP)
+    task = SimpleNamespace(plan=plan, cluster=cluster, networks=learner.networks, objectives=learner.objectives)
+    whole, count = make_rows(), layout.micro_batches
+    rows = len(whole["labels"])
+    share = rows // count // plan.layout.dp_degree
+    first = [micro * (rows // count) + cluster.dp_rank * share for micro in range(count)]
+    micro_batches = [{name: tensor[at : at + share] for name, tensor in whole.items()} for at in first]
+    totals = count_step(task, [whole])
+    micro_batches = learner.complete(micro_batches)
+    assert all(batch[TEACHER].shape == batch["labels"][:, 1:].shape for batch in micro_batches)
+    outcome = train_step(task, micro_batches, totals, 0, 1.0).main
+    gradients = {name: held(p.grad) for name, p in student.parameters.items()}
+    return learner.objectives["model"].metrics(outcome.sums, totals.main, 0), gradients
+
+
+def main(world_size: int, *names: str) -> None:
+    """Compare the named cases of this world size, or all, with one process, which is this one."""
+    torch.set_num_threads(1)
+    cases = {name: CASES[world_size][name] for name in names or CASES[world_size]}
+    one_each = {(str(keys), layout.reference): (keys, layout) for keys, layout in cases.values()}
+    with tempfile.TemporaryDirectory() as folder:
+        bases = {key: base_of(Path(folder) / str(len(key[0])), layout) for key, (_, layout) in one_each.items()}
+        references = {key: run_reference(config_of(*case), case[1], bases[key]) for key, case in one_each.items()}
+
+        def work(some: list[str]) -> None:
+            process = join(300)
+            for name, (keys, layout) in ((name, cases[name]) for name in some):
+                key = str(keys), layout.reference
+                with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
+                    found = run_layout(process, keys, layout, bases[key])
+                    row = compare(name, found, references[key])
+                if process.is_main:
+                    print(json.dumps(row), flush=True)
+            leave()
+
+        run_cases(world_size, list(cases), work, len(cases))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
