@@ -92,8 +92,9 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
         )
         for index, layers in enumerate(split)
     ]  # fmt: skip
-    prediction: list[Block] = ["mtp"] * shape.num_nextn_predict_layers
-    stages[-1] = replace(stages[-1], blocks=(*stages[-1].blocks, *prediction), has_head=True)
+    prediction: Block = "mtp"
+    blocks = (*stages[-1].blocks, *[prediction] * shape.num_nextn_predict_layers)
+    stages[-1] = replace(stages[-1], blocks=blocks, has_head=True)
     ranks = range(parallelism.pipeline_parallel_degree)
     return [stages] if is_whole else [[stages[each] for each in stages_of_rank(parallelism, rank)] for rank in ranks]
 
