@@ -153,12 +153,22 @@ def _layouts(config: RunConfig, cluster: TargetCluster) -> Iterator[ParallelismC
                 )
 
 
+_INTERLEAVED, _STAGES = "Interleaved1F1B", 4
+
+
 def _pipelines(config: RunConfig, shape: ModelShape, pp: int) -> list[dict[str, Any]]:
-    """Schedules worth a try, with their default number of stages: that of the config, and two common ones."""
-    names = dict.fromkeys([config.parallelism.pipeline_parallel_schedule, "1F1B", "Interleaved1F1B"])
-    fitting = [name for name in names if pp * PIPELINE_SCHEDULES[name].stages_per_rank <= shape.num_hidden_layers]
-    keys = [{"pipeline_parallel_degree": pp, "pipeline_parallel_schedule": name} for name in fitting]
-    return keys if pp > 1 else [{}]
+    """Schedules worth a try with their default number of stages, that of the config and two common ones, of which the
+    interleaved one is also tried with more."""
+    names = dict.fromkeys([config.parallelism.pipeline_parallel_schedule, "1F1B", _INTERLEAVED])
+    counts = [(name, PIPELINE_SCHEDULES[name].stages_per_rank) for name in names]
+    return [
+        {
+            "pipeline_parallel_degree": pp, "pipeline_parallel_schedule": name,
+            "pipeline_parallel_stages_per_rank": None if (name, count) in counts else count,
+        }
+        for name, count in (*counts, (_INTERLEAVED, _STAGES))
+        if pp * count <= shape.num_hidden_layers
+    ] if pp > 1 else [{}]  # fmt: skip
 
 
 _GIB = 2**30
@@ -260,6 +270,8 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
     for each in candidates:
         layout, config = each.plan.layout, each.plan.config
         schedule = config.parallelism.pipeline_parallel_schedule if layout.pp > 1 else "-"
+        stages = config.parallelism.pipeline_parallel_stages_per_rank
+        schedule = schedule if stages is None else f"{schedule[:11]}/{stages}"
         step = each.cost.longest.largest
         waits = {name.removeprefix("waiting for "): share for name, share in step.parts.items() if "waiting" in name}
         longest = max(waits, key=waits.__getitem__, default="")

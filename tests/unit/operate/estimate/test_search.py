@@ -188,6 +188,17 @@ def test_a_search_finds_what_planning_each_layout_alone_finds():
     assert [each.cost.days for each in found.best] == simulated
 
 
+def test_an_interleaved_pipeline_is_tried_with_four_stages_too_where_there_are_layers():
+    config, cluster = run(model={"flavor": "debug", "num_hidden_layers": 16}), TargetCluster(small_gpu(40), 8)
+    tried = {
+        (each.pipeline_parallel_degree, each.pipeline_parallel_schedule, each.pipeline_parallel_stages_per_rank)
+        for each in search_command._layouts(config, cluster)
+    }
+    of = [(pp, stages) for pp, schedule, stages in tried if schedule == "Interleaved1F1B" and pp > 1]
+    assert sorted(of, key=str) == sorted([(2, None), (4, None), (8, None), (2, 4), (4, 4)], key=str)
+    assert {stages for _, schedule, stages in tried if schedule != "Interleaved1F1B"} == {None}
+
+
 @pytest.mark.slow
 def test_a_search_of_94_layers_on_256_gpus_takes_30_seconds_of_a_processor():
     config = run(
