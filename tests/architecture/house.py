@@ -140,6 +140,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
         9,
         "the end of a run says how to ask its model, of a rank how to go on; the environment made before",
     ),
+    ("operate/estimate", 12, "the search tries four stages per rank too"),
     ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),
     ("commands", 84, "the options of rl-servers; benchmark links and finetune"),
     ("config", 29, "reward models: their loss, their rules, their table among rewards"),

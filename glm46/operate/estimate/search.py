@@ -269,7 +269,7 @@ def _layout_rows(candidates: list[Candidate]) -> list[tuple[str, ...]]:
     ]
     for each in candidates:
         layout, config = each.plan.layout, each.plan.config
-        schedule = config.parallelism.pipeline_parallel_schedule if layout.pp > 1 else "-"
+        schedule = str(config.parallelism.pipeline_parallel_schedule) if layout.pp > 1 else "-"
         stages = config.parallelism.pipeline_parallel_stages_per_rank
         schedule = schedule if stages is None else f"{schedule[:11]}/{stages}"
         step = each.cost.longest.largest
