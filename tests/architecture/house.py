@@ -108,7 +108,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("engine/training", 18, "quantised weights of a start; services that may refuse come first"),
     (
         "engine/training",
-        19,
+        20,
         "the folder of a finished run takes the place of an earlier one: the same command ended with 2",
     ),
     ("operate/ablation", 54, "a paired t-test over the seeds, and the noise of the baseline"),

@@ -79,17 +79,17 @@ def _fill_from_step(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
     return []
 
 
-def base_fault(network: Network, folder: Path, saved: Mapping[str, str]) -> str | None:
+def base_fault(network: Network, folder: Path, saved: Mapping[str, str], weights: Mapping[str, tuple]) -> str | None:
     """The fault of a step folder that was saved beside other frozen weights than those that were read.
 
     Args:
-        saved: `Network.frozen_files` at the save.
+        saved: `Network.frozen_files` at the save; weights: `RunConfig.read_weights`.
     """
-    changed = changed_files(saved, network.frozen_files)
-    if not changed:
+    if not (changed := changed_files(saved, network.frozen_files)):
         return None
     path = network.plan.config.checkpoint.initial_load_path
+    *_, key = "checkpoint.initial_load", *(key for key, (of, _) in weights.items() if str(of) == path)
     return (
-        f"checkpoint.initial_load_path = {path!r}: {changed} changed since {folder} was saved, which belongs to the "
+        f"{key}_path = {path!r}: {changed} changed since {folder} was saved, which belongs to the "
         "frozen weights of then; restore them, or begin anew with another job.dump_folder"
     )

@@ -96,7 +96,8 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
             meta = _resume(task, checkpoints, source)
             folder = _folder_of(source, checkpoints)
             for name, network in based.items():
-                if (fault := base_fault(network, folder, meta[BASES_KEY].get(name, {}))) is not None:
+                known, read = meta[BASES_KEY].get(name, {}), task.plan.config.read_weights
+                if (fault := base_fault(network, folder, known, read)) is not None:
                     raise UserError(*on_first_rank(fault))
             if meta["stream"] != task.fingerprint():
                 raise UserError(*on_first_rank(_other_text(task, folder)))
