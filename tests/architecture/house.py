@@ -137,8 +137,14 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("storage/prepare", 16, "input that has changed since it was prepared is said at the start"),
     (
         "operate/launch",
-        9,
+        10,
         "the end of a run says how to ask its model, of a rank how to go on; the environment made before",
+    ),
+    ("tasks/rl/rewards", 3, "a script of a command is looked for before work"),
+    (
+        "tasks/rl",
+        10,
+        "edited programs are other ones; a fault of an environment is named as one; scores of cut episodes",
     ),
     ("operate/estimate", 12, "the search tries four stages per rank too"),
     ("operate/launch", 322, "rl-servers: commands of inference servers that fit, host by host, and their processes"),

@@ -243,7 +243,8 @@ class CommandEpisodes:
                 cut = first.completion._replace(finish="length")
                 samples = [first._replace(completion=cut), *others]
             if not self._scoring:
-                return EpisodeEnd(samples, "", _last_number(ended.output))
+                score = _last_number(ended.output, is_cut=bool(ended.fault))
+                return EpisodeEnd(samples, "", score)
             return await self._scored(prompt, session, samples, folder)
 
     async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:
@@ -257,13 +258,14 @@ class CommandEpisodes:
         return EpisodeEnd(samples, "", score)
 
 
-def _last_number(output: str) -> float | None:
-    """The number in the last line of an output; None if there is none."""
-    try:
-        found = float(output.strip().rpartition("\n")[2])
-    except ValueError:
-        return None
-    return found if math.isfinite(found) else None
+def _last_number(output: str, *, is_cut: bool = False) -> float | None:
+    """The number in the last line of an output, or the last line that is one if it was cut; None if there is none."""
+    for line in reversed(output.strip().splitlines()):
+        with suppress(ValueError):
+            return found if math.isfinite(found := float(line)) else None
+        if not is_cut:
+            break
+    return None
 
 
 def without(row: Any, key: str) -> Any:

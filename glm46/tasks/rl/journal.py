@@ -12,6 +12,7 @@ from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.engine.reliability.run_lock import writing
+from glm46.files.durable import hash_file
 from glm46.run.plan import Plan
 from glm46.tasks.rl.rollouts import (
     FOLDER,
@@ -64,7 +65,10 @@ class Journal:
         # The number of steps decides the rates, and so the weights that generate, if the schedule ends with the run.
         end = config.lr_scheduler.total_tokens or plan.end_tokens
         start = config.ids.get("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
-        facts = [table, end, start, data]
+        environment = config.rl.environment
+        words = () if environment is None else (*environment.command, *environment.score_command)
+        programs = [hash_file(Path(word)).sha256 for word in words if Path(word).is_file()]
+        facts = [table, end, start, data, *programs]
         self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Rollout | None:

@@ -280,11 +280,14 @@ def _rewarded(samples: Sequence[Sample]) -> list[Sample]:
     rewarded = [one for one in samples if one.reward is not None]
     if len(rewarded) >= (1 - _MOST_DROPPED) * len(samples):
         return rewarded
+    fault = next(one.fault for one in samples if one.fault)
+    key, remedy = "rl.rewards", "correct the reward or its label, or raise its timeout_seconds"
+    if fault.startswith("rl.environment"):
+        key, remedy = "rl.environment", "mend its program or function, or give it more time"
     raise UserError(
         *on_first_rank(
-            f"rl.rewards: {len(samples) - len(rewarded)} of {len(samples)} samples have no reward, the first one "
-            f"because of {next(one.fault for one in samples if one.fault)}; correct the reward or its label, or raise "
-            "its timeout_seconds"
+            f"{key}: {len(samples) - len(rewarded)} of {len(samples)} samples have no reward, the first one because of "
+            f"{fault}; {remedy}"
         )
     )
 

@@ -240,11 +240,14 @@ def found_program(command: Sequence[str]) -> list[str]:
     """A command whose files can be found from another folder.
 
     Raises:
-        UserError: its first word is no program.
+        UserError: its first word is no program, or a script of another one is not there.
     """
     words = [str(Path(word).absolute()) if Path(word).exists() and "/" in word else word for word in command]
     if words and shutil.which(words[0]) is None:
         raise UserError(f"rl.environment: {words[0]}: no such program; correct the first word of the command")
+    for word in words[1:]:
+        if word.endswith((".py", ".sh")) and not Path(word).is_file():
+            raise UserError(f"rl.environment: {word}: no such file from {Path.cwd()}; correct this word of the command")
     return words
 
 

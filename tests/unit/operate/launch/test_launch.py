@@ -352,6 +352,7 @@ def test_end_of_a_rank_is_described():
     [
         # (exit code, newest checkpoint afterwards) of each start
         ([(1, 10)], 0, 1, 1),
+        ([(1, 0)], 0, 1, 1),
         ([(1, 10), (0, 20)], 3, 0, 2),
         ([(76, 10), (1, 20), (-75, 20)], 3, 75, 3),  # stopped by a signal
         ([(75, 10), (75, 20), (0, 30)], 3, 0, 3),  # stopped by failed saves
@@ -376,6 +377,8 @@ def test_failed_starts_are_repeated_while_new_checkpoints_appear(ends, max_resta
     end = keep_running(start, lambda: ends[len(started) - 1][1] if started else 0, max_restarts)
     said = capsys.readouterr().err
     assert (end.code, len(started)) == (expected, starts)
+    goes_on = not max_restarts and ends[-1][1] > 0
+    assert ("The same command goes on from the checkpoint of step 10." in said) == goes_on
     assert said.count("\nrestart") + said.startswith("restart") == starts - 1
     assert ("giving up after 3 starts in a row" in said and "rank 1 was ended by SIGKILL. The" in said) == (
         ends[-3:-2] + ends[-1:] in ([(1, 10), (76, 10)], [(1, 0), (1, 0)], [(75, 10), (75, 10)])

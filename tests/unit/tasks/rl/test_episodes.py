@@ -16,10 +16,11 @@ from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.jail import NO_JAIL
+from glm46.tasks.rl import episodes
 from glm46.tasks.rl.episodes import CommandEpisodes, without
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool, found_program
 from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.sampling import Sampler, generate_rollout
@@ -172,6 +173,23 @@ def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_nei
     of = make_sampler(["own score", "own score", "two tries"], command(), ("score",))
     own = {(one.prompt.row["kind"], one.prompt.label, one.reward) for one in of.score(of.generate_groups(0, 3))}
     assert own == {("own score", "0", 0.0), ("own score", "1", 1.0), ("two tries", "2", None)}
+
+
+@pytest.mark.parametrize(
+    ("output", "is_cut", "score"),
+    [
+        ("0.5\n", False, 0.5), ("talk\n1", False, 1.0), ("1\ntalk", False, None), ("nan", False, None),
+        ("", True, None),
+        ("0.25\nTraceback\nBadRequestError: 400", True, 0.25), ("Traceback\nBadRequestError", True, None),
+    ],
+)  # fmt: skip
+def test_the_score_of_a_program_is_its_last_line_and_of_one_that_was_cut_its_last_number(output, is_cut, score):
+    assert episodes._last_number(output, is_cut=is_cut) == score
+
+
+def test_a_script_that_is_not_there_is_refused_before_a_program_starts():
+    with pytest.raises(UserError, match=r"rl.environment: mine/agnt.py: no such file from .*; correct this word"):
+        found_program([sys.executable, "mine/agnt.py"])
 
 
 def test_a_stop_ends_the_programs(make_sampler, length):

@@ -56,6 +56,16 @@ def test_keys_that_do_not_decide_what_is_generated_change_nothing(journal_of, tm
         assert journal_of(rl, rollout, **tables).ahead_folder != folder, (rl, rollout, tables)
 
 
+def test_a_program_that_was_edited_decides_what_is_generated(journal_of, tmp_path):
+    file = tmp_path / "agent.py"
+    environment = {"environment": {"kind": "command", "command": ["python3", str(file), "--hard"]}}
+    file.write_text("print(0.5)")
+    folder = journal_of(environment).ahead_folder
+    assert journal_of(environment).ahead_folder == folder != journal_of().ahead_folder
+    file.write_text("print(0.75)")
+    assert journal_of(environment).ahead_folder != folder
+
+
 def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journal_of):
     fixed = {"lr_scheduler": {"total_tokens": 10_000}}
     assert journal_of(steps=6).ahead_folder != journal_of(steps=7).ahead_folder
