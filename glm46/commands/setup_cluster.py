@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from glm46.compute.distributed.environment import set_variables
 from glm46.config.errors import UserError
@@ -143,5 +143,5 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
         faults += error.faults
     if faults:
         raise UserError(*faults)
-    hosts.insert(0, hosts.pop(place or 0))
+    hosts.insert(0, hosts.pop(cast(int, place)))
     return [replace(host, slots=arguments.gpus_per_node) for host in hosts]

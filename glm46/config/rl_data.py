@@ -78,7 +78,7 @@ class EnvironmentConfig(Section):
     """Longest time for an episode; then its program is killed, and it has failed."""
 
     tries: Annotated[int, _COMMAND] = Field(2, ge=1)
-    """Times that an episode is run which fails, with other seeds. Then its group goes on without it."""
+    """Most runs of an episode that fails, each with another seed. Then its group goes on without it."""
 
     at_once: Annotated[int, _COMMAND] = Field(64, ge=1)
     """Programs that run at the same time."""

@@ -132,7 +132,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("engine/evaluation", 3, "types that mypy holds"),
     ("engine/observe", 6, "types that mypy holds"),
     ("operate/models", 1, "types that mypy holds"),
-    ("operate/launch", 11, "types that mypy holds"),
+    ("operate/launch", 13, "types that mypy holds"),
     ("storage/huggingface", 8, "types that mypy holds"),
     ("storage/prepare", 16, "input that has changed since it was prepared is said at the start"),
     (

@@ -160,14 +160,14 @@ def _pipelines(config: RunConfig, shape: ModelShape, pp: int) -> list[dict[str, 
     """Schedules worth a try with their default number of stages, that of the config and two common ones, of which the
     interleaved one is also tried with more."""
     names = dict.fromkeys([config.parallelism.pipeline_parallel_schedule, "1F1B", _INTERLEAVED])
-    counts = [(name, PIPELINE_SCHEDULES[name].stages_per_rank) for name in names]
+    tried = [*((name, None) for name in names), (_INTERLEAVED, _STAGES)]
     return [
         {
             "pipeline_parallel_degree": pp, "pipeline_parallel_schedule": name,
-            "pipeline_parallel_stages_per_rank": None if (name, count) in counts else count,
+            "pipeline_parallel_stages_per_rank": stated,
         }
-        for name, count in (*counts, (_INTERLEAVED, _STAGES))
-        if pp * count <= shape.num_hidden_layers
+        for name, stated in tried
+        if pp * (stated or PIPELINE_SCHEDULES[name].stages_per_rank) <= shape.num_hidden_layers
     ] if pp > 1 else [{}]  # fmt: skip
 
 

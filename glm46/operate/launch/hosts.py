@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from glm46.config.faults import counted
 from glm46.engine.observe.start_times import StartTimes
@@ -182,7 +182,7 @@ class HostNodes:
 
     def disconnected_hosts(self) -> list[Host]:
         """The other hosts whose connection was lost in the last start."""
-        return [node.host for node in self._nodes if not node.is_lost and _is_disconnect(node.code or 0)]
+        return [node.host for node in self._nodes if not node.is_lost and _is_disconnect(cast(int, node.code))]
 
     def first_failed_host(self) -> Host | None:
         """The host whose rank was the first to fail in the last start, by the clocks of the hosts."""

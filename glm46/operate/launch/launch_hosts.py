@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from glm46.compute.distributed.environment import set_variables, variables_that_begin
 from glm46.config.check import check_config
@@ -178,7 +179,7 @@ class _Starts:
         """
         if lost := self.nodes.lost_hosts():
             self._remove(lost, "no answer")
-        hung = [training[rank // (self._processes or 1)] for rank in self.nodes.hung_ranks]
+        hung = [training[rank // cast(int, self._processes)] for rank in self.nodes.hung_ranks]
         suspects: list[Host] = [*self.nodes.disconnected_hosts(), *hung]
         first = self.nodes.first_failed_host()
         failed = (first, self.nodes.newest_step) if first is not None and not lost and not suspects else None

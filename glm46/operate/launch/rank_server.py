@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from typing import cast
 
 from glm46.compute.distributed.environment import replace_variables
 from glm46.compute.distributed.process_control import die_with_parent, set_process_name
@@ -65,7 +66,7 @@ class RankProcess:
         """
         if not self._ended.wait(min(timeout, self._server.seconds_to_follow())):
             raise subprocess.TimeoutExpired("rank", timeout)
-        return self.returncode or 0
+        return cast(int, self.returncode)
 
 
 class RankServer:

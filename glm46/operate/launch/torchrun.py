@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from glm46.compute.distributed.environment import share_cores
 from glm46.config.run_config import RunConfig
@@ -81,7 +81,7 @@ class LauncherSignals:
         Args:
             ranks: exit codes of the ranks of this node. A rank that a signal killed had not installed its handlers yet.
         """
-        number = self.number or 0
+        number = cast(int, self.number)
         is_saved = ranks <= {EXIT_STOPPED, -number, -signal.SIGTERM}
         return code_before_training(number) if is_saved else EXIT_SIGNAL + number
 

@@ -240,7 +240,7 @@ def found_program(command: Sequence[str]) -> list[str]:
     """A command whose files can be found from another folder.
 
     Raises:
-        UserError: its first word is no program, or a script of another one is not there.
+        UserError: its first word is not a program, or a script among its other words does not exist.
     """
     words = [str(Path(word).absolute()) if Path(word).exists() and "/" in word else word for word in command]
     if words and shutil.which(words[0]) is None:

@@ -34,7 +34,7 @@ def parsed(
     """The table of a request, its messages, tools, and most tokens.
 
     Raises:
-        RefusedRequest: it is no request, or asks for what the policy does not do.
+        RefusedRequest: the body is not a request, or asks for something that the policy cannot do.
     """
     try:
         table = json.loads(body)

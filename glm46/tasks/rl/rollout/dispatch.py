@@ -21,8 +21,8 @@ _TICK_SECONDS = 0.2
 
 
 Inbox = queue.SimpleQueue[tuple[str, Any]]
-"""Gets the outcome of a request under its name; and without a name, from whoever has the requests, a list of more of
-them, or the index of one that is no longer wanted."""
+"""Queue of the outcomes of calls, by the name of the server. Entries with an empty name come from the caller: a list of
+further requests, or the index of a request to end."""
 
 
 class _Sent(NamedTuple):

@@ -16,7 +16,7 @@ def chat_table(table: Mapping[str, Any]) -> dict[str, Any]:
     written behind the last one, because a user cannot speak between a tool and the policy.
 
     Raises:
-        ValueError: it is no request, or asks for what the policy does not do.
+        ValueError: the body is not a request, or asks for something that the policy cannot do.
     """
     asked = {name: table.get(name) for name in _REFUSED}
     output = table.get("output_config")
@@ -61,7 +61,7 @@ def _assistant_row(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif kind in ("text", "thinking"):
             (texts if kind == "text" else thoughts).append(_text(block, kind))
         else:
-            raise ValueError(f"content: {kind!r:.40} is no block of the policy; send its answers as they came")
+            raise ValueError(f"content: {kind!r:.40} is no block of the policy; send its answers unchanged")
     return {
         "role": "assistant", "content": "".join(texts), "reasoning_content": "".join(thoughts), "tool_calls": calls
     }  # fmt: skip

@@ -100,7 +100,7 @@ class Programs:
 
 
 async def _end_of(pid: int) -> None:
-    """Wait until a process ends, whoever has its output open."""
+    """Wait until a process ends, even if another one keeps its output open."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -100,7 +100,7 @@ class EpisodeEnd(NamedTuple):
     score: float | None = None
     """Of the scoring command, or of the program where there is none."""
     is_part: bool = False
-    """It has not ended; the samples are what it goes on with: its tokens so far, or its turns."""
+    """True if it has not ended: the samples are its tokens or turns so far, from which it continues."""
 
 
 def appended_routes(first: np.ndarray | None, then: np.ndarray | None) -> np.ndarray | None:
