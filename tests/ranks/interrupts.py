@@ -117,7 +117,7 @@ def attempt(name: str, phase: Phase, numbers: tuple[int, ...], chance: random.Ra
     with log.open("w") as file:
         process = subprocess.Popen(
             phase.command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-            preexec_fn=_take_signals,
+            preexec_fn=_take_signals,  # noqa: PLW1509 (this process has one thread)
         )  # fmt: skip
     wait_until(lambda: phase.after in log.read_text() or process.poll() is not None, log.read_text)
     time.sleep(chance.uniform(0.0, phase.within))

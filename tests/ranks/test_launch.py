@@ -68,17 +68,20 @@ def end(process: Forked | subprocess.Popen) -> str:
     return process.output.read_text()
 
 
+def whole_rows(config) -> list[dict]:
+    """The whole rows of metrics. The last line may be in the middle of being written: a reader can see a part of it."""
+    file = Path(config.job.dump_folder) / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
 def losses(config) -> list[tuple[int, float]]:
-    lines = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
-    return [(row["step"], row["loss"]) for row in map(json.loads, lines) if "loss" in row]
+    return [(row["step"], row["loss"]) for row in whole_rows(config) if "loss" in row]
 
 
 def wait_for_step(config, step: int, process: Forked | subprocess.Popen) -> None:
-    file = Path(config.job.dump_folder) / "metrics.jsonl"
-
     def has_step() -> bool:
         assert process.poll() is None, process.output.read_text()
-        return file.exists() and any(row["step"] >= step for row in map(json.loads, file.read_text().splitlines()))
+        return any(row["step"] >= step for row in whole_rows(config))
 
     wait_until(has_step, process.output.read_text)
 

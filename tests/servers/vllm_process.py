@@ -45,7 +45,7 @@ class VllmProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 (of programs of one thread)
             )
 
     def wait(self) -> float:

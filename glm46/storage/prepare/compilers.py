@@ -14,6 +14,8 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.storage.prepare.equal_results import math_verify_version
+from glm46.storage.prepare.jail import NO_JAIL, jailed
+from glm46.storage.prepare.landlock import Access
 from glm46.storage.prepare.limited import run_limited
 
 # Processor time of a compiler, independent of the machine's load; a text that needs more counts as not compiling.
@@ -107,15 +109,13 @@ def run_fault(text: str) -> str | None:
 def _status(command: list[str], folder: str) -> int | None:
     """Return the exit status of a command; None if it exceeded `WAIT_LIMIT_SECONDS`."""
 
-    def limit() -> None:
-        # Compiler drivers start further programs, which inherit these limits.
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_SECONDS, CPU_LIMIT_SECONDS + 1))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if command[0] != "node":
-            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
-
+    # Compiler drivers start further programs, which inherit these limits.
+    most = [(resource.RLIMIT_CPU, CPU_LIMIT_SECONDS), (resource.RLIMIT_CORE, 0)]
+    if command[0] != "node":
+        most.append((resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES))
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=folder, start_new_session=True, preexec_fn=limit, **quiet)
+    with jailed(NO_JAIL, command, folder, Access(), most, b"") as start:
+        process = subprocess.Popen(start.words, cwd=folder, start_new_session=True, **quiet)
     try:
         return process.wait(WAIT_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:

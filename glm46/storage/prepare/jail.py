@@ -2,35 +2,37 @@
 program is started in them.
 
 bubblewrap gives files, processes and a network of their own, which holds nothing but a loopback interface. What the
-program may reach there is a socket that `first_in_jail.py` makes inside and hands to the trainer, which accepts on it:
+program may reach there is a socket that `first_program.py` makes inside and hands to the trainer, which accepts on it:
 nothing is forwarded, and no other port of the host exists. Landlock has rules for the same files and for ports of TCP,
 without a view of its own: names of files and the clock of processes stay visible, and what a program starts in another
 session may outlive it.
 """
 
+import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from glm46.config.errors import UserError
 from glm46.files.local_disk import real_path
-from glm46.storage.prepare import first_in_jail
-from glm46.storage.prepare.landlock import Access, filter_of_sockets, landlock_version, limited_start
+from glm46.storage.prepare import first_program
+from glm46.storage.prepare.landlock import Access, filter_of_sockets, landlock_version, ruleset_of
 
 NO_JAIL, LANDLOCK, BUBBLEWRAP = "none", "landlock", "bubblewrap"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", *(f"/etc/{name}" for name in (
     "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime",
     "mime.types", "nsswitch.conf", "passwd", "pki", "resolv.conf", "ssl",
 )))  # fmt: skip
-_TEMPORARY_BYTES = 2**30
+_TEMPORARY_BYTES, _MOST_PROCESSES = 2**30, 1024
 _PROBE_SECONDS = 20.0
 
 
@@ -38,12 +40,27 @@ class JailedStart(NamedTuple):
     """The start of a program in a sandbox."""
 
     words: list[str]
-    before: Callable[[], None]
-    """Called in the process before it becomes the program."""
-    descriptors: tuple[int, ...]
+    descriptors: list[int]
     """That the process inherits."""
     channel: socket.socket | None
     """Gives the listening socket of the program's own network; None if it has the host's."""
+
+
+class Limits(TypedDict):
+    """Limits that `first_program.py` takes on."""
+
+    parent: int
+    """The process that the program ends with, to be precise with the thread of it that started it; 0: bubblewrap."""
+    most: list[tuple[int, int]]
+    """Limits of `resource`."""
+    filter: str
+    """Of system calls, in hexadecimal."""
+    ruleset: int
+    """Descriptor of Landlock's rules, or -1."""
+    port: int
+    """Of the socket to make and to send through a channel, or 0."""
+    channel: int
+    """Descriptor."""
 
 
 @contextmanager
@@ -64,33 +81,33 @@ def jailed(
         most: limits of `resource`.
         filter_: of system calls; None: what the sandbox needs, for programs that start others.
     """
+    limits: Limits = {
+        "parent": os.getpid(), "most": [*most], "filter": "", "ruleset": -1, "port": 0, "channel": -1
+    }  # fmt: skip
+    given, channel = [], None
     with ExitStack() as stack:
-        if jail != BUBBLEWRAP:
-            is_under = jail == LANDLOCK
+        if jail == LANDLOCK:
+            limits["ruleset"] = ruleset_of(folder, access._replace(readable=(*_SYSTEM, *access.readable)))
+            stack.callback(os.close, limits["ruleset"])
+            given.append(limits["ruleset"])
+            if filter_ is None and not access.has_network:
+                filter_ = filter_of_sockets()
+        elif jail == BUBBLEWRAP:
+            limits["parent"] = 0
             if filter_ is None:
-                filter_ = filter_of_sockets() if is_under and not access.has_network else b""
-            shown = access._replace(readable=(*_SYSTEM, *access.readable)) if is_under else None
-            before = stack.enter_context(limited_start(most, filter_, folder, shown))
-            yield JailedStart(list(words), before, (), None)
-            return
-        before = stack.enter_context(limited_start(most, b""))
-        given, options = [], []
-        if filter_:
-            file = stack.enter_context(tempfile.TemporaryFile())
-            file.write(filter_)
-            file.seek(0)
-            given, options = [file.fileno()], ["--seccomp", str(file.fileno())]
-        channel, inner = None, list(words)
-        if filter_ is None:  # it may start processes
-            port, descriptor = 0, -1
-            if access.port is not None and not access.has_network:
-                channel, theirs = (stack.enter_context(one) for one in socket.socketpair())
-                port, descriptor = access.port, theirs.fileno()
-                given.append(descriptor)
-            inner = [sys.executable, "-I", "-S", first_in_jail.__file__, str(port), str(descriptor), *words]
+                most_here = resource.getrlimit(resource.RLIMIT_NPROC)[1]  # -1: any number
+                processes = min(_MOST_PROCESSES, most_here) if most_here >= 0 else _MOST_PROCESSES
+                limits["most"].append((resource.RLIMIT_NPROC, processes))
+                if access.port is not None and not access.has_network:
+                    channel, theirs = (stack.enter_context(one) for one in socket.socketpair())
+                    limits["port"], limits["channel"] = access.port, theirs.fileno()
+                    given.append(limits["channel"])
+        limits["filter"] = (filter_ or b"").hex()
+        inner = [sys.executable, "-I", "-S", first_program.__file__, json.dumps(limits), *words]
+        if jail == BUBBLEWRAP:
             access = access._replace(readable=(*access.readable, *places_of(inner[:4])))
-        outer = [*_bubblewrap(folder, access), *options, "--", *inner]
-        yield JailedStart(outer, before, tuple(given), channel)
+            inner = [*_bubblewrap(folder, access), "--", *inner]
+        yield JailedStart(inner, given, channel)
 
 
 def _bubblewrap(folder: str, access: Access) -> list[str]:
@@ -141,7 +158,7 @@ def has_bubblewrap() -> bool:
         suppress(OSError, subprocess.TimeoutExpired),
     ):
         ended = subprocess.run(
-            start.words, preexec_fn=start.before, pass_fds=start.descriptors, stdin=subprocess.DEVNULL,
+            start.words, pass_fds=start.descriptors, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_PROBE_SECONDS,
         )  # fmt: skip
         return ended.returncode == 0

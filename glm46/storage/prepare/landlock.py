@@ -1,20 +1,15 @@
-"""Limits that a process takes on before it becomes a program: Landlock's rules of files and connections, and a filter
-of system calls (seccomp). Both by ctypes."""
+"""Landlock's rules of files and connections, and filters of system calls (seccomp), for `first_program.py`."""
 
 import ctypes
 import errno
 import os
 import platform
-import resource
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-_DIE_WITH_PARENT, _DROP_CAPABILITY, _NO_NEW_PRIVILEGES, _SECCOMP, _SECCOMP_FILTER = 1, 24, 38, 22, 2  # of prctl
-_MOST_CAPABILITIES = 64
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of Landlock, on each architecture
+_CREATE_RULESET, _ADD_RULE = 444, 445  # of Landlock, on each architecture
 _VERSION_FLAG, _BENEATH, _NET_PORT = 1, 1, 2
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _MAKE_DEVICES, _CONTROL = 1, 2, 4, 8, 1 << 6 | 1 << 11, 1 << 15
 _FILE_RIGHTS = (13, 13, 14, 15, 15, 16)
@@ -52,10 +47,6 @@ class _Step(ctypes.Structure):
     _fields_ = (("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("k", ctypes.c_uint32))
 
 
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.POINTER(_Step)))
-
-
 class _PathRule(ctypes.Structure):
     _pack_ = 1
     _fields_ = (("rights", ctypes.c_uint64), ("parent", ctypes.c_int32))
@@ -77,54 +68,9 @@ def landlock_version() -> int:
     return max(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG), 0) if _CALLS else 0
 
 
-@contextmanager
-def limited_start(
-    most: Sequence[tuple[int, int]], filter_: bytes, folder: str = "", access: Access | None = None
-) -> Iterator[Callable[[], None]]:
-    """A function for a process to call before it becomes a program: the program ends with the thread that started it,
-    and is the first that the kernel kills when memory is short.
-
-    Args:
-        most: limits of `resource`.
-        filter_: of system calls, as `filter_without_processes` gives it.
-        folder: may be written, if there is an `access`.
-        access: then the program is under Landlock, and can neither read nor signal processes that are not its own, the
-            latter from version 6 on.
-    """
-    # All is made before the fork: after it little is safe.
-    prctl = ctypes.CDLL(None).prctl
-    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.argtypes = [ctypes.c_long] * 4
-    steps = (_Step * (len(filter_) // ctypes.sizeof(_Step))).from_buffer_copy(filter_)
-    program = _Program(len(steps), steps)
-    ruleset = None if access is None or not landlock_version() else _ruleset(folder, access)
-
-    def limit() -> None:
-        prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-        for what, value in most:
-            resource.setrlimit(what, (value, value))
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-        if prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-            raise OSError("prctl")
-        if ruleset is not None:
-            for capability in range(_MOST_CAPABILITIES):  # of root; bubblewrap needs and drops its own
-                prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
-            if call(_RESTRICT_SELF, ruleset, 0, 0):
-                raise OSError(ctypes.get_errno(), "landlock_restrict_self")
-        if steps and prctl(_SECCOMP, _SECCOMP_FILTER, ctypes.addressof(program), 0, 0):
-            raise OSError("prctl")
-
-    try:
-        yield limit
-    finally:
-        if ruleset is not None:
-            os.close(ruleset)
-
-
-def _ruleset(folder: str, access: Access) -> int:
-    """A descriptor of Landlock's rules."""
+def ruleset_of(folder: str, access: Access) -> int:
+    """A descriptor of Landlock's rules: a program under them writes a folder, and can neither read nor signal processes
+    that are not its own, the latter from version 6 on."""
     version, call = landlock_version(), ctypes.CDLL(None, use_errno=True).syscall
     call.argtypes = [ctypes.c_long] * 5
     all_rights = (1 << _FILE_RIGHTS[min(version, len(_FILE_RIGHTS) - 1)]) - 1

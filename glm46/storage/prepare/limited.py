@@ -92,9 +92,7 @@ def limited_process(
     access = Access(places_of(words))
     with jailed(jail_of_code(), words, folder, access, most, filter_without_processes()) as start:
         files["pass_fds"] = (*files.get("pass_fds", ()), *start.descriptors)
-        process = subprocess.Popen(
-            start.words, cwd=folder, env={}, start_new_session=True, preexec_fn=start.before, **files
-        )
+        process = subprocess.Popen(start.words, cwd=folder, env={}, start_new_session=True, **files)
     try:
         yield process
     finally:

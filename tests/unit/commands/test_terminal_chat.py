@@ -1,7 +1,6 @@
 """Chat in the terminal: turns read token by token, the prompts of a conversation byte by byte, and a real terminal."""
 
 import builtins
-import fcntl
 import io
 import json
 import os
@@ -9,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 
 import pytest
@@ -236,9 +234,8 @@ class Terminal:
     def __init__(self, *command: str):
         self._here, there = os.openpty()
         self.process = subprocess.Popen(
-            command, stdin=there, stdout=there, stderr=there, start_new_session=True, close_fds=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+            ["setsid", "--ctty", *command], stdin=there, stdout=there, stderr=there, close_fds=True
+        )
         os.close(there)
         self.seen = ""
 

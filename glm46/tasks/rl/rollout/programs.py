@@ -67,8 +67,8 @@ class Programs:
             start = stack.enter_context(jailed(self._jail, command, folder, access, most))
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *start.words, cwd=folder, env=environment, start_new_session=True, preexec_fn=start.before,
-                    pass_fds=start.descriptors, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                    *start.words, cwd=folder, env=environment, start_new_session=True, pass_fds=start.descriptors,
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                 )  # fmt: skip
             except (OSError, ValueError) as error:
