@@ -11,10 +11,11 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 _DIE_WITH_PARENT, _DROP_CAPABILITY, _NO_NEW_PRIVILEGES, _SECCOMP, _SECCOMP_FILTER = 1, 24, 38, 22, 2  # of prctl
 _MOST_CAPABILITIES = 64
-RESTRICT_SELF = 446  # system call of Landlock, on each architecture
+_RESTRICT_SELF = 446  # system call of Landlock, on each architecture
 
 
 class _Filter(ctypes.Structure):
@@ -31,11 +32,8 @@ def main() -> None:
         libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != limits["parent"]:
             sys.exit("the process that started this one has ended")
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:  # the first that the kernel kills when memory is short
-            file.write("1000")
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # the first that the kernel kills when memory is short
     if limits["port"]:
         with (
             socket.create_server(("127.0.0.1", limits["port"])) as listener,
@@ -48,7 +46,7 @@ def main() -> None:
     if limits["ruleset"] >= 0:
         for capability in range(_MOST_CAPABILITIES):  # of root; bubblewrap drops them itself
             libc.prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
-        _check(libc.syscall(RESTRICT_SELF, limits["ruleset"], 0, 0))
+        _check(libc.syscall(_RESTRICT_SELF, limits["ruleset"], 0, 0))
         os.close(limits["ruleset"])
     if steps := bytes.fromhex(limits["filter"]):
         program = _Filter(len(steps) // 8, steps)
