@@ -50,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from glm46.compute.model.attention import Attention  # noqa: E402
 from glm46.compute.model.cross_entropy import HeadOutput, summed_loss, token_logprobs  # noqa: E402
 from glm46.compute.model.layers import FeedForward  # noqa: E402
+from glm46.compute.model.quantised_weights import converted  # noqa: E402
 from glm46.compute.optim.newton_schulz import orthogonalize  # noqa: E402
 from glm46.compute.parallelize.float8 import linear_product  # noqa: E402
 from glm46.config.float8 import Float8Config  # noqa: E402
@@ -106,6 +107,15 @@ def _in_fp8() -> nn.Module:
     return network
 
 
+def _conversion() -> Callable[[], Tensor]:
+    """Of eight experts' gate and up matrices in INT4."""
+    groups = 8 * 2 * AIR.moe_intermediate_size * AIR.hidden_size // 32
+    with torch.device("meta"):
+        packed, scales = torch.empty(groups, 16, dtype=torch.uint8), torch.empty(groups, dtype=torch.int16)
+        levels, shifts = torch.empty(16), torch.empty(2, dtype=torch.uint8)
+    return lambda: converted(packed, scales, levels, shifts, torch.bfloat16)
+
+
 def _updates() -> Callable[[], Tensor]:
     gradients = torch.empty(8, AIR.moe_intermediate_size, AIR.hidden_size, dtype=torch.bfloat16, device="meta")
     return lambda: orthogonalize(gradients, 5, torch.bfloat16)
@@ -119,9 +129,11 @@ PARTS: dict[str, Callable[[], Callable[[], Tensor]]] = {
     "summed loss": lambda: _loss(summed_loss),
     "log-probabilities": lambda: _loss(partial(token_logprobs, entropy=True)),
     "Newton-Schulz": _updates,
+    "weights in 4 bits": _conversion,
 }
 """Parts of a step of GLM-4.5-Air in BF16, each with what makes a function of it, of tensors on the meta device: layers
-and attention of 4,096 tokens in four documents, both forms of the head, and Muon's products of eight experts."""
+and attention of 4,096 tokens in four documents, both forms of the head, Muon's products of eight experts, and the
+conversion of a frozen base of eight."""
 
 
 @dataclass

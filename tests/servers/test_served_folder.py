@@ -88,8 +88,9 @@ def folder(model, tmp_path_factory):
 
 
 def test_the_command_of_the_page_serves_and_the_client_gets_our_answer(model, folder, environment, tmp_path):
-    (command,) = re.findall(r"^vllm serve (.*?)(?<!\\\\)$", PAGE, re.M | re.S)
-    words = shlex.split(command.replace("models/mine", str(folder)).replace("-size 8", "-size 1"))
+    (command,) = re.findall(r"^vllm serve (.*?)(?<!\\)$", PAGE, re.M | re.S)
+    command = command.replace("\\\n", "").replace("models/mine", str(folder)).replace("-size 8", "-size 1")
+    words = shlex.split(command)
     port = free_ports(1)[0]
     program = [Path(os.environ[PYTHON]).with_name("vllm"), "serve", *words, "--port", str(port), *ON_A_CPU]
     server = VllmProcess(program, port, tmp_path / "server.log", environment)
@@ -117,7 +118,7 @@ def test_vllm_knows_every_option_of_the_page(environment):
         [program, "serve", "--help=all"], capture_output=True, text=True, env=os.environ | environment
     )
     assert told.returncode == 0, told.stderr
-    (command,) = re.findall(r"^vllm serve .*?(?<!\\\\)$", PAGE, re.M | re.S)
+    (command,) = re.findall(r"^vllm serve .*?(?<!\\)$", PAGE, re.M | re.S)
     rows = [line.split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| ") and line.count(" | ") == 2]
     options = set(re.findall(r"--[a-z-]+", " ".join([command, *rows])))
-    assert len(options) > 13 and options - set(re.findall(r"--[a-z-]+", told.stdout)) == set()
+    assert len(options) > 10 and options - set(re.findall(r"--[a-z-]+", told.stdout)) == set()

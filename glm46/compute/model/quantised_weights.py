@@ -15,6 +15,7 @@ the scales tells the format:
   which no shard has. `encode` takes of the two nearest ones the better, and so loses less than QLoRA's.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glm46 import compat
 from glm46.compute.model.layers import local_weight
 from glm46.compute.model.transformer import Transformer
 from glm46.config.adapter import BASE_FORMATS, BaseFormat
@@ -101,7 +103,14 @@ def in_compute_type(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -
     if base_dtype == "float8":
         blocks = weight.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, columns))
         return blocks.mul_(scales.view(torch.float32).unsqueeze(-1)).flatten(-2)
-    whole = weight.new_empty((*weight.shape[:-1], columns_of(weight, scales)), dtype=dtype)
+    whole_shape = *weight.shape[:-1], columns_of(weight, scales)
+    if _one_kernel is not None:
+        levels, packed = _levels(base_dtype, weight.device), weight.unflatten(-1, (-1, columns // 2)).flatten(0, -2)
+        of_groups = scales.flatten()
+        compat.let_size_vary(packed, 0)
+        compat.let_size_vary(of_groups, 0)
+        return _one_kernel(packed, of_groups, *levels, dtype).view(whole_shape)
+    whole = weight.new_empty(whole_shape, dtype=dtype)
     pairs = _pairs(base_dtype, weight.device)
     # Indices of 4 bytes, and values in FP32: of some rows at a time.
     rows = max(1, DECODED_AT_ONCE // max(1, whole.shape[-1]))
@@ -110,6 +119,28 @@ def in_compute_type(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -
         values = pairs.index_select(0, packed.flatten().int()).view(torch.float32)
         out.copy_(values.view(*of_groups.shape, columns).mul_(_in_fp32(of_groups).unsqueeze(-1)).view(out.shape))
     return whole
+
+
+_one_kernel: Callable[..., Tensor] | None = None
+
+
+def let_conversions_compile() -> None:
+    """From now on this process converts weights of 4 bits by one compiled kernel, which reads each byte once and writes
+    the compute type, with the same bits as the operators that it replaces."""
+    global _one_kernel
+    _one_kernel = torch.compile(converted, fullgraph=True)
+
+
+def converted(packed: Tensor, scales: Tensor, levels: Tensor, shifts: Tensor, dtype: torch.dtype) -> Tensor:
+    """`in_compute_type` of bytes [G, columns / 2] of G groups of 4-bit weights: [G, columns / 2, 2]."""
+    values = levels[((packed.unsqueeze(-1) >> shifts) & 15).int()]
+    return (values * _in_fp32(scales)[:, None, None]).to(dtype)
+
+
+@lru_cache
+def _levels(base_dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """FP32 values [16], and the shifts of the two in a byte. Kept as `_pairs` are."""
+    return torch.tensor(_LEVELS[base_dtype]).to(device), torch.tensor([0, 4], dtype=torch.uint8).to(device)
 
 
 @lru_cache

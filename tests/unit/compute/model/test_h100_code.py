@@ -25,7 +25,7 @@ MOST = {
     ("attention", "forward"): (2, 2, 52, 5, 0), ("attention", "backward"): (6, 8, 112, 9, 0),
     ("summed loss", "forward"): (4, 4, 3288, 2, 0), ("summed loss", "backward"): (2, 2, 904, 1, 0),
     ("log-probabilities", "forward"): (2, 3, 592, 2, 0), ("log-probabilities", "backward"): (9, 10, 3288, 6, 0),
-    ("Newton-Schulz", "forward"): (3, 3, 66, 15, 0),
+    ("Newton-Schulz", "forward"): (3, 3, 66, 15, 0), ("weights in 4 bits", "forward"): (1, 1, 56.3, 0, 0),
 }  # fmt: skip
 PARTS = dict.fromkeys(part for part, _ in MOST)
 

@@ -8,8 +8,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from torch.autograd.graph import saved_tensors_hooks
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
+from glm46.compute.model import quantised_weights
 from glm46.compute.model.adapters import add_adapters, without_adapters
-from glm46.compute.model.quantised_weights import NF4_LEVELS, encode_nf4, in_compute_type
+from glm46.compute.model.quantised_weights import NF4_LEVELS, encode_nf4, in_compute_type, let_conversions_compile
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.config.adapter import BASE_FORMATS, AdapterConfig
@@ -219,6 +220,35 @@ def test_nf4_loses_less_than_with_the_published_double_quantisation(degrees):
     found = in_compute_type(*encode_nf4(edges), torch.float32)
     assert torch.equal(found[0], edges[0]) and found[1].abs().max() < 1e-5
     assert torch.allclose(found[2], edges[2], rtol=0.07)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.setattr(quantised_weights, "_one_kernel", None)
+    torch._dynamo.reset()
+    yield let_conversions_compile
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("base_dtype", ["int4", "nf4"])
+def test_one_kernel_converts_to_the_same_bits_and_is_compiled_once(base_dtype, dtype, compiled):
+    torch.manual_seed(0)
+    weights = [quantise_base(torch.randn(shape) * 0.05, base_dtype) for shape in ((64, 128), (4, 96, 256), (3, 64))]
+    every_byte, groups = torch.arange(256, dtype=torch.uint8).view(4, 64), 128 // BASE_FORMATS[base_dtype].columns
+    weights.append((every_byte, weights[0][1][:4, :groups].contiguous()))
+    if base_dtype == "int4":  # scales that a folder may hold
+        scales = torch.tensor([torch.inf, -0.0, 1e-39, -3e38], dtype=torch.bfloat16).view(torch.int16)
+        weights.append((every_byte, scales.repeat(4, 1)))
+    plain = [in_compute_type(*weight, dtype) for weight in weights]
+    compiled()
+    for call, (weight, expected) in enumerate(zip(weights, plain, strict=True)):
+        with torch.compiler.set_stance("default" if call == 0 else "fail_on_recompile"):
+            found = in_compute_type(*weight, dtype)
+        width = {4: torch.int32, 2: torch.int16}[found.element_size()]
+        both_nan = found.isnan() & expected.isnan()
+        assert found.shape == expected.shape
+        assert ((found.view(width) == expected.view(width)) | both_nan).all()
 
 
 def test_projections_that_do_not_fit_are_named():
