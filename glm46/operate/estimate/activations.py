@@ -26,6 +26,8 @@ class Frozen:
     adapters: tuple[Parameter, ...] = ()
     base_dtype: str | None = None
     """See `AdapterConfig.base_dtype`."""
+    is_compiled: bool = False
+    """One kernel converts weights of 4 bits (`quantised_weights.let_conversions_compile`)."""
 
     def adapts(self, module: str) -> bool:
         """True if there are adapters in the module of this name."""
@@ -33,12 +35,14 @@ class Frozen:
 
     def decoding(self, weights: float, width: float) -> tuple[float, int]:
         """Bytes that kernels move to convert so many weights of the base to the compute type, and these kernels. FP8 is
-        converted, and that is scaled in place; 4 bits are an index of values in FP32, which are scaled and rounded,
-        some rows at a time."""
+        converted, and that is scaled in place; 4 bits are written once if compiled, else an index of values in FP32,
+        which are scaled and rounded, some rows at a time."""
         assert self.base_dtype is not None, "the base is in the compute type"
         base = BASE_FORMATS[self.base_dtype]
         passes, kernels = 3 * width, 2
-        if base.bits == 4:
+        if base.bits == 4 and self.is_compiled:
+            passes, kernels = width, 1
+        elif base.bits == 4:
             passes, kernels = 5 * FP32 + width, 4 * ceil(weights / DECODED_AT_ONCE)
         return weights * (base.bits / 8 + base.scale_bytes / base.columns + passes), kernels
 

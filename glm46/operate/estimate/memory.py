@@ -314,7 +314,8 @@ class _Step:
         """The quantised weight that a layer computes with, in the compute type, and what converts it."""
         rows = [row for row in rows if row.is_quantised]
         largest = max((prod(local_shape(row, self._shape, self._layout)) for row in rows), default=0)
-        is_packed = any(row.stored_bytes == 0.5 for row in rows)
+        is_compiled = self._config.compile.enable and self._device == "gpu"
+        is_packed = any(row.stored_bytes == 0.5 for row in rows) and not is_compiled
         return largest * self._width + is_packed * min(largest, DECODED_AT_ONCE) * DECODING_BYTES
 
     def _gathered(self, parts: list[StagePart], loss_buffers: float) -> float:
