@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from glm46.compute.distributed.process import use_deterministic_kernels
+from glm46.compute.model import quantised_weights
 from glm46.compute.model.attention import attend
 from glm46.compute.model.attention_layout import attention_layout
 from glm46.compute.model.cross_entropy import summed_loss, token_logprobs
 from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.experts import grouped_mm
 from glm46.compute.model.init import fill_parameter
+from glm46.compute.model.quantised_weights import in_compute_type, let_conversions_compile
 from glm46.compute.model.router import Routing, RoutingOptions, fp32_linear
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import activation_checkpoint
@@ -20,6 +22,7 @@ from glm46.config.presets import PRESETS
 from glm46.operate.estimate.activations import attention_backward_bytes
 from glm46.run.context_keys import kernel_runs
 from glm46.run.sizes import loss_chunk_tokens
+from glm46.storage.huggingface.import_weights import quantise_base
 from tests.unit.compute.model.test_attention import around_a_ring, dense, random_packing
 
 pytestmark = [
@@ -288,3 +291,16 @@ def test_loss_memory_does_not_hold_all_logits(by_token):
     # those of the hidden states, of labels and of a kernel's workspace, 2 % of it.
     chunk = loss_chunk_tokens(is_trained=True, device="cuda")
     assert peak < 1.02 * (chunk * vocabulary * (2 + 4) + vocabulary * width * (4 + 2 + 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("base_dtype", ["int4", "nf4"])
+def test_weights_of_4_bits_have_the_bits_of_a_cpu(base_dtype, dtype, monkeypatch):
+    """By operators and by one kernel."""
+    monkeypatch.setattr(quantised_weights, "_one_kernel", None)
+    torch.manual_seed(0)
+    weight, scales = quantise_base(torch.randn(4, 96, 256) * 0.05, base_dtype)
+    expected = in_compute_type(weight, scales, dtype)
+    assert torch.equal(in_compute_type(weight.cuda(), scales.cuda(), dtype).cpu(), expected)
+    let_conversions_compile()
+    assert torch.equal(in_compute_type(weight.cuda(), scales.cuda(), dtype).cpu(), expected)

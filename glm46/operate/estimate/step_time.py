@@ -371,7 +371,9 @@ def _kernel_parts(stage: StagePart, plan: Plan) -> Iterator[tuple[PartOfModel, F
     if stage.has_embedding:
         yield "embedding", frozen, True, "none"
     for index, block in enumerate(stage.blocks):
-        given = None if stage.adapters is None else (stage.adapters[index], stage.base_dtype, plan.config.compile.enable)
+        given = (
+            None if stage.adapters is None else (stage.adapters[index], stage.base_dtype, plan.config.compile.enable)
+        )
         adapters = frozen if given is None else Frozen(*given)
         yield block, adapters, index >= stage.backward_from, plan.config.activation_checkpoint.mode_of(index)
     for _ in range(heads * stage.has_head):
