@@ -70,9 +70,9 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
     for key, (folder, share, what) in places.items():
         with writing(folder, key=key):
             needed, free = share * size.total, shutil.disk_usage(_existing(folder)).free
-        if needed > free and needed > free + sum(
-            _bytes_in(path) for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name)
-        ):
+        leftovers = (path for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name))
+        files = (file for path in leftovers for file in path.rglob("*") if file.is_file())
+        if needed > free and needed > free + sum(file.stat().st_size for file in files):
             of = f"(weights {_size(share * size.weights)}, optimizer states {_size(share * size.states)})"
             faults.append(
                 f"{key} = {str(folder)!r}: {what} takes {_size(needed)} {of}, and {_size(free)} of its disk are free; "
@@ -84,10 +84,6 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
 
 def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _size(count: float) -> str:
