@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import struct
+import tempfile
 import termios
 import threading
 from collections.abc import Callable, Iterator
@@ -67,6 +68,15 @@ def write_source(folder: Path, tokenizer: Tokenizer, *, documents: int = 60, fac
         splits[name] = writer.finish()
     save_manifest(Manifest(folder, "test", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id, splits))
     return folder
+
+
+@contextmanager
+def folder_with_source() -> Iterator[tuple[Path, Path]]:
+    """A temporary folder, and the source of `write_source` in it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "source"
+        folder.mkdir()
+        yield Path(name), write_source(folder, load_tokenizer("builtin"))
 
 
 def small_config(source: Path, dump_folder: Path, **tables) -> RunConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from glm46.compute.distributed.environment import set_variables
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.loader import load_config
 from glm46.config.options import VERBS, integer, positive, verb_parser
@@ -123,8 +123,7 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
         faults.append(f"--nvme-path {path}: must be absolute, of letters, digits and . _ + - /; state such a folder")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", master):
         faults.append(f"--master-addr {master}: must be a host name or an IPv4 address; state that of the first node")
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     refuse_unwritable(arguments.output, "--output")
     file, hosts = find_hosts(arguments)
     refuse_hosts(hosts, arguments.gpus_per_node, {}, file)
@@ -141,7 +140,6 @@ def _checked(arguments: argparse.Namespace) -> list[Host]:
             load_config(arguments.config, (), world_size=arguments.nodes * arguments.gpus_per_node)
     except UserError as error:
         faults += error.faults
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     hosts.insert(0, hosts.pop(cast(int, place)))
     return [replace(host, slots=arguments.gpus_per_node) for host in hosts]

@@ -1,5 +1,7 @@
 """UserError: mistakes that the user can fix."""
 
+from collections.abc import Sequence
+
 
 class UserError(Exception):
     """One or more mistakes of the user. The command line prints them without a traceback and exits with code 2.
@@ -15,6 +17,12 @@ class UserError(Exception):
     def __init__(self, *faults: str):
         self.faults = faults
         super().__init__("\n".join(faults))
+
+
+def raise_if(faults: Sequence[str]) -> None:
+    """Raise a `UserError` with all faults, unless there are none."""
+    if faults:
+        raise UserError(*faults)
 
 
 class UnreadableError(UserError):

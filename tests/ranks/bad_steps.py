@@ -1,8 +1,6 @@
 """Two ranks train while a NaN appears at one place on one of them; a program that prints what came of it as JSON."""
 
 import json
-import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -10,10 +8,9 @@ from torch import Tensor
 
 import glm46.engine.training.step as step_module
 from glm46.engine.training import loop
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain import next_token, task
-from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
-from tests.small_run import small_config, write_source
+from tests.ranks.forked_ranks import in_halves, run_whole
+from tests.small_run import folder_with_source, small_config
 
 LAYOUTS = {"shards": {}, "copies": {"data_parallel_replicate_degree": 2}}
 SITES = ("gradient", "gradient shard", "activation", "router", "loss")
@@ -89,10 +86,7 @@ def work(rank: int, config, out: Path) -> int:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
 
         def run(layout: str) -> None:
             config = small_config(
@@ -101,9 +95,7 @@ def main() -> None:
                 moe={"balance": "proportional", "bias_update_rate": 0.01},
             )  # fmt: skip
             log, outs = base / f"log-{layout}-", [base / f"out-{layout}-{rank}" for rank in range(2)]
-            children = start_ranks(2, log, lambda rank: work(rank, config, outs[rank]))
-            if await_ranks(children) != [0, 0]:
-                sys.exit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
+            run_whole(2, log, lambda rank: work(rank, config, outs[rank]))
             rows = map(json.loads, (base / layout / "metrics.jsonl").read_text().splitlines())
             row = {"layout": layout, "bad": list(BAD), "skipped": [row["skipped_steps"] for row in rows]}
             row["log"] = (base / layout / "log.txt").read_text()

@@ -5,7 +5,6 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/bandwidth.py
 
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -13,10 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from glm46.engine.observe.exporter import RunCollector
 from glm46.engine.observe.history import read_history
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain.task import train
-from tests.ranks.forked_ranks import await_ranks, start_ranks
-from tests.small_run import small_config, write_source
+from tests.ranks.forked_ranks import run_whole
+from tests.small_run import folder_with_source, small_config
 
 LAYOUTS = {
     "replicas": {"data_parallel_replicate_degree": 2},
@@ -28,10 +26,7 @@ INTERVAL = 2
 
 def main() -> None:
     """Five steps on each layout, rows every third step."""
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
         for label, degrees in LAYOUTS.items():
             rows = [_rows(source, base / f"{label} {interval}", degrees, interval) for interval in (0, INTERVAL)]
             registry = CollectorRegistry(auto_describe=False)
@@ -52,9 +47,7 @@ def _rows(source: Path, folder: Path, degrees: dict[str, int], interval: int) ->
         return train(config)
 
     log = folder.with_name(f"{folder.name} log")
-    codes = await_ranks(start_ranks(4, log, work))
-    if any(codes):
-        raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(4)))
+    run_whole(4, log, work)
     return read_history(folder / "metrics.jsonl")
 
 

@@ -7,20 +7,16 @@ pack documents into rows and take the engine's step. The teacher has a shape of 
 student without its adapters.
 """
 
-import functools
-import json
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.mesh import build_cluster
-from glm46.compute.distributed.process import Process, join, leave
+from glm46.compute.distributed.process import Process
 from glm46.compute.model.adapters import add_adapters, without_adapters
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.compute.model.transformer import Transformer
@@ -36,9 +32,8 @@ from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.finetune.distillation import TEACHER
 from glm46.tasks.finetune.task import Distillation
-from tests.ranks.forked_ranks import run_cases
-from tests.ranks.preference_layouts import compare, make_pairs
-from tests.ranks.sharded_layouts import Layout, base_of, begin_adapters, held, make_config, write_base
+from tests.ranks.preference_layouts import make_pairs, run_against_one
+from tests.ranks.sharded_layouts import Layout, begin_adapters, held, make_config, write_base
 
 WIDE = "teacher of tests"
 OF_OTHER = {"load_path": "folder", "flavor": WIDE, "top_k": 5, "beta": 0.3, "temperature": 1.5, "sft_weight": 0.4}
@@ -176,25 +171,7 @@ def run_layout(process: Process, keys: dict, layout: Layout, base: Path | None) 
 
 def main(world_size: int, *names: str) -> None:
     """Compare the named cases of this world size, or all, with one process, which is this one."""
-    torch.set_num_threads(1)
-    cases = {name: CASES[world_size][name] for name in names or CASES[world_size]}
-    one_each = {(str(keys), layout.reference): (keys, layout) for keys, layout in cases.values()}
-    with tempfile.TemporaryDirectory() as folder:
-        bases = {key: base_of(Path(folder) / str(len(key[0])), layout) for key, (_, layout) in one_each.items()}
-        references = {key: run_reference(config_of(*case), case[1], bases[key]) for key, case in one_each.items()}
-
-        def work(some: list[str]) -> None:
-            process = join(300)
-            for name, (keys, layout) in ((name, cases[name]) for name in some):
-                key = str(keys), layout.reference
-                with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
-                    found = run_layout(process, keys, layout, bases[key])
-                    row = compare(name, found, references[key])
-                if process.is_main:
-                    print(json.dumps(row), flush=True)
-            leave()
-
-        run_cases(world_size, list(cases), work, len(cases))
+    run_against_one(CASES[world_size], world_size, names, config_of, run_reference, run_layout)
 
 
 if __name__ == "__main__":

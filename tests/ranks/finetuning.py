@@ -19,7 +19,7 @@ from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.tasks.finetune.task import train
 from glm46.tasks.pretrain.task import train as pretrain
-from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
+from tests.ranks.forked_ranks import in_halves, run_whole
 from tests.small_run import small_config, write_source
 
 LAYOUTS = {
@@ -68,9 +68,7 @@ def main() -> None:
                 return function(config)
 
             log = base / f"log-{label}-"
-            if any(await_ranks(start_ranks(ranks, log, work))):
-                raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
-            said = log.with_name(f"{log.name}0").read_text()
+            said = run_whole(ranks, log, work)[0]
             found = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())
             names = ("step", "loss", "grad_norm", "validation_loss")
             rows = [{name: row[name] for name in names if name in row} for row in found]

@@ -157,6 +157,15 @@ def _run(count: int, work: Callable[[], None]) -> tuple[list[int], list[str]]:
         return codes, [log.with_name(f"log{rank}").read_text() for rank in range(count)]
 
 
+def run_whole(count: int, log: Path, work: Callable[[int], int]) -> list[str]:
+    """Outputs of ranks that all end well; this process ends where one fails. Arguments of `start_ranks`."""
+    codes = await_ranks(start_ranks(count, log, work))
+    said = [log.with_name(f"{log.name}{rank}").read_text() for rank in range(count)]
+    if any(codes):
+        sys.exit("".join(said))
+    return said
+
+
 def await_ranks(children: list[int], patience: float = math.inf) -> list[int]:
     """Exit codes of all ranks, -9 for those that hung, or had to be killed some time after one failed."""
     codes: dict[int, int] = {}

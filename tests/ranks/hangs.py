@@ -6,7 +6,6 @@ import re
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +16,11 @@ import torch.distributed as dist
 from glm46.engine.reliability import watchdog
 from glm46.engine.training import loop
 from glm46.storage.checkpoint import save
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain.data_stream import DataStream
 from glm46.tasks.pretrain.task import train
 from tests.processes import is_alive, wait_until
 from tests.ranks.forked_ranks import await_ranks, start_ranks
-from tests.small_run import small_config, write_source
+from tests.small_run import folder_with_source, small_config
 
 HANGS = {
     "asleep": lambda: time.sleep(1000),
@@ -159,10 +157,7 @@ def run_hang(base: Path, source: Path, hang: str, victim: int) -> dict:
 
 def main(case: str) -> None:
     """One case: "hampered", "cut off", or a hang of `VICTIMS`."""
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
         others = {"hampered": run_hampered, "cut off": run_cut_off}
         row = others[case](base, source) if case in others else run_hang(base, source, case, VICTIMS[case])
         print(json.dumps(row), flush=True)

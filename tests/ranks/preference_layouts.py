@@ -11,8 +11,10 @@ import functools
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -306,27 +308,44 @@ def compare(name: str, found: tuple, reference: tuple) -> dict:
     }
 
 
-def main(world_size: int, *names: str) -> None:
-    """Compare the named cases of this world size, or all, with one process, which is this one."""
+def run_against_one(
+    known: Mapping[str, tuple[Any, Layout]],
+    world_size: int,
+    names: Sequence[str],
+    config_of: Callable[[Any, Layout], RunConfig],
+    run_reference: Callable,
+    run_layout: Callable,
+) -> None:
+    """Print the differences of the named cases, or of all, between the ranks and one process, which is this one.
+
+    Args:
+        known: by name, what is learnt and the layout.
+        config_of, run_reference, run_layout: as those of this file.
+    """
     torch.set_num_threads(1)
-    cases = {name: CASES[world_size][name] for name in names or CASES[world_size]}
-    one_each = {(loss_type, layout.reference): (loss_type, layout) for loss_type, layout in cases.values()}
+    cases = {name: known[name] for name in names or known}
+    one_each = {(str(learnt), layout.reference): (learnt, layout) for learnt, layout in cases.values()}
     with tempfile.TemporaryDirectory() as folder:
-        bases = {key: base_of(Path(folder) / key[0], layout) for key, (_, layout) in one_each.items()}
+        folders = (Path(folder) / str(number) for number in range(len(one_each)))
+        bases = {key: base_of(place, case[1]) for (key, case), place in zip(one_each.items(), folders, strict=True)}
         references = {key: run_reference(config_of(*case), case[1], bases[key]) for key, case in one_each.items()}
 
         def work(some: list[str]) -> None:
             process = join(300)
-            for name, (loss_type, layout) in ((name, cases[name]) for name in some):
-                key = loss_type, layout.reference
+            for name, (learnt, layout) in ((name, cases[name]) for name in some):
+                key = str(learnt), layout.reference
                 with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
-                    found = run_layout(process, loss_type, layout, bases[key])
-                    row = compare(name, found, references[key])
+                    row = compare(name, run_layout(process, learnt, layout, bases[key]), references[key])
                 if process.is_main:
                     print(json.dumps(row), flush=True)
             leave()
 
         run_cases(world_size, list(cases), work, len(cases))
+
+
+def main(world_size: int, *names: str) -> None:
+    """Compare the named cases of this world size, or all, with one process, which is this one."""
+    run_against_one(CASES[world_size], world_size, names, config_of, run_reference, run_layout)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,13 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/profiles.py
 """
 
 import json
-import tempfile
-from pathlib import Path
 
 import torch
 
 from glm46.engine.observe.profiler import REQUEST_FILE
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain.task import train
-from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
-from tests.small_run import small_config, write_source
+from tests.ranks.forked_ranks import in_halves, run_whole
+from tests.small_run import folder_with_source, small_config
 
 LAYOUTS = {
     "fsdp": ({}, "none", [1]),
@@ -27,10 +24,7 @@ LAYOUTS = {
 
 def main() -> None:
     """Two steps on each layout, the second one recorded; four where a file requests it, which the first rank sees."""
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
 
         def run(label: str) -> None:
             degrees, mode, ranks = LAYOUTS[label]
@@ -51,10 +45,7 @@ def main() -> None:
                 return train(config)
 
             log = base / f"log-{label}-"
-            codes = await_ranks(start_ranks(2, log, work))
-            said = [log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)]
-            if any(codes):
-                raise SystemExit("".join(said))
+            said = run_whole(2, log, work)
             files = sorted((base / label / "profile_traces").rglob("*.json"))
             tables = [json.loads(file.read_text()) for file in files if file.name.endswith("modules.json")]
             names = [str(file.relative_to(base / label)) for file in files]

@@ -4,19 +4,16 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/rank_figures.py
 """
 
 import json
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from glm46.engine.observe.hardware import HardwareMonitor
 from glm46.engine.observe.history import read_history
 from glm46.engine.training import step_metrics
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain.task import train
-from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
-from tests.small_run import small_config, write_source
+from tests.ranks.forked_ranks import in_halves, run_whole
+from tests.small_run import folder_with_source, small_config
 
 LAYOUTS = {
     "fsdp": {}, "experts": {"expert_parallel_degree": 2}, "tensor": {"tensor_parallel_degree": 2},
@@ -31,10 +28,7 @@ SENSORS = (
 
 def main() -> None:
     """Three steps on each layout."""
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
 
         def run(label: str) -> None:
             config = small_config(
@@ -49,10 +43,7 @@ def main() -> None:
                 return train(config)
 
             log = base / f"log-{label}-"
-            codes = await_ranks(start_ranks(2, log, work))
-            said = [log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)]
-            if any(codes):
-                raise SystemExit("".join(said))
+            said = run_whole(2, log, work)
             rows = read_history(base / label / "metrics.jsonl")
             print(json.dumps({"name": label, "said": said[0], "rows": rows}), flush=True)
 

@@ -19,7 +19,7 @@ from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import EngineError
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import run_whole
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, scores
 
 TIMEOUT, DEADLINE = 8, 10.0
@@ -173,8 +173,7 @@ def main() -> None:
             leave()
             return 0
 
-        if any(await_ranks(start_ranks(2, log, work))):
-            raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(2)))
+        run_whole(2, log, work)
         for rank in range(2):
             print(Path(name, f"{rank}.json").read_text(), flush=True)
 

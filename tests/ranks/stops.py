@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +20,10 @@ from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training import loop, resume
 from glm46.engine.training.saving import Saver
 from glm46.storage.checkpoint.integrity import published_steps
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain import task
 from tests.processes import is_alive, wait_until
 from tests.ranks.forked_launch import fork_launch
-from tests.small_run import small_config, write_source
+from tests.small_run import folder_with_source, small_config
 
 MOMENTS = ("start", "load", "validation", "save", "step")
 LEFT_WITH = 7
@@ -122,10 +120,7 @@ def main(*given: str) -> None:
     arguments = parser.parse_args(given or None)
     torch.set_num_threads(1)
     chance = random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
         config = small_config(
             source, base / "out", training={"steps": 12 if not arguments.moments else 10_000},
             checkpoint={"interval": 3}, validation={"enable": True, "freq": 2, "steps": 1},

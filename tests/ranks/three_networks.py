@@ -9,7 +9,6 @@ head. Each layout trains undisturbed; the first one also trains once more, is ki
 import json
 import os
 import signal
-import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +23,10 @@ from glm46.engine.training.network import build_frozen_network, build_network
 from glm46.engine.training.task import Task
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.storage.data.corpus import load_text
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain.data_stream import DataStream, rows_read
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
-from tests.small_run import small_config, write_source
+from tests.small_run import folder_with_source, small_config
 
 LAYOUTS = {
     "one rank": (1, {}), "fsdp": (2, {}), "tensor": (2, {"tensor_parallel_degree": 2}),
@@ -171,10 +169,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
 
         def train(label: str, ranks: int, degrees: dict, kill_at: int | None = None) -> list[int]:
             config = small_config(

@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -30,11 +29,10 @@ from glm46.engine.training import build, loop
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain.task import train
 from tests.processes import children_of
 from tests.ranks.forked_ranks import die_in_sync, start_ranks
-from tests.small_run import small_config, write_source
+from tests.small_run import folder_with_source, small_config
 
 SECONDS_TO_END = 10
 """For a rank whose neighbour is gone, before it is killed. In a collective gloo notices at once; while connections are
@@ -202,10 +200,7 @@ def main(*given: str) -> None:
     )
     arguments = parser.parse_args(given or None)
     chance, done = random.Random(arguments.seed), Counter()
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
         settings = {
             "training": {"steps": arguments.steps}, "optimizer": {"name": "Muon", "lr": 1e-2, "ns_dtype": "float32"},
             "validation": {"enable": True, "freq": 25},

@@ -6,16 +6,13 @@ The weights of this row are the initial ones, which are equal on every layout.
 """
 
 import json
-import tempfile
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
-from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.pretrain.task import train
-from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
-from tests.small_run import small_config, write_source
+from tests.ranks.forked_ranks import in_halves, run_whole
+from tests.small_run import folder_with_source, small_config
 
 LAYOUTS = {
     "one rank": (1, {}), "fsdp": (2, {}), "replicas": (2, {"data_parallel_replicate_degree": 2}),
@@ -54,10 +51,7 @@ def number(document, results):
 
 def main() -> None:
     """Train one step on each layout."""
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "source").mkdir()
-        source = write_source(base / "source", load_tokenizer("builtin"))
+    with folder_with_source() as (base, source):
         tasks = [*TASKS]
         if find_spec("lm_eval"):
             (base / "writing.yaml").write_text(WRITING)
@@ -78,8 +72,7 @@ def main() -> None:
                 return train(config)
 
             log = base / f"log-{label}-"
-            if any(await_ranks(start_ranks(ranks, log, work))):
-                raise SystemExit("".join(log.with_name(f"{log.name}{rank}").read_text() for rank in range(ranks)))
+            run_whole(ranks, log, work)
             rows = map(json.loads, (base / label / "metrics.jsonl").read_text().splitlines())
             print(json.dumps({"name": label, "row": next(rows)}), flush=True)
 

@@ -60,13 +60,9 @@ def raise_on_all_ranks(error: UserError | None) -> NoReturn:
     """
     found: list[tuple[tuple[str, ...], bool] | None] = [None] * dist.get_world_size()
     is_unreadable = isinstance(error, UnreadableError)
-    own = None if error is None else (tuple(map(_without_traceback, error.faults)), is_unreadable)
+    # A worker process of the loader puts a traceback before the fault.
+    own = None if error is None else (tuple(_MARK.split(of)[-1].strip() for of in error.faults), is_unreadable)
     dist.all_gather_object(found, own)
     errors = [each for each in found if each is not None]
     faults = dict.fromkeys(fault for faults, _ in errors for fault in faults)
     raise (UnreadableError if all(each for _, each in errors) else UserError)(*on_first_rank(*faults))
-
-
-def _without_traceback(fault: str) -> str:
-    """A worker process of the loader puts a traceback before the fault."""
-    return _MARK.split(fault)[-1].strip()

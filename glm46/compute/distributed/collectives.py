@@ -144,10 +144,6 @@ def _scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return whole.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
-
-
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the parts of a sequence over a group; backward sums the gradients of all ranks. Collective.
 
@@ -165,7 +161,8 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def whole_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Like `gather_sequence`, for an output from which every rank computes the same loss: each rank's gradient is whole
     already, and backward takes this rank's part of it. Collective."""
-    return _Differentiable.apply(x, partial(_gather, group=group), partial(_own_part, group=group))
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return _Differentiable.apply(x, partial(_gather, group=group), lambda grad: grad.chunk(ranks, dim=1)[rank])
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:

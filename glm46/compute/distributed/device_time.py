@@ -8,27 +8,10 @@ before its hooks here, and the collectives inside of layers are `waiting_for_ran
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-
-
-class Event(Protocol):
-    """`torch.cuda.Event(enable_timing=True)`."""
-
-    def record(self) -> None:
-        """Mark this place of the current stream."""
-        ...
-
-    def query(self) -> bool:
-        """True if the device has passed the mark."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this mark to another."""
-        ...
 
 
 class OwnDeviceTime:
@@ -36,17 +19,17 @@ class OwnDeviceTime:
 
     Args:
         layers: of this rank; hooks stay on them.
-        make_event: tests pass their own.
+        make_event: of events with timing; tests pass their own.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], make_event: Callable[[], Event]):
+    def __init__(self, layers: Iterable[nn.Module], make_event: Callable[[], torch.cuda.Event]):
         self._layers, self._make_event = list(layers), make_event
         self._left: set[nn.Module] = set()
-        self._own: list[tuple[Event, Event]] = []
-        self._waits: list[tuple[Event, Event]] = []
+        self._own: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._before = self._own, self._waits
         self._seconds = 0.0
-        self._began: Event | None = None
+        self._began: torch.cuda.Event | None = None
         self._wait: AbstractContextManager | None = None
         for layer in self._layers:
             layer.register_forward_pre_hook(self._enter)  # after that of FSDP2, which gathers the layer
@@ -69,7 +52,7 @@ class OwnDeviceTime:
             self._seconds = (whole - left_out) / 1e3
         return self._seconds
 
-    def _mark(self) -> Event:
+    def _mark(self) -> torch.cuda.Event:
         event = self._make_event()
         event.record()
         return event

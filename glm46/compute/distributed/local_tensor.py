@@ -1,7 +1,7 @@
 """The local part of a tensor, its position in the whole tensor, and copies to the device of this rank."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,15 +9,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from glm46 import compat
 
-_Value = TypeVar("_Value", bound="_OnHost")
-
-
-class _OnHost(Protocol):
-    """A tensor, or what copies those that it holds."""
-
-    def pin_memory(self: _Value) -> _Value: ...
-
-    def to(self: _Value, device: torch.device, *, non_blocking: bool) -> _Value: ...
+_Value = TypeVar("_Value")
+"""A tensor, or what copies those that it holds."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -28,10 +21,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def copy_to_device(value: _Value, device: torch.device) -> _Value:
     """Copy from the CPU; the host does not wait for a GPU, as a copy from pageable memory does."""
-    if device.type != "cuda":
-        return value.to(device, non_blocking=True)
     # A tensor whose elements share memory, as those of `expand` do, cannot be pinned.
-    whole: Any = value.contiguous() if isinstance(value, Tensor) else value
+    whole: Any = value.contiguous() if device.type == "cuda" and isinstance(value, Tensor) else value
+    if device.type != "cuda":
+        return whole.to(device, non_blocking=True)
     return whole.pin_memory().to(device, non_blocking=True)
 
 

@@ -4,8 +4,7 @@ A rank that raises alone leaves the others in their next collective until the ti
 can fail runs inside ``Ranks.stage``: leaving a stage is a collective that carries the result or the fault of each rank.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -62,42 +61,39 @@ class Ranks:
             RankLostError: a rank has ended or does not answer.
         """
         values: list[Any] = [value] * self.size
-        if self.group is not None:
-            with _telling_lost_ranks():
-                dist.all_gather_object(values, value, group=self.group)
+        self._call(dist.all_gather_object, values, value)
         return values
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """True if a flag is set on any rank, for each of equally many flags. Collective; raises as `all_gather`."""
         found = torch.tensor(flags, dtype=torch.uint8)
-        if self.group is not None:
-            with _telling_lost_ranks():
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        self._call(dist.all_reduce, found, dist.ReduceOp.MAX)
         return found.bool().tolist()
 
     def of_first(self, value: Any) -> Any:
         """The value of rank 0. Collective; raises as `all_gather`."""
         box = [value]
-        if self.group is not None:
-            with _telling_lost_ranks():
-                dist.broadcast_object_list(box, src=0, group=self.group)
+        self._call(dist.broadcast_object_list, box, src=0)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks on rank 0, nothing on the others. Collective; raises as `all_gather`."""
         values = [value] * self.size if self.is_first else []
-        if self.group is not None:
-            with _telling_lost_ranks():
-                dist.gather_object(value, values or None, dst=0, group=self.group)
+        self._call(dist.gather_object, value, values or None, dst=0)
         return values
 
     def scatter(self, values: list[Any] | None) -> Any:
         """This rank's one of the values that rank 0 has. Collective; raises as `all_gather`."""
         box = [None] if values is None else values[:1]
-        if self.group is not None:
-            with _telling_lost_ranks():
-                dist.scatter_object_list(box, values, src=0, group=self.group)
+        self._call(dist.scatter_object_list, box, values, src=0)
         return box[0]
+
+    def _call(self, collective: Callable, *arguments: Any, **options: Any) -> None:
+        if self.group is not None:
+            try:
+                collective(*arguments, group=self.group, **options)
+            except RuntimeError as error:
+                raise RankLostError(*error.args) from error
 
     def stage(self, name: str, to: Literal["all", "first", "each"] = "all") -> "CollectiveStage":
         """``with ranks.stage("writing") as stage:`` runs work that succeeds or fails on all ranks.
@@ -111,14 +107,6 @@ class Ranks:
 
 ALONE = Ranks(rank=0, size=1, group=None)
 """One process by itself, even while others run."""
-
-
-@contextmanager
-def _telling_lost_ranks() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankLostError(*error.args) from error
 
 
 class CollectiveStage:

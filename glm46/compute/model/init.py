@@ -40,14 +40,10 @@ def _splitmix64(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def _stream_key(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    return _signed(int.from_bytes(digest, "little"))
-
-
 def _uniform_bits(seed: int, name: str, index: Tensor) -> Tensor:
     """Two independent 32-bit numbers for the given elements of a parameter, as one int64."""
-    bits = _splitmix64(index + _stream_key(seed, name))
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    bits = _splitmix64(index + _signed(int.from_bytes(digest, "little")))
     return _splitmix64(bits)  # twice: neighbouring counters, and close keys of two parameters, must not correlate
 
 

@@ -112,12 +112,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed_tokens: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleDict(
-            {
-                str(i): TransformerBlock(shape, is_dense=i < shape.first_k_dense_replace)
-                for i in range(shape.num_hidden_layers)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for i in range(shape.num_hidden_layers):
+            self.layers[str(i)] = TransformerBlock(shape, is_dense=i < shape.first_k_dense_replace)
         self.norm: RMSNorm | None = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = OutputHead(shape.vocab_size, shape.hidden_size) if head == "lm" else None
         self.value_head = ValueHead(shape.hidden_size) if head == "value" else None

@@ -35,10 +35,6 @@ class _Entry:
     step: Tensor
     moments: tuple[State, State]
 
-    def size(self) -> int:
-        """Bytes of both moments in FP32, for any state type; it only decides how items are formed."""
-        return 2 * 4 * self.part.numel()
-
 
 class AdamW:
     """AdamW over this rank's parts, with ``param_groups``, ``state`` and ``step`` as in torch: torch's fused kernel for
@@ -100,7 +96,7 @@ class AdamW:
                 items.append([])
                 room = OFFLOADED_ITEM_BYTES
             items[-1].append(entry)
-            room -= entry.size()
+            room -= 2 * 4 * entry.part.numel()  # of both moments in FP32, for any type of states
         return items
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -61,6 +61,7 @@ class MuonStep:
         self._entries, self._requests, self._settings = entries, requests, settings
         self._parameters = [group["params"][index] for group, index in entries]
         self._views: list[tuple[Tensor, Tensor | None]] = []
+        """This rank's parts of each parameter and of its gradient as [matrices, rows, columns], in a step."""
         self._actions: list[Callable[[], None]] = []
         self._taken: list[list[Slice]] = []
         self._devices = [device or parameter.device for parameter in self._parameters]
@@ -82,7 +83,9 @@ class MuonStep:
 
     def run(self) -> None:
         """Update every parameter that has a gradient. Collective."""
-        self._views = [_local_views(parameter) for parameter in self._parameters]
+        of_gradients = map(local_gradient, self._parameters)
+        pairs = zip(map(local_matrices, self._parameters), of_gradients, strict=True)
+        self._views = [(part, None if of is None else of.reshape(part.shape)) for part, of in pairs]
         self._momenta.begin()
         for action in self._actions:
             action()
@@ -171,9 +174,3 @@ def stack_tasks(
                 chunks[-1].append(replace(task, matrices=(first, last)))
                 first, room = last, room - (last - first)
     return chunks
-
-
-def _local_views(parameter: Tensor) -> tuple[Tensor, Tensor | None]:
-    """This rank's parts of a parameter and of its gradient as [matrices, rows, columns]."""
-    views, gradient = local_matrices(parameter), local_gradient(parameter)
-    return views, None if gradient is None else gradient.reshape(views.shape)

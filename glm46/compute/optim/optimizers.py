@@ -9,7 +9,7 @@ from torch import Tensor
 from glm46.compat import named_range
 from glm46.compute.optim.adamw import AdamW
 from glm46.compute.optim.muon import Muon
-from glm46.compute.optim.roles import Role, RoleRow, assign_roles, role_rows
+from glm46.compute.optim.roles import Role, assign_roles, role_rows
 from glm46.compute.optim.state_file import StateFile
 from glm46.compute.optim.state_offload import StatePlace
 from glm46.config.model import ModelShape
@@ -31,7 +31,8 @@ class OptimizerGroup:
     ):
         """``device`` as in `build_optimizers`."""
         self._parameters = [parameter for _, parameter in named_parameters]
-        self._table = role_rows(self._parameters, roles, config)
+        self.role_table = role_rows(self._parameters, roles, config)
+        """That of this pipeline stage; ``roles.format_role_table`` prints it."""
         self._matrices = [
             named for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "muon"
         ]
@@ -61,10 +62,6 @@ class OptimizerGroup:
             for key, value in self.muon.state[parameter].items()
         }
         return momenta | self._adamw.state_tensors()
-
-    def role_table(self) -> list[RoleRow]:
-        """The role table of this pipeline stage; ``roles.format_role_table`` prints it."""
-        return self._table
 
 
 def build_optimizers(
@@ -114,14 +111,8 @@ def make_pair(
             options = {"weight_decay": config.weight_decay if role.decay else 0.0, "row_blocks": blocks}
             group = groups.setdefault(tuple(options.values()) if merge else name, {"params": [], **options})
             group["params"].append((name, parameter))
-    muon = _muon(list(groups.values()), config, place, device)
-    rest = [(named, role) for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "adamw"]
-    return muon, AdamW([named for named, _ in rest], [(role.decay, role.lr_ratio) for _, role in rest], config, place)
-
-
-def _muon(groups: list[dict], config: OptimizerConfig, place: StatePlace, device: torch.device | None) -> Muon:
-    return Muon(
-        groups,
+    muon = Muon(
+        list(groups.values()),
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
@@ -132,3 +123,5 @@ def _muon(groups: list[dict], config: OptimizerConfig, place: StatePlace, device
         device=device,
         state_dtype="8bit" if config.state_dtype == "8bit" else getattr(torch, config.state_dtype),
     )
+    rest = [(named, role) for named, role in zip(named_parameters, roles, strict=True) if role.optimizer == "adamw"]
+    return muon, AdamW([named for named, _ in rest], [(role.decay, role.lr_ratio) for _, role in rest], config, place)

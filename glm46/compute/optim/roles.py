@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
 from glm46.run.parameters import ADAPTER_PARAMETERS, PARAMETERS, find_parameter
@@ -64,8 +64,7 @@ def assign_roles(
             assert shape is not None, f"{name} has a matrix for each head"
             heads = row.block_rows(shape)
         roles.append(Role(row.group, row.choose_optimizer(config), row.is_decayed, row.row_blocks, lr_ratio, heads))
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     return roles
 
 

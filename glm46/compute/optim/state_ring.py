@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 
@@ -12,14 +11,6 @@ from glm46.run.sizes import OFFLOAD_SLOTS
 
 _THREADS = 2
 """One may read while the other writes."""
-
-
-class Arrival(Protocol):
-    """`torch.cuda.Event`."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until the device has passed the event."""
-        ...
 
 
 class StateRing:
@@ -48,7 +39,7 @@ class StateRing:
         self._reads.pop(number).result()
         return self.slot(number)
 
-    def put(self, number: int, arrival: Arrival | None) -> None:
+    def put(self, number: int, arrival: torch.cuda.Event | None) -> None:
         """Write the slot of an item back to the file, and read the next item that uses this slot.
 
         Args:
@@ -67,7 +58,7 @@ class StateRing:
     def _read(self, number: int) -> None:
         copy_states(self.slot(number), self._items[number])
 
-    def _write(self, number: int, arrival: Arrival | None) -> None:
+    def _write(self, number: int, arrival: torch.cuda.Event | None) -> None:
         if arrival is not None:
             arrival.synchronize()
         copy_states(self._items[number], self.slot(number))

@@ -86,13 +86,7 @@ def initialise(model: Transformer, seed: int) -> None:
         if not parameter.is_floating_point():  # a frozen weight in FP8, which import reads
             local_tensor(parameter).zero_()
             continue
-        fill_parameter(
-            local_tensor(parameter),
-            global_indices(parameter),
-            tuple(parameter.shape),
-            seed=seed,
-            name=name,
-            std=model.shape.initializer_range,
-        )
+        part, whole = (local_tensor(parameter), global_indices(parameter)), tuple(parameter.shape)
+        fill_parameter(*part, whole, seed=seed, name=name, std=model.shape.initializer_range)
     for buffer in model.buffers():
         buffer.zero_()

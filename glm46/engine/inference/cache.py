@@ -138,6 +138,7 @@ class CachedCore:
     def __call__(
         self, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor | Expand, layout: AttentionLayout | None
     ) -> Tensor:
+        assert self.place is not None, "it is set before each call"
         tokens = self.place.positions.numel()
         if isinstance(self.place, Nothing):
             return torch.zeros_like(q_BSHC)
@@ -146,9 +147,12 @@ class CachedCore:
         padding = q_BSHC.shape[1] - tokens
         return F.pad(out_BSHC, (0, 0, 0, 0, 0, padding)) if padding else out_BSHC
 
-    def _keys_and_values(self, cached: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _keys_and_values(self, cached: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Of what is cached of tokens, [B, S, K, C] each."""
-        return self.attention.expand(*cached) if isinstance(self.attention, LatentAttention) else cached
+        if isinstance(self.attention, LatentAttention):
+            return self.attention.expand(*cached)
+        keys, values = cached
+        return keys, values
 
     def _attend(self, q_BSHC: Tensor, new: list[Tensor], layout: AttentionLayout | None) -> Tensor:
         """The tokens without padding; [1, tokens, H, C]."""
@@ -173,7 +177,8 @@ class CachedCore:
             return attend_in_runs(q_BSHC[0], keys, values, place.runs).unsqueeze(0)
         cached = [cache[: place.rows, :, : place.slots] for cache in self.caches]
         if not isinstance(self.attention, LatentAttention):
-            return _few(q_RSHC, *cached, place).reshape(q_BSHC.shape)
+            keys, values = cached
+            return _few(q_RSHC, keys, values, place).reshape(q_BSHC.shape)
         if self._to_heads is None:
             self._to_heads = self.attention.to_heads()
         # The weights that make keys are multiplied to the queries, and those of values to the result, in place of all

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.attention_runs import describe_core
 from glm46.compute.model.block import TransformerBlock
+from glm46.compute.model.mtp import MTPLayer
 from glm46.compute.model.rope import rotary_tables
 from glm46.compute.model.router import RoutingOptions
 from glm46.compute.model.routes import no_routes
@@ -66,10 +68,11 @@ class Decoder:
         self.batch, self.max_length = batch, max_length
         self.depth = model.shape.num_nextn_predict_layers if drafts else 0
         """Number of tokens that the prediction layers draft."""
-        self._drafting = list(model.mtp.values())[: self.depth]  # none before the last stage
-        self._main = [CachedCore(block.self_attn, batch, max_length) for block in model.layers.values()]
+        self._blocks = cast(list[TransformerBlock], list(model.layers.values()))
+        self._drafting = cast(list[MTPLayer], list(model.mtp.values())[: self.depth])  # none before the last stage
+        self._main = [CachedCore(block.self_attn, batch, max_length) for block in self._blocks]
         self._mtp = [CachedCore(layer.block.self_attn, batch, max_length) for layer in self._drafting]
-        self._plain: list[tuple[nn.Module, object]] = []
+        self._plain: list[tuple[nn.Module, Any]] = []
         self._kernels: AbstractContextManager = nullcontext()
         weight = local_tensor(next(model.parameters()))
         self.device, self._dtype = weight.device, weight.dtype
@@ -94,7 +97,7 @@ class Decoder:
         self._tables: list[Tensor] | None = None
 
     def __enter__(self) -> "Decoder":
-        blocks = [*self.model.layers.values(), *(layer.block for layer in self._drafting)]
+        blocks = [*self._blocks, *(layer.block for layer in self._drafting)]
         for block, core in zip(blocks, [*self._main, *self._mtp], strict=True):
             self._plain.append((block.self_attn, block.self_attn.core))
             block.self_attn.core = core
@@ -175,11 +178,12 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """FP32 logits [..., V]."""
-        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        rows, head = hidden.reshape(1, -1, hidden.shape[-1]), self.model.lm_head
+        assert head is not None, "the last stage has it"
         if self._has_head and few_tokens.is_for(rows):
-            self._head = self._head or few_tokens.Product(self.model.lm_head.weight)
+            self._head = self._head or few_tokens.Product(head.weight)
             return self._head(rows[0]).view(*hidden.shape[:-1], -1)
-        found = self.model.lm_head(self.mesh.own_tokens(rows))[:, : rows.shape[1]]
+        found = head(self.mesh.own_tokens(rows))[:, : rows.shape[1]]
         return found.view(*hidden.shape[:-1], -1).float()
 
     def _slots(self, tokens: Tensor, starts: Sequence[int]) -> Slots:
@@ -195,21 +199,24 @@ class Decoder:
             x = torch.empty(size, dtype=self._dtype, device=self.device)
             mesh.receive(x)
         of_layers: dict[int, Tensor] = {}
-        for (name, block), core in zip(self.model.layers.items(), self._main, strict=True):
+        for name, block, core in zip(self.model.layers, self._blocks, self._main, strict=True):
             x, routes = self._run(block, core, x, place, rope, is_real)
             if routes is not None:
                 of_layers[int(name) - self.model.shape.first_k_dense_replace] = routes.view(*x.shape[:2], -1)
-        if self._routes is not None and of_layers and tokens.numel():
+        if self._routes is not None and of_layers and not isinstance(place, Nothing):
             routes = mesh.all_tokens(torch.stack([*of_layers.values()], 2).to(torch.int32), tokens.numel())
-            self._record(routes.to(self._routes.dtype), slice(min(of_layers), max(of_layers) + 1), place)
+            layers = slice(min(of_layers), max(of_layers) + 1)
+            _record(self._routes, routes.to(self._routes.dtype), layers, place)
         if not mesh.is_last:
             mesh.send(x)
             return None
+        assert self.model.norm is not None, "the last stage has it"
         return self._whole(self.model.norm(x), tokens)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Embeddings of this rank's part of tokens [B, S], [1, t, D]."""
         ids = tokens.reshape(1, -1)
+        assert self.model.embed_tokens is not None, "the first stage has it, and the last one with prediction layers"
         return self.model.embed_tokens(F.pad(ids, (0, self.mesh.padded(ids.shape[1]) - ids.shape[1])))
 
     def _whole(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -222,16 +229,8 @@ class Decoder:
         padded = self.mesh.padded(tokens)
         return None if padded == tokens else torch.arange(padded, device=self.device).unsqueeze(0) < tokens
 
-    def _record(self, routes: Tensor, layers: slice, place: Slots | Packed) -> None:
-        """Keep the routes of a call, [1, T, layers, A]."""
-        if isinstance(place, Packed):
-            for row, start, end in place.parts:
-                self._routes[row, : end - start, layers] = routes[0, start:end]
-        else:
-            rows = torch.arange(place.rows, device=routes.device).unsqueeze(1)
-            self._routes[rows, place.positions, layers] = routes.view(place.rows, place.length, *routes.shape[2:])
-
-    def _through_depth(self, k: int, hidden: Tensor, tokens: Tensor, place: Place) -> Tensor:
+    def _through_depth(self, k: int, hidden: Tensor | None, tokens: Tensor, place: Place) -> Tensor:
+        assert hidden is not None, "prediction layers are on the last stage"
         layer, embedding = self._drafting[k], self._embedded(tokens)
         own = self.mesh.own_tokens(hidden.reshape(1, -1, hidden.shape[-1]))
         x = layer.eh_proj(torch.cat([layer.enorm(embedding), layer.hnorm(own)], dim=-1))
@@ -268,9 +267,19 @@ class Decoder:
         return x, statistics and statistics.routes
 
 
+def _record(kept: Tensor, routes: Tensor, layers: slice, place: Slots | Packed) -> None:
+    """Keep the routes of a call, [1, T, layers, A]."""
+    if isinstance(place, Packed):
+        for row, start, end in place.parts:
+            kept[row, : end - start, layers] = routes[0, start:end]
+    else:
+        rows = torch.arange(place.rows, device=routes.device).unsqueeze(1)
+        kept[rows, place.positions, layers] = routes.view(place.rows, place.length, *routes.shape[2:])
+
+
 def _portions(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Divide prompts, by their numbers, into consecutive ones of at most `PREFILL_TOKENS`, at least one each."""
-    some, tokens = [], 0
+    some, tokens = list[int](), 0
     for number, length in enumerate(lengths):
         if some and tokens + length > PREFILL_TOKENS:
             yield some

@@ -77,10 +77,11 @@ class Layer:
     """A decoder layer with weights rearranged for this kernel, which copies them."""
 
     def __init__(self, block: TransformerBlock):
+        assert isinstance(block.self_attn, Attention), "the block is plain"
         self._input_norm = _Norm(block.input_layernorm)
         self._attention = _Attention(block.self_attn)
         self._middle_norm = _Norm(block.post_attention_layernorm)
-        self._network = _FeedForward(block.mlp) if block.is_dense else _Mixture(block.mlp)
+        self._network = _FeedForward(block.mlp) if isinstance(block.mlp, FeedForward) else _Mixture(block.mlp)
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], core: AttentionCore, options: RoutingOptions
@@ -120,7 +121,7 @@ class _Attention:
         self._qkv = Product(*(part.weight for part in parts), biases=[part.bias for part in parts])
         self._out = Product(attention.o_proj.weight)
         self._norm: _Norm | None = None
-        if attention.q_norm is not None:
+        if attention.q_norm is not None and attention.k_norm is not None:
             norms = zip((attention.q_norm, attention.k_norm), self._heads, strict=False)
             self._norm = _Norm(attention.q_norm, torch.cat([norm.weight.expand(heads, -1) for norm, heads in norms]))
 
@@ -129,7 +130,8 @@ class _Attention:
         query, key, value = self._heads
         qk, v = self._qkv(x.view(B * S, D)).view(B, S, -1, self._head_dim).split([query + key, value], 2)
         qk = rotate(qk if self._norm is None else self._norm(qk), rope)
-        out = core(*qk.split([query, key], 2), v, None)
+        q, k = qk.split([query, key], 2)
+        out = core(q, k, v, None)
         return self._out(out.reshape(B * S, -1)).view(B, S, D)
 
 

@@ -104,7 +104,7 @@ class Generation:
         self._is_stopped = is_stopped
         kinds: dict[tuple[int, ...], int] = {}
         waiting = [_Row(one, kinds.setdefault(tuple(one.prompt), len(kinds))) for one in continuations]
-        self._waiting, self._rows = waiting[::-1], []
+        self._waiting, self._rows = waiting[::-1], list[_Row]()
         self._cached = [-1] * decoder.batch
         """The kind of prompt whose keys and values each row of the cache begins with."""
 
@@ -113,8 +113,8 @@ class Generation:
         """Run until all continuations have ended."""
         with self._decoder:
             while True:
-                is_open = bool(self._waiting) or any(row.of.finish is None for row in self._rows)
-                is_open, is_stopped = self._decoder.mesh.most(is_open, is_open and self._is_stopped())
+                has_work = bool(self._waiting) or any(row.of.finish is None for row in self._rows)
+                is_open, is_stopped = self._decoder.mesh.most(has_work, has_work and self._is_stopped())
                 if not is_open:
                     return
                 if is_stopped:
@@ -160,8 +160,8 @@ class Generation:
             kind, length = self._rows[row].kind, len(self._rows[row].of.prompt) - 1
             if self._cached[row] == kind or not length:
                 continue
-            if kind in held or kind in computed:
-                sources[row] = held.get(kind, computed.get(kind))
+            if (source := held.get(kind, computed.get(kind))) is not None:
+                sources[row] = source
             else:
                 computed[kind] = row
         self._decoder.fill([self._rows[row].of.prompt for row in computed.values()], list(computed.values()))

@@ -10,7 +10,7 @@ import torch
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
 from glm46.compute.model.transformer import Transformer
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.stored_model import alignment_faults, require_whole_model
@@ -20,7 +20,6 @@ from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_
 from glm46.storage.huggingface.folder_check import stored_shape
 from glm46.storage.huggingface.hub import local_tokenizer
 from glm46.storage.huggingface.import_weights import FolderReader
-from glm46.storage.huggingface.names import raise_if
 from glm46.storage.huggingface.step_tensors import StepTensors
 
 

@@ -7,6 +7,7 @@ their own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -173,4 +174,4 @@ def _group(layout: Layout, replicas: int) -> dist.ProcessGroup:
     ranks: dict[int, list[int]] = {}
     for rank in range(layout.world_size):
         ranks.setdefault(layout.dp_rank(rank) // replicas, []).append(rank)
-    return dist.new_subgroups_by_enumeration(list(ranks.values()))[0]
+    return cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(list(ranks.values()))[0])  # each rank is in one

@@ -199,7 +199,7 @@ def _targets(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of all tokens of continuations that follow tokens of a call: the place of the token before, counted over the rows
     of ``width`` tokens, the token, and the number of its request; int64 on the CPU."""
-    places, labels, owners = [], [], []
+    places, labels, owners = list[int](), list[int](), list[int]()
     for row, node in enumerate(nodes):
         for number in node.requests:
             context, continuation = requests[number]
@@ -208,7 +208,8 @@ def _targets(
             places += range(row * width + low - node.start, row * width + high - node.start)
             labels += continuation[low - first : max(high - first, 0)]
             owners += [number] * max(high - low, 0)
-    return tuple(torch.tensor(values, dtype=torch.int64) for values in (places, labels, owners))
+    found = torch.tensor([places, labels, owners], dtype=torch.int64)
+    return found[0], found[1], found[2]
 
 
 def _head(model: Transformer, mesh: ModelMesh, hidden: Tensor, places: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,5 +217,6 @@ def _head(model: Transformer, mesh: ModelMesh, hidden: Tensor, places: Tensor, l
     chosen = hidden.reshape(1, -1, hidden.shape[-1])[:, places.to(hidden.device)]
     padding = mesh.padded(len(labels)) - len(labels)
     padded = F.pad(labels, (0, padding), value=IGNORE).unsqueeze(0).to(hidden.device)
+    assert model.lm_head is not None, "the last stage has it"
     output = model.lm_head(mesh.own_tokens(chosen), padded, token_logprobs)
     return output.logprobs[0, : len(labels)], output.predictions[0, : len(labels)]

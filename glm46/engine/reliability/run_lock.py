@@ -2,7 +2,6 @@
 checkpoints, and what they must hold."""
 
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -12,20 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.engine.reliability.verdict import HANG_FOLDER
 from glm46.files.lock import FileLock
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import Plan
+from glm46.storage.checkpoint.publish import LEFTOVER
 
 _FILE = "run.lock"
 _PATIENCE_SECONDS = 5.0
 """A killed run takes a moment to release its folder."""
 
 _DUMP_KEY, _EVENTS_KEY = "job.dump_folder", "metrics.save_tb_folder"
-_LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
-"""Folders that a save removes before it writes, see `storage/checkpoint/publish.py`."""
 _NONE: Mapping[str, Path] = MappingProxyType({})
 
 
@@ -72,25 +70,20 @@ def refuse_small_disk(plan: Plan, processes: int) -> None:
     for key, (folder, share, what) in places.items():
         with writing(folder, key=key):
             needed, free = share * size.total, shutil.disk_usage(_existing(folder)).free
-        if needed > free and needed > free + sum(
-            _bytes_in(path) for path in folder.glob("step-*") if _LEFTOVER.fullmatch(path.name)
-        ):
+        leftovers = (path for path in folder.glob("step-*") if LEFTOVER.fullmatch(path.name))
+        files = (file for path in leftovers for file in path.rglob("*") if file.is_file())
+        if needed > free and needed > free + sum(file.stat().st_size for file in files):
             of = f"(weights {_size(share * size.weights)}, optimizer states {_size(share * size.states)})"
             faults.append(
                 f"{key} = {str(folder)!r}: {what} takes {_size(needed)} {of}, and {_size(free)} of its disk are free; "
                 f"it must fit beside those that are there; free space, set another {key}, or "
                 "set checkpoint.enable = false"
             )
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
 
 
 def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _size(count: float) -> str:

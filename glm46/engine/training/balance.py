@@ -98,7 +98,7 @@ def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, fl
     """Metrics of the balance of experts in one step.
 
     Args:
-        tokens_per_expert: int64 [layers, E], kept assignments, summed over all ranks.
+        tokens_per_expert: int64 [layers, E] on the CPU, kept assignments, summed over all ranks.
         overflow: int64 [layers], assignments dropped by the capacity.
 
     Returns:
@@ -114,22 +114,12 @@ def balance_metrics(tokens_per_expert: Tensor, overflow: Tensor) -> dict[str, fl
     cv_L = tokens_LE.std(1, correction=0) / share_L
     is_used_L = mean_L > 0
     lost, kept = int(overflow.sum()), tokens_LE.sum()
-    values = torch.stack(
-        [
-            cv_L.mean(),
-            cv_L.max(),
-            torch.where(is_used_L, tokens_LE.amax(1) / share_L, 1.0).max(),
-            torch.where(is_used_L, tokens_LE.amin(1) / share_L, 1.0).min(),
-            lost / (lost + kept).clamp(min=1.0),
-            (tokens_LE == 0).sum().double(),
-        ]
-    ).tolist()
-    names = (
-        "expert_balance_cv",
-        "expert_balance_cv_max",
-        "expert_load_max_ratio",
-        "expert_load_min_ratio",
-        "expert_overflow_ratio",
-        "dead_experts",
-    )
-    return dict(zip(names, values, strict=True)) | {"expert_overflow_count": lost}
+    values = {
+        "expert_balance_cv": cv_L.mean(),
+        "expert_balance_cv_max": cv_L.max(),
+        "expert_load_max_ratio": torch.where(is_used_L, tokens_LE.amax(1) / share_L, 1.0).max(),
+        "expert_load_min_ratio": torch.where(is_used_L, tokens_LE.amin(1) / share_L, 1.0).min(),
+        "expert_overflow_ratio": lost / (lost + kept).clamp(min=1.0),
+        "dead_experts": (tokens_LE == 0).sum().double(),
+    }
+    return {name: value.item() for name, value in values.items()} | {"expert_overflow_count": lost}

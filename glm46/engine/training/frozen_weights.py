@@ -10,6 +10,7 @@ from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
+from glm46.config.errors import raise_if
 from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import Network
 from glm46.files.local_disk import real_path
@@ -21,7 +22,7 @@ from glm46.storage.checkpoint.stored_values import StoredTensor
 from glm46.storage.huggingface.adapter_origin import changed_files, hash_files
 from glm46.storage.huggingface.boxes import intervals_of, overlaps
 from glm46.storage.huggingface.folder_check import files_of_weights
-from glm46.storage.huggingface.names import HFPart, raise_if
+from glm46.storage.huggingface.names import HFPart
 from glm46.storage.huggingface.step_tensors import MODEL_PREFIX
 
 _FAULTS_SHOWN = 10

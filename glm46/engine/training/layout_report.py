@@ -13,7 +13,6 @@ from glm46.compute.model.attention_runs import describe_core, flash_package
 from glm46.compute.model.quantised_weights import columns_of
 from glm46.compute.optim.roles import RoleRow, add_role_rows
 from glm46.config.float8_layers import describe_float8
-from glm46.config.parallelism import ParallelismConfig
 from glm46.engine.training.network import Network, TrainedNetwork
 from glm46.engine.training.task import Task
 from glm46.run.parameters import describe_base, scales_name
@@ -24,14 +23,11 @@ _RANKS_SHOWN = 4
 
 def describe_layout(task: Task) -> list[str]:
     """Lines about the mesh and the memory of the ranks. Collective."""
-    layout = task.plan.layout
+    layout, parallelism = task.plan.layout, task.plan.config.parallelism
+    several = f", {parallelism.stages_per_rank} stages each" if parallelism.stages_per_rank > 1 else ""
+    schedule = f"other layers, schedule {parallelism.pipeline_parallel_schedule}{several}"
     axes = [
-        (
-            "pp",
-            layout.pp,
-            layout.world_size // layout.pp,
-            f"other layers, schedule {_schedule(task.plan.config.parallelism)}",
-        ),
+        ("pp", layout.pp, layout.world_size // layout.pp, schedule),
         ("dp_replicate", layout.dp_replicate, layout.dense_shards * layout.tp, "replicas of the same parameters"),
         ("dp_shard", layout.dp_shard, layout.ranks_per_dp_rank, "other parts of each parameter, other sequences"),
         ("cp", layout.cp, layout.tp, "other parts of each sequence, and of each parameter"),
@@ -60,7 +56,7 @@ def describe_layout(task: Task) -> list[str]:
 
 def whole_role_table(network: TrainedNetwork) -> list[RoleRow]:
     """Roles of the parameters of all pipeline stages. Collective over the ranks of a pipeline."""
-    table, pipeline = network.optimizer.role_table(), network.cluster.meshes.pipeline
+    table, pipeline = network.optimizer.role_table, network.cluster.meshes.pipeline
     if pipeline is None:
         return table
     tables: list = [None] * dist.get_world_size(pipeline)
@@ -86,11 +82,6 @@ def _attention(task: Task) -> str:
         how = "passed around" if travel else "exchanged over" if has_window else "gathered over"
         said.append(f"keys {how} {cp} ranks")
     return ", ".join(said)
-
-
-def _schedule(parallelism: ParallelismConfig) -> str:
-    several = f", {parallelism.stages_per_rank} stages each" if parallelism.stages_per_rank > 1 else ""
-    return parallelism.pipeline_parallel_schedule + several
 
 
 def _rank_memory(networks: list[Network]) -> tuple[list[tuple[int, int]], int, int, int]:
@@ -121,12 +112,9 @@ def _memory_lines(held: list, stages: int) -> list[str]:
     """One line per pipeline rank: its layers, and the smallest and largest memory among its ranks."""
     per_stage, lines = len(held) // stages, []
     for stage in range(stages):
-        ranks = held[stage * per_stage : (stage + 1) * per_stage]
-        where = (
-            f"rank {stage * per_stage}"
-            if per_stage == 1
-            else f"ranks {stage * per_stage}-{(stage + 1) * per_stage - 1}"
-        )
+        ranks = held[stage * per_stage :][:per_stage]
+        first = stage * per_stage
+        where = f"rank {first}" if per_stage == 1 else f"ranks {first}-{first + per_stage - 1}"
         layers = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranks[0][0])
         counts, with_gradients, states = (sorted(rank[column] for rank in ranks) for column in (1, 2, 3))
         lines.append(

@@ -164,15 +164,8 @@ class Network:
         auxiliary: Callable[[Tensor], Tensor],
         fields: Sequence[str] = (),
     ) -> StageResults:
-        """Compute the gradients of the micro-batches of a step. Collective.
-
-        Args:
-            batches: results of `to_device`, of equal shape.
-            arguments: arguments of the model that all micro-batches share.
-            objective: the loss to differentiate, from the output for a micro-batch and its `fields`.
-            auxiliary: the loss to differentiate on pipeline stages without the head, from their auxiliary losses.
-            fields: names in `batches` that are not arguments of the model.
-        """
+        """Compute the gradients of the micro-batches of a step. Collective. Arguments and result: see `Pipeline.train`;
+        the batches are from `to_device`. Without a pipeline the model is the last stage."""
         with self.gathered_scales.given(), self.rounded_experts.kept():
             if self.pipeline is not None:
                 return self.pipeline.train(batches, arguments, objective, auxiliary, fields)

@@ -13,7 +13,7 @@ from torch import Tensor
 from glm46.compute.distributed.collective_errors import on_first_rank, run_on_all_ranks
 from glm46.compute.distributed.process import Process
 from glm46.config.checkpoint import CheckpointConfig
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.loader import dump_config
 from glm46.engine.reliability.stop import Diverged
@@ -78,9 +78,7 @@ def start(task: Task, checkpoints: CheckpointManager) -> tuple[Progress, dict[st
         UserError: the checkpoint does not match the model or the data.
     """
     config = task.plan.config.checkpoint
-    torch.manual_seed(
-        task.plan.config.debug.seed
-    )  # torch seeds each process by chance, and checkpoints hold the states
+    torch.manual_seed(task.plan.config.debug.seed)  # torch's own is by chance, and checkpoints hold the states
     fresh = Progress(curriculum_tokens=task.plan.config.lr_scheduler.start_tokens)
     adapted = {name: network for name, network in task.networks.items() if network.is_adapted}
     frozen = {name: network for name, network in task.networks.items() if not isinstance(network, TrainedNetwork)}
@@ -268,8 +266,7 @@ def names_not_loaded(ours: Iterable[str], theirs: Iterable[str], config: Checkpo
         for pattern in config.initial_load_exclude
         if not _matching(names, [pattern])
     ]
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     excluded = _matching(names, config.initial_load_exclude)
     if config.initial_load_model_only:
         excluded |= {name for name in names if not name.startswith("model.")}

@@ -77,7 +77,7 @@ class Examination:
             "copies": self._copies,
             "collectives": self._collectives,
             "pairs": self._pairs,
-            "small steps": lambda: self._small_steps(plan),
+            "small steps": lambda: self.rows[-1].append(small_steps(plan, self._process)),
         }
         for name, part in parts.items():
             self.stage(name)
@@ -281,9 +281,6 @@ class Examination:
                     dist.recv(block, peer)
             best = min(best, self._sync() - began)
         return 2 * block.nbytes / best / 1e9
-
-    def _small_steps(self, plan: Plan) -> None:
-        self.rows[-1].append(small_steps(plan, self._process))
 
 
 def least_copy_speed(speeds: list[float], gpu: str) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import glm46
 from glm46.compute.distributed.environment import set_variables, variables_that_begin, visible_gpus
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.estimate.machine import detect_machine, driver_version
 from glm46.operate.launch.environment import describe_version
@@ -99,8 +99,7 @@ def refuse_answers(
             )
         if answer["nvme"]:
             faults.append(f"--nvme-path {arguments.nvme_path}: {host.name}: {answer['nvme']}")
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
 
 
 def examine_host(folder: Path, *, makes: bool = False, root: Path = Path("/")) -> dict[str, Any]:

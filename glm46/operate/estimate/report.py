@@ -57,16 +57,12 @@ class RunPlan:
 
 def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf, engines: EngineOptions | None = None) -> RunPlan:
     """Plan a run on a cluster; arguments of `step_time` and `plan_rollouts`."""
-    verdict = judge(plan, _as_machine(cluster))
+    gpu = Gpu(cluster.gpu.name, cluster.gpu.memory_bytes)
+    verdict = judge(plan, Machine(_PLENTY, _PLENTY, _PLENTY, (gpu,), nodes=cluster.gpus))
     cost = run_cost(plan, cluster, order_of) if verdict.fits else None
     days = {} if cost is None else sensitivity(plan, cost)
     rollouts = None if cost is None or plan.config.rl is None else plan_rollouts(plan, cost, engines or EngineOptions())
     return RunPlan(plan, cluster, stage_memory(plan), verdict, cost, days, rollouts)
-
-
-def _as_machine(cluster: TargetCluster) -> Machine:
-    gpu = Gpu(cluster.gpu.name, cluster.gpu.memory_bytes)
-    return Machine(_PLENTY, _PLENTY, _PLENTY, (gpu,), nodes=cluster.gpus)
 
 
 def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:

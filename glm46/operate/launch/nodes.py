@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.operate.launch.hostfile import Host
 
@@ -218,8 +218,7 @@ def refuse_node(nodes: Nodes, processes: int | None, gpus: int) -> None:
             f"the first host of the hostfile, {nodes.host!r}, is not known there: {error.strerror}; write it with a "
             "name or address that all nodes know, or set MASTER_ADDR to one"
         )
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
 
 
 def _number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import show
 from glm46.config.rl import ResolvedRL
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, environment_pool, filter_pool, reward_pool
@@ -33,5 +33,4 @@ def refuse_rl(rl: ResolvedRL) -> None:
             load().close()
         except UserError as error:
             faults += error.faults
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)

@@ -15,7 +15,7 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import global_indices
 from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.adapter import AdapterConfig
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS, REPEATING
@@ -37,7 +37,7 @@ from glm46.storage.huggingface.folder_tensors import find_tensors
 from glm46.storage.huggingface.hub import local_tokenizer
 from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
-from glm46.storage.huggingface.names import HFNames, has_repeats, raise_if
+from glm46.storage.huggingface.names import HFNames, has_repeats
 from glm46.storage.huggingface.peft_export import DORA_NOTE, export_adapter
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, FP8_SCHEMES, SCHEMES, config_of_scheme
 from glm46.storage.huggingface.step_tensors import StepTensors, write_model

@@ -133,7 +133,8 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None
     if other is not None:
         measures["against"] = Against(cast(Loss, measures["loss"]), _digest(_files([arguments.against])))
-    text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
+    held_out = ([shard.sha256 for shard in one.splits["validation"].shards] for one in manifests.values())
+    text = [tokenizer.fingerprint, training.document_mask, *held_out]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     identity: dict[str, Any] = {"text": _digest(text), "dtype": dtype}
     if model.router_temperature != 1.0:  # results of earlier versions were computed at 1
@@ -238,10 +239,6 @@ def _files(folders: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Name, size and time of each file."""
     files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
     return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files]
-
-
-def _held_out_hashes(manifest: Manifest) -> list[str]:
-    return [shard.sha256 for shard in manifest.splits["validation"].shards]
 
 
 def _digest(content: Any) -> str:

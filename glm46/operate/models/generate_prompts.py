@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.operate.models.model_fit import find_model, is_on_hub, require_fit
@@ -47,8 +47,7 @@ def raise_for_options(arguments: argparse.Namespace) -> None:
         faults.append("--keep-thoughts: belongs to --chat without --prompt, where there are past thoughts")
     if not arguments.chat and not arguments.prompt:
         faults.append("--prompt: give a text to continue, or --chat for a chat in the terminal")
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
 
 
 def check_generation(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from glm46.compute.distributed.environment import visible_gpus
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.config.section import is_hub_address
@@ -115,8 +115,7 @@ def require_conversion(arguments: argparse.Namespace) -> None:
     least = 1 if arguments.kind == "merge" and arguments.dtype is None else width
     if not faults and (fault := space_fault(arguments.output, least * sum(row.numel(shape) for row in rows))):
         faults = [fault]
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
 
 
 def memory_faults(machine: Machine, needed: float, processes: int = 1) -> list[str]:

@@ -62,11 +62,8 @@ def _stored_names(folder: Path, metadata: Metadata, ranks: Ranks) -> list[str]:
     entries = tensor_entries(metadata).items()
     floating = sorted(name for name, entry in entries if entry.properties.dtype.is_floating_point)
     mine = floating[ranks.rank :: ranks.size]
-    return [name for name in mine if any(map(_has_bad, _pieces(StoredTensor(folder, metadata, name))))]
-
-
-def _has_bad(piece: Tensor) -> bool:
-    return bool(names_not_finite({"": piece}))
+    stored = {name: StoredTensor(folder, metadata, name) for name in mine}
+    return [name for name, one in stored.items() if any(names_not_finite({"": piece}) for piece in _pieces(one))]
 
 
 def _pieces(stored: StoredTensor) -> Iterable[Tensor]:

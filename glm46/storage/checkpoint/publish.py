@@ -18,7 +18,8 @@ from glm46.files.durable import FileRecord, create_durably, replace_durably, syn
 from glm46.storage.checkpoint.integrity import META, step_folder, write_manifest
 
 LATEST = "latest"
-_LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
+LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|trash)")
+"""Folders that a save removes before it writes."""
 
 
 def draft_folder(folder: Path, step: int) -> Path:
@@ -32,7 +33,7 @@ def open_draft(folder: Path, step: int) -> Path:
     make_durably(folder)
     repair(folder)
     for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
+        if LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)
     draft = draft_folder(folder, step)
     draft.mkdir()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from glm46.config.data import SourceConfig
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted
 from glm46.config.rules import messages
 from glm46.config.rules_data import chat_faults, preference_faults
@@ -69,8 +69,7 @@ def load_text(plan: Plan, sources: Sequence[SourceConfig] | None = None) -> tupl
                 )
         except UserError as error:
             faults += error.faults
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     return tokenizer, manifests
 
 
@@ -128,5 +127,4 @@ def check_epochs(plan: Plan, manifests: dict[str, Manifest]) -> None:
                 f"{planned.epochs:.3g} times in {plan.budget_tokens:,} tokens; train on fewer tokens, lower its "
                 "weight, or add text"
             )
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from glm46.compat import quiet_libraries
-from glm46.config.errors import UserError
+from glm46.config.errors import raise_if
 from glm46.storage.data.batches import BatchBuilder
 from glm46.storage.data.best_fit import concatenate, plan_groups
 from glm46.storage.data.manifest import Manifest
@@ -105,8 +105,7 @@ class TrainStream(IterableDataset):
                 )
             self._plans.append(plan)
             self.rows_per_source.append(rows)
-        if short:
-            raise UserError(*short)
+        raise_if(short)
 
     def _open_rows(self) -> list[ConcatenatedRows | PackedRows]:
         """Open the rows of each source, in the process that reads them."""

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.text_recipe import PREFERENCES
 from glm46.files.durable import hash_file, replace_durably
 from glm46.storage.data.shards import SHARD_REMEDY, open_shard
@@ -165,8 +165,7 @@ def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:
             faults.append(f"{folder / shard.file}: made with another tokenizer than its manifest says; {SHARD_REMEDY}")
         elif full and hash_file(folder / shard.file).sha256 != shard.sha256:
             faults.append(f"{folder / shard.file}: was changed (SHA-256 differs); {SHARD_REMEDY}")
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     return manifest
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape, RopeScalingConfig
 from glm46.config.presets import RELATIVES
 from glm46.files.file_content import read_json_object
@@ -101,8 +101,7 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     apart = (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0], *(_OF_LATENT if kind == _GROUPED else ()))
     plain = [name for name in ModelShape.model_fields if name not in apart]
     faults += [f"{file}: {name} is missing; add it" for name in plain if name not in raw]
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     keys |= {name: raw[name] for name in plain}
     try:
         return ModelShape.model_validate(keys)

@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape
 from glm46.files.durable import FileRecord
 from glm46.files.file_content import known_fault
 from glm46.files.tensor_file import Box, Record
 from glm46.storage.checkpoint.metadata import METADATA, check_metadata, read_metadata
 from glm46.storage.checkpoint.stored_values import StoredTensor
-from glm46.storage.huggingface.names import Form, HFNames, listed, raise_if
+from glm46.storage.huggingface.names import Form, HFNames, listed
 
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 """Parts of names that torch's wrappers of modules add."""

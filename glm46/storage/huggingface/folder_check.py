@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from glm46.config.adapter import BASE_FORMATS
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted, show
 from glm46.config.model import ModelShape
 from glm46.run.parameters import PARAMETERS, base_families
@@ -19,7 +19,7 @@ from glm46.storage.huggingface.dcp_folder import DcpFolder
 from glm46.storage.huggingface.folder_tensors import Places, find_tensors
 from glm46.storage.huggingface.fp8 import Scheme as Fp8
 from glm46.storage.huggingface.int4 import Int4
-from glm46.storage.huggingface.names import MOST_SHOWN, Form, HFNames, has_repeats, listed, raise_if, stacked_name
+from glm46.storage.huggingface.names import MOST_SHOWN, Form, HFNames, has_repeats, listed, stacked_name
 from glm46.storage.huggingface.schemes import Scheme, scheme_of
 
 _STACKED = tuple(stacked_name(row) for row in PARAMETERS if row.is_expert)

@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.files.file_content import read_json_object
 from glm46.files.tensor_file import Record, read_records
 from glm46.storage.checkpoint.folder_kind import Kind, pickle_hint, require_kind
-from glm46.storage.huggingface.names import MOST_SHOWN, listed, raise_if
+from glm46.storage.huggingface.names import MOST_SHOWN, listed
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

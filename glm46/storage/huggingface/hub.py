@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.hub_ids import hub_keys
 from glm46.config.section import OnHub, Section, is_hub_address
 from glm46.storage.huggingface.config_json import CONFIG
@@ -55,8 +55,7 @@ def fetched_keys(config: Section) -> dict[str, str]:
             found[key] = str(local_path(value, mark, f"{key} ="))
         except UserError as error:
             faults += error.faults
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     return found
 
 

@@ -21,6 +21,7 @@ from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
 from glm46.compute.model.quantised_weights import base_dtype_of, encode_nf4, format_of
 from glm46.config.adapter import BASE_FORMATS
+from glm46.config.errors import raise_if
 from glm46.config.model import ModelShape
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite
 from glm46.run.parameters import scales_name
@@ -30,7 +31,7 @@ from glm46.storage.huggingface.dcp_folder import DcpFolder
 from glm46.storage.huggingface.folder_check import check_base, check_folder
 from glm46.storage.huggingface.fp8 import Scheme as Fp8
 from glm46.storage.huggingface.int4 import Int4
-from glm46.storage.huggingface.names import MOST_SHOWN, raise_if
+from glm46.storage.huggingface.names import MOST_SHOWN
 
 ReportBytes = Callable[[int], None]
 """Called after the part of a tensor was read or written, with its size in the model, in bytes."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from glm46.compute.distributed.collective_errors import catch_user_error
 from glm46.compute.distributed.ranks import Ranks
 from glm46.compute.model.quantised_weights import in_compute_type
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.files.durable import create_durably
 from glm46.files.tensor_file import Box, Record, TensorFile, is_finite, lay_out
 from glm46.run.parameters import base_families
@@ -23,7 +23,7 @@ from glm46.storage.huggingface.folder_tensors import INDEX, Places, find_tensors
 from glm46.storage.huggingface.fp8 import Scheme
 from glm46.storage.huggingface.import_weights import NOT_FINITE, FolderReader, ReportBytes, quantise_base
 from glm46.storage.huggingface.int4 import Int4
-from glm46.storage.huggingface.names import Form, raise_if
+from glm46.storage.huggingface.names import Form
 from glm46.storage.huggingface.peft_folder import AdapterFolder
 from glm46.storage.huggingface.schemes import CONFIG_KEY, ERRORS_FILE, config_of_scheme, quantised_names
 from glm46.storage.huggingface.write_folder import OutputFile, drafted_folder, index_of, json_bytes

@@ -21,7 +21,6 @@ from enum import Enum
 
 import torch
 
-from glm46.config.errors import UserError
 from glm46.config.model import ModelShape
 from glm46.run.parameters import PARAMETERS, Parameter, layer_counts, named_rows
 
@@ -130,12 +129,6 @@ def stacked_name(row: Parameter) -> str:
 def has_repeats(hf_names: Iterable[str], shape: ModelShape) -> bool:
     """True if a checkpoint with these names repeats embedding and head in its multi-token prediction layers."""
     return not {name for row in PARAMETERS for name in _repeat_names(row, shape)}.isdisjoint(hf_names)
-
-
-def raise_if(faults: list[str]) -> None:
-    """Raise a `UserError` with all faults, unless the list is empty."""
-    if faults:
-        raise UserError(*faults)
 
 
 def listed(names: list[str]) -> str:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from glm46.compute.model.adapters import merged_rows
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape
 from glm46.files.file_content import read_json_object
 from glm46.files.tensor_file import Record, TensorFile, is_finite, read_records
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
-from glm46.storage.huggingface.names import MOST_SHOWN, HFEntry, HFNames, HFPart, listed, raise_if
+from glm46.storage.huggingface.names import MOST_SHOWN, HFEntry, HFNames, HFPart, listed
 from glm46.storage.huggingface.peft_export import CONFIG, PREFIX, SUFFIXES, WEIGHTS, is_adaptable, module_of
 
 _PLAIN: dict[str, tuple[Any, ...]] = {

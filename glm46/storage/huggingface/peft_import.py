@@ -9,9 +9,9 @@ from torch import Tensor
 from glm46.compute.distributed.collective_errors import catch_user_error
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape
-from glm46.storage.huggingface.names import MOST_SHOWN, listed, raise_if
+from glm46.storage.huggingface.names import MOST_SHOWN, listed
 from glm46.storage.huggingface.peft_export import split_name
 from glm46.storage.huggingface.peft_folder import AdapterFolder
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
 from glm46.compute.model.router import folded
+from glm46.config.errors import raise_if
 from glm46.files.durable import Closer, create_durably, sync_folder
 from glm46.files.local_disk import space_fault
 from glm46.files.tensor_file import Record, TensorFile, is_finite
@@ -26,7 +27,7 @@ from glm46.storage.checkpoint.stored_values import DiskTensor
 from glm46.storage.huggingface.boxes import Interval, intervals_of, overlaps
 from glm46.storage.huggingface.folder_tensors import INDEX
 from glm46.storage.huggingface.import_weights import NOT_FINITE, ReportBytes
-from glm46.storage.huggingface.names import HFEntry, raise_if
+from glm46.storage.huggingface.names import HFEntry
 from glm46.storage.huggingface.schemes import ERRORS_FILE, Scheme, error_of
 
 Source = Tensor | DiskTensor

@@ -72,14 +72,7 @@ class DataStream:
                 build_train_loader(
                     [TrainSource(s.name, self._manifests[s.name], stage.weights[i], s.packing)
                      for i, s in zip(chosen, sources, strict=True)],
-                    BatchLayout(
-                        seq_len=stage.seq_len,
-                        mtp_depth=plan.shape.num_nextn_predict_layers,
-                        local_batch_size=config.training.local_batch_size,
-                        dp_rank=self._cluster.dp_rank,
-                        dp_degree=plan.layout.dp_degree,
-                        document_mask=config.data.document_mask,
-                    ),
+                    batch_layout(plan, self._cluster, stage.seq_len),
                     seed=config.debug.seed,
                     start_sample=progress.samples,
                     num_workers=config.data.num_workers,
@@ -87,6 +80,18 @@ class DataStream:
                     begin_worker=begin_worker,
                 )
             )  # fmt: skip
+
+
+def batch_layout(plan: Plan, cluster: Cluster, seq_len: int) -> BatchLayout:
+    """The shape of this rank's micro-batches of rows of this length, and its share of the samples."""
+    return BatchLayout(
+        seq_len=seq_len,
+        mtp_depth=plan.shape.num_nextn_predict_layers,
+        local_batch_size=plan.config.training.local_batch_size,
+        dp_rank=cluster.dp_rank,
+        dp_degree=plan.layout.dp_degree,
+        document_mask=plan.config.data.document_mask,
+    )
 
 
 def rows_read(plan: Plan, manifests: dict[str, Manifest], progress: Progress) -> list[list]:

@@ -8,7 +8,7 @@ import torch
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.compute.model.cross_entropy import IGNORE
-from glm46.config.errors import UserError
+from glm46.config.errors import UserError, raise_if
 from glm46.config.training import ValidationTaskConfig
 from glm46.engine.evaluation.loss import loss_columns
 from glm46.engine.evaluation.needle import Needle
@@ -19,9 +19,10 @@ from glm46.engine.training.network import Network
 from glm46.engine.training.state import Progress
 from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
-from glm46.storage.data.loader import BatchLayout, build_validation_loader
+from glm46.storage.data.loader import build_validation_loader
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import Tokenizer
+from glm46.tasks.pretrain.data_stream import batch_layout
 from glm46.tasks.pretrain.network_rows import measured_figures
 from glm46.tasks.pretrain.next_token import NextToken, count_drafts
 from glm46.tasks.pretrain.standard_tasks import StandardMeasure
@@ -50,8 +51,7 @@ def validation_measures(plan: Plan, manifests: dict[str, Manifest], tokenizer: T
         except UserError as error:
             start = "" if task.kind == "standard" else f"{place}.lengths: "
             faults += [start + fault for fault in error.faults]
-    if faults:
-        raise UserError(*faults)
+    raise_if(faults)
     return measures
 
 
@@ -100,17 +100,10 @@ def evaluate(
 
 def held_out_batches(network: Network, manifest: Manifest) -> Iterator[Batch]:
     """The batches of a source that this rank validates on, equally many on each rank. Collective."""
-    plan, config, cluster = network.plan, network.plan.config, network.cluster
+    config = network.plan.config
     loader = build_validation_loader(
         manifest,
-        BatchLayout(
-            seq_len=config.training.seq_len,
-            mtp_depth=plan.shape.num_nextn_predict_layers,
-            local_batch_size=config.training.local_batch_size,
-            dp_rank=cluster.dp_rank,
-            dp_degree=plan.layout.dp_degree,
-            document_mask=config.data.document_mask,
-        ),
+        batch_layout(network.plan, network.cluster, config.training.seq_len),
         max_batches=None if config.validation.steps == -1 else config.validation.steps,
     )
     batches = iter(loader)

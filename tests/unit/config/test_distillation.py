@@ -3,33 +3,13 @@
 import pytest
 
 from glm46.config.errors import UserError
-from tests.unit.config.test_preference import LORA, START, load
+from tests.unit.config.test_preference import LORA, START, changed, load
 
-SOUND = """
-[model]
-flavor = "debug"
-num_nextn_predict_layers = 0
-[data]
-document_mask = true
-[[data.sources]]
-name = "a"
-path = "data/a"
-packing = "best_fit"
-[data.sources.recipe]
-input = ["a.jsonl"]
-format = "messages"
-max_tokens = 16
-[training]
-steps = 2
-seq_len = 16
-[optimizer]
-name = "AdamW"
-[checkpoint]
-initial_load_path = "base"
-[finetune.distillation]
-load_path = "teacher"
-"""
 TEACHER = 'load_path = "teacher"'
+OF_TEACHER = (
+    'format = "preference"', 'format = "messages"', "[finetune.preference]\nbeta = 0.1",
+    f"[finetune.distillation]\n{TEACHER}",
+)  # fmt: skip
 # Old and new text; what the message says.
 BAD = {
     "beta": ((TEACHER, TEACHER + "\nbeta = 1.5"), ["finetune.distillation.beta = 1.5", "less than or equal to 1"]),
@@ -74,20 +54,11 @@ BAD = {
 }  # fmt: skip
 
 
-def changed(*texts: str) -> str:
-    """The sound config with each second text in place of the one before it."""
-    config = SOUND
-    for old, new in zip(texts[::2], texts[1::2], strict=True):
-        assert old in config
-        config = config.replace(old, new)
-    return config
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_teacher_is_refused_in_one_message(name, tmp_path):
     change, said = BAD[name]
     with pytest.raises(UserError) as caught:
-        load(changed(*change), tmp_path)
+        load(changed(*OF_TEACHER, *change), tmp_path)
     fault = caught.value.faults[0]
     assert all(part in fault for part in said), caught.value.faults
     assert name == "a shape that the layout splits" or len(caught.value.faults) == 1, caught.value.faults
@@ -100,7 +71,7 @@ def test_a_bad_teacher_is_refused_in_one_message(name, tmp_path):
     ((TEACHER, "", "[training]", LORA + "initial_load_path = 'peft'\n[training]"), False, True),
 ])  # fmt: skip
 def test_a_sound_one_says_who_teaches(change, has_teacher, keeps_start, tmp_path):
-    config = load(changed(*change), tmp_path)
+    config = load(changed(*OF_TEACHER, *change), tmp_path)
     assert (config.teacher is not None) == has_teacher and config.keeps_its_start == keeps_start
     if config.teacher is not None:
         start = config.teacher.checkpoint.initial_load_path

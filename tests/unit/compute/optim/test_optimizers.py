@@ -118,7 +118,7 @@ def test_zero_grad_forgets_all_gradients():
 
 def test_role_table_covers_all_parameters():
     parameters = make_parameters()
-    rows = build_optimizers(list(parameters.items()), OptimizerConfig()).role_table()
+    rows = build_optimizers(list(parameters.items()), OptimizerConfig()).role_table
     assert sum(row.tensors for row in rows) == len(SHAPES)
     assert sum(row.parameters for row in rows) == sum(p.numel() for p in parameters.values())
 
