@@ -14,6 +14,7 @@ from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.engine.reliability.run_lock import writing
 from glm46.files.durable import hash_file
 from glm46.run.plan import Plan
+from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.rl.rollouts import (
     FOLDER,
     Rollout,
@@ -100,12 +101,11 @@ class Journal:
         """Folder of the groups that are generated for later rollouts, of this identity."""
         return self.folder / "ahead" / self._identity[:16]
 
-    def write(self, rollout: Rollout, kept_checkpoints: Sequence[int], then: Callable[[], None] = lambda: None) -> None:
+    def write(self, rollout: Rollout, then: Callable[[], None] = lambda: None) -> None:
         """Begin to write a rollout, and to remove those that no longer matter, and groups of another configuration. It
         must not change before `finish`.
 
         Args:
-            kept_checkpoints: steps from which the run may be resumed.
             then: is called when it is written, on the first rank.
         """
         rollout.about = self._about
@@ -115,7 +115,8 @@ class Journal:
             for other in set(self.ahead_folder.parent.glob("*")) - {self.ahead_folder}:
                 shutil.rmtree(other)
             if keep := self._plan.config.rollout.keep_latest_k:
-                for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
+                kept = published_steps(self._plan.config.checkpoint_folder)
+                for step in removable(rollout_steps(self.folder), kept, keep):
                     remove_rollout(self.folder, step)
             then()
 

@@ -32,7 +32,7 @@ def journal_of(make_run):
 
 
 def written(journal: Journal, rollout: Rollout) -> None:
-    journal.write(rollout, [])
+    journal.write(rollout)
     journal.finish()
 
 

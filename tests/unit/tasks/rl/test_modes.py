@@ -114,13 +114,13 @@ def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_en
     rl = {"stop": {"min_entropy": 50.0}} if ends == "fault" else {}
     config, stop = make_run("run", 4, rl), StopRequest()
 
-    def generate_then_stop(self, progress, first):
+    def generate_then_stop(self, progress):
         if ends == "stopped" and progress.step == 2:
             stop.signal_name = "SIGINT"
-        return begin(self, progress, first)
+        return begin(self, progress)
 
-    begin = loop.RolloutLoop.begin
-    monkeypatch.setattr(loop.RolloutLoop, "begin", generate_then_stop)
+    begin = loop.RolloutLoop.rollout
+    monkeypatch.setattr(loop.RolloutLoop, "rollout", generate_then_stop)
     with terminal() as shown:
         try:
             train(config, stop)
