@@ -32,8 +32,7 @@ from glm46.storage.huggingface.schemes import FP8_SCHEMES
 from glm46.tasks.rl.engines import routed_score, score
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
-from glm46.tasks.rl.rollout.weights import whole_weights
-from glm46.tasks.rl.served_weights import served_tensors, write_policy
+from glm46.tasks.rl.rollout.weights import served_tensors, whole_weights, write_policy
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import SHAPE, VOCABULARY, Layout, make_config
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollouts import Rollout, Sample, sample_of
+from glm46.tasks.rl.samples import Rollout, Sample, sample_of
 from glm46.tasks.rl.sampling import Sampler
 
 

@@ -14,11 +14,11 @@ from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.ahead import AheadSource
 from glm46.tasks.rl.fields import training_fields
-from glm46.tasks.rl.journal import Journal
+from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
 from glm46.tasks.rl.rollout.background import begin_samples
-from glm46.tasks.rl.rollouts import Rollout
+from glm46.tasks.rl.samples import Rollout
 from glm46.tasks.rl.sampling import Sampler, demonstrate, generate_rollout
 from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, step_ends, steps_per_rollout
 
@@ -111,7 +111,7 @@ class RolloutLoop:
         # 3 fields: what networks say of these tokens before the first step, and what follows from rewards
         batches, seconds = self._builder.batches(rollout), 0.0
         if within:
-            given = read_on_first_rank(partial(self._journal.read_fields, first))
+            given = read_on_first_rank(partial(read_fields, self._journal.folder, first))
         else:
             given, seconds = self._builder.evaluate(rollout, batches)
         fields, columns = self._training_fields(rollout, given)

@@ -26,7 +26,7 @@ from glm46.tasks.rl.prompts import Prompt, answers_of_labels, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
 from glm46.tasks.rl.rollout.records import Completion, Engine, Request, SamplingRules
-from glm46.tasks.rl.rollouts import Rollout, Sample, sample_of, to_arrays
+from glm46.tasks.rl.samples import Rollout, Sample, sample_of, to_arrays
 
 MOST_ROUNDS = 8
 """Of taking prompts in place of groups that are left out."""

@@ -19,7 +19,7 @@ from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
 from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of, join, pack
-from glm46.tasks.rl.rollouts import Rollout
+from glm46.tasks.rl.samples import Rollout
 
 Steps = list[list[Batch]]
 """For each optimizer step this rank's micro-batches."""

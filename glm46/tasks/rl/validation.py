@@ -9,7 +9,7 @@ import numpy as np
 from glm46.config.rl_data import PromptSetConfig
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
-from glm46.tasks.rl.rollouts import Sample
+from glm46.tasks.rl.samples import Sample
 from glm46.tasks.rl.sampling import Sampler
 
 _SHOWN, _LONGEST_SHOWN = 3, 400

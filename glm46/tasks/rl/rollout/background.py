@@ -8,9 +8,16 @@ from pathlib import Path
 
 from glm46.engine.reliability.run_lock import writing
 from glm46.files.durable import replace_durably
-from glm46.tasks.rl.rollout.first_rank import pack_groups, unpack_groups
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Serve
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.records import (
+    Completion,
+    EpisodeEnd,
+    Request,
+    SamplingRules,
+    SessionSample,
+    pack_groups,
+    unpack_groups,
+)
 
 _TICK_SECONDS = 0.5
 

@@ -13,17 +13,19 @@ from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
-from glm46.tasks.rl.rollout.first_rank import (
-    CollectiveRequest,
+from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
+from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
+from glm46.tasks.rl.rollout.open_requests import OpenRequests
+from glm46.tasks.rl.rollout.records import (
+    Completion,
+    EpisodeEnd,
+    Request,
+    SamplingRules,
     pack,
     pack_groups,
-    run_on_first_rank,
     unpack,
     unpack_groups,
 )
-from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
-from glm46.tasks.rl.rollout.open_requests import OpenRequests
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServerState, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangServer

@@ -8,7 +8,7 @@ from glm46.run.plan import resolve_plan
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan
-from glm46.tasks.rl.rollouts import Rollout, Sample, to_arrays
+from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
 
 
 @pytest.fixture(autouse=True)

@@ -11,19 +11,11 @@ from hypothesis import strategies as st
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
 from glm46.run.context_keys import SHARED_KEYS
+from glm46.tasks.rl.journal import read_fields, read_rollout, rollout_steps, write_fields, write_rollout
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan
-from glm46.tasks.rl.rollouts import (
-    Rollout,
-    Sample,
-    read_fields,
-    read_rollout,
-    rollout_steps,
-    to_arrays,
-    write_fields,
-    write_rollout,
-)
+from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
 
 
 def sample(group: int, prompt: list[int], tokens: list[int], reward: float) -> Sample:

@@ -4,7 +4,7 @@ import torch
 
 from glm46.tasks.rl import stepping
 from glm46.tasks.rl.rollout.records import Completion
-from glm46.tasks.rl.rollouts import Prompt, Rollout, Sample, to_arrays
+from glm46.tasks.rl.samples import Prompt, Rollout, Sample, to_arrays
 
 
 def test_ranks_put_the_values_of_their_rows_together(monkeypatch):

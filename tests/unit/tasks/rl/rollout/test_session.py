@@ -15,7 +15,7 @@ from glm46.tasks.rl.packing import PackShape, build_batch, items_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import NoRoom, Session
-from glm46.tasks.rl.rollouts import Rollout, Sample, to_arrays
+from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
 
 TOKENIZER = load_tokenizer("builtin")
 MARKERS = {role: TOKENIZER.special[f"<|{role}|>"] for role in ("user", "observation")}
