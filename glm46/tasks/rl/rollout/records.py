@@ -115,6 +115,27 @@ def appended_routes(first: np.ndarray | None, then: np.ndarray | None) -> np.nda
     return np.concatenate([first, then[len(first) :]])
 
 
+def rest(request: Request, generated: Completion) -> Request:
+    """The rest of a request: its prompt grows by the tokens that are generated, and its seed changes with them, so that
+    the samples of a position are not used twice."""
+    count, known = len(generated.tokens), 0 if generated.routes is None else len(generated.routes)
+    return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, known)
+
+
+def continued(first: Completion, then: Completion) -> Completion:
+    """One completion of two parts, the second of which was generated after the first."""
+    at = len(first.tokens)
+    spans = [*first.spans, *(VersionSpan(at + start, version) for start, version in then.spans)]
+    spans = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
+    return Completion(
+        first.tokens + then.tokens,
+        first.logprobs + then.logprobs,
+        then.finish,
+        spans,
+        appended_routes(first.routes, then.routes if then.tokens else None),
+    )
+
+
 class Engine(Protocol):
     """Generates completions with weights of the policy network."""
 

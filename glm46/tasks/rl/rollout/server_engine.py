@@ -15,7 +15,7 @@ from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
 from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
 from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
-from glm46.tasks.rl.rollout.open_requests import OpenRequests
+from glm46.tasks.rl.rollout.open_requests import OpenRequests, answers
 from glm46.tasks.rl.rollout.records import (
     Completion,
     EpisodeEnd,
@@ -110,9 +110,10 @@ class ServerEngine:
             begin: generates the members of a group.
             goes_on: it also generates while the policy trains. Otherwise `take` alone does, with the policy's weights.
         """
-        self._goes_on, generate = goes_on, self._pool.generate
+        self._goes_on = goes_on
         if dist.get_rank() == 0:
-            self.background = BackgroundGeneration(generate, self._rules, folder, begin, goes_on=goes_on)
+            requests = OpenRequests(self._pool, self._rules, goes_on=goes_on)
+            self.background = BackgroundGeneration(requests, folder, begin)
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
@@ -140,7 +141,7 @@ class ServerEngine:
         self._ready()
 
         def run() -> bytes:
-            requests = OpenRequests(self._pool.generate, rules)
+            requests = OpenRequests(self._pool, rules)
             requests.start()
             try:
                 return work(requests)
@@ -180,9 +181,9 @@ class ServerEngine:
             sender.end()
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
-        """See `Engine.generate` and `ServerPool.generate`."""
+        """See `Engine.generate` and `OpenRequests`."""
         self._ready()
-        return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
+        return unpack(self._run(lambda: pack(answers(self._pool, requests, rules))))
 
     def _ready(self) -> None:
         """Have servers that were lost join again, and check what they generate. Collective."""
