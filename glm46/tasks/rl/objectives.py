@@ -19,10 +19,10 @@ from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
 from glm46.storage.data.batches import Batch
 from glm46.tasks.pretrain.next_token import count_targets
-from glm46.tasks.rl.correction import correction_weights
 from glm46.tasks.rl.policy_loss import (
     TokenLosses,
     clipped_loss,
+    correction_weights,
     kl_estimate,
     masked_loss,
     sequence_ratio,

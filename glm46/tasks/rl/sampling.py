@@ -20,8 +20,8 @@ from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import chat_reply, opened_thought
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.advantages import Baseline, differing_groups
 from glm46.tasks.rl.episodes import CommandEpisodes
+from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
