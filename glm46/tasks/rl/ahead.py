@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.samples import Rollout, Sample, sample_of
+from glm46.tasks.rl.samples import Rollout, Sample
 from glm46.tasks.rl.sampling import Sampler
 
 
@@ -57,7 +57,7 @@ class AheadSource:
             return None
         for number in taken:
             del self.waiting[number]
-        return [sample_of(number, self._sampler.prompt(number), end) for number, ends in taken.items() for end in ends]
+        return [Sample(self._sampler.prompt(number), number, end) for number, ends in taken.items() for end in ends]
 
     def describe(self, rollout: Rollout) -> None:
         """Write into a rollout which groups it leaves, and which were dropped before it."""
@@ -100,4 +100,5 @@ class AheadSource:
 
     def _add(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self._engine.background.add(number, self._sampler.requests(number), self.waiting[number])
+            requests = self._sampler.requests(self._sampler.prompt(number), number)
+            self._engine.background.add(number, requests, self.waiting[number])

@@ -18,8 +18,9 @@ from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
 from glm46.tasks.rl.rollout.background import begin_samples
+from glm46.tasks.rl.rollouts import demonstrate, generate_rollout
 from glm46.tasks.rl.samples import Rollout
-from glm46.tasks.rl.sampling import Sampler, demonstrate, generate_rollout
+from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, step_ends, steps_per_rollout
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rollout.records import FINISHES, NOTHING, Completion, EpisodeEnd
+from glm46.tasks.rl.rollout.records import FINISHES, NOTHING, Completion, EpisodeEnd, SessionSample
 
 
 @dataclass
@@ -92,24 +92,26 @@ class Sample(NamedTuple):
     prompt: Prompt
     group: int
     """Number of the prompt, counted over the run."""
-    completion: Completion
-    fault: str = ""
-    """Why it has no reward: the environment failed, its server did not finish it, or a reward failed."""
+    end: EpisodeEnd
     reward: float | None = None
     """Weighted sum of the parts; None before it is scored, or if there is a fault."""
     parts: Mapping[str, float] = MappingProxyType({})
     """By the name of each reward, before its weight; without those that failed."""
-    others: tuple[tuple[list[int], Completion], ...] = ()
-    """Prompts and completions of the other samples of this episode, see `Session`."""
-    score: float | None = None
-    """Of the environment."""
 
+    @property
+    def fault(self) -> str:
+        """Why it has no reward: the environment failed, its server did not finish it, or a reward failed."""
+        return self.end.fault
 
-def sample_of(number: int, prompt: Prompt, end: EpisodeEnd) -> Sample:
-    """The answer to a prompt that an episode has ended with."""
-    (tokens, completion), *others = end.samples or [(prompt.tokens, NOTHING)]
-    prompt = prompt._replace(tokens=tokens)
-    return Sample(prompt, number, completion, end.fault, others=tuple(others), score=end.score)
+    @property
+    def last(self) -> SessionSample:
+        """The sample with the last turn; of an episode without one the prompt alone."""
+        return self.end.samples[0] if self.end.samples else SessionSample(self.prompt.tokens, NOTHING)
+
+    @property
+    def completion(self) -> Completion:
+        """Of the sample with the last turn."""
+        return self.last.completion
 
 
 def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -118,11 +120,7 @@ def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str,
     def joined(parts: Iterable[Sequence], dtype: type) -> np.ndarray:
         return np.array(list(chain.from_iterable(parts)), dtype)
 
-    episodes = [
-        (number, sample, prompt, completion)
-        for number, sample in enumerate(samples)
-        for prompt, completion in ((sample.prompt.tokens, sample.completion), *sample.others)
-    ]
+    episodes = [(number, of, *one) for number, of in enumerate(samples) for one in of.end.samples]
     numbers, samples, prompts, completions = map(list, zip(*episodes, strict=True)) if episodes else ([],) * 4
     lengths = np.array([len(one.tokens) for one in completions], np.int64)
     versions, is_reply = np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.bool_)
@@ -153,3 +151,8 @@ def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str,
         "parts": np.array([[s.parts[name] for name in part_names] for s in samples]).reshape(-1, len(part_names)),
         "finish": np.array([FINISHES.index(one.finish) for one in completions], np.uint8),
     }
+
+
+def rewards_and_groups(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP64 [N] and int64 [N]."""
+    return torch.tensor([one.reward for one in samples]).double(), torch.tensor([one.group for one in samples])

@@ -43,9 +43,9 @@ from glm46.tasks.rl.rewards.function_pool import (
     sandbox_lines,
 )
 from glm46.tasks.rl.rollout.records import SamplingRules
+from glm46.tasks.rl.rollouts import PromptSet, answered_lines, validate_sets
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, steps_per_rollout
-from glm46.tasks.rl.validation import PromptSet, answered_lines, validate_sets
 
 
 class Reinforcement(Task):

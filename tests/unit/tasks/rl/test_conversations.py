@@ -22,7 +22,8 @@ from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
-from glm46.tasks.rl.sampling import Sampler, generate_rollout
+from glm46.tasks.rl.rollouts import generate_rollout
+from glm46.tasks.rl.sampling import Sampler
 
 TOOLS = ({"name": "calculator"},)
 QUESTION = Message("user", "12 * 3 + 1/2?")

@@ -22,7 +22,7 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
-from glm46.tasks.rl import journal, loop, sampling
+from glm46.tasks.rl import journal, loop, rollouts
 from glm46.tasks.rl.journal import read_rollout, removable, rollout_steps
 from glm46.tasks.rl.rollout import local
 from glm46.tasks.rl.task import train
@@ -214,7 +214,7 @@ def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(
         "dynamic_sampling": True,
         "prompts": {"file": str(file)},
     }
-    monkeypatch.setattr(sampling, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(rollouts, "MOST_ROUNDS", 2)
     config = make_run("run", 3, rl)
     assert train(config) == 0
     said = capsys.readouterr().out
