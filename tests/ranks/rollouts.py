@@ -210,7 +210,11 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     if layout.adapter:
         found["merged_error"] = merged_error(network)
     found["fp8_fault"] = fp8_fault(network)
-    found["descriptions"] = [engine.describe() for engine in engines]
+    layouts = [engine._mesh.layout for engine in engines]
+    found["held"] = [
+        [engine._rows, engine._decoder.max_length, [of.tp, of.ep, of.pp], engine._copied_bytes()]
+        for engine, of in zip(engines, layouts, strict=True)
+    ]
     return found
 
 

@@ -62,7 +62,7 @@ class RolloutLoop:
         self.equal_rollouts = 0
         """In a row up to now, whose groups all have equal rewards."""
         self._waiting: list[list[int]] | None = None
-        """`Rollout.waiting` of the rollout before."""
+        """`Rollout.waiting` of the rollout before; None at the start."""
         section, self._ahead = plan.config.rollout, None
         self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
         if section.kind != "local" and (sampler.environment is None or sampler.episodes is not None):
@@ -81,6 +81,7 @@ class RolloutLoop:
         Raises:
             UserError: files of the journal are damaged or missing, or too many rewards failed.
         """
+        self._waiting = None
         while True:
             yield from self.rollout(progress)
 
@@ -154,9 +155,8 @@ class RolloutLoop:
     def _training_fields(
         self, rollout: Rollout, given: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        rewards, groups, episodes = (
-            torch.from_numpy(rollout.arrays[name]) for name in ("rewards", "groups", "episodes")
-        )
+        names = ("rewards", "groups", "episodes")
+        rewards, groups, episodes = (torch.from_numpy(rollout.arrays[name]) for name in names)
         sample, ends = rollout.sample_of_tokens(), step_ends(self._plan, rollout)
         longest = self._plan.config.rollout.max_new_tokens
         fields, columns = training_fields(given, sample, rewards, groups, ends, self._config, longest, episodes)
@@ -174,10 +174,9 @@ class RolloutLoop:
         if ahead is None:
             rollout = generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
         else:
-            waiting = self._waiting
-            if waiting is None:
-                waiting = read_on_first_rank(lambda: self._journal.waiting_before(first))
-            ahead.begin(progress.step, prompts, waiting)
+            if self._waiting is None:
+                self._waiting = read_on_first_rank(lambda: self._journal.waiting_before(first))
+            ahead.begin(progress.step, prompts, self._waiting)
             each, later = self._config.prompts_per_rollout, min(self._staleness, self._later_rollouts(progress))
             if self._drops:  # a slow group is overtaken from the begin on
                 self.update_weights(progress.step)

@@ -128,18 +128,6 @@ class LocalEngine:
         self._decoder = None
         self._model.to_empty(device="meta")
 
-    def describe(self) -> str:
-        """One line: rows, memory of the cache and of copied weights; after the first `update`."""
-        sizes = (f"{size / 2**20:,.1f} MiB" for size in (self._decoder.cache_bytes, self._copied_bytes()))
-        layout = self._mesh.layout
-        holders = "each rank"
-        if self._mesh.is_split:
-            holders = f"each group (tensor {layout.tp}, expert {layout.ep}, pipeline {layout.pp}); on this rank"
-        return (
-            f"rollouts in this job: {self._rows} rows of {self._decoder.max_length} tokens on {holders}, "
-            "{} of keys and values, {} of copied weights".format(*sizes)
-        )
-
 
 def _part(whole: Tensor, own: Tensor) -> Tensor:
     """The part of a whole tensor that this rank has of a DTensor, or all of it; a view."""
