@@ -52,8 +52,8 @@ def describe_rollout(
     Raises:
         UserError: the rollout does not exist, is damaged, or has another tokenizer.
     """
+    from glm46.tasks.rl.journal import FOLDER, read_fields, read_rollout, rollout_steps
     from glm46.tasks.rl.rollout.records import FINISHES
-    from glm46.tasks.rl.rollouts import FOLDER, read_fields, read_rollout, rollout_steps
 
     journal = folder / FOLDER
     steps = rollout_steps(journal)

@@ -18,8 +18,8 @@ import torch
 
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.rl import task
+from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
 from glm46.tasks.rl.rollout.local import LocalEngine
-from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import TINY, small_config

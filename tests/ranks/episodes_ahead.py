@@ -27,10 +27,10 @@ import torch
 from glm46.engine.training import loop
 from glm46.storage.prepare.jail import NO_JAIL
 from glm46.tasks.rl import task
+from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
 from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
-from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
 from tests.processes import free_port
 from tests.ranks.forked_ranks import await_ranks, start_ranks
 from tests.small_run import TINY, small_config

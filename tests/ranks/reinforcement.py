@@ -22,11 +22,11 @@ import torch
 from glm46.engine.training import loop
 from glm46.storage.checkpoint import save
 from glm46.storage.checkpoint.integrity import published_steps
-from glm46.tasks.rl import rollouts, task
+from glm46.tasks.rl import journal, task
+from glm46.tasks.rl.journal import FOLDER, rollout_steps
 from glm46.tasks.rl.rollout import local
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.weights import whole_weights
-from glm46.tasks.rl.rollouts import FOLDER, rollout_steps
 from tests import pretend_gpu
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
@@ -88,7 +88,7 @@ def work(rank: int, config, moment: str) -> int:
         loop.train_step = counted("train_step", loop.train_step, 4)
     elif moment in ("journal", "manifest"):  # after it was resumed inside of the second rollout, it writes the third
         number = ("journal", "manifest").index(moment) + 1
-        rollouts.replace_durably = counted("replace_durably", rollouts.replace_durably, number)
+        journal.replace_durably = counted("replace_durably", journal.replace_durably, number)
     elif moment == "save":
         save.publish = counted("publish", save.publish, 1)
     return task.train(config)

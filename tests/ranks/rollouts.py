@@ -32,8 +32,7 @@ from glm46.storage.huggingface.schemes import FP8_SCHEMES
 from glm46.tasks.rl.engines import routed_score, score
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
-from glm46.tasks.rl.rollout.weights import whole_weights
-from glm46.tasks.rl.served_weights import served_tensors, write_policy
+from glm46.tasks.rl.rollout.weights import served_tensors, whole_weights, write_policy
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import SHAPE, VOCABULARY, Layout, make_config
 
@@ -211,7 +210,11 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     if layout.adapter:
         found["merged_error"] = merged_error(network)
     found["fp8_fault"] = fp8_fault(network)
-    found["descriptions"] = [engine.describe() for engine in engines]
+    layouts = [engine._mesh.layout for engine in engines]
+    found["held"] = [
+        [engine._rows, engine._decoder.max_length, [of.tp, of.ep, of.pp], engine._copied_bytes()]
+        for engine, of in zip(engines, layouts, strict=True)
+    ]
     return found
 
 

@@ -24,9 +24,9 @@ import torch
 
 from glm46.engine.training import loop
 from glm46.tasks.rl import task
+from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
-from glm46.tasks.rl.rollout.first_rank import unpack_groups
-from glm46.tasks.rl.rollouts import FOLDER, read_rollout, rollout_steps
+from glm46.tasks.rl.rollout.records import unpack_groups
 from tests.processes import free_port
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, start_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from glm46.tasks.rl import task
-from glm46.tasks.rl.rollouts import read_rollout
+from glm46.tasks.rl.journal import read_rollout
 from glm46.tasks.rl.stepping import StepBuilder
 from tests.servers.policy import MARKS
 from tests.servers.test_vllm_adapters import OPTIONS

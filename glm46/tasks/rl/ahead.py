@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollouts import Sample, sample_of
+from glm46.tasks.rl.samples import Rollout, Sample
 from glm46.tasks.rl.sampling import Sampler
 
 
@@ -57,7 +57,14 @@ class AheadSource:
             return None
         for number in taken:
             del self.waiting[number]
-        return [sample_of(number, self._sampler.prompt(number), end) for number, ends in taken.items() for end in ends]
+        return [Sample(self._sampler.prompt(number), number, end) for number, ends in taken.items() for end in ends]
+
+    def describe(self, rollout: Rollout) -> None:
+        """Write into a rollout which groups it leaves, and which were dropped before it."""
+        rollout.next_prompt, rollout.stale = self.next_prompt, self.stale
+        rollout.waiting = [list(pair) for pair in self.waiting.items()]
+        if self._drops:
+            rollout.figures["stale_groups"] = len(self.stale)
 
     def _late(self) -> int:
         """Number of groups that are due and not finished, and that others may replace."""
@@ -93,4 +100,5 @@ class AheadSource:
 
     def _add(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self._engine.background.add(number, self._sampler.requests(number), self.waiting[number])
+            requests = self._sampler.requests(self._sampler.prompt(number), number)
+            self._engine.background.add(number, requests, self.waiting[number])

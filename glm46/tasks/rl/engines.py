@@ -28,7 +28,7 @@ from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import Engine, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.served_weights import base_folder, served_tensors, write_adapters, write_policy
+from glm46.tasks.rl.rollout.weights import base_folder, served_tensors, write_adapters, write_policy
 
 _ADDED = 0.05
 """To the numbers of adapters, for the check of the start."""

@@ -24,10 +24,18 @@ from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
-from glm46.tasks.rl.rollout.first_rank import pack_groups, run_on_first_rank, unpack_groups
+from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Requests
 from glm46.tasks.rl.rollout.programs import Programs
-from glm46.tasks.rl.rollout.records import Engine, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.records import (
+    Engine,
+    EpisodeEnd,
+    Request,
+    SamplingRules,
+    SessionSample,
+    pack_groups,
+    unpack_groups,
+)
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.session import Session
 

@@ -1,24 +1,17 @@
 """Fields of the tokens of a rollout that follow from rewards and log-probabilities: advantages, constants of the loss.
-Pure functions of tensors [T] over all tokens of a rollout; `advantages`, `correction` and `policy_loss` have the
-formulas."""
+Pure functions of tensors, over all tokens or samples of a rollout."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from glm46.config.rl import ResolvedRL
-from glm46.tasks.rl.advantages import (
-    discounted_returns,
-    generalised_advantages,
-    group_advantages,
-    moments,
-    overlong_penalty,
-    whiten,
-)
-from glm46.tasks.rl.correction import correction_weights, weight_sums
-from glm46.tasks.rl.policy_loss import kl_estimate, sum_by_sample, sum_over_samples
+from glm46.tasks.rl.policy_loss import correction_weights, kl_estimate, sum_by_sample, sum_over_samples
+
+Baseline = Literal["group_std", "group_mean", "leave_one_out"]
 
 
 def training_fields(
@@ -69,7 +62,7 @@ def training_fields(
     penalty = overlong_penalty(most, longest, round(config.overlong_share * longest))
     of_episodes = rewards[is_first].double() + penalty
     advantages, returns = _advantages(given, of, episodes, of_episodes, groups[is_first], config)
-    found["advantages"] = whiten(advantages, moments(advantages)) if config.whiten else advantages
+    found["advantages"] = whiten(advantages) if config.whiten else advantages
     if returns is not None:
         found["returns"] = returns
     if "old_logprobs" in given:
@@ -107,7 +100,8 @@ def _advantages(
 
     of_token = table(rewards[episodes[sample]].where(is_last, 0.0) - penalty)
     if config.advantage == "returns":
-        return discounted_returns(of_token, is_token, config.gamma)[row, column], None
+        none = torch.zeros_like(of_token)
+        return generalised_advantages(of_token, none, is_token, config.gamma, 1.0)[row, column], None
     values = given["old_values"]
     advantages = generalised_advantages(of_token, table(values), is_token, config.gamma, config.gae_lambda)
     return advantages[row, column], advantages[row, column] + values
@@ -119,8 +113,92 @@ def _correction(of: Mapping[str, Tensor], sample: Tensor, samples: int, config: 
     def normalised(weights: Tensor) -> Tensor:
         if not config.correction.normalize:
             return weights
-        total, number = weight_sums(weights, None if config.correction.level == "token" else of["sample_tokens"])
-        return weights * (number / total) if total > 0 else weights
+        share = torch.ones_like(weights) if config.correction.level == "token" else 1 / of["sample_tokens"]
+        total = (weights * share).sum()
+        return weights * (share.sum() / total) if total > 0 else weights
 
     sums = partial(sum_over_samples, sample=sample, samples=samples)
     return correction_weights(of["old_logprobs"] - of["rollout_logprobs"], sums, config.correction, normalised)
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Tensor:
+    """Advantages of samples over their groups, which may be of any sizes and in any order.
+
+    Args:
+        rewards: [N], floating.
+        groups: int64 [N]: samples with the same number are of one group.
+        baseline: "group_std": (reward - mean) / (deviation + 1e-6), with Bessel's correction (arXiv 2402.03300);
+            "group_mean": reward - mean (2503.20783); "leave_one_out": reward - mean of the others (2402.14740).
+
+    Returns:
+        [N]; 0 in a group of one, which says nothing about its sample.
+    """
+    _, of, sizes = groups.unique(return_inverse=True, return_counts=True)
+    size = sizes[of]
+    centred = rewards - _sum(rewards, of, len(sizes))[of] / size
+    # Rounding leaves some 1e-17 where all rewards are equal, and the division would blow it up.
+    centred = torch.where(differing_groups(rewards, groups), centred, 0.0)
+    others = (size - 1).clamp(min=1)
+    if baseline == "group_std":
+        return centred / ((_sum(centred.square(), of, len(sizes))[of] / others).sqrt() + 1e-6)
+    return centred * (size / others) if baseline == "leave_one_out" else centred
+
+
+def differing_groups(rewards: Tensor, groups: Tensor) -> Tensor:
+    """bool [N]: samples in whose group the rewards differ, by `group_advantages` the only ones that teach anything.
+
+    Args:
+        rewards: [N].
+        groups: int64 [N].
+    """
+    _, of, sizes = groups.unique(return_inverse=True, return_counts=True)
+    highest, lowest = (
+        rewards.new_zeros(len(sizes)).scatter_reduce(0, of, rewards, reduce, include_self=False)
+        for reduce in ("amax", "amin")
+    )
+    return (highest > lowest)[of]
+
+
+def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+    """The penalty of a reward in the last ``buffer`` tokens of the ``longest`` length, from 0 to -1 (arXiv 2503.14476).
+
+    Args:
+        lengths: [N]: tokens of completions.
+        buffer: 0 for no penalty.
+    """
+    return ((longest - buffer - lengths) / max(buffer, 1)).clamp(-1.0, 0.0) * (buffer > 0)
+
+
+def generalised_advantages(
+    rewards: Tensor, values: Tensor, is_token: Tensor, gamma: float, gae_lambda: float
+) -> Tensor:
+    """Generalised advantage estimation (arXiv 1506.02438): A_t = d_t + gamma lambda A_u with d_t = r_t + gamma V_u -
+    V_t, where u is the next token of the policy; V is 0 behind the last one. Other positions are passed over.
+
+    Args:
+        rewards, values: [N, T], floating.
+        is_token: bool [N, T].
+
+    Returns:
+        [N, T], 0 at other positions. Returns of the value function are this + values.
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        here = is_token[:, t]
+        advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * gae_lambda * next_advantage
+        advantages[:, t] = advantage.where(here, 0.0)
+        next_value, next_advantage = values[:, t].where(here, next_value), advantage.where(here, next_advantage)
+    return advantages
+
+
+def whiten(values: Tensor) -> Tensor:
+    """Shift and scale to the mean 0 and, with Bessel's correction, the variance 1. FP64."""
+    total, squares = values.sum(), values.square().sum()
+    mean = total / max(len(values), 1)
+    variance = (squares - mean * total).clamp(min=0) / max(len(values) - 1, 1)
+    return (values - mean) * (variance + 1e-8).rsqrt()
+
+
+def _sum(values: Tensor, of: Tensor, groups: int) -> Tensor:
+    return values.new_zeros(groups).index_add(0, of, values)

@@ -1,4 +1,8 @@
-"""The journal of a run: which rollouts it reads, writes and removes."""
+"""The journal of a run: the files of its rollouts, and which of them it reads, writes and removes.
+
+A rollout is two files in the folder rollouts/ of a run, `step_XXXXXX.safetensors` and, written after it, its manifest
+`step_XXXXXX.json`: without a manifest it does not exist. What networks computed for it is in `step_XXXXXX.fields`.
+"""
 
 import hashlib
 import json
@@ -6,27 +10,25 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
+from glm46.config.errors import UserError
 from glm46.engine.reliability.run_lock import writing
-from glm46.files.durable import hash_file
+from glm46.files.durable import FileRecord, hash_file, replace_durably
+from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.run.plan import Plan
-from glm46.tasks.rl.rollouts import (
-    FOLDER,
-    Rollout,
-    missing_inside,
-    read_fields,
-    read_rollout,
-    remove_rollout,
-    rollout_steps,
-    write_fields,
-    write_rollout,
-)
+from glm46.storage.checkpoint.integrity import published_steps
+from glm46.tasks.rl.samples import Rollout
 from glm46.tasks.rl.stepping import steps_per_rollout
 
+FOLDER = "rollouts"
+_REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
 _NOT_OF_ROLLOUTS = {
     **dict.fromkeys(
         ("job", "metrics", "comm", "checkpoint", "profiling", "parallelism", "activation_checkpoint", "compile",
@@ -100,12 +102,11 @@ class Journal:
         """Folder of the groups that are generated for later rollouts, of this identity."""
         return self.folder / "ahead" / self._identity[:16]
 
-    def write(self, rollout: Rollout, kept_checkpoints: Sequence[int], then: Callable[[], None] = lambda: None) -> None:
+    def write(self, rollout: Rollout, then: Callable[[], None] = lambda: None) -> None:
         """Begin to write a rollout, and to remove those that no longer matter, and groups of another configuration. It
         must not change before `finish`.
 
         Args:
-            kept_checkpoints: steps from which the run may be resumed.
             then: is called when it is written, on the first rank.
         """
         rollout.about = self._about
@@ -115,7 +116,8 @@ class Journal:
             for other in set(self.ahead_folder.parent.glob("*")) - {self.ahead_folder}:
                 shutil.rmtree(other)
             if keep := self._plan.config.rollout.keep_latest_k:
-                for step in removable(rollout_steps(self.folder), kept_checkpoints, keep):
+                kept = published_steps(self._plan.config.checkpoint_folder)
+                for step in removable(rollout_steps(self.folder), kept, keep):
                     remove_rollout(self.folder, step)
             then()
 
@@ -124,10 +126,6 @@ class Journal:
     def write_fields(self, step: int, fields: Mapping[str, Tensor]) -> None:
         """Begin to write the fields of the tokens of a rollout."""
         self._start(lambda: write_fields(self.folder, step, fields))
-
-    def read_fields(self, step: int) -> dict[str, Tensor]:
-        """See `rollouts.read_fields`."""
-        return read_fields(self.folder, step)
 
     def _start(self, write: Callable[[], None]) -> None:
         def work() -> None:
@@ -168,3 +166,108 @@ def removable(rollouts: Sequence[int], checkpoints: Sequence[int], keep: int) ->
         needed |= set([step for step in rollouts if step < checkpoint][-1:])
     newest = max(checkpoints, default=0)
     return [step for step in rollouts if step not in needed and step < newest]
+
+
+def write_rollout(folder: Path, rollout: Rollout, identity: str) -> None:
+    """Write a rollout so that after a kill at any moment it is complete or does not exist.
+
+    Args:
+        identity: of everything that decides its content; `read_rollout` asks for the same.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data, manifest = _paths(folder, rollout.step)
+    manifest.unlink(missing_ok=True)
+    record = _write(data, rollout.arrays)
+    facts = {
+        "identity": identity, "step": rollout.step, "first_prompt": rollout.first_prompt,
+        "next_prompt": rollout.next_prompt, "samples": len(rollout), "tokens": rollout.tokens,
+        "part_names": list(rollout.part_names), "is_demonstration": rollout.is_demonstration,
+        "figures": rollout.figures, "about": rollout.about,
+        "waiting": rollout.waiting, "stale": rollout.stale, "bytes": record.bytes, "sha256": record.sha256,
+    }  # fmt: skip
+    replace_durably(manifest, [json.dumps(facts, indent=1).encode()])
+
+
+def read_rollout(folder: Path, step: int, identity: str | None = None) -> Rollout | None:
+    """A rollout of the journal; None if it does not exist, or not with this identity.
+
+    Raises:
+        UserError: its files are damaged.
+    """
+    data, path = _paths(folder, step)
+    if not path.is_file():
+        return None
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if identity is not None and facts["identity"] != identity:
+            return None
+        record = hash_file(data)
+        if (record.bytes, record.sha256) != (facts["bytes"], facts["sha256"]):
+            raise ValueError("its bytes are not those that were written")
+        keys = ("step", "first_prompt", "next_prompt", "is_demonstration", "figures", "waiting", "about")
+        return Rollout(
+            **{key: facts[key] for key in keys}, stale=facts.get("stale", []),
+            part_names=tuple(facts["part_names"]), arrays=_read(data),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{data}: {error}; {_REMEDY}") from error
+
+
+def write_fields(folder: Path, step: int, fields: Mapping[str, Tensor]) -> None:
+    """Write what networks computed for the tokens of a rollout before its first step, FP32 [T] each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / f"step_{step:06d}.fields", {name: values.numpy() for name, values in fields.items()})
+
+
+def read_fields(folder: Path, step: int) -> dict[str, Tensor]:
+    """Read what `write_fields` wrote.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    path = folder / f"step_{step:06d}.fields"
+    if not path.is_file():
+        raise missing_inside(path)
+    return {name: torch.from_numpy(values) for name, values in _read(path).items()}
+
+
+def missing_inside(path: Path) -> UserError:
+    """The error to raise if a file is missing of a rollout that weights have been trained on."""
+    return UserError(f"{path}: missing, and the run goes on inside of this rollout; {_REMEDY}")
+
+
+def remove_rollout(folder: Path, step: int) -> None:
+    """Remove the files of a rollout, the manifest first."""
+    data, manifest = _paths(folder, step)
+    for path in (manifest, data, data.with_suffix(".fields")):
+        path.unlink(missing_ok=True)
+
+
+def rollout_steps(folder: Path) -> list[int]:
+    """Steps of all rollouts of a journal, ascending."""
+    return sorted(int(path.stem.partition("_")[2]) for path in folder.glob("step_*.json"))
+
+
+def _paths(folder: Path, step: int) -> tuple[Path, Path]:
+    return folder / f"step_{step:06d}.safetensors", folder / f"step_{step:06d}.json"
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> FileRecord:
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
+    header, records = lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    ordered = sorted(records, key=lambda name: records[name].offset)
+    return replace_durably(path, [header, *(_bytes(tensors[name]) for name in ordered)])
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    records = read_records(path)
+    with TensorFile(path, records) as file:
+        return {name: file.read(name, tuple((0, n) for n in record.shape)).numpy() for name, record in records.items()}

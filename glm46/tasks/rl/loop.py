@@ -1,8 +1,9 @@
-"""One rollout after another: prompts -> samples -> scores -> fields -> steps -> journal -> weights."""
+"""The story of a run, one rollout after another: samples -> scores -> fields -> steps -> journal -> weights."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -10,16 +11,30 @@ from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.compute.model.routes import compact_routes
 from glm46.engine.training.state import Progress
 from glm46.run.plan import Plan
-from glm46.storage.checkpoint.integrity import published_steps
+from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.ahead import AheadSource
 from glm46.tasks.rl.fields import training_fields
-from glm46.tasks.rl.journal import Journal
+from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
 from glm46.tasks.rl.rollout.background import begin_samples
-from glm46.tasks.rl.rollouts import Rollout
-from glm46.tasks.rl.sampling import Sampler, demonstrate, generate_rollout
-from glm46.tasks.rl.stepping import StepBuilder, Steps, TokenRecord, micro_batches, step_ends, steps_per_rollout
+from glm46.tasks.rl.rollouts import demonstrate, generate_rollout
+from glm46.tasks.rl.samples import Rollout
+from glm46.tasks.rl.sampling import Sampler
+from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, step_ends, steps_per_rollout
+
+
+class RolloutStep(NamedTuple):
+    """An optimizer step on a rollout."""
+
+    batches: list[Batch]
+    """This rank's micro-batches, with all fields."""
+    next_prompt: int
+    """Number of the prompts that are handed out once this step is made."""
+    columns: dict[str, float]
+    """Of metrics, of the rollout."""
+    model_seconds: float
+    """Of networks, for the rollout; 0 but in its first step."""
 
 
 class RolloutLoop:
@@ -41,17 +56,15 @@ class RolloutLoop:
         self._plan, self._config, self._sampler = plan, sampler.config, sampler
         self._policy, self._builder, self._journal = policy, builder, journal
         self._is_on_policy = self._config.is_on_policy(plan.config.training.global_batch_size)
-        self.rollout: Rollout | None = None
-        """Of the next step; None before the first one and after a stop."""
-        self.steps: Steps = []
-        self.columns: dict[str, float] = {}
-        """Of metrics, of the rollout."""
-        self._unwritten: tuple[dict[str, torch.Tensor], TokenRecord] | None = None
-        """Fields of a rollout whose only step computes the old log-probabilities."""
+        self._unwritten: tuple[Rollout, dict[str, torch.Tensor]] | None = None
+        """A rollout whose only step computes the old log-probabilities, and its fields."""
         self._version = -1
-        section = plan.config.rollout
+        self.equal_rollouts = 0
+        """In a row up to now, whose groups all have equal rewards."""
+        self._waiting: list[list[int]] | None = None
+        """`Rollout.waiting` of the rollout before; None at the start."""
+        section, self._ahead = plan.config.rollout, None
         self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
-        self._ahead: AheadSource | None = None
         if section.kind != "local" and (sampler.environment is None or sampler.episodes is not None):
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
@@ -61,72 +74,63 @@ class RolloutLoop:
             begin = begin_samples if of is None else partial(of.begin, sampler.prompt)
             sampler.engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
-    def begin(self, progress: Progress, first: int) -> bool:
-        """Make the rollout that begins at a step the present one, and its steps; false if a stop was requested.
+    def steps(self, progress: Progress) -> Iterator[RolloutStep | None]:
+        """Yield each step, from the one that comes next on; the caller makes it, which moves ``progress``, before it
+        asks for another one. None: a stop was requested.
 
         Raises:
-            UserError: its files are damaged or missing, or too many rewards failed.
+            UserError: files of the journal are damaged or missing, or too many rewards failed.
         """
-        within = progress.step - first  # steps that were made on it before this start of the run
+        self._waiting = None
+        while True:
+            yield from self.rollout(progress)
+
+    def rollout(self, progress: Progress) -> Iterator[RolloutStep | None]:
+        """See `steps`: those of one rollout that are not made yet."""
+        within = (
+            progress.samples % self._config.samples_per_rollout // int(self._plan.config.training.global_batch_size)
+        )
+        first = progress.step - within
         self._journal.finish()
         self.write_fields()  # of the rollout before, while the next one is generated
-        before, self.rollout = self.rollout, None
+        self._builder.route_at(progress.curriculum_tokens)
 
         # 1 samples, 2 scores
-        rollout = read_on_first_rank(partial(self._read, first, progress, is_inside=within > 0))
+        read = partial(self._journal.read, first, is_inside=within > 0, first_prompt=progress.prompts)
+        rollout = read_on_first_rank(read)
         if rollout is None:
-            rollout = self._generate(progress, first, before)
+            rollout = self._generate(progress, first)
             if rollout is None:
-                return False
+                yield None
+                return
             self._write(rollout)
         else:
             rollout.figures |= dict.fromkeys(rollout.figures.keys() & {"rollout_seconds", "reward_seconds"}, 0.0)
+        self._waiting = rollout.waiting
         if self._staleness and not rollout.is_demonstration:
             self._generate_ahead(progress, rollout)
 
         # 3 fields: what networks say of these tokens before the first step, and what follows from rewards
-        self.steps = self._builder.batches(rollout)
+        batches, seconds = self._builder.batches(rollout), 0.0
         if within:
-            given, seconds = read_on_first_rank(partial(self._journal.read_fields, first)), 0.0
+            given = read_on_first_rank(partial(read_fields, self._journal.folder, first))
         else:
-            given, seconds = self._builder.evaluate(rollout, self.steps)
+            given, seconds = self._builder.evaluate(rollout, batches)
         fields, columns = self._training_fields(rollout, given)
-        if rollout.is_demonstration:
-            fields["advantages"] = (rollout.sample_of_tokens() >= 0).float()
         fields = given | fields
+        columns = rollout.figures | {"logprob_seconds": seconds} | columns
+        self.equal_rollouts = self.equal_rollouts + 1 if columns.get("equal_groups_ratio") == 1.0 else 0
+        seconds += columns.get("rollout_seconds", 0.0)
 
-        # 4 steps
-        for batch in micro_batches(self.steps):
-            batch |= {name: spread(values, batch) for name, values in fields.items()}
-
-        # 5 journal
+        # 4 steps, 5 journal
         if not within and self._is_on_policy and not rollout.is_demonstration:
-            self._unwritten = fields, TokenRecord(rollout)
-            self._policy.record = self._unwritten[1].add
+            self._policy.record = TokenRecord(rollout)
+            self._unwritten = rollout, fields
         elif not within:
-            self._journal.write_fields(rollout.step, fields)
-        self.rollout, self.columns = rollout, rollout.figures | {"logprob_seconds": seconds} | columns
-        return True
-
-    def write_fields(self) -> None:
-        """Begin to write the fields of the present rollout, if they waited for its step."""
-        if self._unwritten is None:
-            return
-        (fields, record), self._unwritten = self._unwritten, None
-        old = record.of_all_ranks()
-        given = {"old_logprobs": old, "rollout_logprobs": torch.from_numpy(self.rollout.arrays["logprobs"])}
-        found, _ = self._training_fields(self.rollout, fields | given)
-        fields |= {"old_logprobs": old, "correction": found["correction"]}
-        self._journal.write_fields(self.rollout.step, fields)
-
-    def _training_fields(
-        self, rollout: Rollout, given: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        rewards, groups = (torch.from_numpy(rollout.arrays[name]) for name in ("rewards", "groups"))
-        sample, ends = rollout.sample_of_tokens(), step_ends(self._plan, rollout)
-        longest = self._plan.config.rollout.max_new_tokens
-        episodes = torch.from_numpy(rollout.arrays["episodes"])
-        return training_fields(given, sample, rewards, groups, ends, self._config, longest, episodes)
+            self._journal.write_fields(first, fields)
+        while (number := progress.step - first) < len(batches):
+            own = [batch | {name: spread(x, batch) for name, x in fields.items()} for batch in batches[number]]
+            yield RolloutStep(own, rollout.next_prompt, columns, 0.0 if number > within else seconds)
 
     def update_weights(self, version: int) -> None:
         """6 weights: give the engine those of the policy, if it has others.
@@ -138,44 +142,60 @@ class RolloutLoop:
             self._sampler.engine.update(version)
             self._version = version
 
-    def _read(self, first: int, progress: Progress, *, is_inside: bool) -> Rollout | None:
-        return self._journal.read(first, is_inside=is_inside, first_prompt=progress.prompts)
+    def write_fields(self) -> None:
+        """Begin to write the fields of a rollout that waited for the old log-probabilities of its only step. No resume
+        reads them: it begins before that step or behind it."""
+        if self._unwritten is None:
+            return
+        (rollout, fields), self._unwritten = self._unwritten, None
+        fields["old_logprobs"] = self._policy.record.of_all_ranks()
+        fields["correction"] = self._training_fields(rollout, fields)[0]["correction"]
+        self._journal.write_fields(rollout.step, fields)
 
-    def _generate(self, progress: Progress, first: int, before: Rollout | None) -> Rollout | None:
+    def _training_fields(
+        self, rollout: Rollout, given: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        names = ("rewards", "groups", "episodes")
+        rewards, groups, episodes = (torch.from_numpy(rollout.arrays[name]) for name in names)
+        sample, ends = rollout.sample_of_tokens(), step_ends(self._plan, rollout)
+        longest = self._plan.config.rollout.max_new_tokens
+        fields, columns = training_fields(given, sample, rewards, groups, ends, self._config, longest, episodes)
+        if rollout.is_demonstration:
+            fields["advantages"] = (sample >= 0).float()
+        return fields, columns
+
+    def _generate(self, progress: Progress, first: int) -> Rollout | None:
         """The rollout of a step: labels, samples of the present weights, or groups that are on their way."""
-        prompts = progress.prompts
+        prompts, ahead = progress.prompts, self._ahead
         if first < self._config.warm_up_rollouts:
             return demonstrate(self._sampler, first, prompts)
-        if self._ahead is None or self._version < 0 or not self._staleness:
+        if ahead is None or self._version < 0 or not self._staleness:
             self.update_weights(progress.step)
-        if self._ahead is None:
-            return generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
-        waiting = read_on_first_rank(lambda: self._journal.waiting_before(first)) if before is None else before.waiting
-        self._ahead.begin(progress.step, prompts, waiting)
-        each, later = self._config.prompts_per_rollout, min(self._staleness, self._later_rollouts(progress))
-        if self._drops:  # a slow group is overtaken from the begin on
-            self.update_weights(progress.step)
-            self._ahead.hand_out((1 + later) * each)
-        rollout = generate_rollout(self._sampler, self._ahead.take, first, prompts)
-        if rollout is not None:
-            self.update_weights(progress.step)
-            self._ahead.hand_out(later * each)
-            rollout.next_prompt = self._ahead.next_prompt
-            rollout.waiting = [list(pair) for pair in self._ahead.waiting.items()]
-            rollout.stale = self._ahead.stale
-            if self._drops:
-                rollout.figures["stale_groups"] = len(rollout.stale)
+        if ahead is None:
+            rollout = generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
+        else:
+            if self._waiting is None:
+                self._waiting = read_on_first_rank(lambda: self._journal.waiting_before(first))
+            ahead.begin(progress.step, prompts, self._waiting)
+            each, later = self._config.prompts_per_rollout, min(self._staleness, self._later_rollouts(progress))
+            if self._drops:  # a slow group is overtaken from the begin on
+                self.update_weights(progress.step)
+                ahead.hand_out((1 + later) * each)
+            rollout = generate_rollout(self._sampler, ahead.take, first, prompts)
+            if rollout is not None:
+                self.update_weights(progress.step)
+                ahead.hand_out(later * each)
+                ahead.describe(rollout)
+        if rollout is not None and "routes" in rollout.arrays:
+            routes = torch.from_numpy(rollout.arrays["routes"])
+            rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self._plan.shape).numpy()
         return rollout
 
     def _write(self, rollout: Rollout) -> None:
-        if "routes" in rollout.arrays:
-            routes = torch.from_numpy(rollout.arrays["routes"])
-            rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self._plan.shape).numpy()
-        kept = published_steps(self._plan.config.checkpoint_folder)
         if self._ahead is not None and not self._staleness:
-            self._journal.write(rollout, kept, self._ahead.forget_taken)
+            self._journal.write(rollout, self._ahead.forget_taken)
             return
-        self._journal.write(rollout, kept)
+        self._journal.write(rollout)
         if self._staleness:  # `_generate_ahead` forgets the groups of this rollout
             self._journal.finish()
 

@@ -19,10 +19,10 @@ from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
 from glm46.storage.data.batches import Batch
 from glm46.tasks.pretrain.next_token import count_targets
-from glm46.tasks.rl.correction import correction_weights
 from glm46.tasks.rl.policy_loss import (
     TokenLosses,
     clipped_loss,
+    correction_weights,
     kl_estimate,
     masked_loss,
     sequence_ratio,
@@ -31,6 +31,7 @@ from glm46.tasks.rl.policy_loss import (
     value_loss,
     weighted_loss,
 )
+from glm46.tasks.rl.stepping import TokenRecord
 
 _FAR = 2.0
 """A ratio beyond this or its inverse counts in ``ratio_far``."""
@@ -83,9 +84,8 @@ class PolicyGradient:
             is_on_policy: see `ResolvedRL.is_on_policy`; batches need no ``old_logprobs`` and no ``correction``.
         """
         self._is_on_policy = is_on_policy
-        self.record: Callable[[Batch, Tensor], None] = lambda batch, logprobs: None
-        """Takes the log-probabilities of each micro-batch of a step on policy, whole rows [B, S] on the device: they
-        are the old ones of the rollout."""
+        self.record: TokenRecord | None = None
+        """Takes the log-probabilities of a step on policy, which are the old ones of its rollout."""
         self._network, self._config = network, config
         self._depths = network.plan.shape.num_nextn_predict_layers
         self.form = partial(token_logprobs, entropy=True, temperature=temperature)
@@ -193,8 +193,8 @@ class PolicyGradient:
         logprobs, entropy = self._network.whole_rows(own, batch)
         samples = max(int(batch["sample"].max()) + 1, 1)
         names = (*self._own_fields, "rollout_logprobs")
-        if self._is_on_policy:
-            self.record(batch, logprobs)
+        if self._is_on_policy and self.record is not None:
+            self.record.add(batch, logprobs)
         batch = {name: copy_to_device(batch[name], logprobs.device) for name in names}
         batch = self._with_old(batch, logprobs, samples, lambda sums: sums)
         losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)

@@ -13,7 +13,7 @@ from glm46.compute.model.routes import no_routes
 from glm46.config.model import ModelShape
 from glm46.run.context_keys import SHARED_KEYS
 from glm46.storage.data.batches import Batch
-from glm46.tasks.rl.rollouts import Rollout
+from glm46.tasks.rl.samples import Rollout
 
 _KEYS_OF_ROW = SHARED_KEYS - 1
 """Most keys that the documents of a row see together, in rows, before the shared prefixes see their own."""

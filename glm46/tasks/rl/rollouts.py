@@ -1,272 +1,186 @@
-"""A rollout: prompts, completions and rewards of one or several optimizer steps, and its files in the journal.
+"""Rollouts from prompts, and validations: samples with their rewards, and the columns of metrics that they give."""
 
-A rollout is two files in the folder rollouts/ of a run, `step_XXXXXX.safetensors` and, written after it, its manifest
-`step_XXXXXX.json`: without a manifest it does not exist. What networks computed for it is in `step_XXXXXX.fields`.
-"""
-
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from math import comb
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from glm46.compute.distributed.collective_errors import on_first_rank
 from glm46.config.errors import UserError
-from glm46.files.durable import FileRecord, hash_file, replace_durably
-from glm46.files.tensor_file import TensorFile, lay_out, read_records
-from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rollout.records import FINISHES, NOTHING, Completion, EpisodeEnd
+from glm46.config.faults import counted
+from glm46.config.rl_data import PromptSetConfig
+from glm46.tasks.rl.fields import differing_groups
+from glm46.tasks.rl.prompts import Prompt, answers_of_labels
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SamplingRules, SessionSample
+from glm46.tasks.rl.samples import Rollout, Sample, rewards_and_groups, to_arrays
+from glm46.tasks.rl.sampling import Sampler
 
-FOLDER = "rollouts"
-_REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
+MOST_ROUNDS = 8
+"""Of taking prompts in place of groups that are left out."""
+_MOST_DROPPED = 0.5
+"""A larger share of samples whose rewards failed is a fault of the rewards."""
+Take = Callable[[int, int], list[Sample] | None]
+"""Gives the samples of groups from the number of a prompt on, as many as asked for; None if a stop was requested.
+Collective."""
+_SHOWN, _LONGEST_SHOWN = 3, 400
 
 
-@dataclass
-class Rollout:
-    """Samples in order, the arrays one entry for each sample or, of tokens, one sample behind the other."""
+def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int) -> Rollout | None:
+    """Generate and score a rollout; None if a stop was requested. Collective.
 
-    step: int
-    """Optimizer steps before it: the version of the weights that it was generated from."""
-    first_prompt: int
-    next_prompt: int
-    """Numbers of the prompts that were handed out for it: [first, next)."""
-    part_names: tuple[str, ...]
-    """Names of the rewards."""
-    is_demonstration: bool
-    """True if the completions are labels."""
-    arrays: dict[str, np.ndarray]
-    """prompt_tokens int32, prompt_lengths int64 [N], tokens int32 [T], lengths int64 [N], logprobs float32 [T] of the
-    engine, versions int32 [T] of the weights of a token, is_reply bool [T]: of an environment, or trained in another
-    sample, groups int64 [N]: number of the prompt, episodes int64 [N]: number of the answer that samples are of, from 0
-    on, ascending, rewards float64 [N], parts float64 [N, rewards], finish uint8 [N]: index in `FINISHES`; where markers
-    are contradicted inputs int32 [T]: tokens as they are read (`Completion.contradicted`); under routing replay routes
-    of the tokens of prompts and completions but each sample's last [tokens, MoE layers, experts of a token], see
-    `compute/model/routes.py`."""
-    figures: dict[str, float] = field(default_factory=dict)
-    """Columns of metrics."""
-    waiting: list[list[int]] = field(default_factory=list)
-    """Numbers of prompts that were handed out and are not in this rollout or an earlier one, and the versions of the
-    weights when they were."""
-    stale: list[int] = field(default_factory=list)
-    """Numbers of prompts that were dropped before it, because their groups were too old (rollout.when_stale)."""
-    about: dict[str, Any] = field(default_factory=dict)
-    """How it was generated: what another run that trains on it must share."""
+    Groups that dynamic sampling or a filter leaves out are replaced by groups of the next prompts, in at most
+    `MOST_ROUNDS` rounds. A sample whose rewards failed is left out of its group.
 
-    def __post_init__(self) -> None:
-        self.arrays.setdefault("episodes", np.arange(len(self.arrays["lengths"])))
-        self._ends = np.cumsum(self.arrays["lengths"])
-        self._prompt_ends = np.cumsum(self.arrays["prompt_lengths"])
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all completions."""
-        return int(self._ends[-1]) if len(self) else 0
-
-    def bounds(self, sample: int) -> tuple[int, int]:
-        """Start and end of a sample's completion in the arrays of tokens."""
-        end = int(self._ends[sample])
-        return end - int(self.arrays["lengths"][sample]), end
-
-    def completion(self, sample: int) -> np.ndarray:
-        """Token ids of a completion."""
-        return self.arrays["tokens"][slice(*self.bounds(sample))]
-
-    def prompt(self, sample: int) -> np.ndarray:
-        """Token ids of a sample's prompt."""
-        end = int(self._prompt_ends[sample])
-        return self.arrays["prompt_tokens"][end - int(self.arrays["prompt_lengths"][sample]) : end]
-
-    def sample_of_tokens(self) -> Tensor:
-        """int64 [T]: number of the sample of each token; -1 where an environment has replied."""
-        numbers = np.arange(len(self)).repeat(self.arrays["lengths"])
-        return torch.from_numpy(np.where(self.arrays["is_reply"], -1, numbers))
-
-    def routes(self, sample: int) -> np.ndarray | None:
-        """Routes of a sample's tokens but the last; None without routing replay."""
-        if "routes" not in self.arrays:
+    Raises:
+        UserError: too many rewards failed.
+    """
+    config, samples, scored, next_prompt = sampler.config, [], [], first_prompt
+    seconds = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
+    for _ in range(MOST_ROUNDS if config.replaces_groups else 1):
+        missing = config.prompts_per_rollout - len({one.group for one in samples})
+        if not missing:
+            break
+        began = time.perf_counter()
+        taken = take(next_prompt, missing)
+        if taken is None:
             return None
-        end = int(self._prompt_ends[sample] + self._ends[sample]) - sample - 1
-        length = int(self.arrays["prompt_lengths"][sample] + self.arrays["lengths"][sample]) - 1
-        return self.arrays["routes"][end - length : end]
+        ended = time.perf_counter()
+        new = sampler.score(taken)
+        seconds["rollout_seconds"] += ended - began
+        seconds["reward_seconds"] += time.perf_counter() - ended
+        next_prompt += missing
+        scored += new
+        samples += sampler.worth_a_step(_rewarded(new))
+    if (kept := len({one.group for one in samples})) < config.prompts_per_rollout and config.replaces_groups:
+        sampler.tell(
+            "dynamic_sampling",
+            f"rl.dynamic_sampling, rl.filter: after {counted(MOST_ROUNDS, 'round')} only {kept} of "
+            f"{config.prompts_per_rollout} groups are worth a step; the rollout of step {step} goes on with "
+            f"{counted(len(samples), 'sample')}",
+        )
+    names = tuple(reward.name for reward in config.rewards)
+    arrays, columns = to_arrays(samples, names), _columns(scored, names) | seconds
+    ages = step - arrays["versions"]
+    columns |= {"staleness": float(ages.mean()), "staleness_max": int(ages.max())} if len(ages) else {}
+    return Rollout(step, first_prompt, next_prompt, names, False, arrays, columns)
 
 
-class Sample(NamedTuple):
-    """An answer to a prompt, from its generation to its reward."""
+def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Rollout:
+    """A rollout whose completions are the labels of the next prompts, one of each. Collective.
 
-    prompt: Prompt
-    group: int
-    """Number of the prompt, counted over the run."""
-    completion: Completion
-    fault: str = ""
-    """Why it has no reward: the environment failed, its server did not finish it, or a reward failed."""
-    reward: float | None = None
-    """Weighted sum of the parts; None before it is scored, or if there is a fault."""
-    parts: Mapping[str, float] = MappingProxyType({})
-    """By the name of each reward, before its weight; without those that failed."""
-    others: tuple[tuple[list[int], Completion], ...] = ()
-    """Prompts and completions of the other samples of this episode, see `Session`."""
-    score: float | None = None
-    """Of the environment."""
-
-
-def sample_of(number: int, prompt: Prompt, end: EpisodeEnd) -> Sample:
-    """The answer to a prompt that an episode has ended with."""
-    (tokens, completion), *others = end.samples or [(prompt.tokens, NOTHING)]
-    prompt = prompt._replace(tokens=tokens)
-    return Sample(prompt, number, completion, end.fault, others=tuple(others), score=end.score)
-
-
-def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str, np.ndarray]:
-    """`Rollout.arrays` of samples."""
-
-    def joined(parts: Iterable[Sequence], dtype: type) -> np.ndarray:
-        return np.array(list(chain.from_iterable(parts)), dtype)
-
-    episodes = [
-        (number, sample, prompt, completion)
-        for number, sample in enumerate(samples)
-        for prompt, completion in ((sample.prompt.tokens, sample.completion), *sample.others)
+    Raises:
+        UserError: too many rewards failed.
+    """
+    numbers = range(first_prompt, first_prompt + sampler.config.samples_per_rollout)
+    prompts = [sampler.prompt(number) for number in numbers]
+    answers = answers_of_labels(prompts, sampler.tokenizer)
+    ends = [
+        EpisodeEnd([SessionSample(prompt.tokens, Completion(tokens, [0.0] * len(tokens), "stop", [], None))])
+        for prompt, tokens in zip(prompts, answers, strict=True)
     ]
-    numbers, samples, prompts, completions = map(list, zip(*episodes, strict=True)) if episodes else ([],) * 4
-    lengths = np.array([len(one.tokens) for one in completions], np.int64)
-    versions, is_reply = np.zeros(lengths.sum(), np.int32), np.zeros(lengths.sum(), np.bool_)
-    tokens = joined([one.tokens for one in completions], np.int32)
-    inputs = tokens.copy()
-    for one, end in zip(completions, lengths.cumsum().tolist(), strict=True):
-        start = end - len(one.tokens)
-        for span in one.spans:
-            versions[start + span.start : end] = span.version
-        for first, last in one.replies:
-            is_reply[start + first : start + last] = True
-        for index, marker in one.contradicted:
-            inputs[start + index] = marker
-    routes = [one.routes for one in completions if one.routes is not None]
-    of_tokens = {"routes": np.concatenate(routes)} if routes else {}
-    of_tokens |= {} if np.array_equal(inputs, tokens) else {"inputs": inputs}
-    return of_tokens | {
-        "prompt_tokens": joined(prompts, np.int32),
-        "prompt_lengths": np.array(list(map(len, prompts)), np.int64),
-        "tokens": tokens,
-        "lengths": lengths,
-        "logprobs": joined([one.logprobs for one in completions], np.float32),
-        "versions": versions,
-        "is_reply": is_reply,
-        "groups": np.array([sample.group for sample in samples], np.int64),
-        "episodes": np.array(numbers, np.int64),
-        "rewards": np.array([sample.reward for sample in samples], np.float64),
-        "parts": np.array([[s.parts[name] for name in part_names] for s in samples]).reshape(-1, len(part_names)),
-        "finish": np.array([FINISHES.index(one.finish) for one in completions], np.uint8),
+    samples = sampler.score(list(map(Sample, prompts, numbers, ends)))
+    names = tuple(reward.name for reward in sampler.config.rewards)
+    return Rollout(step, first_prompt, numbers.stop, names, True, to_arrays(_rewarded(samples), names))
+
+
+def _rewarded(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that have a reward, if enough do."""
+    rewarded = [one for one in samples if one.reward is not None]
+    if len(rewarded) >= (1 - _MOST_DROPPED) * len(samples):
+        return rewarded
+    fault = next(one.fault for one in samples if one.fault)
+    key, remedy = "rl.rewards", "correct the reward or its label, or raise its timeout_seconds"
+    if fault.startswith("rl.environment"):
+        key, remedy = "rl.environment", "mend its program or function, or give it more time"
+    raise UserError(
+        *on_first_rank(
+            f"{key}: {len(samples) - len(rewarded)} of {len(samples)} samples have no reward, the first one because of "
+            f"{fault}; {remedy}"
+        )
+    )
+
+
+def _columns(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]:
+    """Columns of metrics of all samples that were scored."""
+    kept = [one for one in samples if one.reward is not None]
+    rewards, groups = rewards_and_groups(kept)
+    lengths = np.array([len(one.completion.tokens) for one in kept])
+    differing = set(groups[differing_groups(rewards, groups)].tolist())
+    drafted, accepted = (sum(getattr(one.completion, key) for one in samples) for key in ("drafted", "accepted"))
+    return {
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std(correction=0).item(),
+        **{f"reward_part/{name}": float(np.mean([one.parts[name] for one in kept])) for name in names},
+        "completion_tokens": float(lengths.mean()),
+        "completion_tokens_max": int(lengths.max()),
+        "truncated_ratio": float(np.mean([one.completion.finish == "length" for one in kept])),
+        "equal_groups_ratio": 1.0 - len(differing) / len({one.group for one in kept}),
+        "dropped_samples": len(samples) - len(kept),
+        "generated_samples": len(samples),
+        **({"draft_acceptance_ratio": accepted / drafted} if drafted else {}),
     }
 
 
-def write_rollout(folder: Path, rollout: Rollout, identity: str) -> None:
-    """Write a rollout so that after a kill at any moment it is complete or does not exist.
+class PromptSet(NamedTuple):
+    """The prompts of a table of [[rl.validation]]."""
 
-    Args:
-        identity: of everything that decides its content; `read_rollout` asks for the same.
+    table: PromptSetConfig
+    prompts: list[Prompt]
 
-    Raises:
-        OSError: the disk is full or not writable.
+
+def pass_at(k: int, samples: int, passed: int) -> float:
+    """Unbiased estimate of the probability that one of k samples passes, from ``passed`` of ``samples``
+    (arXiv 2107.03374)."""
+    return 1.0 - comb(samples - passed, k) / comb(samples, k)
+
+
+def validate_sets(sampler: Sampler, sets: Sequence[PromptSet]) -> dict[str, float]:
+    """Columns of each set: the mean reward, and pass@k for the powers of two up to its samples: an answer passes if the
+    first of [[rl.rewards]] gives it at least 1. Answers without reward pass nothing. Collective.
+
+    Seeds depend on the prompt only, so that two validations differ by the weights.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    data, manifest = _paths(folder, rollout.step)
-    manifest.unlink(missing_ok=True)
-    record = _write(data, rollout.arrays)
-    facts = {
-        "identity": identity, "step": rollout.step, "first_prompt": rollout.first_prompt,
-        "next_prompt": rollout.next_prompt, "samples": len(rollout), "tokens": rollout.tokens,
-        "part_names": list(rollout.part_names), "is_demonstration": rollout.is_demonstration,
-        "figures": rollout.figures, "about": rollout.about,
-        "waiting": rollout.waiting, "stale": rollout.stale, "bytes": record.bytes, "sha256": record.sha256,
-    }  # fmt: skip
-    replace_durably(manifest, [json.dumps(facts, indent=1).encode()])
+    columns: dict[str, float] = {}
+    for one_set in sets:
+        table = one_set.table
+        rules = sampler.rules._replace(temperature=table.temperature, routes=False)
+        scored = _answered(sampler, f"validation {table.name}", one_set.prompts, table.samples, rules)
+        if scored is None:
+            continue
+        first = sampler.config.rewards[0].name
+        passed = np.array([one.parts.get(first, 0.0) >= 1.0 for one in scored]).reshape(-1, table.samples)
+        rewards = [one.reward for one in scored if one.reward is not None]
+        columns[f"validation_reward/{table.name}"] = float(np.mean(rewards)) if rewards else 0.0
+        columns[f"validation_tokens/{table.name}"] = float(np.mean([len(one.completion.tokens) for one in scored]))
+        k = 1
+        while k <= table.samples:
+            estimates = [pass_at(k, table.samples, int(of_prompt)) for of_prompt in passed.sum(1)]
+            columns[f"validation_pass/{table.name}@{k}"] = float(np.mean(estimates))
+            k *= 2
+    return columns
 
 
-def read_rollout(folder: Path, step: int, identity: str | None = None) -> Rollout | None:
-    """A rollout of the journal; None if it does not exist, or not with this identity.
-
-    Raises:
-        UserError: its files are damaged.
-    """
-    data, path = _paths(folder, step)
-    if not path.is_file():
-        return None
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if identity is not None and facts["identity"] != identity:
-            return None
-        record = hash_file(data)
-        if (record.bytes, record.sha256) != (facts["bytes"], facts["sha256"]):
-            raise ValueError("its bytes are not those that were written")
-        keys = ("step", "first_prompt", "next_prompt", "is_demonstration", "figures", "waiting", "about")
-        return Rollout(
-            **{key: facts[key] for key in keys}, stale=facts.get("stale", []),
-            part_names=tuple(facts["part_names"]), arrays=_read(data),
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{data}: {error}; {_REMEDY}") from error
+def answered_lines(sampler: Sampler, prompts: Sequence[Prompt], step: int) -> list[str]:
+    """Lines with the answers to the first prompts. Collective."""
+    scored = _answered(sampler, "shown", prompts[:_SHOWN], 1, sampler.rules._replace(routes=False))
+    if scored is None:
+        return []
+    lines = [f"Answers after step {step}:"]
+    for one in scored:
+        text = sampler.tokenizer.decode(one.completion.tokens).strip()
+        reward = f"reward {one.reward:g}" if one.reward is not None else f"no reward: {one.fault}"
+        shown = f"assistant: {text[:_LONGEST_SHOWN]}│ {reward}"
+        lines += ["", f"user: {one.prompt.text[:_LONGEST_SHOWN]}", shown]
+    return [*lines, ""]
 
 
-def write_fields(folder: Path, step: int, fields: Mapping[str, Tensor]) -> None:
-    """Write what networks computed for the tokens of a rollout before its first step, FP32 [T] each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / f"step_{step:06d}.fields", {name: values.numpy() for name, values in fields.items()})
-
-
-def read_fields(folder: Path, step: int) -> dict[str, Tensor]:
-    """Read what `write_fields` wrote.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
-    path = folder / f"step_{step:06d}.fields"
-    if not path.is_file():
-        raise missing_inside(path)
-    return {name: torch.from_numpy(values) for name, values in _read(path).items()}
-
-
-def missing_inside(path: Path) -> UserError:
-    """The error to raise if a file is missing of a rollout that weights have been trained on."""
-    return UserError(f"{path}: missing, and the run goes on inside of this rollout; {_REMEDY}")
-
-
-def remove_rollout(folder: Path, step: int) -> None:
-    """Remove the files of a rollout, the manifest first."""
-    data, manifest = _paths(folder, step)
-    for path in (manifest, data, data.with_suffix(".fields")):
-        path.unlink(missing_ok=True)
-
-
-def rollout_steps(folder: Path) -> list[int]:
-    """Steps of all rollouts of a journal, ascending."""
-    return sorted(int(path.stem.partition("_")[2]) for path in folder.glob("step_*.json"))
-
-
-def _paths(folder: Path, step: int) -> tuple[Path, Path]:
-    return folder / f"step_{step:06d}.safetensors", folder / f"step_{step:06d}.json"
-
-
-def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> FileRecord:
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
-    header, records = lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-    ordered = sorted(records, key=lambda name: records[name].offset)
-    return replace_durably(path, [header, *(_bytes(tensors[name]) for name in ordered)])
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
-
-
-def _read(path: Path) -> dict[str, np.ndarray]:
-    records = read_records(path)
-    with TensorFile(path, records) as file:
-        return {name: file.read(name, tuple((0, n) for n in record.shape)).numpy() for name, record in records.items()}
+def _answered(
+    sampler: Sampler, what: str, prompts: Sequence[Prompt], samples: int, rules: SamplingRules
+) -> list[Sample] | None:
+    """Scored samples of each prompt; None if a stop was requested. Collective."""
+    asked = list(enumerate(prompts))
+    requests = [one for number, prompt in asked for one in sampler.requests(prompt, number, what, samples)]
+    found = sampler.generate([one for one in asked for _ in range(samples)], requests, rules)
+    return None if found is None else sampler.score(found)

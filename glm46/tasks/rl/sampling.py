@@ -2,40 +2,28 @@
 
 import hashlib
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, get_args
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from glm46.compute.distributed.collective_errors import on_first_rank, run_on_all_ranks
-from glm46.config.errors import UserError
-from glm46.config.faults import counted
+from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import chat_reply, opened_thought
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.advantages import Baseline, differing_groups
 from glm46.tasks.rl.episodes import CommandEpisodes
-from glm46.tasks.rl.prompts import Prompt, answers_of_labels, prompt_at
+from glm46.tasks.rl.fields import Baseline, differing_groups
+from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
-from glm46.tasks.rl.rollout.records import Completion, Engine, Request, SamplingRules
-from glm46.tasks.rl.rollouts import Rollout, Sample, sample_of, to_arrays
+from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.samples import Sample, rewards_and_groups
 
-MOST_ROUNDS = 8
-"""Of taking prompts in place of groups that are left out."""
-_MOST_DROPPED = 0.5
-"""A larger share of samples whose rewards failed is a fault of the rewards."""
 _Item, _Result = TypeVar("_Item"), TypeVar("_Result")
-Take = Callable[[int, int], list[Sample] | None]
-"""Gives the samples of groups from the number of a prompt on, as many as asked for; None if a stop was requested.
-Collective."""
 
 
 @dataclass
@@ -84,34 +72,29 @@ class Sampler:
         digest = hashlib.blake2b(f"{self.seed} {what} {prompt} {index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
-    def requests(self, number: int) -> list[Request]:
-        """The samples of the prompt with a number."""
-        tokens, longest = self.prompt(number).tokens, self.section.max_new_tokens
-        return [
-            Request(tokens, self.seed_of("sample", number, index), longest) for index in range(self.config.group_size)
-        ]
+    def requests(self, prompt: Prompt, number: int, what: str = "sample", count: int | None = None) -> list[Request]:
+        """The samples of the prompt with a number, of a group or as many as asked for."""
+        seeds = [self.seed_of(what, number, index) for index in range(count or self.config.group_size)]
+        return [Request(prompt.tokens, seed, self.section.max_new_tokens) for seed in seeds]
 
     def generate_groups(self, first: int, count: int) -> list[Sample] | None:
         """See `Take`: generate with the weights that the engine has."""
-        numbers = range(first, first + count)
-        asked = [(number, self.prompt(number)) for number in numbers for _ in range(self.config.group_size)]
-        return self.generate(asked, [one for number in numbers for one in self.requests(number)], self.rules)
+        asked = [(number, self.prompt(number)) for number in range(first, first + count)]
+        requests = [one for number, prompt in asked for one in self.requests(prompt, number)]
+        return self.generate([one for one in asked for _ in range(self.config.group_size)], requests, self.rules)
 
     def generate(
         self, asked: Sequence[tuple[int, Prompt]], requests: Sequence[Request], rules: SamplingRules
     ) -> list[Sample] | None:
         """The samples of requests, of prompts and their numbers, not yet scored; None if a stop was requested."""
+        prompts = [prompt for _, prompt in asked]
         if self.episodes is not None:
-            pairs = [(prompt, request) for (_, prompt), request in zip(asked, requests, strict=True)]
-            ends = self.episodes.run(pairs, rules)
-            return None if ends is None else [sample_of(*one, end) for one, end in zip(asked, ends, strict=True)]
-        completions, faults = self._converse([prompt for _, prompt in asked], requests, rules)
-        if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
+            ends = self.episodes.run(list(zip(prompts, requests, strict=True)), rules)
+        else:
+            ends = self._converse(prompts, requests, rules)
+        if ends is None:
             return None
-        return [
-            Sample(prompt, number, completion, faults.get(index, ""))
-            for index, ((number, prompt), completion) in enumerate(zip(asked, completions, strict=True))
-        ]
+        return [Sample(prompt, number, end) for (number, prompt), end in zip(asked, ends, strict=True)]
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their rewards, or the reason for none; each rank scores its share.
@@ -121,20 +104,20 @@ class Sampler:
         """
 
         def scores(share: list[Sample]) -> list:
-            answers = [self._answer(one.prompt, one.completion)._replace(score=one.score) for one in share]
+            answers = [self._answer(one.prompt, one.completion)._replace(score=one.end.score) for one in share]
             return self.rewards.score(answers)
 
         scored, given = [], _by_shares(scores, samples)
         if self.reward_model is not None:
-            ends = [len(one.completion.tokens) - (one.completion.finish == "stop") for one in samples]
-            rows = [[*one.prompt.tokens, *one.completion.tokens[:n]] for one, n in zip(samples, ends, strict=True)]
+            lengths = [len(one.completion.tokens) - (one.completion.finish == "stop") for one in samples]
+            rows = [[*one.last.prompt, *one.completion.tokens[:n]] for one, n in zip(samples, lengths, strict=True)]
             weight = self.config.reward_model.weight
             given = [of.plus(weight, value) for of, value in zip(given, self.reward_model(rows), strict=True)]
         for one, score in zip(samples, given, strict=True):
             is_aborted = one.completion.finish == "abort"
-            fault = one.fault or ("its server did not finish it (rollout.deadline_seconds)" if is_aborted else "")
-            parts = {} if fault else score.parts
-            scored.append(one._replace(fault=fault or score.fault, reward=None if fault else score.total, parts=parts))
+            fault = one.fault or is_aborted * "its server did not finish it (rollout.deadline_seconds)"
+            end, reward = one.end._replace(fault=fault or score.fault), None if fault else score.total
+            scored.append(one._replace(end=end, reward=reward, parts={} if fault else score.parts))
         # The name of a reward and the type of its error: messages may contain values of their samples.
         causes: dict[str, list[str]] = {}
         for fault in (one.fault for one in scored if one.reward is None):
@@ -149,7 +132,7 @@ class Sampler:
             sizes = Counter(one.group for one in samples)
             samples = [one for one in samples if sizes[one.group] > 1]
         if self.config.dynamic_sampling:
-            differs = differing_groups(*_rewards_and_groups(samples)).tolist()
+            differs = differing_groups(*rewards_and_groups(samples)).tolist()
             samples = [one for one, is_kept in zip(samples, differs, strict=True) if is_kept]
         if self.filter is None:
             return list(samples)
@@ -168,9 +151,9 @@ class Sampler:
 
     def _converse(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], rules: SamplingRules
-    ) -> tuple[list[Completion], dict[int, str]]:
-        """Completions of requests, with the replies of the environment and the turns after them; and by the index of a
-        request why the environment failed."""
+    ) -> list[EpisodeEnd] | None:
+        """Completions of requests, with the replies of the environment and the turns after them, or why it failed; None
+        if a stop was requested."""
         completions, faults = list(self.engine.generate(requests, rules)), {}
         numbers: Sequence[int] = range(len(requests))
         for _ in range(0 if self.environment is None else self.config.environment.max_turns - 1):
@@ -198,7 +181,12 @@ class Sampler:
             for (number, (tokens, _)), turn in zip(turns.items(), generated, strict=True):
                 completions[number] = completions[number].extended(tokens, turn)
             numbers = list(turns)
-        return completions, faults
+        if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
+            return None
+        return [
+            EpisodeEnd([SessionSample(request.prompt, completion)], faults.get(number, ""))
+            for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
+        ]
 
     def _asked_role(self, completion: Completion) -> Literal["tool", "user"] | None:
         """The role that is asked to reply to the last turn."""
@@ -218,104 +206,6 @@ class Sampler:
             start = end
         text = opened + decode(tokens[start : len(tokens) - is_finished])
         return Answer(prompt.text, text, prompt.label, thinking, len(tokens), is_finished, tuple(history))
-
-
-def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int) -> Rollout | None:
-    """Generate and score a rollout; None if a stop was requested. Collective.
-
-    Groups that dynamic sampling or a filter leaves out are replaced by groups of the next prompts, in at most
-    `MOST_ROUNDS` rounds. A sample whose rewards failed is left out of its group.
-
-    Raises:
-        UserError: too many rewards failed.
-    """
-    config, samples, scored, next_prompt = sampler.config, [], [], first_prompt
-    seconds = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
-    for _ in range(MOST_ROUNDS if config.replaces_groups else 1):
-        missing = config.prompts_per_rollout - len({one.group for one in samples})
-        if not missing:
-            break
-        began = time.perf_counter()
-        taken = take(next_prompt, missing)
-        if taken is None:
-            return None
-        ended = time.perf_counter()
-        new = sampler.score(taken)
-        seconds["rollout_seconds"] += ended - began
-        seconds["reward_seconds"] += time.perf_counter() - ended
-        next_prompt += missing
-        scored += new
-        samples += sampler.worth_a_step(_rewarded(new))
-    if (kept := len({one.group for one in samples})) < config.prompts_per_rollout and config.replaces_groups:
-        sampler.tell(
-            "dynamic_sampling",
-            f"rl.dynamic_sampling, rl.filter: after {counted(MOST_ROUNDS, 'round')} only {kept} of "
-            f"{config.prompts_per_rollout} groups are worth a step; the rollout of step {step} goes on with "
-            f"{counted(len(samples), 'sample')}",
-        )
-    names = tuple(reward.name for reward in config.rewards)
-    arrays, columns = to_arrays(samples, names), _columns(scored, names) | seconds
-    ages = step - arrays["versions"]
-    columns |= {"staleness": float(ages.mean()), "staleness_max": int(ages.max())} if len(ages) else {}
-    return Rollout(step, first_prompt, next_prompt, names, False, arrays, columns)
-
-
-def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Rollout:
-    """A rollout whose completions are the labels of the next prompts, one of each. Collective.
-
-    Raises:
-        UserError: too many rewards failed.
-    """
-    numbers = range(first_prompt, first_prompt + sampler.config.samples_per_rollout)
-    prompts = [sampler.prompt(number) for number in numbers]
-    answers = answers_of_labels(prompts, sampler.tokenizer)
-    completions = [Completion(tokens, [0.0] * len(tokens), "stop", [], None) for tokens in answers]
-    samples = sampler.score([Sample(*one) for one in zip(prompts, numbers, completions, strict=True)])
-    names = tuple(reward.name for reward in sampler.config.rewards)
-    return Rollout(step, first_prompt, numbers.stop, names, True, to_arrays(_rewarded(samples), names))
-
-
-def _rewarded(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples that have a reward, if enough do."""
-    rewarded = [one for one in samples if one.reward is not None]
-    if len(rewarded) >= (1 - _MOST_DROPPED) * len(samples):
-        return rewarded
-    fault = next(one.fault for one in samples if one.fault)
-    key, remedy = "rl.rewards", "correct the reward or its label, or raise its timeout_seconds"
-    if fault.startswith("rl.environment"):
-        key, remedy = "rl.environment", "mend its program or function, or give it more time"
-    raise UserError(
-        *on_first_rank(
-            f"{key}: {len(samples) - len(rewarded)} of {len(samples)} samples have no reward, the first one because of "
-            f"{fault}; {remedy}"
-        )
-    )
-
-
-def _rewards_and_groups(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP64 [N] and int64 [N]."""
-    return torch.tensor([one.reward for one in samples]).double(), torch.tensor([one.group for one in samples])
-
-
-def _columns(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]:
-    """Columns of metrics of all samples that were scored."""
-    kept = [one for one in samples if one.reward is not None]
-    rewards, groups = _rewards_and_groups(kept)
-    lengths = np.array([len(one.completion.tokens) for one in kept])
-    differing = set(groups[differing_groups(rewards, groups)].tolist())
-    drafted, accepted = (sum(getattr(one.completion, key) for one in samples) for key in ("drafted", "accepted"))
-    return {
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std(correction=0).item(),
-        **{f"reward_part/{name}": float(np.mean([one.parts[name] for one in kept])) for name in names},
-        "completion_tokens": float(lengths.mean()),
-        "completion_tokens_max": int(lengths.max()),
-        "truncated_ratio": float(np.mean([one.completion.finish == "length" for one in kept])),
-        "equal_groups_ratio": 1.0 - len(differing) / len({one.group for one in kept}),
-        "dropped_samples": len(samples) - len(kept),
-        "generated_samples": len(samples),
-        **({"draft_acceptance_ratio": accepted / drafted} if drafted else {}),
-    }
 
 
 def _by_shares(work: Callable[[list[_Item]], list[_Result]], items: Sequence[_Item]) -> list[_Result]:

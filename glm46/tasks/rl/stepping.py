@@ -1,7 +1,8 @@
 """The optimizer steps of a rollout: micro-batches, and what networks compute for its tokens before the first one."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ from glm46.config.rl import ResolvedRL
 from glm46.config.section import values_of
 from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
+from glm46.run.schedule import schedule_value
 from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of, join, pack
-from glm46.tasks.rl.rollouts import Rollout
+from glm46.tasks.rl.samples import Rollout
 
 Steps = list[list[Batch]]
 """For each optimizer step this rank's micro-batches."""
@@ -65,6 +67,15 @@ class StepBuilder:
             shares_prompts=layout.cp == 1 and networks["policy"].shape.sliding_window is None and depth <= 1,
         )
 
+    def route_at(self, clock: int) -> None:
+        """Have samples be of the function that the first step on them learns with.
+
+        Args:
+            clock: tokens of the curriculum.
+        """
+        for name in {"policy", "critic"} & self._networks.keys():
+            self._networks[name].route_at(schedule_value(self._plan.config.moe.router_temperature, clock))
+
     def batches(self, rollout: Rollout) -> Steps:
         """This rank's micro-batches of each step."""
         shape, steps, first = self._shape, [], 0
@@ -93,7 +104,7 @@ class StepBuilder:
         fields, began = {}, time.perf_counter()
         for name, (of, form, column) in wanted.items():
             network, record = self._networks[of], TokenRecord(rollout)
-            for batch in micro_batches(steps):
+            for batch in chain(*steps):
                 is_replayed = name == "old_logprobs" and self._config.routing_replay  # as in training
                 is_adapted = name != "reference_logprobs"
                 inputs = batch
@@ -125,8 +136,3 @@ class TokenRecord:
         # Each rank has the values of its own rows; those that compute the same rows may differ in the last bits.
         dist.all_reduce(self._values, dist.ReduceOp.MAX)
         return self._values
-
-
-def micro_batches(steps: Steps) -> Iterator[Batch]:
-    """All micro-batches of steps."""
-    return (batch for step in steps for batch in step)

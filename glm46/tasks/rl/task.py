@@ -23,7 +23,6 @@ from glm46.engine.training.state import Progress
 from glm46.engine.training.task import Objective, StepBatches, Task
 from glm46.files.durable import hash_file
 from glm46.run.plan import Plan
-from glm46.run.schedule import schedule_value
 from glm46.storage.chats.chat_template import raise_for_model
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import load_text
@@ -32,7 +31,7 @@ from glm46.storage.prepare.equal_results import math_verify_version
 from glm46.tasks.rl.engines import build_engine
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.journal import Journal
-from glm46.tasks.rl.loop import RolloutLoop
+from glm46.tasks.rl.loop import RolloutLoop, RolloutStep
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
 from glm46.tasks.rl.reward_model import last_values
@@ -44,9 +43,9 @@ from glm46.tasks.rl.rewards.function_pool import (
     sandbox_lines,
 )
 from glm46.tasks.rl.rollout.records import SamplingRules
+from glm46.tasks.rl.rollouts import PromptSet, answered_lines, validate_sets
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, steps_per_rollout
-from glm46.tasks.rl.validation import PromptSet, answered_lines, validate_sets
 
 
 class Reinforcement(Task):
@@ -100,6 +99,7 @@ class Reinforcement(Task):
         tokens = [one.tokens for some in (prompts, *(own for _, own in self._sets)) for one in some]
         self._stop: StopRequest | None = None
         self._progress: Progress | None = None
+        self._step: RolloutStep | None = None
         engine = build_engine(self.networks["policy"], self.tokenizer, tokens, rules, self._is_stopped)
         self._sampler = Sampler(
             self._config, plan.config.rollout, self.tokenizer, engine, prompts, rules, plan.config.debug.seed,
@@ -113,8 +113,6 @@ class Reinforcement(Task):
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)
         self._loop = RolloutLoop(plan, self._sampler, policy, builder, self._journal, self._is_stopped)
-        self._model_seconds = 0.0
-        self._equal_rollouts = 0
 
     def _is_stopped(self) -> bool:
         return self._stop is not None and self._stop.signal_name is not None
@@ -136,21 +134,13 @@ class Reinforcement(Task):
 
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
         """See `Task.prepare`: at the first step of a rollout, the rollout of the journal, or a new one."""
-        self._stop, self._progress = stop, progress
+        self._stop = stop
         if progress.step == 0 and "critic" in self.networks:
             self._start_critic()
-        within = progress.samples % self._config.samples_per_rollout // int(self.plan.config.training.global_batch_size)
-        first, loop = progress.step - within, self._loop
-        if loop.rollout is None or loop.rollout.step != first:
-            temperature = schedule_value(self.plan.config.moe.router_temperature, progress.curriculum_tokens)
-            for name in self.objectives:  # samples are of the function that the first step on them learns with
-                self.networks[name].route_at(temperature)
-            if not loop.begin(progress, first):
-                return {}
-            is_equal = loop.columns.get("equal_groups_ratio") == 1.0
-            self._equal_rollouts = self._equal_rollouts + 1 if is_equal else 0
-            self._model_seconds = sum(loop.columns.get(name, 0.0) for name in ("rollout_seconds", "logprob_seconds"))
-        return loop.columns
+        if progress is not self._progress:  # at the start, and behind a rollback
+            self._progress, self._steps = progress, self._loop.steps(progress)
+        self._step = next(self._steps)
+        return {} if self._step is None else self._step.columns
 
     @torch.no_grad()
     def _start_critic(self) -> None:
@@ -162,18 +152,18 @@ class Reinforcement(Task):
 
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`; without batches if a stop was requested."""
-        seq_len = self.plan.config.training.seq_len
-        if self._loop.rollout is None:
+        seq_len, step = self.plan.config.training.seq_len, self._step
+        if step is None:
             return StepBatches([], sequences, seq_len, 0.0)
-        batches = self._loop.steps[progress.step - self._loop.rollout.step]
-        tokens = self.plan.layout.dp_degree * sum(batch["input_ids"].numel() for batch in batches)
-        model_seconds, self._model_seconds = self._model_seconds, 0.0
-        return StepBatches(batches, sequences, seq_len, 0.0, packed_tokens=tokens, model_seconds=model_seconds)
+        tokens = self.plan.layout.dp_degree * sum(batch["input_ids"].numel() for batch in step.batches)
+        return StepBatches(
+            step.batches, sequences, seq_len, 0.0, packed_tokens=tokens, model_seconds=step.model_seconds
+        )
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: `prepare` has done it. Only now the rollout's prompts are handed out: at a stop before
         its first step, the checkpoint must lead to the same rollout again."""
-        self._progress.prompts = self._loop.rollout.next_prompt
+        self._progress.prompts = self._step.next_prompt
         return micro_batches
 
     def fingerprint(self) -> str:
@@ -188,7 +178,7 @@ class Reinforcement(Task):
 
     def fault(self, row: Mapping[str, float]) -> str | None:
         """See `Task.fault`: the bounds of [rl.stop]."""
-        return broken_bound(self._config.stop, row, self._equal_rollouts)
+        return broken_bound(self._config.stop, row, self._loop.equal_rollouts)
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """See `Task.state`: rollouts are in the journal. Collective."""

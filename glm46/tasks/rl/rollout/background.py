@@ -8,9 +8,15 @@ from pathlib import Path
 
 from glm46.engine.reliability.run_lock import writing
 from glm46.files.durable import replace_durably
-from glm46.tasks.rl.rollout.first_rank import pack_groups, unpack_groups
-from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Serve
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
+from glm46.tasks.rl.rollout.records import (
+    Completion,
+    EpisodeEnd,
+    Request,
+    SessionSample,
+    pack_groups,
+    unpack_groups,
+)
 
 _TICK_SECONDS = 0.5
 
@@ -64,17 +70,14 @@ class BackgroundGeneration:
 
     Args:
         folder: of the files; those of groups that `add` names are read again.
-        goes_on: see `OpenRequests`.
     """
 
-    def __init__(
-        self, serve: Serve, rules: SamplingRules, folder: Path, begin: Begin = begin_samples, *, goes_on: bool
-    ):
-        self._folder, self._begin, self._goes_on = folder, begin, goes_on
+    def __init__(self, requests: OpenRequests, folder: Path, begin: Begin = begin_samples):
+        self._requests, self._folder, self._begin = requests, folder, begin
         self._groups: dict[int, list[Member]] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._requests = OpenRequests(serve, rules, self._notify, goes_on=goes_on)
+        requests.failed = self._notify
 
     def _notify(self) -> None:
         with self._changed:
@@ -101,7 +104,7 @@ class BackgroundGeneration:
 
     def _is_kept(self, end: EpisodeEnd, since: int) -> bool:
         versions = {span.version for sample in end.samples for span in sample.completion.spans}
-        is_new = min(versions, default=since) >= since if self._goes_on else versions == {since}
+        is_new = min(versions, default=since) >= since if self._requests.goes_on else versions == {since}
         return is_new and not end.fault  # another start tries again
 
     def _cancel(self, number: int) -> None:

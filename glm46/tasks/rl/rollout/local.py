@@ -8,13 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
-from glm46.compute.model.routes import no_routes
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.generation import Continuation, Generation
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.training.network import Network
-from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, VersionSpan, pack, unpack
 from glm46.tasks.rl.rollout.weights import whole_weights
 
 
@@ -115,9 +114,10 @@ class LocalEngine:
             vocab_size=rules.vocab_size,
             is_stopped=self._is_stopped,
         ).run()
-        found: list[Completion | None] = [None] * len(requests)
+        found = [NOTHING] * len(requests)
         # Of the ranks with the same rows the first sends them; they are of the first stage.
-        of_ranks = self._exchanged(mine if self._mesh.is_first_of_rows else [], rules.routes)
+        sent = mine if self._mesh.is_first_of_rows else []
+        of_ranks = _of_all_ranks([_completion(one, self._version, with_routes=rules.routes) for one in sent])
         for share, completions in zip(shares, of_ranks[: layout.dp_degree * layout.tp : layout.tp], strict=True):
             for number, completion in zip(share, completions, strict=True):
                 found[number] = completion
@@ -128,48 +128,6 @@ class LocalEngine:
         self._decoder = None
         self._model.to_empty(device="meta")
 
-    def describe(self) -> str:
-        """One line: rows, memory of the cache and of copied weights; after the first `update`."""
-        sizes = (f"{size / 2**20:,.1f} MiB" for size in (self._decoder.cache_bytes, self._copied_bytes()))
-        layout = self._mesh.layout
-        holders = "each rank"
-        if self._mesh.is_split:
-            holders = f"each group (tensor {layout.tp}, expert {layout.ep}, pipeline {layout.pp}); on this rank"
-        return (
-            f"rollouts in this job: {self._rows} rows of {self._decoder.max_length} tokens on {holders}, "
-            "{} of keys and values, {} of copied weights".format(*sizes)
-        )
-
-    def _exchanged(self, mine: list[Continuation], with_routes: bool) -> list[list[Completion]]:
-        """The completions of all ranks. Collective."""
-        routes = [one.routes for one in mine if one.routes is not None] if with_routes else []
-        fed = [0 if one.routes is None else len(one.routes) for one in mine] if with_routes else [0] * len(mine)
-        ends = [
-            [len(one.tokens), n, FINISHES.index(one.finish), one.drafted, one.accepted]
-            for one, n in zip(mine, fed, strict=True)
-        ]
-        heads = _of_all_ranks(torch.tensor(ends, dtype=torch.int64).view(-1, 5))
-        tokens = _of_all_ranks(torch.tensor([token for one in mine for token in one.tokens], dtype=torch.int64))
-        logprobs = _of_all_ranks(torch.tensor([x for one in mine for x in one.logprobs], dtype=torch.float32))
-        # As bytes: gloo does not send int16.
-        none = no_routes((0,), self._model.shape)
-        sent = torch.cat([none, *routes]).view(torch.uint8)
-        experts = [x.view(none.dtype) for x in _of_all_ranks(sent)] if with_routes else [none] * len(heads)
-        return [self._completions(*of_rank) for of_rank in zip(heads, tokens, logprobs, experts, strict=True)]
-
-    def _completions(self, heads: Tensor, tokens: Tensor, logprobs: Tensor, experts: Tensor) -> list[Completion]:
-        """Those of one rank, from [length, tokens with routes, finish, drafted, accepted] of each and the values of
-        all."""
-        lengths, fed, finishes, drafted, accepted = heads.t().tolist()
-        ids, of_ids, completions, start = tokens.tolist(), logprobs.tolist(), [], 0
-        rows = zip(lengths, experts.split(fed), finishes, zip(drafted, accepted, strict=True), strict=True)
-        for length, routes, finish, drafts in rows:
-            own = slice(start, start := start + length)
-            spans = [VersionSpan(0, self._version)] if length else []
-            record = _as_record(routes) if len(routes) else None
-            completions.append(Completion(ids[own], of_ids[own], FINISHES[finish], spans, record, (), *drafts))
-        return completions
-
 
 def _part(whole: Tensor, own: Tensor) -> Tensor:
     """The part of a whole tensor that this rank has of a DTensor, or all of it; a view."""
@@ -178,9 +136,12 @@ def _part(whole: Tensor, own: Tensor) -> Tensor:
     return whole
 
 
-def _as_record(routes: Tensor) -> np.ndarray:
-    found = routes.numpy()
-    return found if found.dtype == np.uint8 else found.astype(np.uint16)
+def _completion(one: Continuation, version: int, *, with_routes: bool) -> Completion:
+    spans = [VersionSpan(0, version)] if one.tokens else []
+    routes = one.routes.numpy() if with_routes and one.routes is not None else None
+    if routes is not None and routes.dtype != np.uint8:
+        routes = routes.astype(np.uint16)
+    return Completion(one.tokens, one.logprobs, one.finish, spans, routes, (), one.drafted, one.accepted)
 
 
 def _continuation(request: Request) -> Continuation:
@@ -198,14 +159,14 @@ def _shares(requests: Sequence[Request], ranks: int) -> list[list[int]]:
     return [order[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def _of_all_ranks(values: Tensor) -> list[Tensor]:
-    """A tensor on the CPU of each rank, whose first dimension may differ. Collective."""
+def _of_all_ranks(completions: list[Completion]) -> list[list[Completion]]:
+    """The completions of each rank. Collective."""
     if dist.get_world_size() == 1:
-        return [values]
+        return [completions]
+    own = torch.frombuffer(bytearray(pack(completions)), dtype=torch.uint8)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(values)]))
-    longest = max(int(size) for size in sizes)
-    padded = torch.cat([values, values.new_zeros(longest - len(values), *values.shape[1:])])
+    dist.all_gather(sizes, torch.tensor([len(own)]))
+    padded = torch.cat([own, own.new_zeros(max(map(int, sizes)) - len(own))])
     found = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(found, padded)
-    return [tensor[: int(size)] for tensor, size in zip(found, sizes, strict=True)]
+    return [unpack(content[: int(size)].numpy().tobytes()) for content, size in zip(found, sizes, strict=True)]

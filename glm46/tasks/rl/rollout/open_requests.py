@@ -1,17 +1,25 @@
-"""Requests that servers answer as they come, each to its end: through halts and updates of the weights."""
+"""Requests that servers answer as they come, each to its end: through faults of servers, halts and updates of the
+weights."""
 
+import math
+import queue
 import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
-from glm46.tasks.rl.rollout.dispatch import Inbox
-from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, VersionSpan, appended_routes
+from glm46.config.errors import UserError
+from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, continued, rest
+from glm46.tasks.rl.rollout.server_pool import ServerPool
+from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, ServerState
 
-Serve = Callable[
-    [Sequence[Request], SamplingRules, threading.Event, Callable[[int, Completion], None], Inbox], list[Completion]
-]
-"""`ServerPool.generate`."""
+_GRACE_SECONDS = 15.0
+"""For the partial completion of an aborted request."""
+_TICK_SECONDS = 0.2
 
 
 @dataclass(eq=False)
@@ -19,10 +27,11 @@ class OpenRequest:
     """A request until it is answered."""
 
     request: Request
-    done: Callable[[Completion], object]
+    done: Callable[[Completion], object] = lambda completion: None
     """Gets the completion, in a thread of the engine; also one that was aborted at its deadline."""
     generated: Completion = NOTHING
     """At the last halt."""
+    failed_on: list[ServerState] = field(default_factory=list)
 
 
 class Requests(Protocol):
@@ -37,52 +46,75 @@ class Requests(Protocol):
         ...
 
 
+class _Sent(NamedTuple):
+    """A request on its way."""
+
+    one: OpenRequest
+    state: ServerState
+    abort_at: float
+
+
+Inbox = queue.SimpleQueue[tuple[str, Completion | CallError | list[OpenRequest] | OpenRequest]]
+"""Outcomes of calls by the name of the request; without a name requests to answer, or one to drop."""
+
+
 class OpenRequests:
-    """See `Requests`. Methods may be called from any thread, `start` and `halt` from one at a time.
+    """See `Requests`. All samples of one prompt go to one server, which then computes the prompt once; a prompt goes to
+    the server with the fewest requests. A request that fails is sent again, to another server if there is one. After
+    its deadline it is aborted, and its completion is what was there by then.
+
+    Methods may be called from any thread, `start` and `halt` from one at a time. One thread alone sends and receives:
+    others make one HTTP call each, and are daemons, so that a server that hangs does not keep the process from ending.
 
     Args:
-        serve: generates on all servers; one call at a time.
-        failed: is called when `error` is set.
         goes_on: requests go on where a halt has ended them, with other samples than without it. Otherwise they are
             generated anew, so that the same weights give the same samples.
     """
 
-    def __init__(
-        self, serve: Serve, rules: SamplingRules, failed: Callable[[], None] = lambda: None, *, goes_on: bool = True
-    ):
-        self._serve, self._rules, self._failed, self._goes_on = serve, rules, failed, goes_on
+    def __init__(self, pool: ServerPool, rules: SamplingRules, *, goes_on: bool = True):
+        self._pool, self._rules, self.goes_on = pool, rules, goes_on
         self._open: dict[OpenRequest, None] = {}
-        self._sent: list[OpenRequest] = []
         self._lock = threading.Lock()
-        self._halt, self._inbox = threading.Event(), Inbox()
-        self._thread: threading.Thread | None = None
+        self._halt, self._thread = threading.Event(), None
+        self._inbox: Inbox = queue.SimpleQueue()
         self.error: BaseException | None = None
         """Of the servers: nothing is generated any more."""
+        self.failed: Callable[[], None] = lambda: None
+        """Is called when `error` is set."""
 
     def ask(self, asked: Sequence[OpenRequest]) -> None:
         """See `Requests.ask`; while it is halted they wait."""
         with self._lock:
             self._open |= dict.fromkeys(asked)
             if self._thread is not None:
-                self._sent += asked
-                self._inbox.put(("", [rest(one.request, one.generated) for one in asked]))
+                self._inbox.put(("", list(asked)))
 
     def drop(self, asked: OpenRequest) -> None:
         """See `Requests.drop`."""
         with self._lock:
             is_open = self._open.pop(asked, self) is None
             if is_open and self._thread is not None:
-                self._inbox.put(("", self._sent.index(asked)))
+                self._inbox.put(("", asked))
 
     def start(self) -> None:
         """Generate; each new token is of the weights that the servers have now."""
+
+        def work() -> None:
+            try:
+                self.run(asked, stays=True)
+            except BaseException as error:
+                self.error = error
+                self.failed()
+                if not isinstance(error, Exception):
+                    raise
+
         with self._lock:
             if self._thread is not None:
                 return
+            asked = list(self._open)
             self._halt.clear()
-            self._inbox, self._sent = Inbox(), list(self._open)
-            requests = [rest(one.request, one.generated) for one in self._sent]
-            self._thread = threading.Thread(target=self._run, args=(requests,), daemon=True)
+            self._inbox = queue.SimpleQueue()
+            self._thread = threading.Thread(target=work, daemon=True)
             self._thread.start()
 
     def halt(self) -> bool:
@@ -97,46 +129,167 @@ class OpenRequests:
             self._thread = None
         return True
 
-    def _run(self, requests: Sequence[Request]) -> None:
-        sent = self._sent
+    def run(self, asked: Sequence[OpenRequest], *, stays: bool) -> None:
+        """Answer requests, those that come meanwhile too, if it ``stays`` until the halt.
+
+        Raises:
+            EngineError: no server is left, or one request failed several times.
+            UserError: all servers refuse a request.
+        """
+        self._waiting = deque[list[OpenRequest]]()
+        self._sent: dict[str, _Sent] = {}
+        self._halted_at, self._look_at = math.inf, 0.0
         try:
-            found = self._serve(requests, self._rules, self._halt, lambda i, one: self._end(sent[i], one), self._inbox)
-        except BaseException as error:
-            self.error = error
-            self._failed()
-            if not isinstance(error, Exception):
-                raise
+            self._pool.join_again()
+            self._arrive(asked)
+            while self._waiting or self._sent or (stays and self._halted_at == math.inf):
+                if self._halt.is_set():
+                    self._end_early()
+                else:
+                    self._send()
+                self._abort_overdue()
+                if not self._sent and (self._waiting or self._halted_at < math.inf):
+                    continue
+                with suppress(queue.Empty):
+                    name, outcome = self._inbox.get(timeout=_TICK_SECONDS)
+                    if isinstance(outcome, list):
+                        self._arrive(outcome)
+                    elif isinstance(outcome, OpenRequest):
+                        self._forget(outcome)
+                    elif (sent := self._sent.pop(name, None)) is not None:  # else of a server that was lost meanwhile
+                        sent.state.running.discard(name)
+                        self._take(sent, outcome)
+        finally:
+            self._pool.abort_all()  # nothing, unless an error ends it
+
+    def _arrive(self, asked: Sequence[OpenRequest]) -> None:
+        groups: dict[tuple[int, ...], list[OpenRequest]] = defaultdict(list)
+        for one in asked:
+            groups[(*one.request.prompt, *one.generated.tokens)].append(one)
+        self._waiting += groups.values()
+
+    def _forget(self, dropped: OpenRequest) -> None:
+        """Abort a request, or do not send it."""
+        self._abort_now(lambda one: one is dropped)
+        for group in [group for group in self._waiting if dropped in group]:
+            group.remove(dropped)
+            if not group:
+                self._waiting.remove(group)
+
+    def _abort_now(self, is_meant: Callable[[OpenRequest], bool]) -> None:
+        self._look_at = 0.0
+        self._sent |= {name: sent._replace(abort_at=0.0) for name, sent in self._sent.items() if is_meant(sent.one)}
+
+    def _send(self) -> None:
+        """Send the groups that servers have room for."""
+        while self._waiting:
+            ready = self._pool.ready()
+            group = self._waiting[0]
+            fresh = [state for state in ready if state not in group[0].failed_on] or ready
+            state = min(fresh, key=lambda state: len(state.running))
+            if state.running and len(state.running) + len(group) > self._pool.most_running:
+                return
+            for one in self._waiting.popleft():
+                self._begin(one, state)
+
+    def _begin(self, one: OpenRequest, state: ServerState) -> None:
+        name, deadline = self._pool.new_name(), self._pool.deadline
+        salt = f"{name.partition('-')[0]}-{self._pool.version}"
+        call = (rest(one.request, one.generated), self._rules, salt, deadline + _GRACE_SECONDS)
+        state.running.add(name)
+        self._sent[name] = _Sent(one, state, time.monotonic() + deadline)
+        threading.Thread(target=_generate, args=(self._inbox, state, name, *call), daemon=True).start()
+
+    def _end_early(self) -> None:
+        """Give up what is not sent, abort what is, and after the time for that what no server has returned."""
+        if self._halted_at == math.inf:
+            self._halted_at = time.monotonic()
+            self._abort_now(lambda one: True)
+        self._waiting.clear()
+        if time.monotonic() > self._halted_at + _GRACE_SECONDS:
+            for name, sent in self._sent.items():
+                sent.state.running.discard(name)
+            self._sent.clear()
+
+    def _abort_overdue(self) -> None:
+        now = time.monotonic()
+        if now < self._look_at:
             return
-        for one, completion in zip(sent, found, strict=False):  # others came behind the halt
-            if len(completion.tokens) == rest(one.request, one.generated).max_new_tokens:  # halted behind its last one
-                self._end(one, completion._replace(finish="length"))
-            elif self._goes_on and one in self._open:
-                one.generated = continued(one.generated, completion)
+        self._look_at = now + _TICK_SECONDS
+        overdue: dict[ServerState, list[str]] = defaultdict(list)
+        for name, sent in self._sent.items():
+            if now > sent.abort_at:
+                overdue[sent.state].append(name)
+        for state, names in overdue.items():
+            for name in names:
+                self._sent[name] = self._sent[name]._replace(abort_at=math.inf)
+            try:
+                state.server.abort(names)
+            except CallError as error:
+                self._lose(state, str(error))
+
+    def _take(self, sent: _Sent, outcome: Completion | CallError) -> None:
+        one, state, version = sent.one, sent.state, self._pool.version
+        was_told = not time.monotonic() < sent.abort_at < math.inf
+        if isinstance(outcome, Completion) and outcome.finish == "abort" and not was_told:
+            outcome = CallError("it aborted a request by itself")  # as a server that is told to end does
+        if isinstance(outcome, Completion):
+            generated_by = {span.version for span in outcome.spans}
+            if generated_by == {version} or not outcome.tokens:
+                state.failures = 0
+                self._end(one, outcome)
+                return
+            outcome = ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
+        if isinstance(outcome, RefusedError) and self._pool.ready() == [state]:
+            raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")
+        self._waiting.appendleft([one])
+        if isinstance(outcome, (RefusedError, ForgottenError)):
+            self._lose(state, str(outcome))
+            return
+        one.failed_on.append(state)
+        if (reason := state.fault_behind(outcome)) is not None:
+            self._lose(state, reason)
+        if len(one.failed_on) >= MOST_FAILURES:
+            raise EngineError(
+                f"rollout.urls: a request failed {MOST_FAILURES} times, the last time on {state.server.url}: "
+                f"{outcome}. Look into the servers' logs, then start this run "
+                "again: it goes on from its last checkpoint"
+            )
 
     def _end(self, one: OpenRequest, completion: Completion) -> None:
+        """Give a completion to who has asked, unless a halt has cut it."""
+        if self._halted_at < math.inf and completion.finish == "abort":
+            if len(completion.tokens) < rest(one.request, one.generated).max_new_tokens:
+                if self.goes_on:
+                    one.generated = continued(one.generated, completion)
+                return
+            completion = completion._replace(finish="length")  # halted behind its last token
         with self._lock:
             is_open = self._open.pop(one, self) is None
         if is_open:
             one.generated = continued(one.generated, completion)
             one.done(one.generated)
 
+    def _lose(self, state: ServerState, reason: str) -> None:
+        """Take a server out, and give its requests to others."""
+        self._pool.lose(state, reason)
+        self._waiting.extendleft([self._sent.pop(name).one] for name in state.running if name in self._sent)
+        state.running.clear()
 
-def rest(request: Request, generated: Completion) -> Request:
-    """The rest of a request: its prompt grows by the tokens that are generated, and its seed changes with them, so that
-    the samples of a position are not used twice."""
-    count, known = len(generated.tokens), 0 if generated.routes is None else len(generated.routes)
-    return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, known)
+
+def _generate(inbox: Inbox, state: ServerState, name: str, *call: Any) -> None:
+    outcome: Completion | CallError = CallError("the client failed; see the traceback above")
+    try:
+        outcome = state.server.generate(name, *call)
+    except CallError as error:
+        outcome = error
+    finally:
+        inbox.put((name, outcome))
 
 
-def continued(first: Completion, then: Completion) -> Completion:
-    """One completion of two parts, the second of which was generated after the first."""
-    at = len(first.tokens)
-    spans = [*first.spans, *(VersionSpan(at + start, version) for start, version in then.spans)]
-    spans = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
-    return Completion(
-        first.tokens + then.tokens,
-        first.logprobs + then.logprobs,
-        then.finish,
-        spans,
-        appended_routes(first.routes, then.routes if then.tokens else None),
-    )
+def answers(pool: ServerPool, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
+    """Completions in the order of the requests. Raises what `OpenRequests.run` does."""
+    asked, answered = [OpenRequest(request) for request in requests], OpenRequests(pool, rules)
+    answered.ask(asked)
+    answered.run(asked, stays=False)
+    return [one.generated for one in asked]

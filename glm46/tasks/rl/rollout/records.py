@@ -1,6 +1,9 @@
 """Requests to an engine and its replies: the only types that engines and reinforcement learning share."""
 
-from collections.abc import Sequence
+import io
+import json
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -112,6 +115,27 @@ def appended_routes(first: np.ndarray | None, then: np.ndarray | None) -> np.nda
     return np.concatenate([first, then[len(first) :]])
 
 
+def rest(request: Request, generated: Completion) -> Request:
+    """The rest of a request: its prompt grows by the tokens that are generated, and its seed changes with them, so that
+    the samples of a position are not used twice."""
+    count, known = len(generated.tokens), 0 if generated.routes is None else len(generated.routes)
+    return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, known)
+
+
+def continued(first: Completion, then: Completion) -> Completion:
+    """One completion of two parts, the second of which was generated after the first."""
+    at = len(first.tokens)
+    spans = [*first.spans, *(VersionSpan(at + start, version) for start, version in then.spans)]
+    spans = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
+    return Completion(
+        first.tokens + then.tokens,
+        first.logprobs + then.logprobs,
+        then.finish,
+        spans,
+        appended_routes(first.routes, then.routes if then.tokens else None),
+    )
+
+
 class Engine(Protocol):
     """Generates completions with weights of the policy network."""
 
@@ -129,3 +153,65 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free what the engine holds."""
         ...
+
+
+def pack_groups(groups: Mapping[int, Sequence[EpisodeEnd]]) -> bytes:
+    """Results of groups, by their numbers, as bytes: no pickle, a few arrays whatever their number."""
+    ends = [(number, end) for number, of in groups.items() for end in of]
+    facts = [[number, len(end.samples), end.fault, end.score, end.is_part] for number, end in ends]
+    samples = [sample for _, end in ends for sample in end.samples]
+    return pack(
+        [sample.completion for sample in samples],
+        prompts=np.array([token for sample in samples for token in sample.prompt], np.int64),
+        prompt_ends=np.cumsum([len(sample.prompt) for sample in samples], dtype=np.int64),
+        ends=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+    )
+
+
+def unpack_groups(content: bytes) -> dict[int, list[EpisodeEnd]]:
+    """The inverse of `pack_groups`."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        prompts = [part.tolist() for part in np.split(arrays["prompts"], arrays["prompt_ends"])]
+        facts = json.loads(arrays["ends"].tobytes())
+    samples, groups = map(SessionSample, prompts, unpack(content)), dict[int, list[EpisodeEnd]]()
+    for number, count, *rest in facts:
+        groups.setdefault(number, []).append(EpisodeEnd(list(islice(samples, count)), *rest))
+    return groups
+
+
+_LISTS = ("tokens", "logprobs", "spans", "replies", "contradicted")
+
+
+def pack(completions: Sequence[Completion], **more: np.ndarray) -> bytes:
+    """Completions, and more arrays, as bytes."""
+    counts = [
+        (
+            len(one.tokens), FINISHES.index(one.finish), len(one.spans), len(one.replies), len(one.contradicted),
+            one.drafted, one.accepted,
+        )
+        for one in completions
+    ]  # fmt: skip
+    arrays = more | {"counts": np.array(counts, np.int64).reshape(-1, 7)}
+    for name in _LISTS:
+        values = [value for one in completions for value in getattr(one, name)]
+        arrays[name] = np.array(values, np.float64 if name == "logprobs" else np.int64)
+    arrays |= {f"routes {i}": one.routes for i, one in enumerate(completions) if one.routes is not None}
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def unpack(content: bytes) -> list[Completion]:
+    """The inverse of `pack`."""
+    completions = []
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        rest = {name: iter(arrays[name].tolist()) for name in _LISTS}
+        for index, (length, finish, *pairs) in enumerate(arrays["counts"].tolist()):
+            counts, drafts = (length, length, *pairs[:3]), pairs[3:]  # groups on the disk may have no drafts
+            tokens, logprobs, spans, replies, contradicted = (
+                list(islice(rest[name], count)) for name, count in zip(_LISTS, counts, strict=True)
+            )
+            spans, routes = [VersionSpan(*span) for span in spans], arrays.get(f"routes {index}")
+            whole = Completion(tokens, logprobs, FINISHES[finish], spans, routes, tuple(map(tuple, replies)), *drafts)
+            completions.append(whole._replace(contradicted=tuple(map(tuple, contradicted))))
+    return completions

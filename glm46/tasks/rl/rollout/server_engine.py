@@ -13,17 +13,19 @@ from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
-from glm46.tasks.rl.rollout.first_rank import (
-    CollectiveRequest,
+from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
+from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
+from glm46.tasks.rl.rollout.open_requests import OpenRequests, answers
+from glm46.tasks.rl.rollout.records import (
+    Completion,
+    EpisodeEnd,
+    Request,
+    SamplingRules,
     pack,
     pack_groups,
-    run_on_first_rank,
     unpack,
     unpack_groups,
 )
-from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
-from glm46.tasks.rl.rollout.open_requests import OpenRequests
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServerState, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
@@ -108,9 +110,10 @@ class ServerEngine:
             begin: generates the members of a group.
             goes_on: it also generates while the policy trains. Otherwise `take` alone does, with the policy's weights.
         """
-        self._goes_on, generate = goes_on, self._pool.generate
+        self._goes_on = goes_on
         if dist.get_rank() == 0:
-            self.background = BackgroundGeneration(generate, self._rules, folder, begin, goes_on=goes_on)
+            requests = OpenRequests(self._pool, self._rules, goes_on=goes_on)
+            self.background = BackgroundGeneration(requests, folder, begin)
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
@@ -138,7 +141,7 @@ class ServerEngine:
         self._ready()
 
         def run() -> bytes:
-            requests = OpenRequests(self._pool.generate, rules)
+            requests = OpenRequests(self._pool, rules)
             requests.start()
             try:
                 return work(requests)
@@ -178,9 +181,9 @@ class ServerEngine:
             sender.end()
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
-        """See `Engine.generate` and `ServerPool.generate`."""
+        """See `Engine.generate` and `OpenRequests`."""
         self._ready()
-        return unpack(self._run(lambda: pack(self._pool.generate(requests, rules))))
+        return unpack(self._run(lambda: pack(answers(self._pool, requests, rules))))
 
     def _ready(self) -> None:
         """Have servers that were lost join again, and check what they generate. Collective."""

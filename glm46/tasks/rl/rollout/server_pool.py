@@ -2,14 +2,12 @@
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.dispatch import Dispatch, Inbox
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError
 from glm46.tasks.rl.rollout.inference_server import InferenceServer
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
@@ -68,35 +66,6 @@ class ServerPool:
             for state in self._serving():
                 state.lost = NEVER_JOINED
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        rules: SamplingRules,
-        halt: threading.Event | None = None,
-        on_finish: Callable[[int, Completion], None] | None = None,
-        inbox: Inbox | None = None,
-    ) -> list[Completion]:
-        """Completions in the order of the requests. All samples of one prompt go to one server, which then computes the
-        prompt once; a prompt goes to the server with the fewest requests. A request that fails is sent again, to
-        another server if there is one. After its deadline it is aborted, and its completion is what was there by then.
-
-        Args:
-            halt: when it is set, all requests are aborted, and what is not finished is returned as it is.
-            on_finish: gets number and completion of each request when it is generated, or aborted after its deadline.
-            inbox: of more requests, which are numbered behind the others; the call then lasts until the halt.
-
-        Raises:
-            EngineError: no server is left, or one request failed several times.
-            UserError: all servers refuse a request.
-        """
-        if not requests and inbox is None:
-            return []
-        self.join_again()
-        try:
-            return Dispatch(self, requests, rules, halt, on_finish, inbox).run()
-        finally:
-            self._abort_all()  # nothing, unless an error ends the call
-
     @property
     def awaited(self) -> list[str]:
         """Addresses of the servers that do not generate, and may come."""
@@ -145,7 +114,7 @@ class ServerPool:
         else:
             self.lose(state, said)
 
-    def _abort_all(self) -> None:
+    def abort_all(self) -> None:
         """End the requests that are still on their way."""
         for state in self._serving():
             if state.running:

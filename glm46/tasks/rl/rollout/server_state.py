@@ -18,6 +18,8 @@ half of its weights was 0.6 off, one with old ones 3. Rounding the weights of a 
 0.12 in the mean, and servers may round activations too."""
 _LEAST_STEP = 1e-5
 """A step of the trainer's log-probabilities that no server computes the same bits before and after."""
+MOST_FAILURES = 3
+"""In a row, of one server; or of one request on all servers."""
 NEVER_JOINED = "not asked yet"
 CHANGED = -1
 """The version of a policy with changed tensors, which checks servers at the start and generates nothing."""
@@ -120,6 +122,15 @@ class ServerState:
         if reason is None:
             self.refused = None
         return reason
+
+    def fault_behind(self, failure: CallError) -> str | None:
+        """Why the server can generate nothing more, now that a request has failed; None if it can."""
+        self.failures += 1
+        try:
+            self.server.alive()
+        except CallError as error:
+            return f"{failure}; then {error}"
+        return str(failure) if self.failures >= MOST_FAILURES else None
 
     def leave_group(self) -> None:
         """End the broadcast for this server, if that has not ended."""

@@ -1,6 +1,5 @@
 """Rollouts that are generated ahead: no sample is older than allowed, and each prompt is used once, resumed or not."""
 
-import queue
 import random
 import threading
 from collections import Counter
@@ -14,7 +13,7 @@ from glm46.config.rl import RLConfig
 from glm46.tasks.rl.ahead import AheadSource
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
-from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, VersionSpan, continued
 from glm46.tasks.rl.sampling import Sampler
 
 PROMPTS = [Prompt([5, number], "", None) for number in range(40)]
@@ -28,13 +27,58 @@ def process():
     leave()
 
 
+class OneTokenAfterAnother:
+    """`OpenRequests` that are answered with tokens of the version that the engine has, in any order."""
+
+    goes_on, error = True, None
+
+    def __init__(self, engine):
+        self.engine, self.chance, self.open, self.thread = engine, random.Random(0), [], None
+        self.lock, self.is_halted = threading.Lock(), threading.Event()
+
+    def ask(self, asked) -> None:
+        with self.lock:
+            self.open += asked
+
+    def drop(self, asked) -> None:
+        with self.lock, suppress(ValueError):
+            self.open.remove(asked)
+
+    def start(self) -> None:
+        if self.thread is None:
+            self.is_halted.clear()
+            self.engine.asked = self.open
+            self.thread = threading.Thread(target=self.run, daemon=True)
+            self.thread.start()
+
+    def halt(self) -> bool:
+        was_generating, self.thread = self.thread, None
+        if was_generating is not None:
+            self.is_halted.set()
+            was_generating.join()
+        return was_generating is not None
+
+    def run(self) -> None:
+        while not self.is_halted.wait(0.0005):
+            with self.lock:
+                moving = [one for one in self.open if one.request.prompt[1] not in self.engine.hangs]
+                if not moving:
+                    continue
+                one = self.chance.choice(moving)
+                token = Completion([9], [-1.0], "abort", [VersionSpan(0, self.engine.version)], None)
+                one.generated = continued(one.generated, token)
+                if is_finished := len(one.generated.tokens) == one.request.max_new_tokens:
+                    self.open.remove(one)
+            if is_finished:
+                one.done(one.generated._replace(finish="length"))
+
+
 class Engine:
-    """Generates samples of four tokens, one token after another in any order, with a version that grows when told."""
+    """Generates samples of four tokens, with a version that grows when told."""
 
     def __init__(self, folder):
-        self.version, self.chance, self.hangs, self.asked = 0, random.Random(0), set(), []
-        rules = SamplingRules(1.0, frozenset({2}), 50)
-        self.background = BackgroundGeneration(self.generate, rules, folder, goes_on=True)
+        self.version, self.hangs, self.asked = 0, set(), []
+        self.background = BackgroundGeneration(OneTokenAfterAnother(self), folder)
 
     def update(self, version: int) -> None:
         is_generating = self.background.halt()
@@ -47,30 +91,6 @@ class Engine:
         groups = self.background.take(count, due, is_stopped, waits=waits)
         assert all(len(end.samples[0].completion.tokens) == 4 for ends in groups.values() for end in ends)
         return groups
-
-    def generate(self, requests, rules, halt: threading.Event, finish, inbox):
-        generated, alive = [Completion([], [], "abort", [], None)] * len(requests), list(range(len(requests)))
-        self.asked = requests = list(requests)
-        while not halt.wait(0.0005):
-            with suppress(queue.Empty):
-                _, new = inbox.get_nowait()
-                if isinstance(new, int):
-                    alive = [place for place in alive if place != new]
-                else:
-                    alive += range(len(requests), len(requests) + len(new))
-                    generated += [Completion([], [], "abort", [], None)] * len(new)
-                    requests += new
-            moving = [place for place in alive if requests[place].prompt[1] not in self.hangs]
-            if not moving:
-                continue
-            place = self.chance.choice(moving)
-            tokens = [*generated[place].tokens, 9]
-            generated[place] = Completion(tokens, [-1.0] * len(tokens), "abort", [VersionSpan(0, self.version)], None)
-            if len(tokens) == requests[place].max_new_tokens:
-                generated[place] = generated[place]._replace(finish="length")
-                alive.remove(place)
-                finish(place, generated[place])
-        return generated
 
 
 def source_of(engine: Engine, staleness: int, **options) -> AheadSource:
@@ -156,4 +176,4 @@ def test_a_group_that_does_not_finish_is_dropped_and_another_prompt_takes_its_pl
     every = [*used, *stale, *(number for number, _ in waiting)]
     assert sorted(every) == list(range(len(every))), "each prompt is used or dropped once"
     assert not {5, 6} & {int(path.stem.partition("_")[2]) for path in tmp_path.iterdir()}
-    assert not engine.hangs & {request.prompt[1] for request in engine.asked}, "servers do not go on with them"
+    assert not engine.hangs & {one.request.prompt[1] for one in engine.asked}, "servers do not go on with them"

@@ -15,14 +15,15 @@ from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
 from glm46.storage.chats.conversation import Conversation, Message, ToolCall
 from glm46.storage.huggingface.tokenizer_files import stop_ids
+from glm46.tasks.rl.journal import FOLDER, write_fields, write_rollout
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
-from glm46.tasks.rl.rollouts import FOLDER, write_fields, write_rollout
-from glm46.tasks.rl.sampling import Sampler, generate_rollout
+from glm46.tasks.rl.rollouts import generate_rollout
+from glm46.tasks.rl.sampling import Sampler
 
 TOOLS = ({"name": "calculator"},)
 QUESTION = Message("user", "12 * 3 + 1/2?")

@@ -23,7 +23,8 @@ from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool, found_program
 from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
-from glm46.tasks.rl.sampling import Sampler, generate_rollout
+from glm46.tasks.rl.rollouts import generate_rollout
+from glm46.tasks.rl.sampling import Sampler
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 
@@ -132,7 +133,10 @@ def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, 
             cut = other.completion._replace(finish="length") if kind == "many turns" else other.completion
             assert sample.completion == cut and sample.prompt.tokens == other.prompt.tokens
         else:
-            assert sample.fault.startswith("rl.environment: ") and said in sample.fault, (kind, sample.fault)
+            assert sample.fault.startswith("rl.environment: ") and said in sample.fault, (
+                kind,
+                sample.fault,
+            )
     scored = of.score(samples)
     assert [one.reward is None for one in scored] == [bool(one.fault) for one in samples], "a failure is no reward of 0"
 

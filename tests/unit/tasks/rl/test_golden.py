@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glm46.config.rl import RLConfig
-from glm46.tasks.rl.advantages import overlong_penalty
+from glm46.tasks.rl.fields import overlong_penalty
 from tests.unit.tasks.rl.samples import batch_of, policy_step, prepared, value_step
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())

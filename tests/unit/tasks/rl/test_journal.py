@@ -7,8 +7,8 @@ from glm46.config.errors import UserError
 from glm46.run.plan import resolve_plan
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rollout.records import Completion, VersionSpan
-from glm46.tasks.rl.rollouts import Rollout, Sample, to_arrays
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
+from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def journal_of(make_run):
 
 
 def written(journal: Journal, rollout: Rollout) -> None:
-    journal.write(rollout, [])
+    journal.write(rollout)
     journal.finish()
 
 
@@ -75,7 +75,8 @@ def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journ
 def test_a_rollout_with_older_samples_than_allowed_is_generated_anew(journal_of):
     versions = [VersionSpan(0, 2), VersionSpan(1, 4)]
     completion = Completion([7, 9], [-1.0, -1.0], "length", versions, None)
-    sample = Sample(Prompt([5, 6], "", None), 8, completion, reward=1.0, parts={"format": 1.0})
+    end = EpisodeEnd([SessionSample([5, 6], completion)])
+    sample = Sample(Prompt([5, 6], "", None), 8, end, 1.0, {"format": 1.0})
     generated = Rollout(4, 8, 9, ("format",), False, to_arrays([sample], ["format"]))
     written(journal_of(), generated)
     other = journal_of().ahead_folder.parent / "0123456789abcdef"

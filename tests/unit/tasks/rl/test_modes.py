@@ -22,10 +22,9 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.checkpoint.metadata import read_metadata
-from glm46.tasks.rl import loop, rollouts, sampling
-from glm46.tasks.rl.journal import removable
+from glm46.tasks.rl import journal, loop, rollouts
+from glm46.tasks.rl.journal import read_rollout, removable, rollout_steps
 from glm46.tasks.rl.rollout import local
-from glm46.tasks.rl.rollouts import read_rollout, rollout_steps
 from glm46.tasks.rl.task import train
 from tests.ranks.training_kills import contents
 from tests.small_run import terminal
@@ -114,13 +113,13 @@ def test_a_terminal_shows_the_reward_of_each_step_and_no_bar_stands_above_the_en
     rl = {"stop": {"min_entropy": 50.0}} if ends == "fault" else {}
     config, stop = make_run("run", 4, rl), StopRequest()
 
-    def generate_then_stop(self, progress, first):
+    def generate_then_stop(self, progress):
         if ends == "stopped" and progress.step == 2:
             stop.signal_name = "SIGINT"
-        return begin(self, progress, first)
+        return begin(self, progress)
 
-    begin = loop.RolloutLoop.begin
-    monkeypatch.setattr(loop.RolloutLoop, "begin", generate_then_stop)
+    begin = loop.RolloutLoop.rollout
+    monkeypatch.setattr(loop.RolloutLoop, "rollout", generate_then_stop)
     with terminal() as shown:
         try:
             train(config, stop)
@@ -215,7 +214,7 @@ def test_a_rollout_of_equal_rewards_says_so_and_unread_labels_are_named(
         "dynamic_sampling": True,
         "prompts": {"file": str(file)},
     }
-    monkeypatch.setattr(sampling, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(rollouts, "MOST_ROUNDS", 2)
     config = make_run("run", 3, rl)
     assert train(config) == 0
     said = capsys.readouterr().out
@@ -260,7 +259,7 @@ def test_a_bound_ends_the_run_behind_a_save(make_run, stop, said, steps):
 
 @pytest.mark.slow
 def test_a_checkpoint_waits_for_the_journal_and_a_full_disk_ends_the_run(make_run, tmp_path, monkeypatch):
-    seen, write, save = [], rollouts.replace_durably, CheckpointManager.save
+    seen, write, save = [], journal.replace_durably, CheckpointManager.save
 
     def slow(*arguments):
         time.sleep(0.2)
@@ -273,12 +272,12 @@ def test_a_checkpoint_waits_for_the_journal_and_a_full_disk_ends_the_run(make_ru
     def full(path, _):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(rollouts, "replace_durably", slow)
+    monkeypatch.setattr(journal, "replace_durably", slow)
     monkeypatch.setattr(CheckpointManager, "save", look)
     assert train(make_run("run", 2)) == 0
     assert seen == [[f"step_{step:06d}.{kind}" for kind in ("fields", "json", "safetensors")] for step in range(2)]
     assert all(row["overhead_ratio"] < 1 for row in rows(make_run("run", 2)) if "loss" in row)
-    monkeypatch.setattr(rollouts, "replace_durably", full)
+    monkeypatch.setattr(journal, "replace_durably", full)
     with pytest.raises(UserError, match=r"step_000000\.safetensors cannot be written: No space left"):
         train(make_run("full", 2))
 

@@ -39,8 +39,7 @@ from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.pretrain.task import Pretraining, train
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
-from glm46.tasks.rl.rollout.weights import whole_weights
-from glm46.tasks.rl.served_weights import served_tensors
+from glm46.tasks.rl.rollout.weights import served_tensors, whole_weights
 from glm46.tasks.rl.task import train as rl_train
 from tests.small_run import TINY
 

@@ -11,26 +11,20 @@ from hypothesis import strategies as st
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
 from glm46.run.context_keys import SHARED_KEYS
+from glm46.tasks.rl.journal import read_fields, read_rollout, rollout_steps, write_fields, write_rollout
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rollout.records import Completion, VersionSpan
-from glm46.tasks.rl.rollouts import (
-    Rollout,
-    Sample,
-    read_fields,
-    read_rollout,
-    rollout_steps,
-    to_arrays,
-    write_fields,
-    write_rollout,
-)
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
+from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
 
 
 def sample(group: int, prompt: list[int], tokens: list[int], reward: float) -> Sample:
     logprobs = [-token / 7 for token in tokens]
     spans = [VersionSpan(0, 3), VersionSpan(1, 4)] if len(tokens) > 1 else [VersionSpan(0, 3)]
     completion = Completion(tokens, logprobs, "stop", spans, None)
-    return Sample(Prompt(prompt, "", None), group, completion, "", reward, {"exact": reward})
+    return Sample(
+        Prompt(prompt, "", None), group, EpisodeEnd([SessionSample(prompt, completion)]), reward, {"exact": reward}
+    )
 
 
 def rollout_of(*samples: Sample) -> Rollout:
@@ -125,7 +119,7 @@ def test_prediction_layers_predict_drawn_tokens_behind_those_of_the_main_model()
     answer = Completion(
         [7, 4, 4, 8, 9], [-1.0] * 5, "stop", [VersionSpan(0, 3)], None, ((1, 3),)
     )  # 4: of an environment
-    replied = Sample(Prompt([5, 6], "", None), 8, answer, "", 1.0, {"exact": 1.0})
+    replied = Sample(Prompt([5, 6], "", None), 8, EpisodeEnd([SessionSample([5, 6], answer)]), 1.0, {"exact": 1.0})
     rollout, none = rollout_of(replied, sample(8, [5, 6], [1, 2, 3], 0.0)), IGNORE
     shape = PackShape(seq_len=12, rows=1, ranks=1, micro_batches=None, mtp_depth=2)
     batch = {name: values[0].tolist() for name, values in batch_of(rollout, [[0, 1]], shape).items()}

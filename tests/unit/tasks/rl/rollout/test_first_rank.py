@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from glm46.tasks.rl.rollout import first_rank
-from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, pack_groups, run_on_first_rank, unpack_groups
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
+from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
+from glm46.tasks.rl.rollout.records import (
+    Completion,
+    EpisodeEnd,
+    SessionSample,
+    VersionSpan,
+    pack_groups,
+    unpack_groups,
+)
 from tests.processes import HANG_SECONDS
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout import dispatch, server_pool
+from glm46.tasks.rl.rollout import open_requests, server_pool
+from glm46.tasks.rl.rollout.open_requests import answers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
@@ -26,9 +27,9 @@ both_kinds = pytest.mark.parametrize("kind", [VllmServer, SglangServer])
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(dispatch, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(open_requests, "_TICK_SECONDS", 0.02)
     monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(dispatch, "_GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(open_requests, "_GRACE_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_completions_in_order_one_server_for_each_prompt(make_pool, weights, stu
     pool = make_pool(kind)
     for version in (1, 2):
         pool.update(weights(version))
-        check(pool.generate(REQUESTS, RULES), REQUESTS, version)
+        check(answers(pool, REQUESTS, RULES), REQUESTS, version)
         first, second = ({prompt for prompt, _ in stub.generated[-12:]} for stub in stubs)
         assert first and second and len(first) + len(second) == 3
         for stub in stubs:
@@ -93,7 +94,7 @@ def test_a_server_gets_so_many_requests_at_a_time(make_pool, weights, stubs, kin
         return generated
 
     stubs[0]._sample = counted
-    assert len(pool.generate(REQUESTS, RULES)) == len(REQUESTS) == 12
+    assert len(answers(pool, REQUESTS, RULES)) == len(REQUESTS) == 12
     assert max(seen) == 8
 
 
@@ -109,7 +110,7 @@ def test_vllm_gets_stop_ids_seed_padding_and_a_salt_of_the_version(make_pool, we
     pool = make_pool(servers=stubs[:1])
     for version in (1, 2):
         pool.update(weights(version))
-        pool.generate(REQUESTS[:1], RULES)
+        answers(pool, REQUESTS[:1], RULES)
     first, second = [body for path, body in stubs[0].calls if path == "/inference/v1/generate" and "request_id" in body]
     sampling = first["sampling_params"]
     assert sampling["stop_token_ids"] == [STOP] and sampling["ignore_eos"] and sampling["seed"] == 1
@@ -123,12 +124,12 @@ def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, st
     pool = make_pool(kind)
     pool.update(weights(1))
     stubs[0].fault = fault
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
     assert [line for line in lines if f"{stubs[0].url} is left out" in line]
     stubs[0].fault = ""
     pool.update(weights(2))
     assert lines[-1] == f"rollout: {stubs[0].url} generates with version 2"
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
 
 
 @pytest.mark.parametrize("fault", ["500", "truncated", "aborts"])
@@ -139,7 +140,7 @@ def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, f
     stubs[0].fault = fault
     began = time.monotonic()
     with pytest.raises(EngineError) as error:
-        pool.generate(REQUESTS, RULES)
+        answers(pool, REQUESTS, RULES)
     assert time.monotonic() - began < 60 and len(error.value.faults) == 1
     assert stubs[0].url in str(error.value) and "checkpoint" in str(error.value)
 
@@ -150,7 +151,7 @@ def test_slow_completion_is_aborted_at_its_deadline_and_kept(make_pool, weights,
     pool.update(weights(1))
     stubs[0].fault, pool.deadline = "hang", 0.3
     began = time.monotonic()
-    completions = pool.generate(REQUESTS[:3], RULES)
+    completions = answers(pool, REQUESTS[:3], RULES)
     assert 0.3 <= time.monotonic() - began < 60
     for completion, request in zip(completions, REQUESTS, strict=False):
         assert completion.finish == "abort" and len(completion.tokens) == len(completion.logprobs) > 0
@@ -162,11 +163,11 @@ def test_server_that_dies_is_replaced_by_the_other_and_comes_back(make_pool, wei
     pool = make_pool(kind)
     pool.update(weights(1))
     stubs[0].dies_after = 2
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
     assert any("is left out" in line for line in lines)
     back = StubServer(port=stubs[0].port)
     try:
-        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+        check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
         assert lines[-1] == f"rollout: {back.url} generates with version 1" and back.generated and back.name == "1"
     finally:
         back.stop()
@@ -179,7 +180,7 @@ def test_no_server_left_names_each_with_its_reason(make_pool, weights, stubs, ki
     for stub in stubs:
         stub.stop()
     with pytest.raises(EngineError) as error:
-        pool.generate(REQUESTS, RULES)
+        answers(pool, REQUESTS, RULES)
     assert all(stub.url in str(error.value) for stub in stubs)
     assert "rollout.urls" in str(error.value) and "within 0.2 s" in str(error.value)
 
@@ -193,7 +194,7 @@ def test_server_with_other_weights_than_the_trainer_draws_nothing(make_pool, wei
     pool.update(weights(2))
     assert f"{stubs[1].url} is left out" in lines[-1] and "version 2" in lines[-1]
     asked = len(stubs[1].calls)
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
     assert len(stubs[1].calls) == asked  # it would take time from each rollout
     setattr(stubs[1], fault, False)
     pool.update(weights(3))
@@ -206,7 +207,7 @@ def test_server_that_says_nothing_of_given_tokens_is_left_out(make_pool, weights
     pool = make_pool(kind)
     pool.update(weights(1))
     assert [line for line in lines if "left out" in line and stubs[1].url in line]
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
 
 
 @both_kinds
@@ -256,11 +257,11 @@ def test_adapters_have_a_name_of_their_version_and_replace_those_before(make_poo
     pool = make_pool()
     for version in (1, 2):
         pool.update(adapter(weights, version))
-        check(pool.generate(REQUESTS, RULES), REQUESTS, version)
+        check(answers(pool, REQUESTS, RULES), REQUESTS, version)
         assert all(stub.adapters == [f"glm46-version-{version}"] for stub in stubs)
     assert not any(body.get("method") == "glm46_load" for stub in stubs for _, body in stub.calls)
     stubs[0].adapters.clear()  # it was started again
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 2)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
     assert any(f"{stubs[0].url} is left out" in line for line in lines)
     pool.update(adapter(weights, 3))
     assert lines[-1] == f"rollout: {stubs[0].url} generates with version 3"
@@ -287,7 +288,7 @@ def test_routes_of_vllm_itself_have_no_rows_of_dense_layers(make_pool, weights, 
     rules = RULES._replace(routes=True)
     pool = make_pool(rules=rules)
     pool.update(weights(1))
-    for request, one in zip(REQUESTS, pool.generate(REQUESTS, rules), strict=True):
+    for request, one in zip(REQUESTS, answers(pool, REQUESTS, rules), strict=True):
         assert (one.routes == routes[: len(request.prompt) + len(one.tokens) - 1, 1:]).all()
 
 
@@ -309,7 +310,7 @@ def test_server_that_refuses_a_bias_draws_unasked(make_pool, weights, stubs):
     stubs[1].fault = "400 at stop"
     pool = make_pool(VllmServer, servers=stubs[1:], rules=STOPPED)
     pool.update(weights(1))
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
 
 
 @both_kinds
@@ -317,11 +318,11 @@ def test_server_that_comes_back_is_asked_for_its_stop_tokens_again(make_pool, we
     pool = make_pool(kind, rules=STOPPED)
     pool.update(weights(1))
     stubs[1].stop()
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
     back = StubServer(port=stubs[1].port)
     back.goes_on_behind = (9,)
     try:
-        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+        check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
         assert not back.generated and "stop token 9" in lines[-1] and back.url in lines[-1]
         back.goes_on_behind, back.fault = (), "500 at stop"
         pool.update(weights(2))
@@ -349,7 +350,7 @@ def test_servers_that_have_joined_generate_the_same_requests_before_all_others(m
     pool.update(weights(2))
     stubs[0].stop()
     with pytest.raises(EngineError, match=f"{stubs[1].url}: it differs"):
-        pool.generate(REQUESTS, RULES)
+        answers(pool, REQUESTS, RULES)
     assert len(stubs[1].calls) == asked, "a server that samples from another distribution is not asked again"
     back = StubServer(port=stubs[0].port)
     try:
@@ -369,14 +370,14 @@ def test_server_that_comes_back_with_a_fault_does_not_end_the_run(make_pool, wei
     for state in pool.first_samples(REQUESTS, at_start=True):
         pool.judge(state, "as the policy", is_right=True)
     stubs[1].stop()
-    check(pool.generate(REQUESTS, RULES), REQUESTS, 1)
+    check(answers(pool, REQUESTS, RULES), REQUESTS, 1)
     back = StubServer(port=stubs[1].port)
     back.fault = fault
     try:
         pool.join_again()
         assert not pool.first_samples(REQUESTS, at_start=False)
         assert f"{back.url} is left out" in lines[-1]
-        check(pool.generate(REQUESTS, RULES), REQUESTS, 1)  # it is asked again, and fails in the rollout
+        check(answers(pool, REQUESTS, RULES), REQUESTS, 1)  # it is asked again, and fails in the rollout
         assert f"{back.url} is left out" in lines[-1]
     finally:
         back.stop()
@@ -394,7 +395,7 @@ def test_requests_that_all_servers_refuse_and_a_server_that_refuses_at_the_start
     assert not lines[2:]
     stubs[0].fault = "400"
     with pytest.raises(UserError, match=r"rollout.urls: .* refuses a request") as error:
-        pool.generate(REQUESTS, RULES)
+        answers(pool, REQUESTS, RULES)
     assert not isinstance(error.value, EngineError) and len([line for line in lines if "is left out" in line]) == 1
     with pytest.raises(UserError, match="refuses a request"):
         pool.first_samples(REQUESTS, at_start=False)

@@ -13,9 +13,9 @@ from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.packing import PackShape, build_batch, items_of
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import NoRoom, Session
-from glm46.tasks.rl.rollouts import Rollout, Sample, to_arrays
+from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
 
 TOKENIZER = load_tokenizer("builtin")
 MARKERS = {role: TOKENIZER.special[f"<|{role}|>"] for role in ("user", "observation")}
@@ -66,8 +66,7 @@ def check_trained_once(of: Session, policy: Policy) -> None:
 
 
 def arrays_of(samples: list) -> dict[str, np.ndarray]:
-    (prompt, completion), *others = samples
-    sample = Sample(Prompt(prompt, "", None), 0, completion, "", 1.0, {"exact": 1.0}, tuple(others))
+    sample = Sample(Prompt(samples[0].prompt, "", None), 0, EpisodeEnd(samples), 1.0, {"exact": 1.0})
     return to_arrays([sample], ("exact",))
 
 

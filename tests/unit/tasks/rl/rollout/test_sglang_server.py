@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import server_pool, sglang_server, weight_group
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError
+from glm46.tasks.rl.rollout.open_requests import answers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, Weights
@@ -93,7 +94,7 @@ class Sent:
         sender.end()
 
     def check_generates(self) -> None:
-        found = self.pool.generate(REQUESTS, RULES)
+        found = answers(self.pool, REQUESTS, RULES)
         assert [one.tokens for one in found] == [generate(*request) for request in REQUESTS]
         assert all(one.spans == [(0, self.pool.version)] for one in found)
 

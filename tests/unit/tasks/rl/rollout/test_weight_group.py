@@ -17,6 +17,7 @@ import torch
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import server_pool, vllm_server, weight_group
 from glm46.tasks.rl.rollout.http_calls import CallError, call
+from glm46.tasks.rl.rollout.open_requests import answers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
@@ -75,7 +76,7 @@ class Sent:
         sender.end()
 
     def generates(self) -> None:
-        found = self.pool.generate(REQUESTS, RULES)
+        found = answers(self.pool, REQUESTS, RULES)
         assert [one.tokens for one in found] == [generate(*request) for request in REQUESTS]
         assert all(one.spans == [(0, self.pool.version)] for one in found)
 
