@@ -10,6 +10,7 @@ from glm46 import compat
 from glm46.compute.model.attention_layout import AttentionLayout, KeyExchange
 from glm46.compute.model.dispatch import LocalDispatcher
 from glm46.compute.model.moe import MoE
+from glm46.compute.model.quantised_weights import let_conversions_compile
 from glm46.compute.model.transformer import Transformer
 
 _MOST_COMPILATIONS = 32
@@ -40,6 +41,8 @@ def apply(
     compat.let_longest_run_vary()
     if splits_backward:
         compat.let_backward_run_twice()
+    if torch.cuda.is_available():  # a CPU is quicker by the table of values
+        let_conversions_compile()
     ahead: list[Any] = [*model.mtp.values()]
     for layer in (*model.layers.values(), *(each.block if inner_layers else each for each in ahead)):
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)

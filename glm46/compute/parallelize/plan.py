@@ -7,7 +7,6 @@ from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.adapters import add_adapters
 from glm46.compute.model.init import fill_parameter
-from glm46.compute.model.quantised_weights import let_conversions_compile
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import activation_checkpoint, compile, context, deepep, expert, float8, fsdp, tensor
 from glm46.config.errors import UserError
@@ -57,8 +56,6 @@ def parallelize(model: Transformer, plan: Plan, cluster: Cluster, *, sizes_vary:
             # An exchange of tokens breaks the graph in any case.
             inner_layers=config.activation_checkpoint.mode == "selective" and meshes.expert is None,
         )
-        if cluster.device.type == "cuda":  # a CPU is quicker by the table of values
-            let_conversions_compile()
     if config.parallelism.enable_async_tensor_parallel and meshes.tensor is not None:
         if cluster.device.type != "cuda":
             raise UserError(
