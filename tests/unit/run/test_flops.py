@@ -13,7 +13,7 @@ from glm46.run.flops import (
     training_flops,
     training_flops_per_token,
 )
-from glm46.run.parameters import adapter_rows, dense_layer, layer_counts, moe_layer, mtp_layer
+from glm46.run.parameters import adapter_rows, layer_counts, layer_rows
 
 GLM, AIR = PRESETS["GLM-4.6"], PRESETS["GLM-4.5-Air"]
 
@@ -56,8 +56,8 @@ def test_the_sliding_window_bounds_the_cost_of_attention():
 
 def muon_flops(shape) -> int:
     """Of one update of every matrix but embedding and head, each expert's three matrices on their own."""
-    layers = zip(layer_counts(shape), (dense_layer, moe_layer, mtp_layer), strict=True)
-    rows = [row for count, rows_of in layers for row in rows_of(shape) * count]
+    layers = zip(layer_counts(shape), ("dense", "moe", "mtp"), strict=True)
+    rows = [row for count, kind in layers for row in layer_rows(shape, kind) * count]
     matrices = [row for row in rows if row.is_matrix]
     return sum(row.hf_tensors(shape) * newton_schulz_flops(*row.hf_shape(shape), 5) for row in matrices)
 
