@@ -110,14 +110,6 @@ def training_flops(
     )
 
 
-def training_flops_per_token(
-    shape: ModelShape, seq_len: int, document: float | None = None, adapter: AdapterConfig | None = None
-) -> float:
-    """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal. Arguments of
-    `training_flops`."""
-    return training_flops(shape, seq_len, document, adapter).total
-
-
 def product_flops(names: Iterable[str], shape: ModelShape, adapter: AdapterConfig | None = None) -> dict[str, float]:
     """FLOPs per token of the products with each of these parameters, forward and backward, by name. The MTP layers
     whose parameters are among them use the head too.
@@ -140,10 +132,10 @@ def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: Adapte
 
     Args:
         half_pairs: sum over the documents of `document_half_pairs`; with one document per row it gives
-            `training_flops_per_token` times the tokens.
+            the total of `training_flops` times the tokens.
     """
     of_pairs = sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
-    return tokens * training_flops_per_token(shape, 0, adapter=adapter) + of_pairs
+    return tokens * training_flops(shape, 0, adapter=adapter).total + of_pairs
 
 
 def document_half_pairs(length, window: int | None):
