@@ -201,7 +201,7 @@ def benchmark_titan(folder: Path, is_dry: bool) -> Result:
 def _race(names: list[str], is_dry: bool) -> Result:
     import torch
 
-    from glm46.run.flops import training_flops_per_token
+    from glm46.run.flops import training_flops
     from scripts.measure.model_speed import Workload, median_ratio, race
     from scripts.measure.speed_with_peers import CONTESTANTS
 
@@ -215,7 +215,7 @@ def _race(names: list[str], is_dry: bool) -> Result:
     contestants = race(
         work, {name: CONTESTANTS[name] for name in names}, 2 if is_dry else 5, lambda line: print(line, flush=True)
     )
-    flops = training_flops_per_token(work.shape(), work.seq_len) * work.tokens
+    flops = training_flops(work.shape(), work.seq_len).total * work.tokens
     rows = []
     for one in contestants:
         seconds = statistics.median(one.seconds)
@@ -305,7 +305,7 @@ def _train_once(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> 
     from glm46.operate.estimate.memory import plan_memory
     from glm46.operate.estimate.muon_cost import muon_cost
     from glm46.operate.estimate.rank_parts import parts_of_ranks
-    from glm46.run.flops import training_flops_per_token
+    from glm46.run.flops import training_flops
     from glm46.run.plan import resolve_plan
     from glm46.storage.prepare.pipeline import prepare_run
     from glm46.tasks.pretrain.task import train
@@ -327,7 +327,7 @@ def _train_once(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> 
     memory = plan_memory(config, 1, device="cpu" if is_dry else "gpu")
     planned = (memory.total - memory.process) / 2**30  # the allocator's peak leaves out the process too
     peak = means.get("memory_peak_gib/max")
-    products = plan.step_tokens * training_flops_per_token(plan.shape, config.training.seq_len, plan.document_tokens)
+    products = plan.step_tokens * training_flops(plan.shape, config.training.seq_len, plan.document_tokens).total
     muon = muon_cost(parts_of_ranks(plan)[0], plan.shape, plan.layout, config.optimizer).flops
     return {
         "work": shape,

@@ -12,16 +12,7 @@ from math import expm1
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
-from glm46.run.parameters import (
-    Parameter,
-    adapter_rows,
-    dense_layer,
-    find_parameter,
-    layer_counts,
-    moe_layer,
-    mtp_layer,
-    part_rows,
-)
+from glm46.run.parameters import Parameter, adapter_rows, find_parameter, layer_counts, layer_rows, part_rows
 
 _TRAINING_OVER_FORWARD = 3
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -92,7 +83,7 @@ class LayerFlops:
 def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     """`training_flops` of each decoder layer, and of the head and the MTP layers."""
     core, total = attention_flops(shape, seq_len), training_flops(shape, seq_len)
-    dense, moe = _matrix_flops(dense_layer(shape), shape) + core, _matrix_flops(moe_layer(shape), shape) + core
+    dense, moe = (_matrix_flops(layer_rows(shape, kind), shape) + core for kind in ("dense", "moe"))
     of_layer = [dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)]
     return LayerFlops(of_layer, _matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
 
@@ -109,7 +100,7 @@ def training_flops(
     core = attention_flops(shape, seq_len, document)
     head, dense, moe, mtp = (
         _matrix_flops(rows, shape, adapter)
-        for rows in (part_rows(shape, "head"), dense_layer(shape), moe_layer(shape), mtp_layer(shape))
+        for rows in (part_rows(shape, "head"), *(layer_rows(shape, kind) for kind in ("dense", "moe", "mtp")))
     )
     return TrainingFlops(
         matrices=dense_layers * dense + moe_layers * moe + head,
@@ -117,14 +108,6 @@ def training_flops(
         attention=shape.num_hidden_layers * core,
         mtp=mtp_layers * (mtp + core + head),
     )
-
-
-def training_flops_per_token(
-    shape: ModelShape, seq_len: int, document: float | None = None, adapter: AdapterConfig | None = None
-) -> float:
-    """FLOPs per token of forward and backward, MTP layers included; causal attention counted as causal. Arguments of
-    `training_flops`."""
-    return training_flops(shape, seq_len, document, adapter).total
 
 
 def product_flops(names: Iterable[str], shape: ModelShape, adapter: AdapterConfig | None = None) -> dict[str, float]:
@@ -149,10 +132,10 @@ def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: Adapte
 
     Args:
         half_pairs: sum over the documents of `document_half_pairs`; with one document per row it gives
-            `training_flops_per_token` times the tokens.
+            the total of `training_flops` times the tokens.
     """
     of_pairs = sum(layer_counts(shape)) * pair_flops(shape) * half_pairs / 2
-    return tokens * training_flops_per_token(shape, 0, adapter=adapter) + of_pairs
+    return tokens * training_flops(shape, 0, adapter=adapter).total + of_pairs
 
 
 def document_half_pairs(length, window: int | None):

@@ -363,19 +363,12 @@ def part_rows(shape: ModelShape, *parts: str) -> list[Parameter]:
     return [row for row in PARAMETERS if row.part in parts and (row.needs is None or getattr(shape, row.needs))]
 
 
-def dense_layer(shape: ModelShape) -> list[Parameter]:
-    """The rows of one layer with a dense feed-forward network."""
-    return part_rows(shape, "layer", "dense")
+_LAYERS = {"dense": ("layer", "dense"), "moe": ("layer", "moe"), "mtp": ("mtp", "layer", "moe")}
 
 
-def moe_layer(shape: ModelShape) -> list[Parameter]:
-    """The rows of one layer with experts."""
-    return part_rows(shape, "layer", "moe")
-
-
-def mtp_layer(shape: ModelShape) -> list[Parameter]:
-    """The rows of one MTP layer with its block; embedding and head are those of the main model."""
-    return part_rows(shape, "mtp", "layer", "moe")
+def layer_rows(shape: ModelShape, kind: str) -> list[Parameter]:
+    """The rows of a layer: "dense", "moe", or "mtp" with its block; embedding and head are those of the main model."""
+    return part_rows(shape, *_LAYERS[kind])
 
 
 def layer_counts(shape: ModelShape) -> tuple[int, int, int]:
@@ -389,11 +382,11 @@ def named_rows(shape: ModelShape, head: Head = "lm") -> dict[str, Parameter]:
     dense, moe, mtp = layer_counts(shape)
     without = {"lm": "value_head.weight", "value": "lm_head.weight"}[head]
     prefixes = [("", part_rows(shape, "embedding"))]
-    prefixes += [(f"layers.{index}.", dense_layer(shape)) for index in range(dense)]
-    prefixes += [(f"layers.{dense + index}.", moe_layer(shape)) for index in range(moe)]
+    prefixes += [(f"layers.{index}.", layer_rows(shape, "dense")) for index in range(dense)]
+    prefixes += [(f"layers.{dense + index}.", layer_rows(shape, "moe")) for index in range(moe)]
     prefixes.append(("", [row for row in part_rows(shape, "head", "value") if row.name != without]))
     for index in range(mtp):
-        prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", moe_layer(shape))]
+        prefixes += [(f"mtp.{index}.", part_rows(shape, "mtp")), (f"mtp.{index}.block.", layer_rows(shape, "moe"))]
     return {prefix + row.name: row for prefix, rows in prefixes for row in rows}
 
 

@@ -9,7 +9,7 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.run.context_keys import keys_travel
 from glm46.run.curriculum import TextStage, plan_stages, stage_at
-from glm46.run.flops import training_flops_per_token
+from glm46.run.flops import training_flops
 from glm46.run.layout import ExpertLevels, Layout, expert_levels, resolve_layout, smallest_world, why_not_in_levels
 from glm46.run.schedule import batch_sequences
 
@@ -116,7 +116,7 @@ class Plan:
     def flops(self) -> float:
         """FLOPs of the whole run."""
         options = self.document_tokens, self.config.adapter
-        per_token = (training_flops_per_token(stage.shape, stage.seq_len, *options) for stage in self.text_stages)
+        per_token = (training_flops(stage.shape, stage.seq_len, *options).total for stage in self.text_stages)
         return sum(tokens * flops for tokens, flops in zip(self.stage_tokens, per_token, strict=True))
 
 

@@ -16,7 +16,7 @@ from glm46.config.faults import counted
 from glm46.config.model import ModelShape
 from glm46.config.presets import PRESETS
 from glm46.engine.observe.hardware import device_peak_flops, process_bytes
-from glm46.run.flops import training_flops_per_token
+from glm46.run.flops import training_flops
 from glm46.storage.prepare.workers import call_in_workers
 from scripts.measure.rounds import interleaved
 
@@ -193,7 +193,7 @@ def _peak_of_this_process(name: str, build: Build, work: Workload) -> int:
 
 def speed_table(work: Workload, contestants: list[Contestant], base: Contestant) -> list[str]:
     """Lines of the result of a race: speeds, shares of the peak, and the ratio to one of the contestants."""
-    flops = training_flops_per_token(work.shape(), work.seq_len) * work.tokens
+    flops = training_flops(work.shape(), work.seq_len).total * work.tokens
     peak = device_peak_flops(work.device, work.dtype)
     lines = [
         f"training step (forward, backward) of {work.flavor}, {counted(work.shape().num_hidden_layers, 'layer')}, "

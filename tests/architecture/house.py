@@ -42,14 +42,14 @@ COURT = (
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. A person chose these
 # numbers, and they fall when code goes. `RAISED` holds what was added to them, with its reason.
 LINE_BUDGETS = {
-    "": 20, "__main__": 26, "cli": 104, "commands": 1287, "compat": 500, "config": 4861, "files": 718, "run": 1318,
-    "compute/distributed": 1271, "compute/model": 2697, "compute/optim": 2010, "compute/parallelize": 1619,
-    "storage/data": 1884, "storage/checkpoint": 1878, "storage/chats": 955, "storage/prepare": 3314,
-    "storage/huggingface": 3078,
-    "engine/observe": 2568, "engine/reliability": 1252, "engine/inference": 1765, "engine/training": 2845,
-    "engine/evaluation": 1575, "tasks/pretrain": 845, "tasks/finetune": 310, "tasks/rl": 2923,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2755, "operate/estimate": 3840, "operate/launch": 2711,
-    "operate/ablation": 948, "operate/benchmark": 170, "operate/cluster": 2365, "operate/models": 1440,
+    "": 20, "__main__": 26, "cli": 104, "commands": 1285, "compat": 500, "config": 4861, "files": 718, "run": 1284,
+    "compute/distributed": 1228, "compute/model": 2689, "compute/optim": 1986, "compute/parallelize": 1613,
+    "storage/data": 1880, "storage/checkpoint": 1876, "storage/chats": 955, "storage/prepare": 3314,
+    "storage/huggingface": 3071,
+    "engine/observe": 2568, "engine/reliability": 1245, "engine/inference": 1765, "engine/training": 2814,
+    "engine/evaluation": 1575, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2923,
+    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2755, "operate/estimate": 3835, "operate/launch": 2709,
+    "operate/ablation": 948, "operate/benchmark": 170, "operate/cluster": 2361, "operate/models": 1435,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
     ("compat", 50, "torchao's kernels one by one; collectives, sums and switches of compiled graphs"),
@@ -178,11 +178,13 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/estimate", 39, "a teacher's weights, passes and traffic"),
     ("compute/model", 2, "several labels of a position"),
     ("engine/training", 1, "a teacher's folder is compared with its own shape"),
+    ("config", 8, "raise_if, moved from storage/huggingface"),
+    ("engine/inference", 2, "types that mypy holds"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 57_269
+MOST_LINES = 57_074
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 18_837
+MOST_COURT_LINES = 18_667
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
 MOST_OVERSIZED = 40

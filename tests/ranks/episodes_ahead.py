@@ -33,7 +33,7 @@ from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from tests.processes import free_port
 from tests.ranks.forked_ranks import await_ranks, start_ranks
-from tests.small_run import TINY, small_config
+from tests.ranks.stale_rollouts import server_config
 from tests.unit.tasks.rl.rollout.policy_server import PolicyServer
 
 STEPS, PROMPTS, GROUP, STALENESS = 10, 4, 2, 2
@@ -77,31 +77,16 @@ class Case:
         os.kill(self._server[0], signal.SIGKILL)
 
     def config(self, kinds=KINDS, *, steps: int = STEPS, prompts: int = 20, **rollout):
-        path = self.base / "prompts.jsonl"
-        rows = ({"prompt": f"{number} is", "kind": kinds[number % len(kinds)]} for number in range(prompts))
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return small_config(
-            self.base, self.base / "run",
-            model=TINY | {
-                "tokenizer_path": str(Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"),
-                "vocab_size": 292, "num_nextn_predict_layers": 0, "num_key_value_heads": 2,
-            },
-            data={"document_mask": True, "sources": []},
-            rl={
-                "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "group_size": GROUP,
-                "prompts": {"file": str(path)},
-                "rewards": [{"name": "tests.ranks.brightness:brightness"}],
-                "environment": {
-                    "kind": "command", "command": [sys.executable, "-S", str(_PROGRAM)], "max_turns": 2,
-                    "variables": ["STEPS_FOLDER", "SLOW_SECONDS"],
-                },
-            },
-            rollout={
-                "kind": "vllm", "urls": [f"http://127.0.0.1:{self._port}"], "max_new_tokens": 48, "keep_latest_k": 0,
-            } | rollout,
+        command = {
+            "kind": "command", "command": [sys.executable, "-S", str(_PROGRAM)], "max_turns": 2,
+            "variables": ["STEPS_FOLDER", "SLOW_SECONDS"],
+        }  # fmt: skip
+        return server_config(
+            self.base, "run", self._port,
+            ({"prompt": f"{number} is", "kind": kinds[number % len(kinds)]} for number in range(prompts)),
+            rl={"group_size": GROUP, "environment": command},
+            rollout={"max_new_tokens": 48, "keep_latest_k": 0} | rollout,
             training={"steps": steps, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 96},
-            moe={"sequence_aux_loss_weight": 0.0},
-            checkpoint={"interval": 3, "async_mode": "disabled"},
         )  # fmt: skip
 
     def start(self, config, moment: str = "") -> list[int]:

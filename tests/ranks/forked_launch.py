@@ -7,14 +7,13 @@ the rank then runs the command line that torchrun made for it.
 import os
 import signal
 import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from glm46 import cli
 from glm46.operate.launch.rank_server import RankServer
+from tests.ranks.forked_ranks import end_with
 
 EXIT_SECONDS = "TEST_EXIT_SECONDS"
 """A variable: seconds that a rank takes from the end of its command to its exit."""
@@ -87,20 +86,3 @@ def fork_ranks() -> None:
     """From now on this process forks its ranks, without a server."""
     RankServer._begin = RankServer.begin_start = RankServer.close = lambda self: None
     RankServer.start = lambda self, args, env, times: ForkedRank(args, env)
-
-
-def end_with(work: Callable[[], int]) -> None:
-    """End this forked process with the exit code that ``work`` gives, as an interpreter does."""
-    code = 1
-    try:
-        code = work()
-    except SystemExit as end:
-        code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:  # it must end here, whatever happened
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,43 @@ def die_in_sync(number: int) -> None:
     dcp.fsync = integrity.os.fsync = sync
 
 
+def end_with(work: Callable[[], int]) -> None:
+    """End this forked process with the exit code that ``work`` gives, as an interpreter does."""
+    code = 1
+    try:
+        code = work()
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # it must end here, whatever happened
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:
     """Fork ranks that see the variables of torchrun and end with what ``work(rank)`` returns; their process ids."""
     # All are forked before the store has a thread: what locks it holds in that moment would stay locked in a rank.
     children, (reader, writer) = [], os.pipe()
+
+    def run(rank: int) -> int:
+        descriptor = os.open(log.with_name(f"{log.name}{rank}"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+        os.close(writer)
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=os.read(reader, PORT_DIGITS).decode())
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+        return work(rank)
+
     for rank in range(count):
         child = os.fork()
         if child == 0:
-            code = 1
-            try:
-                descriptor = os.open(log.with_name(f"{log.name}{rank}"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-                os.dup2(descriptor, 1)
-                os.dup2(descriptor, 2)
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-                os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-                os.close(writer)
-                os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=os.read(reader, PORT_DIGITS).decode())
-                os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-                code = work(rank)
-            except BaseException:  # the child must end here, whatever happened
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
+            end_with(partial(run, rank))
         children.append(child)
     # As torchrun does, the parent holds the store, so that it outlives each rank.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -113,19 +128,10 @@ def in_halves(items: Iterable, work: Callable[[Any], None]) -> None:
     for half in filter(None, [items[::2], items[1::2]]):
         child = os.fork()
         if child == 0:
-            code = 1
             ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with its program
             _INHERITED[:] = _STORES  # their threads are not in this process: destroying one would wait without end
             _STORES.clear()
-            try:
-                for item in half:
-                    work(item)
-                code = 0
-            except BaseException:  # the child must end here, whatever happened
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
+            end_with(lambda half=half: [work(item) for item in half] and 0)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):

@@ -18,8 +18,7 @@ import torch._inductor.compile_fx
 import glm46.storage.prepare.pipeline  # noqa: F401
 import glm46.tasks.pretrain.task  # noqa: F401
 import tests.small_run  # noqa: F401
-from tests.ranks.forked_launch import end_with
-from tests.ranks.forked_ranks import run_ranks
+from tests.ranks.forked_ranks import end_with, run_ranks
 
 
 def _fork(task: dict) -> int:

@@ -17,6 +17,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,9 +57,10 @@ def finished_groups(folder: Path) -> dict[int, list]:
     return found
 
 
-def config_of(base: Path, name: str, port: int, *, steps: int, **rollout):
-    prompts = base / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{number} is"}) + "\n" for number in range(20)))
+def server_config(base: Path, name: str, port: int, prompts: Iterable[dict], *, rl: dict, rollout: dict, **tables):
+    """The config of a run on these prompts, whose samples a server generates."""
+    path = base / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
     return small_config(
         base, base / name,
         model=TINY | {
@@ -67,17 +69,22 @@ def config_of(base: Path, name: str, port: int, *, steps: int, **rollout):
         },
         data={"document_mask": True, "sources": []},
         rl={
-            "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "group_size": GROUP,
-            "prompts": {"file": str(prompts)},
+            "algorithm": "gspo", "prompts_per_rollout": PROMPTS, "prompts": {"file": str(path)},
             "rewards": [{"name": "tests.ranks.brightness:brightness"}],
-        },
-        rollout={
-            "kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "max_new_tokens": 12, "temperature": 0.7,
-        } | rollout,
-        training={"steps": steps, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
+        } | rl,
+        rollout={"kind": "vllm", "urls": [f"http://127.0.0.1:{port}"]} | rollout,
         moe={"sequence_aux_loss_weight": 0.0},
-        lr_scheduler={"total_tokens": STEPS * 8 * 48},
         checkpoint={"interval": 3, "async_mode": "disabled"},
+        **tables,
+    )  # fmt: skip
+
+
+def config_of(base: Path, name: str, port: int, *, steps: int, **rollout):
+    return server_config(
+        base, name, port, ({"prompt": f"{number} is"} for number in range(20)), rl={"group_size": GROUP},
+        rollout={"max_new_tokens": 12, "temperature": 0.7} | rollout,
+        training={"steps": steps, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 48},
+        lr_scheduler={"total_tokens": STEPS * 8 * 48},
     )  # fmt: skip
 
 

@@ -17,34 +17,33 @@ _CHUNK_ELEMENTS = 1 << 22
 """Elements computed at a time, to limit temporaries to some tens of MB."""
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the same bits as an unsigned constant: torch has no arithmetic on unsigned 64-bit integers."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+GAMMA = signed(0x9E3779B97F4A7C15)
+_MIX_1 = signed(0xBF58476D1CE4E5B9)
+_MIX_2 = signed(0x94D049BB133111EB)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
+def shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift; the built-in one copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _splitmix64(x: Tensor) -> Tensor:
-    """Scramble int64 counters into int64 random bits. Source: Steele, Lea, Flood, OOPSLA 2014 (SplitMix64)."""
-    x = x * _GAMMA
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
+def mixed(x: Tensor) -> Tensor:
+    """Scramble a state of SplitMix64 into random bits, int64. Source: Steele, Lea, Flood, OOPSLA 2014."""
+    x = (x ^ shift_right(x, 30)) * _MIX_1
+    x = (x ^ shift_right(x, 27)) * _MIX_2
+    return x ^ shift_right(x, 31)
 
 
 def _uniform_bits(seed: int, name: str, index: Tensor) -> Tensor:
     """Two independent 32-bit numbers for the given elements of a parameter, as one int64."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    bits = _splitmix64(index + _signed(int.from_bytes(digest, "little")))
-    return _splitmix64(bits)  # twice: neighbouring counters, and close keys of two parameters, must not correlate
+    bits = mixed((index + signed(int.from_bytes(digest, "little"))) * GAMMA)
+    return mixed(bits * GAMMA)  # twice: neighbouring counters, and close keys of two parameters, must not correlate
 
 
 def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
@@ -57,14 +56,14 @@ def normal_at(seed: int, name: str, index: Tensor) -> Tensor:
         FP32, shape of `index`. Box-Muller in FP64, so that devices agree after rounding except for rare last bits.
     """
     bits = _uniform_bits(seed, name, index)
-    first = (_shift_right(bits, 32).double() + 0.5) * 2.0**-32
+    first = (shift_right(bits, 32).double() + 0.5) * 2.0**-32
     second = (bits & 0xFFFFFFFF).double() * 2.0**-32
     return ((-2.0 * first.log()).sqrt() * (2.0 * math.pi * second).cos()).float()
 
 
 def uniform_at(seed: int, name: str, index: Tensor) -> Tensor:
     """Numbers uniform in [-1, 1), FP32; arguments of `normal_at`."""
-    return (_shift_right(_uniform_bits(seed, name, index), 32).double() * 2.0**-31 - 1.0).float()
+    return (shift_right(_uniform_bits(seed, name, index), 32).double() * 2.0**-31 - 1.0).float()
 
 
 @torch.no_grad()

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm46.compute.model.init import signed
 from glm46.compute.model.transformer import Transformer
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.engine.inference.sampling import Sampling, sample, signed
+from glm46.engine.inference.sampling import Sampling, sample
 
 
 @dataclass

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm46.compute.model.init import GAMMA, mixed
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -78,24 +80,5 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     Each is an output of SplitMix64 (doi 10.1145/2660193.2660195), whose state starts with its output for the seed:
     samples of neighbouring seeds and positions are not related.
     """
-    return _mixed(_mixed(seeds) + positions * _GOLDEN).bitwise_and(2**52 - 1).double() * 2.0**-52
-
-
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-
-
-def _mixed(x: Tensor) -> Tensor:
-    x = x + _GOLDEN
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
-        x = (x ^ _shifted(x, shift)) * factor
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right as an unsigned number."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
-
-
-def signed(seed: int) -> int:
-    """A seed of up to 64 bits as the int64 of the same bits."""
-    return (seed + 2**63) % 2**64 - 2**63
+    state = mixed(seeds + GAMMA) + positions * GAMMA
+    return mixed(state + GAMMA).bitwise_and(2**52 - 1).double() * 2.0**-52

@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,12 +129,16 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
+def _all_of(check: Check, subject: Subject) -> list[Result]:
+    return list(check(subject))
+
+
 def run_checks(subject: Subject, checks: Mapping[str, Check], seconds: float) -> list[Result]:
     """The results of all checks, each with this deadline. A check that raises or does not end is a FAIL."""
     results = []
     for name, check in checks.items():
         try:
-            results += within(seconds, lambda check=check: list(check(subject)))
+            results += within(seconds, partial(_all_of, check, subject))
         except UserError as error:
             results += [Result(name, FAIL, fault, "", "see the message") for fault in error.faults]
         except BaseException as error:

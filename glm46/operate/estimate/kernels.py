@@ -13,7 +13,7 @@ from glm46.operate.estimate.activations import Frozen, with_key_copies
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.flops import attention_flops
 from glm46.run.layout import Layout
-from glm46.run.parameters import Parameter, dense_layer, dimensions, in_base_dtype, moe_layer, mtp_layer, part_rows
+from glm46.run.parameters import Parameter, dimensions, in_base_dtype, layer_rows, part_rows
 from glm46.run.sizes import loss_chunk_tokens
 
 Kind = Literal["products", "experts", "attention", "memory"]
@@ -143,7 +143,7 @@ def part_work(
     if part == "head":
         return _head(batch, frozen)
     shape = batch.shape
-    rows = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}[part](shape)
+    rows = layer_rows(shape, part)
     matrices = [row for row in rows if row.is_matrix]
     products = again = [_product(row, batch) for row in matrices]
     backward = [work for work in products for _ in range(2)]  # gradients of input and of weight
@@ -240,7 +240,7 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
         kernels += factors.kernels["exchange"][backward] * batch.chunks
         if batch.chunks > 1:  # results are joined; weight gradients of two chunks are added
             nbytes += 2 * shape.hidden_size * batch.width * (not backward)
-            weights = sum(row.numel(shape) for row in moe_layer(shape) if row.is_expert) / batch.layout.ep
+            weights = sum(row.numel(shape) for row in layer_rows(shape, "moe") if row.is_expert) / batch.layout.ep
             nbytes += 3 * weights * batch.width / batch.tokens * backward
     return Work("memory", 0.0, batch.tokens * nbytes, kernels)
 
@@ -252,7 +252,7 @@ def work_beside_exchange(batch: MicroBatch, backward: bool) -> dict[str, list[Wo
     inner = {"shared": moved.inner[backward] * sizes["S"],
              "down": moved.expert_inner[backward] * shape.num_experts_per_tok * sizes["F"]}  # fmt: skip
     found = {name: [Work("memory", 0.0, batch.tokens * nbytes)] for name, nbytes in inner.items()} | {"gate_up": []}
-    for row in moe_layer(shape):
+    for row in layer_rows(shape, "moe"):
         if row.is_matrix and (row.is_expert or "shared_experts" in row.name):
             step = "shared" if not row.is_expert else "down" if "down" in row.name else "gate_up"
             found[step] += [_product(row, batch)] * (1 + backward)

@@ -7,7 +7,7 @@ from glm46.operate.estimate.activations import FP32
 from glm46.operate.estimate.rank_parts import local_shape
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout, generation_layout
-from glm46.run.parameters import Parameter, dense_layer, moe_layer, mtp_layer, named_rows, part_rows
+from glm46.run.parameters import Parameter, layer_rows, named_rows, part_rows
 from glm46.run.plan import Plan, resolve_plan
 from glm46.run.stages import split_layers
 
@@ -83,8 +83,8 @@ def inference_bytes(
         is_last = stage.stop >= len(layers)
         dense = len(range(stage.start, min(stage.stop, shape.first_k_dense_replace)))
         predicting = depths * is_last
-        size = dense * of(dense_layer(shape)) + (len(stage) - dense) * of(moe_layer(shape))
-        size += predicting * of(mtp_layer(shape)) if predicting else 0
+        size = dense * of(layer_rows(shape, "dense")) + (len(stage) - dense) * of(layer_rows(shape, "moe"))
+        size += predicting * of(layer_rows(shape, "mtp")) if predicting else 0
         size += of(part_rows(shape, "embedding")) * (not stage.start or bool(predicting))
         size += of(part_rows(shape, "head")) * is_last
         sizes.append(size * copies_weights + (len(stage) + predicting * caches_drafts) * cache)

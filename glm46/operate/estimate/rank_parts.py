@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import ParallelismConfig
 from glm46.run.layout import Layout
-from glm46.run.parameters import Parameter, adapter_layer, dense_layer, in_base_dtype, moe_layer, mtp_layer, part_rows
+from glm46.run.parameters import Parameter, adapter_layer, in_base_dtype, layer_rows, part_rows
 from glm46.run.plan import Plan, unsharded_kinds
 from glm46.run.stages import split_layers, stages_of_rank
 
@@ -56,9 +56,8 @@ class StagePart:
 
     def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
         """The parameters and buffers of each block, and its adapters; one list for all equal blocks."""
-        layers = {"dense": dense_layer, "moe": moe_layer, "mtp": mtp_layer}
         kinds = list(zip(self.blocks, self.adapters or ((),) * len(self.blocks), strict=True))
-        rows = {kind: [*self._of_run(layers[kind[0]](shape), shape), *kind[1]] for kind in dict.fromkeys(kinds)}
+        rows = {kind: [*self._of_run(layer_rows(shape, kind[0]), shape), *kind[1]] for kind in dict.fromkeys(kinds)}
         return [rows[kind] for kind in kinds]
 
     def root_rows(self, shape: ModelShape) -> list[Parameter]:

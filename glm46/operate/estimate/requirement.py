@@ -14,7 +14,7 @@ from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory
 from glm46.operate.estimate.timeline import bubble
 from glm46.operate.estimate.units import aligned, binary_size, token_count
 from glm46.run.curriculum import describe_attention
-from glm46.run.flops import training_flops_per_token
+from glm46.run.flops import training_flops
 from glm46.run.layout import fixed_processes, smallest_world
 from glm46.run.parameters import count_parameters
 from glm46.run.plan import Plan, resolve_plan
@@ -273,7 +273,7 @@ def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = N
         batches = plan.batches_of(index)
         micro_batches = [size // plan.rows_per_micro_batch for size in batches]
         bubbles = [f"{bubble(plan.config.parallelism, count):.0%}" for count in micro_batches]
-        flops = training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
+        flops = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter).total
         fits = "unknown" if capacity is None else "yes" if memory.total <= capacity else "no"
         rows.append((
             str(index + 1), token_count(clock), token_count(tokens), f"{stage.seq_len:,}",

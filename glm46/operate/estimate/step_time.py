@@ -27,7 +27,7 @@ from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ran
 from glm46.operate.estimate.target_cluster import TargetCluster, groups
 from glm46.operate.estimate.timeline import Order, Timeline, bubble, simulate
 from glm46.operate.estimate.traffic import MUON, TOKENS, Traffic, exchanges, reference_traffic, step_traffic
-from glm46.run.flops import training_flops_per_token
+from glm46.run.flops import training_flops
 from glm46.run.plan import Plan
 from glm46.run.tree import rounds
 
@@ -218,7 +218,7 @@ def step_time(
         )
         parts["passes without gradient"] = computed + gathered - min(roofline.overlap * gathered, computed)
     tokens = sequences * stage.seq_len
-    flops = tokens * training_flops_per_token(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter)
+    flops = tokens * training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter).total
     seconds = sum(parts.values())
     peak = layout.world_size * cluster.gpu.bf16_flops
     return StepTime(dict(parts), tokens, flops, flops / (seconds * peak), timeline)

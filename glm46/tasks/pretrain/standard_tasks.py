@@ -19,7 +19,7 @@ from glm46.engine.training.network import Network
 from glm46.storage.data.batches import IGNORE, Batch
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.tokenizer_files import stop_ids
-from glm46.tasks.pretrain.network_rows import greedy_answers, measured_figures, tokens_at_once
+from glm46.tasks.pretrain.network_rows import batch_of_rows, greedy_answers, measured_figures, tokens_at_once
 
 
 class StandardMeasure:
@@ -153,15 +153,6 @@ class _Requests:
 
 def _row(request: ContinuationRequest, length: int) -> Batch:
     """One document with padding behind it, whose labels are those of the continuation."""
-    ids, read = torch.tensor([(*request.context, *request.continuation)]), len(request.inputs)
-    batch = Batch(
-        input_ids=torch.zeros(1, length, dtype=torch.int64),
-        labels=torch.full((1, length), IGNORE),
-        positions=torch.zeros(1, length, dtype=torch.int64),
-        document_ids=torch.full((1, length), -1),
-    )
-    batch["input_ids"][:, :read], batch["positions"][:, :read] = ids[:, :-1], torch.arange(read)
-    batch["document_ids"][:, :read] = 0
-    first = len(request.context) - 1
-    batch["labels"][:, first:read] = ids[:, first + 1 :]
+    batch = batch_of_rows([request.inputs], length)
+    batch["labels"][0, len(request.context) - 1 : len(request.inputs)] = torch.tensor(request.continuation)
     return batch

@@ -15,7 +15,7 @@ from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import stage_memory
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
-from glm46.run.flops import training_flops_per_token
+from glm46.run.flops import training_flops
 from glm46.run.plan import Plan, resolve_plan
 from glm46.run.schedule import batch_sequences, learning_rate_factor, schedule_value
 
@@ -206,4 +206,4 @@ def test_the_table_of_the_long_phase_is_that_of_its_plan():
         cells = re.split(r"  +", line.strip())
         assert (length, window or "none", sequences, micro_batches) == (*cells[3:5], *cells[6:8])
         assert (f"{share}%", memory) == (cells[8], cells[10])
-        assert gflop == f"{training_flops_per_token(stage.shape, stage.seq_len) / 1e9:,.0f}"
+        assert gflop == f"{training_flops(stage.shape, stage.seq_len).total / 1e9:,.0f}"

@@ -9,15 +9,7 @@ import torch
 from glm46.compute.model.transformer import Transformer
 from glm46.config.adapter import AdapterConfig
 from glm46.config.presets import PRESETS
-from glm46.run.parameters import (
-    PARAMETERS,
-    adapter_rows,
-    count_parameters,
-    dense_layer,
-    find_parameter,
-    moe_layer,
-    named_rows,
-)
+from glm46.run.parameters import PARAMETERS, adapter_rows, count_parameters, find_parameter, layer_rows, named_rows
 
 SHAPES = {
     "debug": {}, "dense only": {"first_k_dense_replace": 4, "num_nextn_predict_layers": 0},
@@ -84,8 +76,8 @@ def _sum(rows, shape):
 def test_counts_of_the_355b_models(flavor):
     shape = PRESETS[flavor]
     count = count_parameters(shape)
-    assert _sum(dense_layer(shape), shape) == (14, 325_083_392)
-    assert _sum(moe_layer(shape), shape) == (496, 3_935_625_632)
+    assert _sum(layer_rows(shape, "dense"), shape) == (14, 325_083_392)
+    assert _sum(layer_rows(shape, "moe"), shape) == (496, 3_935_625_632)
     assert (count.main_tensors, count.main) == (44_189, 352_797_829_024)
     assert (count.mtp_tensors, count.mtp) == (500, 3_988_069_792)
     assert (count.main_tensors + count.mtp_tensors, count.total) == (44_689, 356_785_898_816)
@@ -100,8 +92,8 @@ def test_counts_of_the_355b_models(flavor):
 def test_counts_of_air():
     shape = PRESETS["GLM-4.5-Air"]
     count = count_parameters(shape)
-    assert _sum(dense_layer(shape), shape) == (12, 243_554_304)
-    assert _sum(moe_layer(shape), shape) == (398, 2_341_492_864)
+    assert _sum(layer_rows(shape, "dense"), shape) == (12, 243_554_304)
+    assert _sum(layer_rows(shape, "moe"), shape) == (398, 2_341_492_864)
     assert (count.main_tensors, count.main) == (17_925, 106_852_251_264)
     assert (count.mtp_tensors, count.mtp) == (402, 2_375_059_584)
     assert (count.main_tensors + count.mtp_tensors, count.total) == (18_327, 109_227_310_848)
@@ -115,9 +107,9 @@ def test_counts_of_air():
 def test_counts_of_flash():
     shape = PRESETS["GLM-4.7-Flash"]
     count = count_parameters(shape)
-    assert _sum(dense_layer(shape), shape)[1] == 84_677_888
-    assert _sum(moe_layer(shape), shape) == (206, 635_311_424)
-    assert sum(row.numel(shape) for row in dense_layer(shape) if row.group == "attention") == 21_757_952
+    assert _sum(layer_rows(shape, "dense"), shape)[1] == 84_677_888
+    assert _sum(layer_rows(shape, "moe"), shape) == (206, 635_311_424)
+    assert sum(row.numel(shape) for row in layer_rows(shape, "dense") if row.group == "attention") == 21_757_952
     assert (count.main, count.mtp) == (29_943_393_920, 643_706_176)
     # Published with repetitions in the MTP layer: its tensors are 212, and all are 9,703.
     assert (count.mtp_tensors + 2, count.main_tensors + count.mtp_tensors + 2) == (212, 9_703)
@@ -128,7 +120,7 @@ def test_counts_of_flash():
 
 def test_matrices_of_heads_are_matrices_of_their_own():
     shape = PRESETS["GLM-4.7-Flash"]
-    blocks = {row.name: row.block_rows(shape) for row in moe_layer(shape) if row.is_matrix}
+    blocks = {row.name: row.block_rows(shape) for row in layer_rows(shape, "moe") if row.is_matrix}
     assert blocks["self_attn.q_b_proj.weight"] == (256,) * 20
     assert blocks["self_attn.kv_b_proj.weight"] == (192, 256) * 20
     assert blocks["mlp.experts.gate_up"] == (1536, 1536)

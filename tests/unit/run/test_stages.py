@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from glm46.config.parallelism import PIPELINE_SCHEDULES, ParallelismConfig
 from glm46.config.presets import PRESETS
-from glm46.run.flops import layer_flops, training_flops_per_token
+from glm46.run.flops import layer_flops, training_flops
 from glm46.run.stages import rank_of_stage, split_layers, stages_of_rank
 
 
@@ -20,7 +20,7 @@ def costs_of(shape, split, seq_len):
 def test_costs_of_the_layers_add_up_to_the_model():
     shape = PRESETS["GLM-4.6"]
     costs = layer_flops(shape, 4096)
-    assert sum(costs.of_layer) + costs.head_and_mtp == pytest.approx(training_flops_per_token(shape, 4096), rel=1e-12)
+    assert sum(costs.of_layer) + costs.head_and_mtp == pytest.approx(training_flops(shape, 4096).total, rel=1e-12)
 
 
 def test_92_layers_on_16_stages():

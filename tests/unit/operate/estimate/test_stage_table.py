@@ -15,7 +15,7 @@ from glm46.operate.estimate.report import plan_run, plan_text
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.timeline import bubble, simulate
-from glm46.run.flops import training_flops_per_token
+from glm46.run.flops import training_flops
 from glm46.run.plan import Plan, resolve_plan
 
 B, T = 10**9, 10**12
@@ -81,9 +81,7 @@ def test_each_stage_has_its_flops_and_memory():
     plan = resolve_plan(config)
     shape = PRESETS["GLM-4.6"].model_copy(update={"sliding_window": 65_536})
     assert plan.text_stages[3].shape.sliding_window == 65_536
-    flops = [
-        training_flops_per_token(shape if length == LENGTHS[3] else PRESETS["GLM-4.6"], length) for length in LENGTHS
-    ]
+    flops = [training_flops(shape if length == LENGTHS[3] else PRESETS["GLM-4.6"], length).total for length in LENGTHS]
     of_stages = zip(flops, plan.stage_tokens, strict=True)
     assert plan.flops == pytest.approx(sum(each * tokens for each, tokens in of_stages))
     shown = [float(cells(line)[9].replace(",", "")) for line in table(plan)[1:]]

@@ -9,7 +9,7 @@ from glm46.config.moe import MoEConfig
 from glm46.config.presets import PRESETS
 from glm46.engine.training.balance import auxiliary_loss
 from glm46.engine.training.totals import count_half_pairs
-from glm46.run.flops import batch_flops, training_flops_per_token
+from glm46.run.flops import batch_flops, training_flops
 from glm46.tasks.pretrain.next_token import count_drafts, count_targets, next_token_loss
 
 
@@ -72,7 +72,7 @@ def test_flops_of_a_step_are_those_of_its_documents(window):
     batches = [{"document_ids": ids}, {"document_ids": ids}]
 
     def by_document(lengths):
-        return 2 * sum(length * training_flops_per_token(shape, length) for length in lengths)
+        return 2 * sum(length * training_flops(shape, length).total for length in lengths)
 
     for masked, lengths in ((True, (5, 3, 1, 6)), (False, (8, 7))):
         half_pairs = count_half_pairs(batches, window, document_mask=masked)
