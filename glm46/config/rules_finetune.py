@@ -51,8 +51,8 @@ def reward_model_is_whole(config: RunConfig, finetune: FineTuneConfig) -> Faults
     stated["checkpoint.last_save_in_hf"] = config.checkpoint.last_save_in_hf
     for key in [key for key, value in stated.items() if value and config.head == "value"]:
         yield fault(
-            f"`{key}`: not possible under `finetune.preference.loss_type`, which trains all weights, and one number in "
-            f"place of words, a model that transformers has not; remove {key}", key,
+            f"`{key}`: not possible under `finetune.preference.loss_type`: a reward model trains all weights, gives a "
+            f"number and no text, and transformers has no form for it; remove {key}", key,
         )  # fmt: skip
 
 

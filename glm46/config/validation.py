@@ -122,6 +122,11 @@ def _meant(place: tuple, section: type[Section]) -> tuple[str, str]:
     wanted = str(place[-1])
     # A recipe has no other sections.
     is_rare = wanted not in _EVERYDAY_NAMES and section is not TextRecipe
+    close = nearest(wanted, section.model_fields, 0.85) or next(
+        (name for name in section.model_fields if name.endswith(f"_{wanted}")), None
+    )
+    if close:
+        return dotted((*place[:-1], close)), f"did you mean '{close}'?"
     elsewhere = [f"{name}.{wanted}" for name, found in _sections(RunConfig) if wanted in found.model_fields and is_rare]
     if elsewhere and elsewhere[0].count(".") == 1:
         return elsewhere[0], f"did you mean '{elsewhere[0]}'?"

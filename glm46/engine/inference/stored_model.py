@@ -56,7 +56,12 @@ def stored_model(folder: Path) -> StoredModel:
 
 
 def require_whole_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError if a step folder, whose config this is, holds adapters alone."""
+    """Raise UserError if a step folder, whose config this is, holds adapters alone or a reward model."""
+    if config.get("finetune", {}).get("preference", {}).get("loss_type") == "reward":
+        raise UserError(
+            f"{folder}: holds a reward model, which gives a number and no text; [[rl.rewards]] with name = 'model' "
+            "and options.load_path takes it"
+        )
     if "adapter" in config:
         raise UserError(
             f"{folder}: holds adapters without their base, {config['checkpoint']['initial_load_path']}; convert them "

@@ -142,11 +142,13 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
     if in_hf or kind is Kind.DCP:
         # imports torch, which the other checks do not need
-        from glm46.storage.huggingface.folder_check import check_base
+        from glm46.storage.huggingface.folder_check import check_base, check_tokenizer
 
         base_dtype = None if config.adapter is None else config.adapter.base_dtype
         try:
             check_base(path, resolve_shape(config.model), base_dtype)
+            if keys == "checkpoint.initial_load":
+                check_tokenizer(path, config.model.tokenizer_path)
         except UserError as error:
             at = f'{key}, adapter.base_dtype = "{base_dtype}"' if base_dtype else key
             raise UserError(*(f"{at}: {fault}" for fault in error.faults)) from error

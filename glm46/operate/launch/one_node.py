@@ -318,9 +318,17 @@ def describe_next(plan: Plan, start: Start) -> str:
         **{key: f"{folder}_longer" for key, folder in plan.config.folders_apart.items()},
     }
     lines, folder = [f"all keys      {module_command()} train --help"], plan.config.checkpoint_folder
-    if plan.config.adapter is None and (saved := published_steps(folder)):
+    ask, is_chat = f"ask it        {module_command()} generate", plan.config.finetune or plan.config.rl
+    prompt = f"{'--chat ' if is_chat else ''}--prompt '...'"
+    if plan.config.adapter is not None:
+        base = plan.config.checkpoint.initial_load_path
+        if base and (
+            exported := sorted(Path(plan.config.job.dump_folder).glob("huggingface/step-*/adapter_config.json"))
+        ):
+            lines.insert(0, f"{ask} --model {quote(base)} --adapter {quote(short(exported[-1].parent))} {prompt}")
+    elif plan.config.head == "lm" and (saved := published_steps(folder)):
         step = step_folder(folder, saved[-1])
-        lines.insert(0, f"ask it        {module_command()} generate --checkpoint {quote(short(step))} --prompt '...'")
+        lines.insert(0, f"{ask} --checkpoint {quote(short(step))} {prompt}")
     try:
         config = load_config(start.config, replace_overrides(start.overrides, values), world_size=world_size)
         manifests = {source.name: load_manifest(Path(source.path), full=False) for source in config.data.sources}

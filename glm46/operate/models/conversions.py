@@ -20,6 +20,7 @@ from glm46.config.loader import dump_config
 from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS, REPEATING
 from glm46.config.run_config import RunConfig
+from glm46.engine.inference.stored_model import require_whole_model
 from glm46.engine.training.resume import BASES_KEY
 from glm46.files.local_disk import real_path, space_fault
 from glm46.files.progress import bytes_progress
@@ -75,6 +76,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
     shape, temperature = tensors.function
     if "adapter" in config:
         raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
+    require_whole_model(arguments.checkpoint, config)
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
     tokenizer = config["model"].get("tokenizer_path", "builtin")
     tokenizer = tokenizer if arguments.tokenizer else local_tokenizer(tokenizer)

@@ -1,6 +1,7 @@
 """The model that the options of a verb name, on its ranks; see `model_options`."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -20,7 +21,7 @@ from glm46.engine.inference.loading import Loaded, load_on_mesh
 from glm46.engine.inference.model_mesh import ModelMesh, build_model_mesh
 from glm46.operate.launch.ranks import degrees_of
 from glm46.run.layout import generation_layout
-from glm46.storage.huggingface.adapter_origin import require_base
+from glm46.storage.huggingface.adapter_origin import read_base_dtype, require_base
 from glm46.storage.huggingface.peft_folder import AdapterFolder
 
 _JOIN_SECONDS = 300
@@ -47,6 +48,11 @@ def load_model(arguments: argparse.Namespace, *, drafts: bool = True) -> Loaded:
                 f"--adapter {arguments.adapter}: is added in one process only; merge it with convert adapter-to-hf"
             )
         require_base(folder, arguments.adapter, ALONE)
+        if base_dtype := read_base_dtype(arguments.adapter):
+            print(
+                f"{arguments.adapter}: was trained on a base in {base_dtype}, which {folder} is not: the values that "
+                "training computed with are in the folder that convert merge makes", file=sys.stderr,
+            )  # fmt: skip
     loaded = load_on_mesh(
         folder,
         lambda shape: mesh_of(arguments, shape, device.type),

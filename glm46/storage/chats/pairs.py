@@ -50,7 +50,7 @@ def parse_pair(record: object) -> tuple[Conversation, Conversation]:
     given = [record.get(key) for key in SIDES]
     for key, half in zip(SIDES, given, strict=True):
         if not isinstance(half, str | list | Mapping) or not half:
-            raise BadConversation(f"no {key}", columns_of(record))
+            raise BadConversation(f"{'empty' if half in ('', []) else 'no'} {key}", columns_of(record))
     if given[0] == given[1]:
         raise BadConversation(EQUAL_HALVES)
     halves = [_turns(half, may_be_transcript=record.get("prompt") is None) for half in given]

@@ -89,7 +89,7 @@ def _described(path: Path, kind: Kind, wanted: tuple[Kind, ...]) -> str:
         of_run = "" if kind is Kind.STEPS else f"this is {kind.value}; "
         return f"{of_run}it holds steps; give one of them, such as {step_folder(folder, published_steps(folder)[-1])}"
     if kind is Kind.PEFT:
-        merged = "--adapter takes it, convert merge makes a whole model"
+        merged = "--adapter and adapter.initial_load_path take it, convert merge makes a whole model"
         return f"this is {kind.value} with adapters{_base_of(path)}; {merged}; give {expected} here"
     if kind in _TAKERS:
         return f"this is {kind.value}{_TAKERS[kind]}; give {expected} here"

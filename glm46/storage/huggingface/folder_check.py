@@ -14,6 +14,7 @@ from glm46.config.faults import counted, show
 from glm46.config.model import ModelShape
 from glm46.run.parameters import PARAMETERS, base_families
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
+from glm46.storage.data.tokenizer import load_tokenizer, tokenizer_file
 from glm46.storage.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.storage.huggingface.dcp_folder import DcpFolder
 from glm46.storage.huggingface.folder_tensors import Places, find_tensors
@@ -133,6 +134,25 @@ def check_base(folder: Path, shape: ModelShape, base_dtype: str | None) -> Check
     if missing := [name for name in wanted if name not in checked.quantised]:
         raise UserError(f"{folder}: {missing[0]} and {len(missing) - 1} more tensors are not in FP8; {remedy}")
     return checked
+
+
+def check_tokenizer(folder: Path, path: str) -> None:
+    """Raise UserError if the tokenizer of a folder, where tiktoken can represent it, has other ids for tokens that the
+    one of a path has too."""
+    if not tokenizer_file(str(folder)).is_file():
+        return
+    ours = load_tokenizer(path)
+    try:
+        theirs = load_tokenizer(str(folder))
+    except UserError:
+        return
+    tables = (theirs.ranks, ours.ranks), (theirs.special, ours.special)
+    moved = [token for known, own in tables for token, of in own.items() if known.get(token, of) != of]
+    if moved:
+        raise UserError(
+            f"{folder}: its tokenizer has other ids for {counted(len(moved), 'token')} than model.tokenizer_path = "
+            f"{path!r}, such as {moved[-1]!r}; set model.tokenizer_path = {str(folder)!r}"
+        )
 
 
 def _check_int4(folder: Path, checked: CheckedFolder, group: int) -> None:

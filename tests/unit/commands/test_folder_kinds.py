@@ -61,7 +61,7 @@ def test_each_kind_is_known(folders):
 
 SAID = {
     Kind.STEP: "this is a step folder of glm46", Kind.HUGGING_FACE: "this is a Hugging Face folder",
-    Kind.PEFT: "this is a PEFT folder with adapters, of the base zai-org/GLM-4.6; --adapter takes it",
+    Kind.PEFT: "zai-org/GLM-4.6; --adapter and adapter.initial_load_path take it",
     Kind.DCP: "convert from-dcp", Kind.STEPS: "it holds steps; give one of them, such as ",
     Kind.RUN: "this is the dump folder of a run; it holds steps",
     Kind.SHARDS: "data.sources takes", Kind.TOKENIZER: "--tokenizer take", Kind.FILE: "is a file; give its folder",

@@ -46,15 +46,15 @@ BAD = {
     ),
     "adapters of a reward model": (
         ("beta = 0.1", 'loss_type = "reward"', "[finetune.preference]", LORA + "[finetune.preference]"),
-        ["[adapter]: not possible", 'loss_type = "reward", which', "trains all weights", "remove adapter"],
+        ["[adapter]: not possible", 'loss_type = "reward"', "a reward model trains all weights", "remove adapter"],
     ),
     "answers of a reward model": (
         ("beta = 0.1", 'loss_type = "reward"', "[finetune.pre", "[finetune]\nsamples = ['Hello']\n[finetune.pre"),
-        ['finetune.samples = ["Hello"]: not possible', "one number in place of words", "remove finetune.samples"],
+        ['finetune.samples = ["Hello"]: not possible', "gives a number and no text", "remove finetune.samples"],
     ),
     "export of a reward model": (
         ("beta = 0.1", 'loss_type = "reward"', START, START + "\nlast_save_in_hf = true"),
-        ["checkpoint.last_save_in_hf = true", "a model that transformers has not", "remove checkpoint.last_save_in_hf"],
+        ["checkpoint.last_save_in_hf = true", "transformers has no form for it", "remove checkpoint.last_save_in_hf"],
     ),
     "margin of DPO": (("beta = 0.1", "simpo_gamma = 0.5"), ["simpo_gamma", 'loss_type = "simpo"']),
     "weights of DPO": (("beta = 0.1", "desirable_weight = 1.0"), ["desirable_weight", 'loss_type = "kto"']),

@@ -18,6 +18,7 @@ from glm46.commands.launch import launch_command
 from glm46.config.adapter import AdapterConfig
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
+from glm46.config.finetune import FineTuneConfig
 from glm46.config.loader import dump_config, load_config
 from glm46.config.presets import resolve_shape
 from glm46.config.rl import ReferenceConfig
@@ -318,6 +319,17 @@ def test_next_command_is_the_same_with_a_larger_budget(make_config, tmp_path):
     (config.checkpoint_folder / "step-000003").mkdir(parents=True)
     (ask,) = [line for line in describe_next(resolve_plan(config, 2), typed).splitlines() if "  ask it  " in line]
     assert ask.endswith(f"generate --checkpoint {config.checkpoint_folder / 'step-000003'} --prompt '...'")
+    chats = config.model_copy(update={"finetune": FineTuneConfig()})
+    assert " --chat --prompt" in describe_next(resolve_plan(chats, 2), typed)
+    valued = chats.model_copy(update={"finetune": FineTuneConfig(preference={"loss_type": "reward"})})
+    assert "ask it" not in describe_next(resolve_plan(valued, 2), typed)
+    start = config.checkpoint.model_copy(update={"initial_load_path": "base", "initial_load_in_hf": True})
+    tuned = chats.model_copy(update={"adapter": AdapterConfig(name="lora"), "checkpoint": start})
+    assert "ask it" not in describe_next(resolve_plan(tuned, 2), typed)
+    exported = Path(config.job.dump_folder, "huggingface/step-000003")
+    exported.mkdir(parents=True)
+    (exported / "adapter_config.json").touch()
+    assert f"generate --model base --adapter {exported} --chat" in describe_next(resolve_plan(tuned, 2), typed)
     parser = config_parser("launch")
     parser.add_argument("--nproc")
     _, _, command = longer.partition(" launch ")

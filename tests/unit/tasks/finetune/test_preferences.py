@@ -132,7 +132,7 @@ def test_each_loss_learns_to_prefer_and_resumes_bit_for_bit(start, tmp_path, key
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_hf", [False, True])
-def test_a_reward_model_begins_with_a_new_head_learns_and_resumes_bit_for_bit(start, tmp_path, in_hf):
+def test_a_reward_model_begins_with_a_new_head_learns_and_resumes_bit_for_bit(start, tmp_path, in_hf, capsys):
     out, step = tmp_path / "out", start / "base/checkpoint/step-000002"
     if in_hf:
         folder = str(tmp_path / "folder")
@@ -157,6 +157,9 @@ def test_a_reward_model_begins_with_a_new_head_learns_and_resumes_bit_for_bit(st
     assert train(config) == 0
     assert [row["loss"] for row in rows_of(out, "loss")] == [row["loss"] for row in rows]
     assert all(torch.equal(tensor, contents(last)[name]) for name, tensor in whole.items())
+    for verb in (["generate", "--prompt", "x"], ["convert", "to-hf", "--output", str(tmp_path / "none")]):
+        assert main([*verb, "--checkpoint", str(last)]) == 2
+        assert "holds a reward model, which gives a number and no text" in capsys.readouterr().err
     # A model that is no language model is no base of one, and a base of another reward model with its head.
     more = {"initial_load_path": str(last), "initial_load_model_only": True}
     again = tuned(start, tmp_path / "more", "full", finetune=config.finetune.model_dump(), checkpoint=more)
@@ -214,7 +217,7 @@ def test_a_policy_and_its_reference_in_float8_begin_equal(start, tmp_path, float
 @pytest.mark.parametrize("preference", [{"beta": 0.5}, {"loss_type": "kto", "beta": 0.5}], ids=["dpo", "kto"])
 @pytest.mark.parametrize(("scheme", "base_dtype"), [("int4", "int4"), ("float32", "nf4")])
 def test_preferences_on_a_base_in_4_bits_train_as_on_the_converted_one_and_merge_into_it(
-    start, tmp_path, preference, scheme, base_dtype
+    start, tmp_path, preference, scheme, base_dtype, capsys
 ):
     """To the last bit of each adapter and state; and what is merged, and what goes on from the saved adapters, gives
     the held-out pairs the log-probabilities that were trained."""
@@ -236,6 +239,10 @@ def test_preferences_on_a_base_in_4_bits_train_as_on_the_converted_one_and_merge
     saved = tmp_path / "quantised/huggingface/step-000004"
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
     assert json.loads((saved / "base_format.json").read_text()) == {"base_dtype": base_dtype}
+    capsys.readouterr()
+    ask = ["generate", "--model", str(folder), "--adapter", str(saved), "--prompt", "x", "--max-new-tokens", "1"]
+    assert main(ask) == 0
+    assert f"{saved}: was trained on a base in {base_dtype}" in capsys.readouterr().err
     merged = tmp_path / "merged"
     merge = ["convert", "merge", "--base", str(folder), "--adapter", str(saved), "--output", str(merged)]
     assert main([*merge, "--dtype", "float32"]) == 0
