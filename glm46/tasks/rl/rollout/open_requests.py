@@ -38,11 +38,9 @@ class Requests(Protocol):
 
     def ask(self, asked: Sequence[OpenRequest]) -> None:
         """Answer requests."""
-        ...
 
     def drop(self, asked: OpenRequest) -> None:
         """End a request without an answer."""
-        ...
 
 
 class _Sent(NamedTuple):

@@ -144,15 +144,12 @@ class Engine(Protocol):
 
         Collective for the in-process engine: every rank passes all requests and gets all completions.
         """
-        ...
 
     def update(self, version: int) -> None:
         """Make the engine's weights those of the policy network, and name them by `version`. Collective."""
-        ...
 
     def close(self) -> None:
         """Free what the engine holds."""
-        ...
 
 
 def pack_groups(groups: Mapping[int, Sequence[EpisodeEnd]]) -> bytes:
