@@ -23,7 +23,7 @@ from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.background import Member
-from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
+from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Requests
 from glm46.tasks.rl.rollout.programs import Programs
@@ -77,11 +77,9 @@ class CommandEpisodes:
         is_stopped: Callable[[], bool], say: Callable[[str], None] = print,
     ):  # fmt: skip
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
-        self._is_stopped, self._say, self._tries, self._seconds = is_stopped, say, table.tries, table.seconds
-        self._at_once, self._programs = table.at_once, Programs(table.variables, table.allow)
+        self._is_stopped, self._say, self._programs = is_stopped, say, Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running = set[Episode]()
         self._tasks: list[asyncio.Task[EpisodeEnd]] = []
         self._background = set[asyncio.Task[None]]()
         self._round, self._taken = _Round(), list[OpenRequest]()
@@ -155,7 +153,7 @@ class CommandEpisodes:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _listen(self) -> None:
-        self._changed, self._places = asyncio.Event(), asyncio.Semaphore(self._at_once)
+        self._changed, self._places = asyncio.Event(), asyncio.Semaphore(self._table.at_once)
         self._endpoint = PolicyEndpoint(self._note_change, self._say)
         await self._endpoint.start()
 
@@ -164,7 +162,7 @@ class CommandEpisodes:
         self._changed.set()
 
     async def _start(self, asked: Sequence[tuple[Prompt, Request]], requests: Requests) -> None:
-        places = asyncio.Semaphore(self._at_once)  # those in the background may be halted
+        places = asyncio.Semaphore(self._table.at_once)  # those in the background may be halted
         self._tasks = [asyncio.create_task(self._episode(*one, requests, places)) for one in asked]
         for task in self._tasks:
             task.add_done_callback(lambda _: self._note_change())
@@ -181,8 +179,8 @@ class CommandEpisodes:
         while not all(task.done() for task in self._tasks):
             if self._is_stopped():
                 return _STOPPED
-            asked, of, now = self._round.waiting, self._endpoint.waiting, time.monotonic()
-            if asked and (len(of) == len(self._running) or now >= self._last_change + _PATIENCE_SECONDS):
+            asked, now = self._round.waiting, time.monotonic()
+            if asked and (self._endpoint.all_wait or now >= self._last_change + _PATIENCE_SECONDS):
                 self._taken, self._round.waiting = asked, []
                 return json.dumps([one.request for one in asked]).encode()
             await self._wait(self._last_change + _PATIENCE_SECONDS - now if asked else _TICK_SECONDS)
@@ -204,7 +202,7 @@ class CommandEpisodes:
         table, keys = self._table, self._prompts
         recorded = member.end.samples if member is not None else []
         async with places:
-            for number in range(1, self._tries + 1):
+            for number in range(1, table.tries + 1):
                 session = Session(
                     self._tokenizer, request, thinking=keys.thinking, most_turns=table.max_turns,
                     keeps_thoughts=keys.keep_thoughts, recorded=recorded,
@@ -217,13 +215,12 @@ class CommandEpisodes:
                 request = request._replace(seed=(request.seed + _SEED_OF_TRY) % 2**63)
                 self._failures += 1
                 if self._failures.bit_count() == 1:
-                    self._say(f"{end.fault} (try {number} of {self._tries}; failure {self._failures})")
+                    self._say(f"{end.fault} (try {number} of {table.tries}; failure {self._failures})")
         return end
 
     async def _try(self, prompt: Prompt, session: Session, requests: Requests) -> EpisodeEnd:
         table = self._table
         episode = self._endpoint.open(session, table.max_turns, requests)
-        self._running.add(episode)
         url = self._endpoint.base_url(episode)
         variables = {
             "OPENAI_BASE_URL": url, "OPENAI_API_KEY": episode.key,
@@ -233,10 +230,9 @@ class CommandEpisodes:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             try:
                 policy = self._endpoint, episode
-                ended = await self._programs.run(self._command, folder, variables, self._seconds, b"", policy)
+                ended = await self._programs.run(self._command, folder, variables, table.seconds, b"", policy)
             finally:
                 self._endpoint.close(episode)
-                self._running.remove(episode)
                 self._note_change()
             try:
                 samples = session.samples()
