@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError
-from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, continued, rest
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, rest
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, ServerState
 
@@ -245,13 +245,13 @@ class OpenRequests:
         if self._halted_at < math.inf and completion.finish == "abort":
             if len(completion.tokens) < rest(one.request, one.generated).max_new_tokens:
                 if self.goes_on:
-                    one.generated = continued(one.generated, completion)
+                    one.generated = one.generated.extended([], completion)
                 return
             completion = completion._replace(finish="length")  # halted behind its last token
         with self._lock:
             is_open = self._open.pop(one, self) is None
         if is_open:
-            one.generated = continued(one.generated, completion)
+            one.generated = one.generated.extended([], completion)
             one.done(one.generated)
 
     def _lose(self, state: ServerState, reason: str) -> None:
