@@ -77,7 +77,8 @@ class CommandEpisodes:
         is_stopped: Callable[[], bool], say: Callable[[str], None] = print,
     ):  # fmt: skip
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
-        self._is_stopped, self._say, self._programs = is_stopped, say, Programs(table.variables, table.allow)
+        self._is_stopped, self._say, self._tries, self._seconds = is_stopped, say, table.tries, table.seconds
+        self._at_once, self._programs = table.at_once, Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[EpisodeEnd]] = []
@@ -153,7 +154,7 @@ class CommandEpisodes:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _listen(self) -> None:
-        self._changed, self._places = asyncio.Event(), asyncio.Semaphore(self._table.at_once)
+        self._changed, self._places = asyncio.Event(), asyncio.Semaphore(self._at_once)
         self._endpoint = PolicyEndpoint(self._note_change, self._say)
         await self._endpoint.start()
 
@@ -162,7 +163,7 @@ class CommandEpisodes:
         self._changed.set()
 
     async def _start(self, asked: Sequence[tuple[Prompt, Request]], requests: Requests) -> None:
-        places = asyncio.Semaphore(self._table.at_once)  # those in the background may be halted
+        places = asyncio.Semaphore(self._at_once)  # those in the background may be halted
         self._tasks = [asyncio.create_task(self._episode(*one, requests, places)) for one in asked]
         for task in self._tasks:
             task.add_done_callback(lambda _: self._note_change())
@@ -202,7 +203,7 @@ class CommandEpisodes:
         table, keys = self._table, self._prompts
         recorded = member.end.samples if member is not None else []
         async with places:
-            for number in range(1, table.tries + 1):
+            for number in range(1, self._tries + 1):
                 session = Session(
                     self._tokenizer, request, thinking=keys.thinking, most_turns=table.max_turns,
                     keeps_thoughts=keys.keep_thoughts, recorded=recorded,
@@ -215,7 +216,7 @@ class CommandEpisodes:
                 request = request._replace(seed=(request.seed + _SEED_OF_TRY) % 2**63)
                 self._failures += 1
                 if self._failures.bit_count() == 1:
-                    self._say(f"{end.fault} (try {number} of {table.tries}; failure {self._failures})")
+                    self._say(f"{end.fault} (try {number} of {self._tries}; failure {self._failures})")
         return end
 
     async def _try(self, prompt: Prompt, session: Session, requests: Requests) -> EpisodeEnd:
@@ -230,7 +231,7 @@ class CommandEpisodes:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             try:
                 policy = self._endpoint, episode
-                ended = await self._programs.run(self._command, folder, variables, table.seconds, b"", policy)
+                ended = await self._programs.run(self._command, folder, variables, self._seconds, b"", policy)
             finally:
                 self._endpoint.close(episode)
                 self._note_change()
