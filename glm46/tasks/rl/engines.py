@@ -23,7 +23,7 @@ from glm46.run.parameters import named_rows
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.schemes import FP8_SCHEMES
-from glm46.tasks.rl.packing import empty_batch
+from glm46.tasks.pretrain.network_rows import batch_of_rows
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import Engine, SamplingRules
@@ -177,11 +177,7 @@ def _evaluated(
 def _rows(sequences: Sequence[Sequence[int]], multiple: int) -> Batch:
     """A batch with one sequence in each row, of a length that the mesh splits evenly."""
     length = -(-max(map(len, sequences)) // multiple) * multiple
-    batch = empty_batch(len(sequences), length)
-    for row, sequence in enumerate(sequences):
-        tokens = torch.tensor(sequence)
-        batch["input_ids"][row, : len(tokens)] = tokens
-        batch["positions"][row, : len(tokens)] = torch.arange(len(tokens))
-        batch["document_ids"][row, : len(tokens)] = 0
-        batch["labels"][row, : len(tokens) - 1] = tokens[1:]
+    batch = batch_of_rows(sequences, length)
+    for labels, sequence in zip(batch["labels"], sequences, strict=True):
+        labels[: len(sequence) - 1] = torch.tensor(sequence[1:])
     return batch

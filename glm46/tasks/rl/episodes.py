@@ -23,7 +23,7 @@ from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.background import Member
-from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
+from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Requests
 from glm46.tasks.rl.rollout.programs import Programs
@@ -81,7 +81,6 @@ class CommandEpisodes:
         self._at_once, self._programs = table.at_once, Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running = set[Episode]()
         self._tasks: list[asyncio.Task[EpisodeEnd]] = []
         self._background = set[asyncio.Task[None]]()
         self._round, self._taken = _Round(), list[OpenRequest]()
@@ -181,8 +180,8 @@ class CommandEpisodes:
         while not all(task.done() for task in self._tasks):
             if self._is_stopped():
                 return _STOPPED
-            asked, of, now = self._round.waiting, self._endpoint.waiting, time.monotonic()
-            if asked and (len(of) == len(self._running) or now >= self._last_change + _PATIENCE_SECONDS):
+            asked, now = self._round.waiting, time.monotonic()
+            if asked and (self._endpoint.all_wait or now >= self._last_change + _PATIENCE_SECONDS):
                 self._taken, self._round.waiting = asked, []
                 return json.dumps([one.request for one in asked]).encode()
             await self._wait(self._last_change + _PATIENCE_SECONDS - now if asked else _TICK_SECONDS)
@@ -223,7 +222,6 @@ class CommandEpisodes:
     async def _try(self, prompt: Prompt, session: Session, requests: Requests) -> EpisodeEnd:
         table = self._table
         episode = self._endpoint.open(session, table.max_turns, requests)
-        self._running.add(episode)
         url = self._endpoint.base_url(episode)
         variables = {
             "OPENAI_BASE_URL": url, "OPENAI_API_KEY": episode.key,
@@ -236,7 +234,6 @@ class CommandEpisodes:
                 ended = await self._programs.run(self._command, folder, variables, self._seconds, b"", policy)
             finally:
                 self._endpoint.close(episode)
-                self._running.remove(episode)
                 self._note_change()
             try:
                 samples = session.samples()

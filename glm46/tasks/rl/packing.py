@@ -1,6 +1,6 @@
 """Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks, with little padding."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from typing import NamedTuple
 
@@ -164,16 +164,7 @@ def _rows(items: Sequence[Item], seq_len: int) -> list[list[int]]:
     return rows
 
 
-def empty_batch(rows: int, seq_len: int) -> Batch:
-    """Padding: ``input_ids, positions, document_ids, labels``, int64 [rows, seq_len]."""
-    return {name: torch.from_numpy(values) for name, values in _empty(rows, seq_len, _PADDING).items()}
-
-
 _PADDING = {"input_ids": 0, "positions": 0, "document_ids": -1, "labels": IGNORE}
-
-
-def _empty(rows: int, width: int, fill: Mapping[str, int]) -> dict[str, np.ndarray]:
-    return {name: np.full((rows, width), value) for name, value in fill.items()}
 
 
 def build_batch(
@@ -193,7 +184,8 @@ def build_batch(
         width: tokens of a row: ``shape.seq_len``, or those that `join` says.
     """
     fill = _PADDING | {"sample": -1, "episode": -1, "place": -1} | ({"prefix_ids": -1} if shape.shares_prompts else {})
-    arrays, depths = _empty(len(rows), width, fill), range(1, shape.mtp_depth + 1)
+    arrays = {name: np.full((len(rows), width), value) for name, value in fill.items()}
+    depths = range(1, shape.mtp_depth + 1)
     if shape.model is not None:
         arrays["routes"] = no_routes(arrays["labels"].shape, shape.model).numpy()
     for name in ("input_ids", "labels") if depths else ():

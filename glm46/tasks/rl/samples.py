@@ -100,7 +100,7 @@ class Sample(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """Why it has no reward: the environment failed, its server did not finish it, or a reward failed."""
+        """The reason why it has no reward: the environment failed, its server did not finish it, or a reward failed."""
         return self.end.fault
 
     @property

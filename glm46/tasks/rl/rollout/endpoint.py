@@ -114,9 +114,9 @@ class PolicyEndpoint:
         return f"{self._address}/s/{episode.name}/v1"
 
     @property
-    def waiting(self) -> set[Episode]:
-        """Episodes with a request that waits for tokens."""
-        return {waiting.episode for waiting in self._waiting.values()}
+    def all_wait(self) -> bool:
+        """True if each episode has a request that waits for tokens."""
+        return len({waiting.episode.name for waiting in self._waiting.values()}) == len(self._episodes)
 
     def _give(self, turn: Turn, completion: Completion) -> None:
         """Answer the request of a turn."""

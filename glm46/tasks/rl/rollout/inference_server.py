@@ -34,23 +34,18 @@ class InferenceServer(Protocol):
         Raises:
             UserError: it was started in another way; the message has the option to start it with.
         """
-        ...
 
     def alive(self) -> None:
         """Return if it answers."""
-        ...
 
     def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
         """Generate one completion. `name` is for `abort`; requests of another `salt` share no cache with it."""
-        ...
 
     def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
         """Tokens and finish of a completion of at most two tokens, whose logits have only `token` as a choice."""
-        ...
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; their calls return what they have generated, with finish "abort"."""
-        ...
 
     def load(self, folder: Path, version: int, seconds: float) -> None:
         """Take the weights of a folder, or its adapters beside the weights that it was started with: all requests
@@ -59,7 +54,6 @@ class InferenceServer(Protocol):
         Raises:
             UserError: it was started without what these adapters need.
         """
-        ...
 
     def join(self, version: int, seconds: float) -> WeightGroup:
         """Pause all requests, and have its workers wait for weights in a group.
@@ -67,15 +61,12 @@ class InferenceServer(Protocol):
         Raises:
             UserError: it was started in a way that no group can be made for.
         """
-        ...
 
     def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
         """Go on, behind the broadcast, if all workers have loaded the weights of a version."""
-        ...
 
     def score(self, tokens: list[int], seconds: float) -> list[float]:
         """Log-probability of each token but the first, given those before it, at temperature 1."""
-        ...
 
 
 ADAPTER = "glm46-version-"

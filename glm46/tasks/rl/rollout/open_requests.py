@@ -6,19 +6,18 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError
-from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, continued, rest
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, rest
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, ServerState
 
-_GRACE_SECONDS = 15.0
-"""For the partial completion of an aborted request."""
+_GRACE_SECONDS = 15.0  # for the partial completion of an aborted request
 _TICK_SECONDS = 0.2
 
 
@@ -39,11 +38,9 @@ class Requests(Protocol):
 
     def ask(self, asked: Sequence[OpenRequest]) -> None:
         """Answer requests."""
-        ...
 
     def drop(self, asked: OpenRequest) -> None:
         """End a request without an answer."""
-        ...
 
 
 class _Sent(NamedTuple):
@@ -63,8 +60,8 @@ class OpenRequests:
     the server with the fewest requests. A request that fails is sent again, to another server if there is one. After
     its deadline it is aborted, and its completion is what was there by then.
 
-    Methods may be called from any thread, `start` and `halt` from one at a time. One thread alone sends and receives:
-    others make one HTTP call each, and are daemons, so that a server that hangs does not keep the process from ending.
+    Methods may be called from any thread, `start` and `halt` from one at a time. Each HTTP call has a daemon thread: a
+    server that hangs does not keep the process from ending.
 
     Args:
         goes_on: requests go on where a halt has ended them, with other samples than without it. Otherwise they are
@@ -141,7 +138,7 @@ class OpenRequests:
         self._halted_at, self._look_at = math.inf, 0.0
         try:
             self._pool.join_again()
-            self._arrive(asked)
+            self._waiting += _by_prompt(asked)
             while self._waiting or self._sent or (stays and self._halted_at == math.inf):
                 if self._halt.is_set():
                     self._end_early()
@@ -153,7 +150,7 @@ class OpenRequests:
                 with suppress(queue.Empty):
                     name, outcome = self._inbox.get(timeout=_TICK_SECONDS)
                     if isinstance(outcome, list):
-                        self._arrive(outcome)
+                        self._waiting += _by_prompt(outcome)
                     elif isinstance(outcome, OpenRequest):
                         self._forget(outcome)
                     elif (sent := self._sent.pop(name, None)) is not None:  # else of a server that was lost meanwhile
@@ -162,23 +159,15 @@ class OpenRequests:
         finally:
             self._pool.abort_all()  # nothing, unless an error ends it
 
-    def _arrive(self, asked: Sequence[OpenRequest]) -> None:
-        groups: dict[tuple[int, ...], list[OpenRequest]] = defaultdict(list)
-        for one in asked:
-            groups[(*one.request.prompt, *one.generated.tokens)].append(one)
-        self._waiting += groups.values()
-
     def _forget(self, dropped: OpenRequest) -> None:
         """Abort a request, or do not send it."""
-        self._abort_now(lambda one: one is dropped)
-        for group in [group for group in self._waiting if dropped in group]:
-            group.remove(dropped)
-            if not group:
-                self._waiting.remove(group)
+        self._abort_now({dropped})
+        left = ([one for one in group if one is not dropped] for group in self._waiting)
+        self._waiting = deque(group for group in left if group)
 
-    def _abort_now(self, is_meant: Callable[[OpenRequest], bool]) -> None:
+    def _abort_now(self, some: set[OpenRequest]) -> None:
         self._look_at = 0.0
-        self._sent |= {name: sent._replace(abort_at=0.0) for name, sent in self._sent.items() if is_meant(sent.one)}
+        self._sent |= {name: sent._replace(abort_at=0.0) for name, sent in self._sent.items() if sent.one in some}
 
     def _send(self) -> None:
         """Send the groups that servers have room for."""
@@ -204,7 +193,7 @@ class OpenRequests:
         """Give up what is not sent, abort what is, and after the time for that what no server has returned."""
         if self._halted_at == math.inf:
             self._halted_at = time.monotonic()
-            self._abort_now(lambda one: True)
+            self._abort_now({sent.one for sent in self._sent.values()})
         self._waiting.clear()
         if time.monotonic() > self._halted_at + _GRACE_SECONDS:
             for name, sent in self._sent.items():
@@ -230,16 +219,11 @@ class OpenRequests:
 
     def _take(self, sent: _Sent, outcome: Completion | CallError) -> None:
         one, state, version = sent.one, sent.state, self._pool.version
-        was_told = not time.monotonic() < sent.abort_at < math.inf
-        if isinstance(outcome, Completion) and outcome.finish == "abort" and not was_told:
-            outcome = CallError("it aborted a request by itself")  # as a server that is told to end does
+        outcome = _judged(outcome, version, was_told=not time.monotonic() < sent.abort_at < math.inf)
         if isinstance(outcome, Completion):
-            generated_by = {span.version for span in outcome.spans}
-            if generated_by == {version} or not outcome.tokens:
-                state.failures = 0
-                self._end(one, outcome)
-                return
-            outcome = ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
+            state.failures = 0
+            self._end(one, outcome)
+            return
         if isinstance(outcome, RefusedError) and self._pool.ready() == [state]:
             raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")
         self._waiting.appendleft([one])
@@ -261,13 +245,13 @@ class OpenRequests:
         if self._halted_at < math.inf and completion.finish == "abort":
             if len(completion.tokens) < rest(one.request, one.generated).max_new_tokens:
                 if self.goes_on:
-                    one.generated = continued(one.generated, completion)
+                    one.generated = one.generated.extended([], completion)
                 return
             completion = completion._replace(finish="length")  # halted behind its last token
         with self._lock:
             is_open = self._open.pop(one, self) is None
         if is_open:
-            one.generated = continued(one.generated, completion)
+            one.generated = one.generated.extended([], completion)
             one.done(one.generated)
 
     def _lose(self, state: ServerState, reason: str) -> None:
@@ -277,12 +261,28 @@ class OpenRequests:
         state.running.clear()
 
 
+def _by_prompt(asked: Iterable[OpenRequest]) -> Iterable[list[OpenRequest]]:
+    groups: dict[tuple[int, ...], list[OpenRequest]] = defaultdict(list)
+    for one in asked:
+        groups[(*one.request.prompt, *one.generated.tokens)].append(one)
+    return groups.values()
+
+
+def _judged(outcome: Completion | CallError, version: int, *, was_told: bool) -> Completion | CallError:
+    """The outcome, if weights of this version gave it, and it was aborted only if the server was told to."""
+    if isinstance(outcome, Completion):
+        if outcome.finish == "abort" and not was_told:
+            return CallError("it aborted a request by itself")  # as a server that is told to end does
+        generated_by = {span.version for span in outcome.spans}
+        if generated_by != {version} and outcome.tokens:
+            return ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
+    return outcome
+
+
 def _generate(inbox: Inbox, state: ServerState, name: str, *call: Any) -> None:
     outcome: Completion | CallError = CallError("the client failed; see the traceback above")
     try:
-        outcome = state.server.generate(name, *call)
-    except CallError as error:
-        outcome = error
+        outcome = state.generate(name, *call)
     finally:
         inbox.put((name, outcome))
 

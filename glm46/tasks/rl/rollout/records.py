@@ -66,17 +66,16 @@ class Completion(NamedTuple):
     """Indices of generated markers behind which another role has spoken, and its marker: what the model reads there."""
 
     def extended(self, reply: list[int], turn: "Completion") -> "Completion":
-        """This completion with a reply and the turn that was generated behind it."""
+        """This completion with a reply, perhaps of no token, and what was generated behind it."""
         start = len(self.tokens)
         end = start + len(reply)
         spans = [*self.spans, *(VersionSpan(end + span.start, span.version) for span in turn.spans)]
-        logprobs = [*self.logprobs, *[0.0] * len(reply), *turn.logprobs]
         return turn._replace(
             tokens=[*self.tokens, *reply, *turn.tokens],
-            logprobs=logprobs,
-            spans=spans,
-            routes=appended_routes(self.routes, turn.routes),
-            replies=(*self.replies, (start, end)),
+            logprobs=[*self.logprobs, *[0.0] * len(reply), *turn.logprobs],
+            spans=[span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version],
+            routes=appended_routes(self.routes, turn.routes if turn.tokens else None),
+            replies=(*self.replies, (start, end)) if reply else self.replies,
             drafted=self.drafted + turn.drafted,
             accepted=self.accepted + turn.accepted,
         )
@@ -122,20 +121,6 @@ def rest(request: Request, generated: Completion) -> Request:
     return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, known)
 
 
-def continued(first: Completion, then: Completion) -> Completion:
-    """One completion of two parts, the second of which was generated after the first."""
-    at = len(first.tokens)
-    spans = [*first.spans, *(VersionSpan(at + start, version) for start, version in then.spans)]
-    spans = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
-    return Completion(
-        first.tokens + then.tokens,
-        first.logprobs + then.logprobs,
-        then.finish,
-        spans,
-        appended_routes(first.routes, then.routes if then.tokens else None),
-    )
-
-
 class Engine(Protocol):
     """Generates completions with weights of the policy network."""
 
@@ -144,15 +129,12 @@ class Engine(Protocol):
 
         Collective for the in-process engine: every rank passes all requests and gets all completions.
         """
-        ...
 
     def update(self, version: int) -> None:
         """Make the engine's weights those of the policy network, and name them by `version`. Collective."""
-        ...
 
     def close(self) -> None:
         """Free what the engine holds."""
-        ...
 
 
 def pack_groups(groups: Mapping[int, Sequence[EpisodeEnd]]) -> bytes:

@@ -87,11 +87,8 @@ class ServerPool:
             return {}
 
         def generate(state: ServerState, request: Request) -> Completion | CallError:
-            try:
-                salt = f"{self._session}-{self.version}"
-                return state.server.generate(self.new_name(), request, self._rules, salt, self.deadline)
-            except CallError as error:
-                return error
+            salt = f"{self._session}-{self.version}"
+            return state.generate(self.new_name(), request, self._rules, salt, self.deadline)
 
         found: dict[ServerState, list[Completion]] = {}
         with ThreadPoolExecutor(len(new) * len(requests)) as threads:

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError
 from glm46.tasks.rl.rollout.inference_server import InferenceServer, check_stop
-from glm46.tasks.rl.rollout.records import SamplingRules
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.05), "float16": (0.2, 0.02), "fp8": (2.0, 0.25)}
@@ -123,8 +123,15 @@ class ServerState:
             self.refused = None
         return reason
 
+    def generate(self, *call: Any) -> Completion | CallError:
+        """See `InferenceServer.generate`; the completion or the error."""
+        try:
+            return self.server.generate(*call)
+        except CallError as error:
+            return error
+
     def fault_behind(self, failure: CallError) -> str | None:
-        """Why the server can generate nothing more, now that a request has failed; None if it can."""
+        """The reason why the server can generate nothing more, now that a request has failed; None if it can."""
         self.failures += 1
         try:
             self.server.alive()

@@ -13,7 +13,7 @@ from glm46.config.rl import RLConfig
 from glm46.tasks.rl.ahead import AheadSource
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
-from glm46.tasks.rl.rollout.records import Completion, VersionSpan, continued
+from glm46.tasks.rl.rollout.records import Completion, VersionSpan
 from glm46.tasks.rl.sampling import Sampler
 
 PROMPTS = [Prompt([5, number], "", None) for number in range(40)]
@@ -66,7 +66,7 @@ class OneTokenAfterAnother:
                     continue
                 one = self.chance.choice(moving)
                 token = Completion([9], [-1.0], "abort", [VersionSpan(0, self.engine.version)], None)
-                one.generated = continued(one.generated, token)
+                one.generated = one.generated.extended([], token)
                 if is_finished := len(one.generated.tokens) == one.request.max_new_tokens:
                     self.open.remove(one)
             if is_finished:

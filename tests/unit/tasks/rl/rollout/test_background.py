@@ -12,7 +12,7 @@ from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import background, open_requests
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan, continued, rest
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan, rest
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
@@ -227,7 +227,7 @@ def test_a_full_disk_is_a_mistake_of_the_user_whose_folder_is_named(pool, tmp_pa
 def test_turns_and_parts_of_a_sample_keep_the_routes_that_drew_them():
     first = Completion([5, 6], [-1.0, -2.0], "abort", [VersionSpan(0, 3)], np.full((4, 1, 1), 1, np.uint8))
     then = Completion([7], [-3.0], "stop", [VersionSpan(0, 3)], np.full((5, 1, 1), 2, np.uint8))
-    whole = continued(first, then)
+    whole = first.extended([], then)
     assert whole.tokens == [5, 6, 7] and whole.spans == [(0, 3)] and whole.finish == "stop"
     assert whole.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2]
     turn = then._replace(routes=np.full((7, 1, 1), 2, np.uint8))  # of 3 prompt tokens, 2 and 1 generated, 2 replied
@@ -235,5 +235,5 @@ def test_turns_and_parts_of_a_sample_keep_the_routes_that_drew_them():
     assert conversation.tokens == [5, 6, 30, 31, 7] and conversation.replies == ((2, 4),)
     assert conversation.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2]
     assert rest(Request([8, 9, 9], 40, 6), first) == Request([8, 9, 9, 5, 6], 42, 4, known=4)
-    stopped = continued(first, Completion([], [], "abort", [], np.full((5, 1, 1), 2, np.uint8)))
+    stopped = first.extended([], Completion([], [], "abort", [], np.full((5, 1, 1), 2, np.uint8)))
     assert stopped.tokens == first.tokens and stopped.routes.tolist() == first.routes.tolist()
