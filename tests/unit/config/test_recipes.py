@@ -44,6 +44,19 @@ OTHERS = [
     for path in RECIPES
     for found in re.findall(r"(?m)^# (Does not fit|Fits too)(?: on (\d+))?: (--.*): ([\d,]+) GiB$", SAYS[path])
 ]
+PAGE = (Path(__file__).parents[3] / "docs/finetuning.md").read_text(encoding="utf-8")
+TABLE = re.findall(
+    r"^\| `(\w+)\.toml` \| (\d+) \| .* \| (\d+) \| [^|]* \| ([\d,]+) \| ([\d,]+) \| (?:(\d+), ([\d,]+) )?\|$",
+    PAGE,
+    re.M,
+)
+PAIRS = (
+    "--finetune.preference.loss_type", "sigmoid", "--model.num_nextn_predict_layers", "0", "--data.sources",
+    '[{ name = "p", path = "p", packing = "best_fit", '
+    'recipe = { input = ["p"], format = "preference", max_tokens = 2048 } }]',
+)  # fmt: skip
+# Of pages that round to three digits, and of the planner's bubble, which `plan` simulates and this file estimates.
+SPEED_ROUNDING = 0.03
 OUR_INTERVAL = r"(?m)^interval = .*# \[ours\]"
 MARK = r"\[(page|bridge|paper|blog|document|quick start|slime|miles|assumption|regret|ours)( [\d, -]+)?\]"
 # What belongs to the run and not to a recipe of anybody.
@@ -77,6 +90,25 @@ def test_recipe_fits_the_gpus_that_it_names(path):
     assert memory.host / GIB == pytest.approx(int(host or 0), abs=ROUNDING)
     fits, why = describe_requirement(config, machine)
     assert fits, why
+
+
+@pytest.mark.parametrize(("name", "gpus", "gib", "speed", "hours", "pairs_gib", "pairs_speed"), TABLE)
+def test_the_page_of_fine_tuning_has_what_is_planned(name, gpus, gib, speed, hours, pairs_gib, pairs_speed):
+    for options, *said in ([(), gib, speed], [PAIRS, pairs_gib, pairs_speed]):
+        if not said[0]:
+            continue
+        config = load_config(FOLDER / f"{name}.toml", options, world_size=int(gpus))
+        plan = resolve_plan(config, int(gpus), host_ranks=GPUS_PER_NODE)
+        cost = run_cost(plan, TargetCluster(find_accelerator("H100"), int(gpus)), None)
+        assert largest_stage(stage_memory(plan)).total / GIB == pytest.approx(int(said[0]), abs=ROUNDING)
+        assert cost.tokens_per_second == pytest.approx(int(said[1].replace(",", "")), rel=SPEED_ROUNDING)
+        if not options:
+            per_thousand = cost.gpu_hours * 1000 / cost.steps
+            assert per_thousand == pytest.approx(int(hours), rel=SPEED_ROUNDING, abs=0.5)
+
+
+def test_the_page_of_fine_tuning_has_its_table():
+    assert len(TABLE) == 11 and sum(bool(row[-1]) for row in TABLE) == 4
 
 
 @pytest.mark.parametrize(
