@@ -146,8 +146,8 @@ def check_tokenizer(folder: Path, path: str) -> None:
         theirs = load_tokenizer(str(folder))
     except UserError:
         return
-    tables = (theirs.ranks, ours.ranks), (theirs.special, ours.special)
-    moved = [token for known, own in tables for token, of in own.items() if known.get(token, of) != of]
+    moved: list[bytes | str] = [token for token, of in ours.ranks.items() if theirs.ranks.get(token, of) != of]
+    moved += [name for name, of in ours.special.items() if theirs.special.get(name, of) != of]
     if moved:
         raise UserError(
             f"{folder}: its tokenizer has other ids for {counted(len(moved), 'token')} than model.tokenizer_path = "
