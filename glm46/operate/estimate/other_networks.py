@@ -113,7 +113,7 @@ def other_passes(plan: Plan) -> tuple[int, int]:
     """
     if plan.config.rl is None:
         has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
-        has_teacher = plan.config.distillation is not None
+        has_teacher = (of := plan.config.distillation) is not None and of.stored_path is None
         return plan.config.has_preference_reference + 2 * has_kl + has_teacher, 0
     rl = plan.config.rl.resolved()
     is_old_apart = rl.old_policy == "trainer" and not rl.is_on_policy(plan.config.training.global_batch_size)

@@ -73,8 +73,9 @@ class InferenceServer(Protocol):
         """Go on, behind the broadcast, if all workers have loaded the weights of a version."""
         ...
 
-    def score(self, tokens: list[int], seconds: float) -> list[float]:
-        """Log-probability of each token but the first, given those before it, at temperature 1."""
+    def prompt_logprobs(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
+        """Log-probabilities at temperature 1, given the tokens before, of each token but the first and of the ``top_k``
+        most likely ones in its place, by their ids."""
         ...
 
 
@@ -93,6 +94,19 @@ def unload_adapters(url: str, path: str) -> None:
 def group_backend(device: str) -> str:
     """Of a broadcast to workers on a device."""
     return "nccl" if device == "cuda" and torch.cuda.is_available() else "gloo"
+
+
+def of_tokens(tokens: list[int], places: list[dict[int, float]]) -> list[dict[int, float]]:
+    """The places of `InferenceServer.prompt_logprobs`. Raises ValueError if they are not those of these tokens."""
+    if len(places) != len(tokens) - 1 or any(one not in place for one, place in zip(tokens[1:], places, strict=True)):
+        raise ValueError("other tokens")
+    return places
+
+
+def score(server: InferenceServer, tokens: list[int], seconds: float) -> list[float]:
+    """Log-probability of each token but the first, given those before it, at temperature 1."""
+    places = zip(tokens[1:], server.prompt_logprobs(tokens, 0, seconds), strict=True)
+    return [place[token] for token, place in places]
 
 
 MOST_BIAS = 100.0
