@@ -35,11 +35,12 @@ from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.finetune.distillation import TEACHER
-from glm46.tasks.finetune.stored_values import Document, StoredValues, Values, write_part
 from glm46.tasks.finetune.task import Distillation
+from glm46.tasks.finetune.teacher_values import TeacherValues
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.preference_layouts import compare, make_pairs
 from tests.ranks.sharded_layouts import Layout, base_of, begin_adapters, held, make_config, write_base
+from tests.teacher_folder import answer_of, logits_of, write_answers
 
 WIDE = "teacher of tests"
 OF_OTHER = {"load_path": "folder", "flavor": WIDE, "top_k": 5, "beta": 0.3, "temperature": 1.5, "sft_weight": 0.4}
@@ -152,24 +153,16 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, top_k: int) -> Ten
     return of_teacher if beta == 0 else beta * of_teacher + (1 - beta) * of_student
 
 
-def store(config: RunConfig, folder: Path) -> None:
-    """What the teacher says of each document alone, in three parts and another order than that of the rows."""
+def store_answers(config: RunConfig, folder: Path) -> None:
+    """What the teacher says of each document alone, in three parts and another order than that of the rows; of more
+    tokens than the student reads."""
     teacher, of, batch, found = new_model(config.teacher, None), config.distillation, make_rows(), []
     teacher.lm_head.weight.data.mul_(SHARP)
     for ids, labels, numbers in zip(*(batch[n] for n in ("input_ids", "labels", "document_ids")), strict=True):
-        for number in range(int(numbers.max()) + 1):
-            here = numbers == number
-            document = Document(ids[here].numpy(), (labels[here] != IGNORE).numpy())
-            with torch.no_grad():
-                logits = teacher(ids[here].unsqueeze(0))[0, labels[here] != IGNORE]
-            best = (logits / of.temperature).log_softmax(-1).topk(of.top_k + 2)  # more than the student reads
-            found.append((document, Values(best.indices.numpy().astype("u4"), best.values.numpy())))
-    found.sort(key=lambda one: one[0].key)
-    facts = {"format": "glm46-teacher-1", "documents": 3 * 64, "top_k": of.top_k + 2, "teacher": "of tests"}
-    folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps(facts))
-    for number in range(3):
-        write_part(folder, facts, number, *map(list, zip(*found[number::3], strict=True)))
+        for here in (numbers == number for number in range(int(numbers.max()) + 1)):
+            tokens = ids[here]
+            found.append(answer_of(tokens, labels[here], logits_of(teacher, tokens), of.top_k + 2, of.temperature))
+    write_answers(folder, sorted(found, key=lambda one: one[0].key), 3)
 
 
 def run_layout(process: Process, keys: dict, layout: Layout, base: Path | None, values: Path) -> tuple[dict, dict]:
@@ -191,7 +184,7 @@ def run_layout(process: Process, keys: dict, layout: Layout, base: Path | None, 
     student.loaded(new_adapters=False)
     learner = Distillation.__new__(Distillation)
     vars(learner).update(plan=plan, cluster=cluster, network=student, networks={"model": student})
-    learner._stored = StoredValues(values) if is_stored else None
+    learner._stored = TeacherValues(values) if is_stored else None
     learner._learn_from_teacher()
     assert ("teacher" in learner.networks) == ("load_path" in keys and not is_stored)
     if (head := learner._teacher.frozen.get("lm_head.weight")) is not None and "teacher" in learner.networks:
@@ -221,7 +214,7 @@ def main(world_size: int, *names: str) -> None:
         values = {key: Path(folder) / f"values {number}" for number, key in enumerate(one_each)}
         for key, case in one_each.items():
             if "stored_path" in case[0]:
-                store(config_of(*case), values[key])
+                store_answers(config_of(*case), values[key])
 
         def work(some: list[str]) -> None:
             process = join(300)

@@ -49,16 +49,9 @@ def generation_memory(plan: Plan) -> float:
 
 
 def inference_bytes(
-    shape: ModelShape,
-    layout: Layout,
-    dtype: str,
-    *,
-    drafts: bool = True,
-    rows: int = 0,
-    length: int = 0,
-    copies_weights: bool = True,
-    caches_drafts: bool = False,
-) -> float:
+    shape: ModelShape, layout: Layout, dtype: str, *, drafts: bool = True, rows: int = 0, length: int = 0,
+    copies_weights: bool = True, caches_drafts: bool = False,
+) -> float:  # fmt: skip
     """Bytes of the weights, and of the keys and values of the decoder layers, on the rank that holds most.
 
     Args:

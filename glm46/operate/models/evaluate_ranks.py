@@ -132,7 +132,8 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None
     if other is not None:
         measures["against"] = Against(cast(Loss, measures["loss"]), digest(files_of([arguments.against])))
-    text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
+    shards = ([s.sha256 for s in manifest.splits["validation"].shards] for manifest in manifests.values())
+    text = [tokenizer.fingerprint, training.document_mask, *shards]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     identity: dict[str, Any] = {"text": digest(text), "dtype": dtype}
     if model.router_temperature != 1.0:  # results of earlier versions were computed at 1
@@ -167,13 +168,9 @@ def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
     if stated["fewshot_as_multiturn"] is None:
         stated["fewshot_as_multiturn"] = arguments.apply_chat_template
     return find_tasks(
-        names,
-        arguments.task_folder,
-        fewshot=arguments.fewshot,
-        limit=arguments.limit,
-        run_code=arguments.run_code,
+        names, arguments.task_folder, fewshot=arguments.fewshot, limit=arguments.limit, run_code=arguments.run_code,
         form=PromptForm(**stated),
-    )
+    )  # fmt: skip
 
 
 def _training(checkpoint: Path | None) -> _Training:
@@ -201,13 +198,9 @@ def _measures(
     tokenizer, depths = loaded.tokenizer, loaded.model.shape.num_nextn_predict_layers
     usual: dict[str, Any] = {"samples": arguments.samples, "seed": arguments.seed}
     of_loss = partial(
-        Loss,
-        manifests,
-        tokenizer,
-        length=training.seq_len or min(lengths),
-        samples=arguments.samples,
+        Loss, manifests, tokenizer, length=training.seq_len or min(lengths), samples=arguments.samples,
         document_mask=training.document_mask,
-    )
+    )  # fmt: skip
     make: dict[str, Callable[[], Measure]] = {
         "loss": of_loss,
         "drafts": lambda: Drafts(of_loss(mtp_depth=depths), depths),
@@ -230,10 +223,6 @@ def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, ke
     except OSError as error:
         raise UserError(f"--output {arguments.output}: {error.strerror}; give a folder that can be written") from error
     return Results(arguments.output / RESULTS, identity)
-
-
-def _held_out_hashes(manifest: Manifest) -> list[str]:
-    return [shard.sha256 for shard in manifest.splits["validation"].shards]
 
 
 def _show(arguments: argparse.Namespace, found: Mapping[str, Any], window: int | None) -> None:

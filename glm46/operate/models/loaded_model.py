@@ -51,13 +51,9 @@ def load_model(arguments: argparse.Namespace, *, drafts: bool = True) -> Loaded:
             )
         require_base(folder, arguments.adapter, ALONE)
     loaded = load_on_mesh(
-        folder,
-        lambda shape: mesh_of(arguments, shape, device.type),
-        tokenizer=arguments.tokenizer,
-        dtype=dtype,
-        device=device,
-        drafts=drafts or not dist.is_initialized(),
-    )
+        folder, lambda shape: mesh_of(arguments, shape, device.type), tokenizer=arguments.tokenizer, dtype=dtype,
+        device=device, drafts=drafts or not dist.is_initialized(),
+    )  # fmt: skip
     if arguments.adapter is not None:
         with AdapterFolder(arguments.adapter, loaded.model.shape) as products, torch.no_grad():
             products.merge_into(dict(loaded.model.named_parameters()))

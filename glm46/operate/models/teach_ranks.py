@@ -24,9 +24,8 @@ from glm46.operate.models.loaded_model import digest, files_of, load_model, on_a
 from glm46.run.plan import resolve_plan
 from glm46.storage.chats.chat_template import raise_for_source
 from glm46.storage.data.corpus import load_text
-from glm46.storage.data.manifest import Manifest
 from glm46.tasks.finetune.distillation import top_tokens
-from glm46.tasks.finetune.stored_values import Document, Values, identity, missing_parts, parts_to_ask, write_part
+from glm46.tasks.finetune.teacher_values import Document, Values, facts_of, store
 from glm46.tasks.pretrain.network_rows import batch_of_rows
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call
 from glm46.tasks.rl.rollout.inference_server import QUICK_SECONDS, InferenceServer
@@ -37,9 +36,6 @@ _VALUES_AT_ONCE = 2**19
 """Of all tokens of a batch of a model: 8,192 tokens with 64 each."""
 _AT_ONCE, _TRIES, _SECONDS = 32, 3, 600.0
 """Requests to a server at a time; tries of a request, each with the next server; and the time of one."""
-
-Ask = Callable[[list[Document]], list[Values]]
-"""What a teacher says of documents. Collective."""
 
 
 def teach(arguments: argparse.Namespace, config: RunConfig) -> None:
@@ -52,63 +48,45 @@ def teach(arguments: argparse.Namespace, config: RunConfig) -> None:
     of = config.distillation
     if of is None or of.stored_path is None:
         raise UserError("finetune.distillation.stored_path: absent; name the folder that the values are stored in")
-    folder, plan = Path(of.stored_path), resolve_plan(config)
+    plan, is_first = resolve_plan(config), not dist.is_initialized() or dist.get_rank() == 0
     tokenizer, manifests = on_all_ranks(lambda: load_text(plan))
     sources = list(manifests.values())
     if arguments.server:
         ask, teacher = _of_servers(arguments, of)
     else:
         loaded = load_model(arguments, drafts=False)
-        found = loaded.tokenizer.fingerprint, loaded.model.shape.vocab_size
-        if found != (tokenizer.fingerprint, plan.shape.vocab_size):
+        folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
+        if (loaded.tokenizer.fingerprint, loaded.model.shape.vocab_size) != (
+            tokenizer.fingerprint, plan.shape.vocab_size
+        ):  # fmt: skip
             raise UserError(
-                f"{arguments.model or arguments.checkpoint}: has another tokenizer or vocab_size than the student; "
-                "give a teacher with those of the config"
+                f"{folders[0]}: has another tokenizer or vocab_size than the student; give one with the same"
             )
-        ask, teacher = partial(_of_model, loaded, of), _name_of_model(arguments, loaded, sources)
-    facts = identity(teacher, of, sources)
-    missing = on_all_ranks(lambda: missing_parts(folder, facts))
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    tokens, targets = (
-        sum(getattr(s, name) for m in sources for s in m.splits.values()) for name in ("tokens", "labels")
-    )
+        for manifest in sources:
+            raise_for_source(manifest, loaded.tokenizer)
+        names = " + ".join(str(folder.absolute()) for folder in folders)
+        dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+        ask, teacher = partial(_of_model, loaded, of), f"{names} {digest(files_of(folders))} in {dtype}"
+    splits = [split for manifest in sources for split in manifest.splits.values()]
+    targets = sum(split.labels for split in splits)
     if is_first:
-        print(
-            f"{folder}: {targets:,} targets, {of.top_k} tokens of each, {8e-9 * of.top_k * targets:.2g} GB; {teacher}"
-        )
-    shown = tokens_progress("asking", tokens, partial(print, file=sys.stderr)) if is_first else nullcontext(id)
-    known, asked = 0, 0
-    with shown as advance:
-        for number, documents in parts_to_ask(sources, facts, missing):
-            values = ask(documents)
-            on_all_ranks(partial(write_part, folder, facts, number, documents, values) if is_first else lambda: None)
-            for document, found in zip(documents, values, strict=True):
-                labels = np.roll(document.tokens, -1)[document.is_target]
-                known, asked = known + int((found.ids == labels[:, None]).any(1).sum()), asked + len(labels)
-                advance(len(document.tokens))
+        size = f"{8 * of.top_k * targets / 1e6:,.1f} MB"
+        print(f"{of.stored_path}: {of.top_k} tokens of {targets:,} targets, {size}, of {teacher}")
+    stored = store(Path(of.stored_path), facts_of(teacher, of, sources), sources, ask, on_all_ranks, writes=is_first)
+    total, known, asked = sum(split.tokens for split in splits), 0, 0
+    with tokens_progress("asking", total, partial(print, file=sys.stderr)) if is_first else nullcontext(id) as advance:
+        for document, (ids, _) in stored:
+            labels = document.tokens[1:][document.is_target[:-1]]
+            known, asked = known + int((ids == labels[:, None]).any(1).sum()), asked + len(labels)
+            advance(len(document.tokens))
     if is_first:
         share = f"the target is among them at {known / asked:.1%} of {asked:,}" if asked else "nothing was missing"
-        print(f"{folder}: complete; {share}")
-
-
-def _name_of_model(arguments: argparse.Namespace, loaded: Loaded, sources: Sequence[Manifest]) -> str:
-    """Its folders and what is in them. Raises UserError if it has another chat format, or too few positions."""
-    positions = loaded.model.shape.max_position_embeddings
-    for manifest in sources:
-        raise_for_source(manifest, loaded.tokenizer)
-        if manifest.settings.get("max_tokens", 0) > positions:
-            raise UserError(
-                f"{manifest.folder}: has documents of {manifest.settings['max_tokens']} tokens, and the teacher "
-                f"{positions} positions (max_position_embeddings); prepare it with max_tokens = {positions}"
-            )
-    folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
-    dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
-    return f"{' + '.join(str(folder.absolute()) for folder in folders)} {digest(files_of(folders))} in {dtype}"
+        print(f"{of.stored_path}: complete; {share}")
 
 
 @torch.inference_mode()
 def _of_model(loaded: Loaded, config: DistillationConfig, documents: list[Document]) -> list[Values]:
-    """See `Ask`; documents of similar length are computed together."""
+    """What a model says; documents of similar length are computed together. Collective."""
     mesh, form = loaded.mesh, partial(top_tokens, count=config.top_k, temperature=config.temperature)
     order = sorted(range(len(documents)), key=lambda number: -len(documents[number].tokens))
     values = dict[int, Values]()
@@ -128,12 +106,18 @@ def _of_model(loaded: Loaded, config: DistillationConfig, documents: list[Docume
             dist.all_reduce(found)  # one rank has the values of a row
         for number, of_row in zip(here, found.numpy(), strict=True):
             is_target = documents[number].is_target
-            ids, logprobs = of_row[..., : len(is_target)][..., is_target].transpose(0, 2, 1)
-            values[number] = Values(ids.astype(np.uint32), logprobs.astype(np.float32))
+            values[number] = _values(of_row[..., : len(is_target)][..., is_target].transpose(0, 2, 1))
     return [values[number] for number in range(len(documents))]
 
 
-def _of_servers(arguments: argparse.Namespace, config: DistillationConfig) -> tuple[Ask, str]:
+def _values(both: np.ndarray) -> Values:
+    """``both``: ids and log-probabilities, FP64 [2, targets, K]."""
+    return both[0].astype(np.uint32), both[1].astype(np.float32)
+
+
+def _of_servers(
+    arguments: argparse.Namespace, config: DistillationConfig
+) -> tuple[Callable[[list[Document]], list[Values]], str]:
     """Asks running servers of one model, and its name."""
     key = f"--server {arguments.server[0]}"
     if stated := [name for name in ("adapter", "tokenizer", "dtype", "device", "nproc") if getattr(arguments, name)]:
@@ -143,10 +127,8 @@ def _of_servers(arguments: argparse.Namespace, config: DistillationConfig) -> tu
             f"finetune.distillation.temperature = {config.temperature:g}: {key} says log-probabilities at 1; set it to "
             "1, or give --model"
         )
-    servers: list[InferenceServer] = [
-        VllmServer(url, range(0)) if arguments.kind == "vllm" else SglangServer(url, range(0))
-        for url in arguments.server
-    ]
+    client = VllmServer if arguments.kind == "vllm" else SglangServer
+    servers: list[InferenceServer] = [client(url, range(0)) for url in arguments.server]
     try:
         names = {call(server.url, "/v1/models", seconds=QUICK_SECONDS)["data"][0]["id"] for server in servers}
     except (CallError, LookupError, TypeError) as error:
@@ -156,8 +138,7 @@ def _of_servers(arguments: argparse.Namespace, config: DistillationConfig) -> tu
 
     def ask(documents: list[Document]) -> list[Values]:
         with ThreadPoolExecutor(_AT_ONCE * len(servers)) as pool:
-            one = partial(_of_document, servers, config.top_k)
-            return list(pool.map(one, range(len(documents)), documents))
+            return list(pool.map(partial(_of_document, servers, config.top_k), range(len(documents)), documents))
 
     return ask, f"{names.pop()} of {arguments.kind}"
 
@@ -169,11 +150,10 @@ def _of_document(servers: Sequence[InferenceServer], top_k: int, number: int, do
         server = servers[(number + attempt) % len(servers)]
         try:
             found = server.prompt_logprobs(tokens, top_k, _SECONDS)
-            best = [sorted(found[place].items(), key=lambda one: (-one[1], one[0]))[:top_k] for place in places]
-            if any(len(each) < top_k for each in best):
+            if len(found) != len(tokens) - 1 or any(len(found[place]) < top_k for place in places):
                 raise RefusedError(f"it says fewer than {top_k} tokens of a target")
-            ids, logprobs = np.array(best).reshape(len(places), top_k, 2).transpose(2, 0, 1)
-            return Values(ids.astype(np.uint32), logprobs.astype(np.float32))
+            best = [sorted(found[place].items(), key=lambda one: (-one[1], one[0]))[:top_k] for place in places]
+            return _values(np.array(best).transpose(2, 0, 1))
         except RefusedError as error:
             raise UserError(
                 f"--server {server.url}: {error}; for documents of {len(tokens):,} tokens and {top_k} tokens of each "

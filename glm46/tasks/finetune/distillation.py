@@ -56,15 +56,9 @@ def check_teacher(config: DistillationConfig, tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def top_tokens(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    part: VocabularyPart | None = None,
-    chunk_tokens: int | None = None,
-    *,
-    count: int,
-    temperature: float = 1.0,
-) -> HeadOutput:
+    hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart | None = None, chunk_tokens: int | None = None,
+    *, count: int, temperature: float = 1.0,
+) -> HeadOutput:  # fmt: skip
     """Form of the head for a teacher: the most likely tokens of each position, and their log-probabilities.
 
     Arguments are those of `summed_loss`; of ``labels`` [B, S] only the shape is used. ``predictions`` and ``logprobs``

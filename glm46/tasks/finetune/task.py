@@ -30,7 +30,7 @@ from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.tasks.finetune.distillation import DistillationLoss, check_teacher, with_values
 from glm46.tasks.finetune.halves import mismatch_completions, only_ends, split_pairs
 from glm46.tasks.finetune.preference_loss import KL, REFERENCE, PreferenceLoss
-from glm46.tasks.finetune.stored_values import StoredValues
+from glm46.tasks.finetune.teacher_values import TeacherValues
 from glm46.tasks.pretrain.network_rows import greedy_answers, tokens_at_once
 from glm46.tasks.pretrain.task import Pretraining
 from glm46.tasks.pretrain.validation import held_out_batches
@@ -205,7 +205,7 @@ class Distillation(FineTuning):
 
     keeps_prediction_layers = True
     identity_keys = (*FineTuning.identity_keys, "finetune.distillation.stored_path")
-    _stored: StoredValues | None = None
+    _stored: TeacherValues | None = None
 
     def __init__(self, plan: Plan, cluster: Cluster):
         """See `FineTuning`; builds the teacher too. Collective."""
@@ -216,8 +216,8 @@ class Distillation(FineTuning):
         super()._check_chats()
         config = self.plan.config.distillation
         if config.stored_path is not None:
-            self._stored = StoredValues(Path(config.stored_path))
-            self._stored.check(config, self.manifests.values())
+            self._stored = TeacherValues(Path(config.stored_path))
+            self._stored.check(config, [*self.manifests.values()])
         check_teacher(config, self.tokenizer)
 
     def _learn_from_teacher(self) -> None:
@@ -239,13 +239,11 @@ class Distillation(FineTuning):
             top_k = self.plan.config.distillation.top_k
             values = run_on_all_ranks(lambda: [stored.of_batch(batch, top_k) for batch in micro_batches])
             return [with_values(batch, *of_batch) for batch, of_batch in zip(micro_batches, values, strict=True)]
-        found = [self._taught(batch) for batch in micro_batches]
+        of = self._distillation
+        outputs = (self._teacher.evaluate(batch, of.of_teacher, adapted=False) for batch in micro_batches)
+        found = [of.completed(batch, output) for batch, output in zip(micro_batches, outputs, strict=True)]
         self._teacher.release()
         return found
-
-    def _taught(self, batch: Batch) -> Batch:
-        output = self._teacher.evaluate(batch, self._distillation.of_teacher, adapted=False)
-        return self._distillation.completed(batch, output)
 
     def validate(self, progress: Progress) -> dict[str, float]:
         """See `Task.validate`: the cross-entropy of held-out targets, as in SFT, and the divergence at them."""

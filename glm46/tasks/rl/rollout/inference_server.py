@@ -96,17 +96,13 @@ def group_backend(device: str) -> str:
     return "nccl" if device == "cuda" and torch.cuda.is_available() else "gloo"
 
 
-def of_tokens(tokens: list[int], places: list[dict[int, float]]) -> list[dict[int, float]]:
-    """The places of `InferenceServer.prompt_logprobs`. Raises ValueError if they are not those of these tokens."""
-    if len(places) != len(tokens) - 1 or any(one not in place for one, place in zip(tokens[1:], places, strict=True)):
-        raise ValueError("other tokens")
-    return places
-
-
 def score(server: InferenceServer, tokens: list[int], seconds: float) -> list[float]:
     """Log-probability of each token but the first, given those before it, at temperature 1."""
-    places = zip(tokens[1:], server.prompt_logprobs(tokens, 0, seconds), strict=True)
-    return [place[token] for token, place in places]
+    places = server.prompt_logprobs(tokens, 0, seconds)
+    try:
+        return [place[token] for token, place in zip(tokens[1:], places, strict=True)]
+    except (KeyError, ValueError):
+        raise CallError("no log-probabilities of the prompt (those of other tokens)") from None
 
 
 MOST_BIAS = 100.0
@@ -137,14 +133,9 @@ def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
 
 
 def checked(
-    request: Request,
-    rules: SamplingRules,
-    tokens: list[int],
-    logprobs: list[float],
-    finish: str,
-    spans: list[VersionSpan],
-    routes: np.ndarray | None = None,
-) -> Completion:
+    request: Request, rules: SamplingRules, tokens: list[int], logprobs: list[float], finish: str,
+    spans: list[VersionSpan], routes: np.ndarray | None = None,
+) -> Completion:  # fmt: skip
     """The completion, if it is possible at all.
 
     Raises:

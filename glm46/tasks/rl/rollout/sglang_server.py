@@ -18,7 +18,6 @@ from glm46.tasks.rl.rollout.inference_server import (
     QUICK_SECONDS,
     checked,
     group_backend,
-    of_tokens,
     unload_adapters,
     version_of,
 )
@@ -190,9 +189,8 @@ class SglangServer:
         try:
             own = meta["input_token_logprobs"][1:]  # the first token has none
             others = meta["input_top_logprobs"][1:] if top_k else [()] * len(own)
-            pairs = zip(own, others, strict=True)
-            places = [{token: float(logprob) for logprob, token, *_ in (*top, one)} for one, top in pairs]
-            return of_tokens(tokens, places)
+            places = ((*top, one) for one, top in zip(own, others, strict=True))
+            return [{token: float(logprob) for logprob, token, *_ in place} for place in places]
         except (LookupError, TypeError, ValueError) as error:
             raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
 

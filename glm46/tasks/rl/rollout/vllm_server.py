@@ -20,7 +20,6 @@ from glm46.tasks.rl.rollout.inference_server import (
     QUICK_SECONDS,
     checked,
     group_backend,
-    of_tokens,
     unload_adapters,
     version_of,
 )
@@ -212,8 +211,8 @@ class VllmServer:
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k, "detokenize": False}
         reply = self._ask({"token_ids": tokens, "sampling_params": sampling}, seconds)
         try:
-            places = [{int(key): float(of["logprob"]) for key, of in p.items()} for p in reply["prompt_logprobs"][1:]]
-            return of_tokens(tokens, places)
+            places = reply["prompt_logprobs"][1:]
+            return [{int(token): float(of["logprob"]) for token, of in place.items()} for place in places]
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
 
