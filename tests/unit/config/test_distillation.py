@@ -65,7 +65,8 @@ BAD = {
         ["distillation.stored_path", "has no effect with", 'load_path = "teacher"', "is loaded; remove"],
     ),
     "shape of stored values": (
-        (TEACHER, 'stored_path = "values"\nflavor = "GLM-4.6"'), ["distillation.flavor", "no effect without", "load_path"],
+        (TEACHER, 'stored_path = "values"\nflavor = "GLM-4.6"'),
+        ["distillation.flavor", "no effect without", "load_path"],
     ),
     "values on the hub": ((TEACHER, 'stored_path = "hf://a/b"'), ["stored_path", "is a URL; give a path"]),
     "pairs too": ((TEACHER, TEACHER + "\n[finetune.preference]\nbeta = 0.1", '"messages"', '"preference"'),
