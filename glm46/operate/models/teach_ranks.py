@@ -86,7 +86,7 @@ def teach(arguments: argparse.Namespace, config: RunConfig) -> None:
 
 @torch.inference_mode()
 def _of_model(loaded: Loaded, config: DistillationConfig, documents: list[Document]) -> list[Values]:
-    """What a model says; documents of similar length are computed together. Collective."""
+    """Asks a model; documents of similar length are computed together. Collective."""
     mesh, form = loaded.mesh, partial(top_tokens, count=config.top_k, temperature=config.temperature)
     order = sorted(range(len(documents)), key=lambda number: -len(documents[number].tokens))
     values = dict[int, Values]()

@@ -1,5 +1,5 @@
-"""What a teacher has said of prepared chats before a run: at each target its most likely tokens and their
-log-probabilities.
+"""Stored values of a teacher that was asked about prepared chats before a run: at each target its most likely tokens and
+their log-probabilities.
 
 A folder has ``manifest.json`` and a safetensors file for each part of the documents: ``keys`` U8 [documents, 16], their
 hashes; ``ends`` I64 [documents], the exclusive ends of their targets; ``ids`` U32 and ``logprobs`` F32 [targets, K],
@@ -49,7 +49,7 @@ class Document(NamedTuple):
 
 
 def facts_of(teacher: str, config: DistillationConfig, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """What decides the values of a folder: teacher, tokenizer, data, and how it was asked; and the number of parts."""
+    """The facts that decide the values of a folder: teacher, tokenizer, data, and how it was asked; and the number of parts."""
     if plain := [manifest.folder for manifest in manifests if manifest.splits["train"].targets is None]:
         raise UserError(
             f"{plain[0]}: is text, and values are stored of chats, which rows hold whole; remove the source"
