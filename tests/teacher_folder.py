@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from glm46.tasks.finetune import teacher_values
-from glm46.tasks.finetune.teacher_values import Document, Values
+from glm46.tasks.finetune.teacher_values import AskedDocument, Values
 
 IGNORE = -100
 
 
 def answer_of(
     tokens: Tensor, labels: Tensor, logits: Tensor, top_k: int, temperature: float
-) -> tuple[Document, Values]:
+) -> tuple[AskedDocument, Values]:
     """A document, from its tokens and labels [S], and the most likely tokens at its targets by logits [S, V]."""
     best = (logits[labels != IGNORE].float() / temperature).log_softmax(-1).topk(top_k)
-    document = Document(tokens.numpy(), (labels != IGNORE).numpy())
+    document = AskedDocument(tokens.numpy(), (labels != IGNORE).numpy())
     return document, (best.indices.numpy().astype("u4"), best.values.detach().numpy())
 
 
-def write_answers(folder: Path, answers: list[tuple[Document, Values]], parts: int) -> None:
+def write_answers(folder: Path, answers: list[tuple[AskedDocument, Values]], parts: int) -> None:
     """Store answers in their order, in this many parts."""
     size, documents = -(-len(answers) // parts), [document for document, _ in answers]
     groups = iter([answers[at : at + size] for at in range(0, len(answers), size)])
@@ -30,7 +30,7 @@ def write_answers(folder: Path, answers: list[tuple[Document, Values]], parts: i
         "teacher": "of tests", "temperature": 1.0,
     }  # fmt: skip
 
-    def ask(asked: list[Document]) -> list[Values]:
+    def ask(asked: list[AskedDocument]) -> list[Values]:
         group = next(groups)
         assert [document.key for document, _ in group] == [document.key for document in asked]
         return [values for _, values in group]

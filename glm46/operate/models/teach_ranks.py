@@ -25,7 +25,7 @@ from glm46.run.plan import resolve_plan
 from glm46.storage.chats.chat_template import raise_for_source
 from glm46.storage.data.corpus import load_text
 from glm46.tasks.finetune.distillation import top_tokens
-from glm46.tasks.finetune.teacher_values import Document, Values, facts_of, store
+from glm46.tasks.finetune.teacher_values import AskedDocument, Values, facts_of, store
 from glm46.tasks.pretrain.network_rows import batch_of_rows
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call
 from glm46.tasks.rl.rollout.inference_server import QUICK_SECONDS, InferenceServer
@@ -85,7 +85,7 @@ def teach(arguments: argparse.Namespace, config: RunConfig) -> None:
 
 
 @torch.inference_mode()
-def _of_model(loaded: Loaded, config: DistillationConfig, documents: list[Document]) -> list[Values]:
+def _of_model(loaded: Loaded, config: DistillationConfig, documents: list[AskedDocument]) -> list[Values]:
     """Asks a model; documents of similar length are computed together. Collective."""
     mesh, form = loaded.mesh, partial(top_tokens, count=config.top_k, temperature=config.temperature)
     order = sorted(range(len(documents)), key=lambda number: -len(documents[number].tokens))
@@ -117,7 +117,7 @@ def _values(both: np.ndarray) -> Values:
 
 def _of_servers(
     arguments: argparse.Namespace, config: DistillationConfig
-) -> tuple[Callable[[list[Document]], list[Values]], str]:
+) -> tuple[Callable[[list[AskedDocument]], list[Values]], str]:
     """Asks running servers of one model, and its name."""
     key = f"--server {arguments.server[0]}"
     if stated := [name for name in ("adapter", "tokenizer", "dtype", "device", "nproc") if getattr(arguments, name)]:
@@ -136,14 +136,14 @@ def _of_servers(
     if len(names) > 1:
         raise UserError(f"{key}: serves another model than the others: {', '.join(sorted(names))}; give those of one")
 
-    def ask(documents: list[Document]) -> list[Values]:
+    def ask(documents: list[AskedDocument]) -> list[Values]:
         with ThreadPoolExecutor(_AT_ONCE * len(servers)) as pool:
             return list(pool.map(partial(_of_document, servers, config.top_k), range(len(documents)), documents))
 
     return ask, f"{names.pop()} of {arguments.kind}"
 
 
-def _of_document(servers: Sequence[InferenceServer], top_k: int, number: int, document: Document) -> Values:
+def _of_document(servers: Sequence[InferenceServer], top_k: int, number: int, document: AskedDocument) -> Values:
     places = np.flatnonzero(document.is_target)
     tokens = document.tokens[: places[-1] + 2].tolist()
     for attempt in range(_TRIES):

@@ -1,5 +1,5 @@
-"""Stored values of a teacher that was asked about prepared chats before a run: at each target its most likely tokens and
-their log-probabilities.
+"""Values of a teacher that was asked about prepared chats before a run: at each target its most likely tokens and their
+log-probabilities.
 
 A folder has ``manifest.json`` and a safetensors file for each part of the documents: ``keys`` U8 [documents, 16], their
 hashes; ``ends`` I64 [documents], the exclusive ends of their targets; ``ids`` U32 and ``logprobs`` F32 [targets, K],
@@ -37,7 +37,7 @@ Values = tuple[np.ndarray, np.ndarray]
 """Of a document: ids uint32 and log-probabilities float32, [targets, K]."""
 
 
-class Document(NamedTuple):
+class AskedDocument(NamedTuple):
     """A document of a prepared source: its tokens int64 [n], and bool [n], whether the next one is a target."""
 
     tokens: np.ndarray
@@ -49,7 +49,7 @@ class Document(NamedTuple):
 
 
 def facts_of(teacher: str, config: DistillationConfig, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """The facts that decide the values of a folder: teacher, tokenizer, data, and how it was asked; and the number of parts."""
+    """The facts that decide the values of a folder: teacher, tokenizer, data, how it was asked; and its parts."""
     if plain := [manifest.folder for manifest in manifests if manifest.splits["train"].targets is None]:
         raise UserError(
             f"{plain[0]}: is text, and values are stored of chats, which rows hold whole; remove the source"
@@ -68,18 +68,18 @@ def _parts(folder: Path, facts: dict[str, Any]) -> list[Path]:
     return [folder / f"part-{number:05}.safetensors" for number in range(facts["parts"])]
 
 
-def _documents(manifests: Sequence[Manifest]) -> Iterator[Document]:
+def _documents(manifests: Sequence[Manifest]) -> Iterator[AskedDocument]:
     for stream in (open_tokens(manifest, split) for manifest in manifests for split in manifest.splits):
         for start, end in pairwise(chain([0], *(ends.tolist() for ends in stream.doc_ends_by_shard()))):
             marked = np.empty(end - start, np.int64)
             stream.read(start, marked)
-            yield Document(marked & ~NOT_A_TARGET, np.append(marked[1:] < NOT_A_TARGET, False))
+            yield AskedDocument(marked & ~NOT_A_TARGET, np.append(marked[1:] < NOT_A_TARGET, False))
 
 
 def store(
-    folder: Path, facts: dict[str, Any], manifests: Sequence[Manifest], ask: Callable[[list[Document]], list[Values]],
+    folder: Path, facts: dict[str, Any], manifests: Sequence[Manifest], ask: Callable[[list[AskedDocument]], list[Values]],
     agree: Callable[[Callable[[], Any]], Any], *, writes: bool,
-) -> Iterator[tuple[Document, Values]]:  # fmt: skip
+) -> Iterator[tuple[AskedDocument, Values]]:  # fmt: skip
     """Ask for the parts that a folder lacks, write them one by one, and yield their documents. Raises UserError if it
     is of other values, or these are no log-probabilities. Collective.
 
@@ -110,7 +110,7 @@ def _begin(folder: Path, facts: dict[str, Any]) -> list[Path]:
     return [part for part in _parts(folder, facts) if not part.exists()]
 
 
-def _write(part: Path, facts: dict[str, Any], documents: list[Document], values: list[Values]) -> None:
+def _write(part: Path, facts: dict[str, Any], documents: list[AskedDocument], values: list[Values]) -> None:
     ids = np.concatenate([np.empty((0, facts["top_k"]), np.uint32), *(ids for ids, _ in values)])
     logprobs = np.concatenate([np.empty((0, facts["top_k"]), np.float32), *(logprobs for _, logprobs in values)])
     total = np.exp(logprobs.astype(np.float64)).sum(1)
@@ -175,14 +175,14 @@ class TeacherValues:
         logprobs = np.zeros(ids.shape, np.float32)
         for row, of_row in enumerate(numbers):
             for low, high in pairwise(np.flatnonzero(np.diff(of_row, prepend=-2, append=-2)).tolist()):
-                document = Document(tokens[row, low:high], labels[row, low:high] != IGNORE)
+                document = AskedDocument(tokens[row, low:high], labels[row, low:high] != IGNORE)
                 if document.is_target.any():
                     places = low + np.flatnonzero(document.is_target)
                     ids[row, places], logprobs[row, places] = (found[:, :top_k] for found in self.of(document))
         ids_BKS, logprobs_BKS = (torch.from_numpy(each).transpose(1, 2).contiguous() for each in (ids, logprobs))
         return ids_BKS, logprobs_BKS
 
-    def of(self, document: Document) -> Values:
+    def of(self, document: AskedDocument) -> Values:
         """Of a document with targets; errors as of `of_batch`."""
         key = np.bytes_(document.key.rstrip(b"\0"))  # as NumPy gives those of the array
         at = int(np.searchsorted(self._keys, key))

@@ -240,7 +240,7 @@ def test_damaged_and_missing_values_are_refused(start, stored, tmp_path):
         for document in all_documents(start):
             values.of(document)
     with pytest.raises(UserError, match=r"has no values of a document of 4 tokens; name an empty folder"):
-        values.of(teacher_values.Document(np.arange(4), np.array([False, True, True, False])))
+        values.of(teacher_values.AskedDocument(np.arange(4), np.array([False, True, True, False])))
 
 
 def test_values_are_found_by_any_hash(tmp_path):
@@ -269,7 +269,7 @@ def test_values_are_found_by_any_hash(tmp_path):
     [[0.0, -0.5]], [[-0.1, float("-inf")]], [[-2.0, -1.0]], [[float("nan"), -1.0]],
 ])  # fmt: skip
 def test_values_of_no_distribution_are_refused(tmp_path, bad):
-    document = teacher_values.Document(np.arange(2), np.array([True, False]))
+    document = teacher_values.AskedDocument(np.arange(2), np.array([True, False]))
     answer = np.array([[1, 2]], np.uint32), np.array(bad, np.float32)
     with pytest.raises(UserError, match="of tests: its log-probabilities are not"):
         write_answers(tmp_path / "values", [(document, answer)], 1)
