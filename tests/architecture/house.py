@@ -183,7 +183,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
         211,
         "values of a teacher by document: stored in parts, checked at a start, read for each batch",
     ),
-    ("operate/models", 131, "teach: a model on its ranks, and servers, say their most likely tokens"),
+    ("operate/models", 133, "teach: a model on its ranks, and servers, say their most likely tokens"),
     ("commands", 32, "the options of teach"),
     ("config", 15, "the folder of stored values, and what a student computes twice"),
     ("compute/model", -9, "signatures and calls on fewer lines, functions of one use"),

@@ -28,7 +28,7 @@ from glm46.tasks.finetune.distillation import top_tokens
 from glm46.tasks.finetune.teacher_values import AskedDocument, Values, facts_of, store
 from glm46.tasks.pretrain.network_rows import batch_of_rows
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call
-from glm46.tasks.rl.rollout.inference_server import QUICK_SECONDS, InferenceServer
+from glm46.tasks.rl.rollout.inference_server import QUICK_SECONDS
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 
@@ -128,7 +128,7 @@ def _of_servers(
             "1, or give --model"
         )
     client = VllmServer if arguments.kind == "vllm" else SglangServer
-    servers: list[InferenceServer] = [client(url, range(0)) for url in arguments.server]
+    servers = [client(url, range(0)) for url in arguments.server]
     try:
         names = {call(server.url, "/v1/models", seconds=QUICK_SECONDS)["data"][0]["id"] for server in servers}
     except (CallError, LookupError, TypeError) as error:
@@ -143,7 +143,9 @@ def _of_servers(
     return ask, f"{names.pop()} of {arguments.kind}"
 
 
-def _of_document(servers: Sequence[InferenceServer], top_k: int, number: int, document: AskedDocument) -> Values:
+def _of_document(
+    servers: Sequence[VllmServer | SglangServer], top_k: int, number: int, document: AskedDocument
+) -> Values:
     places = np.flatnonzero(document.is_target)
     tokens = document.tokens[: places[-1] + 2].tolist()
     for attempt in range(_TRIES):

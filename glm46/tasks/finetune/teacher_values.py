@@ -77,8 +77,8 @@ def _documents(manifests: Sequence[Manifest]) -> Iterator[AskedDocument]:
 
 
 def store(
-    folder: Path, facts: dict[str, Any], manifests: Sequence[Manifest], ask: Callable[[list[AskedDocument]], list[Values]],
-    agree: Callable[[Callable[[], Any]], Any], *, writes: bool,
+    folder: Path, facts: dict[str, Any], manifests: Sequence[Manifest],
+    ask: Callable[[list[AskedDocument]], list[Values]], agree: Callable[[Callable[[], Any]], Any], *, writes: bool,
 ) -> Iterator[tuple[AskedDocument, Values]]:  # fmt: skip
     """Ask for the parts that a folder lacks, write them one by one, and yield their documents. Raises UserError if it
     is of other values, or these are no log-probabilities. Collective.
