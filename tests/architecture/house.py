@@ -170,6 +170,14 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("engine/training", 1, "a teacher's folder is compared with its own shape"),
     ("config", 8, "raise_if, moved from storage/huggingface"),
     ("engine/inference", 2, "types that mypy holds"),
+    (
+        "tasks/finetune",
+        211,
+        "values of a teacher by document: stored in parts, checked at a start, read for each batch",
+    ),
+    ("operate/models", 133, "teach: a model on its ranks, and servers, say their most likely tokens"),
+    ("commands", 32, "the options of teach"),
+    ("config", 15, "the folder of stored values, and what a student computes twice"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 57_074

@@ -174,15 +174,9 @@ def head_bytes(shape: ModelShape, width: int, tp: int = 1, frozen: Frozen | None
 
 
 def layer_bytes(
-    shape: ModelShape,
-    width: int,
-    block: str,
-    mode: str,
-    spread: Spread,
-    *,
-    frozen: Frozen | None = None,
+    shape: ModelShape, width: int, block: str, mode: str, spread: Spread, *, frozen: Frozen | None = None,
     recompute: tuple[str, ...] = (),
-) -> float:
+) -> float:  # fmt: skip
     """Bytes that forward keeps of a block, per token of a rank; "selective" does not keep what ``recompute`` names."""
     tp, ep, hops = spread
     shape, layer = with_key_copies(shape, tp), dense_layer_bytes if block == "dense" else moe_layer_bytes
@@ -200,14 +194,9 @@ def layer_bytes(
 
 
 def kept_tensors(
-    shape: ModelShape,
-    width: int,
-    block: str,
-    mode: str,
-    spread: Spread,
-    frozen: Frozen | None = None,
+    shape: ModelShape, width: int, block: str, mode: str, spread: Spread, frozen: Frozen | None = None,
     recompute: tuple[str, ...] = (),
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Bytes of each tensor that "full" or "selective" keeps of a block, per token of a rank, the input first: those
     that `cpu_checkpointing` moves. Backward reads nothing of what the experts return, but for DoRA's magnitudes."""
     chosen, hidden, hops = shape.num_experts_per_tok, shape.hidden_size * width, spread.hops

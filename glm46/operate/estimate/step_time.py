@@ -366,8 +366,9 @@ def _waits_for_tokens(
 
 def _kernel_parts(stage: StagePart, plan: Plan) -> Iterator[tuple[PartOfModel, Frozen | None, bool, str]]:
     """The parts of a stage as `part_work` takes them, whether they have a backward, and how they are checkpointed; a
-    head for each depth."""
-    frozen, heads = None if stage.adapters is None else Frozen(), 1 + plan.shape.num_nextn_predict_layers
+    head for each depth, and for the cross-entropy of a student where it has logits of its own."""
+    frozen, of = None if stage.adapters is None else Frozen(), plan.config.distillation
+    heads = 1 + plan.shape.num_nextn_predict_layers + (of is not None and of.runs_head_twice)
     if stage.has_embedding:
         yield "embedding", frozen, True, "none"
     for index, block in enumerate(stage.blocks):
@@ -384,18 +385,12 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
     config, stage, layout = plan.config, plan.text_stages[stage_index], plan.layout
     tokens = config.training.local_batch_size * stage.seq_len / (layout.cp * layout.tp)
     return MicroBatch(
-        shape=stage.shape,
-        layout=layout,
-        tokens=tokens,
-        seq_len=stage.seq_len,
-        document_tokens=plan.document_tokens,
-        param_dtype=config.training.mixed_precision_param,
-        is_compiled=config.compile.enable,
+        shape=stage.shape, layout=layout, tokens=tokens, seq_len=stage.seq_len, document_tokens=plan.document_tokens,
+        param_dtype=config.training.mixed_precision_param, is_compiled=config.compile.enable,
         linear_fp8=config.float8.recipe_name is not None and not config.float8.emulate,
         experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
-        hops=plan.hops(stage.shape),
-        chunks=plan.exchange_chunks,
-    )
+        hops=plan.hops(stage.shape), chunks=plan.exchange_chunks,
+    )  # fmt: skip
 
 
 def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:
