@@ -18,8 +18,8 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def signed(value: int) -> int:
-    """The int64 with the same bits as an unsigned constant: torch has no arithmetic on unsigned 64-bit integers."""
-    return value - (1 << 64) if value >= 1 << 63 else value
+    """The int64 with the lowest 64 bits of an integer: torch has no arithmetic on unsigned 64-bit integers."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 GAMMA = signed(0x9E3779B97F4A7C15)
