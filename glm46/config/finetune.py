@@ -73,6 +73,11 @@ class DistillationConfig(Section):
     sft_weight: float = Field(0.0, ge=0.0)
     """Weight of the mean cross-entropy of the targets, which is added to the mean divergence."""
 
+    @property
+    def runs_head_twice(self) -> bool:
+        """True if the cross-entropy, which is at temperature 1, takes logits of its own."""
+        return self.temperature != 1.0 and self.sft_weight > 0
+
 
 class FineTuneConfig(Section):
     """[finetune]: start from trained weights (checkpoint.initial_load_path) and learn the targets of conversations,

@@ -121,6 +121,7 @@ class Case(NamedTuple):
             wide = shape | {"hidden_size": 320, "num_hidden_layers": 6}
             PRESETS["wide"] = PRESETS["debug"].model_copy(update=wide)
             section |= {"load_path": "teacher", "flavor": "wide"} if self.teacher == "own" else {}
+            section |= {"temperature": 2.0, "sft_weight": 0.5} if self.teacher == "twice" else {}
             model, adapted = (
                 model | {"num_nextn_predict_layers": 0}, adapted | {"finetune": {"distillation": section}}
             )  # fmt: skip
@@ -319,6 +320,7 @@ CASES = {
     "dpo-pp-ep": Case(8, pairs="sigmoid", pipeline=2, experts_over=2, micro_batches=4, dtype=BF16),
     "dpo-cp-ep-lora": Case(8, pairs="sigmoid", adapter=LORA, context=2, experts_over=2, micro_batches=2),
     "distil-tp-ep": Case(4, teacher="start", tensor=2, experts_over=2, micro_batches=2),
+    "distil-tp-twice": Case(4, teacher="twice", tensor=2, micro_batches=2),
     "distil-own-cp": Case(4, teacher="own", context=2, micro_batches=2, dtype=BF16),
     "distil-own-tp-full": Case(4, teacher="own", tensor=2, checkpointing="full", micro_batches=2),
     "distil-own-pp-lora": Case(4, teacher="own", adapter=LORA, pipeline=2, micro_batches=2, dtype=BF16),

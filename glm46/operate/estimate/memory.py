@@ -225,6 +225,7 @@ class _Step:
         self._of_row = {"rows": self._rows, "length": self._length, "cp": plan.layout.cp, "tp": plan.layout.tp}
         self._sums_once, self._frozen = gradients_are_summed_once(plan), frozen_plan(plan)
         self._frozen_parts = parts_of_ranks(self._frozen) if self._frozen else []
+        self._teacher = _Step(self._frozen, stage_index, device) if plan.config.teacher and self._frozen else None
         self._known: dict[tuple[Block, Frozen | None, str], float] = {}
 
     def memory_of(self, rank: int, parts: list[StagePart]) -> MemoryPlan:
@@ -253,11 +254,14 @@ class _Step:
         activations = sum(counts[index] * size for index, size in kept.items())
         activations = in_host * (self._device == "cpu") - freed + activations
         activations += waiting and waiting * max(self._output_gradients(part) for part in parts)
+        gathered = self._gathered(parts, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)
+        if self._teacher is not None:  # in its pass there are no activations yet
+            gathered = max(gathered, self._teacher._gathered(self._frozen_parts[rank]) - activations)
         return MemoryPlan(
             weights=held * self._master + frozen + buffers * FP32 + reference,
             gradients=max(self.gradients_of(parts)),
             optimizer=on_device,
-            gathered=self._gathered(parts, self._loss_buffers() if any(part.has_head for part in parts) else 0.0)
+            gathered=gathered
             + self._converted(each.row for each in rows)
             + sum(2 * FP32 * n * row.numel(self._shape) for row, n, _ in rows if row.group == "magnitude"),
             activations=activations + self._buffers(parts),
@@ -317,9 +321,9 @@ class _Step:
         is_packed = any(row.stored_bytes == 0.5 for row in rows)
         return largest * self._width + is_packed * min(largest, DECODED_AT_ONCE) * DECODING_BYTES
 
-    def _gathered(self, parts: list[StagePart], loss_buffers: float) -> float:
+    def _gathered(self, parts: list[StagePart], loss_buffers: float | None = None) -> float:
         """Gathered weights; and what only one part of the step needs: the gradient of a layer in the compute and the
-        reduce type, or of a weight that FSDP2 does not get, or before it the logits."""
+        reduce type, or of a weight that FSDP2 does not get, or before it the logits. None: of weights alone."""
         width = self._width if self._config.training.mixed_precision_param != "float32" else self._master
         sizes = self._layer_sizes(parts)
         layers = {prefix: computed * width + stored for prefix, (computed, stored, _) in sizes.items()}
@@ -335,7 +339,8 @@ class _Step:
             gradient = (sum if splits else max)(trained) * self._width
         # The gradient of one weight, to be added to that of the micro-batches before.
         added = max((prod(each.sizes) for each in self._unsharded(parts)), default=0) * (self._micro_batches > 1)
-        return weights + self._rounded(parts) + root + max(gradient, added * self._width, loss_buffers)
+        beside = 0.0 if loss_buffers is None else max(gradient, added * self._width, loss_buffers)
+        return weights + self._rounded(parts) + root + beside
 
     def _rounded(self, parts: list[StagePart]) -> float:
         """The experts' weights in FP8, for forward and for backward, with scales; emulated in the compute type."""

@@ -366,8 +366,9 @@ def _waits_for_tokens(
 
 def _kernel_parts(stage: StagePart, plan: Plan) -> Iterator[tuple[PartOfModel, Frozen | None, bool, str]]:
     """The parts of a stage as `part_work` takes them, whether they have a backward, and how they are checkpointed; a
-    head for each depth."""
-    frozen, heads = None if stage.adapters is None else Frozen(), 1 + plan.shape.num_nextn_predict_layers
+    head for each depth, and for the cross-entropy of a student where it has logits of its own."""
+    frozen, of = None if stage.adapters is None else Frozen(), plan.config.distillation
+    heads = 1 + plan.shape.num_nextn_predict_layers + (of is not None and of.runs_head_twice)
     if stage.has_embedding:
         yield "embedding", frozen, True, "none"
     for index, block in enumerate(stage.blocks):

@@ -361,11 +361,12 @@ class _Step:
             yield _Call("tp", "reduce_scatter", tp, name, calls * self._has_backward, self._hidden * tp)
             is_trained = self._has_backward and part.adapters is None
             tokens, chunk = self._tokens * tp, loss_chunk_tokens(is_trained=is_trained)
+            runs_twice = (of := self._plan.config.distillation) is not None and of.runs_head_twice
             for start in range(0, tokens, chunk):
                 # Largest logit, logarithm of the sum, log-probability of the label and prediction of each token.
                 # A student has the last of more tokens, a teacher of these alone, and looks for them by their logits.
-                finds = self._top_k > 0 and not self._has_backward
-                for figures in (2 * self._top_k, 3 + self._top_k) if finds else (4 + self._top_k,):
+                first = 4 * runs_twice if self._has_backward else 2 * self._top_k
+                for figures in (first, 3 + self._top_k) if first else (4 + self._top_k,):
                     size = min(chunk, tokens - start) * figures * _FP64 * tp
                     yield _Call("tp", "all_gather", tp, "softmax over parts of the vocabulary", calls, size)
 

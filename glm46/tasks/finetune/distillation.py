@@ -127,9 +127,8 @@ class DistillationLoss:
     def __init__(self, network: Network, config: DistillationConfig):
         self._network, self._config = network, config
         temperature = config.temperature
-        self._is_split = temperature != 1.0 and config.sft_weight > 0
-        self._has_nll = temperature == 1.0 or self._is_split
-        self.form = self._at_both if self._is_split else partial(token_logprobs, temperature=temperature)
+        self._has_nll = temperature == 1.0 or config.runs_head_twice
+        self.form = self._at_both if config.runs_head_twice else partial(token_logprobs, temperature=temperature)
         self.of_teacher = partial(top_tokens, count=config.top_k, temperature=temperature)
 
     def _at_both(
