@@ -21,12 +21,13 @@ from glm46.operate.estimate.exchange_time import (
 )
 from glm46.operate.estimate.kernels import MicroBatch, PartOfModel, Work, part_work, work_beside_exchange
 from glm46.operate.estimate.memory import offloaded_activations, rank_memory
+from glm46.operate.estimate.micro_batch_traffic import TOKENS, exchanges
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.other_networks import frozen_plan, other_networks, other_passes
 from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
 from glm46.operate.estimate.target_cluster import TargetCluster, groups
 from glm46.operate.estimate.timeline import Order, Timeline, bubble, simulate
-from glm46.operate.estimate.traffic import MUON, TOKENS, Traffic, exchanges, reference_traffic, step_traffic
+from glm46.operate.estimate.traffic import MUON, Traffic, reference_traffic, step_traffic
 from glm46.run.flops import training_flops_per_token
 from glm46.run.plan import Plan
 from glm46.run.tree import rounds
@@ -336,12 +337,13 @@ def _waits_for_tokens(
     parallelism, published = plan.config.parallelism, roofline.published_exchange
     found = exchanges(plan, batch.shape, batch.tokens / batch.chunks)
     is_one_kernel = published or parallelism.expert_exchange == "deepep"
+    ranks = {axis: size for axis, (_, size) in groups(plan).items()}
 
     def sends(first: int) -> dict[tuple[int, bool], float]:
         """Seconds of sends by hop; those there are of `TOKENS` from ``first`` on, those back of rows."""
         seconds: dict[tuple[int, bool], float] = {}
-        for hop, (axis, ranks, *sizes) in enumerate(found):
-            calls = [roofline.traffic(Traffic(axis, "all_to_all", ranks, 1, size, "")) for size in sizes]
+        for hop, (axis, *sizes) in enumerate(found):
+            calls = [roofline.traffic(Traffic(axis, "all_to_all", ranks[axis], 1, size, "")) for size in sizes]
             seconds |= {(hop, False): sum(calls[first:-1]), (hop, True): calls[-1]}
         if is_one_kernel:  # which forwards rows while others arrive
             return {(0, is_back): max(seconds[hop, is_back] for hop in range(len(found))) for is_back in (False, True)}
@@ -367,13 +369,12 @@ def _waits_for_tokens(
 def _kernel_parts(stage: StagePart, plan: Plan) -> Iterator[tuple[PartOfModel, Frozen | None, bool, str]]:
     """The parts of a stage as `part_work` takes them, whether they have a backward, and how they are checkpointed; a
     head for each depth, and for the cross-entropy of a student where it has logits of its own."""
-    frozen, of = None if stage.adapters is None else Frozen(), plan.config.distillation
+    frozen, of = None if stage.frozen is None else Frozen(), plan.config.distillation
     heads = 1 + plan.shape.num_nextn_predict_layers + (of is not None and of.runs_head_twice)
     if stage.has_embedding:
         yield "embedding", frozen, True, "none"
-    for index, block in enumerate(stage.blocks):
-        adapters = frozen if stage.adapters is None else Frozen(stage.adapters[index], stage.base_dtype)
-        yield block, adapters, index >= stage.backward_from, plan.config.activation_checkpoint.mode_of(index)
+    for block, adapters, has_backward, mode, _ in stage.runs(plan.config.activation_checkpoint):
+        yield block, adapters, has_backward, mode
     for _ in range(heads * stage.has_head):
         yield "head", frozen, True, "none"
 
