@@ -69,8 +69,8 @@ class ActivationMemory(StepFacts):
         """Bytes that leave the device for host memory, where two layers of each stage stay, and those that they take
         there: torch's pinned allocator gives a power of two for each tensor."""
         freed = held = 0.0
-        for part in parts if self.checkpointing.cpu_checkpointing else ():
-            layers = self.kept_tensors(part)
+        for part in parts:
+            layers = self.offloaded(part)
             sizes = [*map(sum, layers), 0.0]
             freed += counts[part.index] * sum(sizes) - max(map(sum, pairwise(sizes)), default=0.0)
             if self.device == "gpu":
@@ -78,10 +78,10 @@ class ActivationMemory(StepFacts):
             held += counts[part.index] * sum(map(sum, layers))
         return freed, held
 
-    def kept_tensors(self, part: StagePart) -> list[list[float]]:
-        """Bytes of the tensors of each checkpointed layer of a stage that can wait in host memory."""
+    def offloaded(self, part: StagePart) -> list[list[float]]:
+        """Bytes of the tensors of each checkpointed layer of a stage that wait in host memory."""
         found = []
-        for index, run in enumerate(part.runs(self.checkpointing)):
+        for index, run in enumerate(part.runs(self.checkpointing)) if self.checkpointing.cpu_checkpointing else ():
             if run.has_backward and run.mode != "none":
                 # Buffers that a stage receives in stay where they are.
                 stays = (not part.has_embedding) * ((index == 0) + ((run.block, run.mode) == ("mtp", "full")))

@@ -135,13 +135,6 @@ def rank_memory(plan: Plan, stage_index: int = 0, *, device: str = "gpu") -> lis
     return found
 
 
-def offloaded_activations(plan: Plan, stage_index: int, part: StagePart) -> list[float]:
-    """Bytes that the checkpointed layers of a stage copy to host memory in a micro-batch, and back; of each layer."""
-    if not plan.config.activation_checkpoint.cpu_checkpointing:
-        return []
-    return [*map(sum, ActivationMemory(plan, stage_index, "gpu").kept_tensors(part))]
-
-
 def step_text(plan: Plan) -> float:
     """Bytes of token data of one step, which a rank reads at once, in the largest stage of text."""
     return max(_text(plan, index) for index in _reached(plan))
@@ -163,20 +156,16 @@ def _text(plan: Plan, stage_index: int) -> float:
 def _layer_sizes(parts: tuple[StagePart, ...], shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int, int]]:
     """Sizes of what FSDP2 gathers, of each layer by the prefix of its names, "" of the root: elements in the compute
     type, bytes of those that are gathered as they are stored, and elements that have a gradient."""
-    sizes, of_units = dict[str, tuple[int, int, int]](), dict[int, tuple[int, int, int]]()
-    units = [unit for part in parts for unit in fsdp_units(part, shape, layout)]
-    for unit in units:
+    found, of_units = dict[str, tuple[int, int, int]](), dict[int, tuple[int, int, int]]()
+    for unit in [unit for part in parts for unit in fsdp_units(part, shape, layout)]:
         if id(unit.rows) not in of_units:
-            computed = stored = trained = 0
-            for row in unit.rows:
-                size = prod(local_shape(row, shape, layout))
-                computed += size * (row.stored_bytes is None)
-                stored += int(size * (row.stored_bytes or 0))
-                trained += size * row.is_trained
-            of_units[id(unit.rows)] = computed, stored, trained
-        before, added = sizes.get(unit.prefix, (0, 0, 0)), of_units[id(unit.rows)]
-        sizes[unit.prefix] = before[0] + added[0], before[1] + added[1], before[2] + added[2]
-    return sizes
+            sizes = [(row, prod(local_shape(row, shape, layout))) for row in unit.rows]
+            computed = sum(size for row, size in sizes if row.stored_bytes is None)
+            stored = sum(int(size * (row.stored_bytes or 0)) for row, size in sizes)
+            of_units[id(unit.rows)] = computed, stored, sum(size for row, size in sizes if row.is_trained)
+        before, added = found.get(unit.prefix, (0, 0, 0)), of_units[id(unit.rows)]
+        found[unit.prefix] = before[0] + added[0], before[1] + added[1], before[2] + added[2]
+    return found
 
 
 class _Step(ActivationMemory):
@@ -205,15 +194,8 @@ class _Step(ActivationMemory):
         reference = sum(n * prod(sizes) * (self.width if row.optimizer else FP32) for row, n, sizes in others)
         here = {part.index for part in parts}
         kept = {part.index: self.of_micro_batch(part, here) for part in parts}
-        counts, waiting = {part.index: 1 for part in parts}, 0
-        if self.layout.pp > 1:
-            counts, waiting = in_flight(
-                self.config.parallelism,
-                rank,
-                self.micro_batches,
-                kept,
-                whole_backward=self.checkpointing.mode != "none",
-            )
+        is_whole = self.checkpointing.mode != "none"
+        counts, waiting = in_flight(self.config.parallelism, rank, self.micro_batches, kept, whole_backward=is_whole)
         freed, in_host = self.in_host(parts, counts)
         activations = sum(counts[index] * size for index, size in kept.items())
         activations = in_host * (self.device == "cpu") - freed + activations

@@ -266,6 +266,8 @@ def in_flight(
         whole_backward: of schedules that split it, the first half does all of it, as with recomputation.
     """
     ranks, each = parallelism.pipeline_parallel_degree, parallelism.stages_per_rank
+    if ranks == 1:
+        return dict.fromkeys(weights, 1), 0
     stages, name = stages_of_rank(parallelism, rank), parallelism.pipeline_parallel_schedule
     ahead = ranks - rank - 1  # ranks after this one
     # The most of all stages together, and of each.
