@@ -97,7 +97,7 @@ def plan_command(argv: Sequence[str]) -> int:
         found = run_search(config, cluster, pipeline_order, arguments.document_tokens)
         print(search_text(found))
         _write_numbers(arguments.json, lambda: search_numbers(found))
-        return 0 if found.search.best else EXIT_DOES_NOT_FIT
+        return 0 if found.best else EXIT_DOES_NOT_FIT
     plan = resolve_plan(config, cluster.gpus, arguments.document_tokens, host_ranks=cluster.host_ranks)
     engines = EngineOptions(arguments.engines, arguments.gpus_per_engine, arguments.completion_tokens)
     run = plan_run(plan, cluster, pipeline_order, engines)

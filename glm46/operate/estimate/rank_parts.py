@@ -133,11 +133,10 @@ class FsdpUnit:
     """Parameters that FSDP2 gathers and reduces together."""
 
     rows: tuple[Parameter, ...]
-    is_root: bool
-    has_own_mesh: bool
-    """True for experts whose shards are not those of other parameters."""
     prefix: str
     """What the names of its parameters begin with; empty for the root."""
+    has_own_mesh: bool = False
+    """True for experts whose shards are not those of other parameters."""
 
 
 class HeldRows(NamedTuple):
@@ -190,10 +189,10 @@ def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpU
             experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
             of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
         others, experts = of_kinds[id(block)]
-        units.append(FsdpUnit(others, False, False, prefix))
-        units += [FsdpUnit(experts, False, True, prefix)] if experts else []
+        units.append(FsdpUnit(others, prefix))
+        units += [FsdpUnit(experts, prefix, True)] if experts else []
     root = sharded(part.root_rows(shape))
-    return [*units, FsdpUnit(tuple(root), True, False, "")] if root else units
+    return [*units, FsdpUnit(tuple(root), "")] if root else units
 
 
 def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:

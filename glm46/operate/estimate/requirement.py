@@ -44,8 +44,6 @@ class Verdict:
     plan: Plan
     memory: MemoryPlan
     """Of the largest stage."""
-    text: float
-    """See `step_text`."""
     stages: list[str]
     """See `stage_table`."""
 
@@ -74,9 +72,8 @@ def describe_requirement(
         return True, "\n".join([*lines, "It fits."])
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
     advice = _smallest_that_fits(config, machine)
-    if 2 * verdict.text > verdict.memory.total:
-        size = binary_size(verdict.text)
-        advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {size}"
+    if 2 * (text := step_text(verdict.plan)) > verdict.memory.total:
+        advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {binary_size(text)}"
     return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
 
 
@@ -130,7 +127,7 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
         of_gpus += ["parallelism.enable_async_tensor_parallel = true"] * config.parallelism.enable_async_tensor_parallel
         faults += [f"{key} needs a GPU; found: none; remove it" for key in of_gpus]
     faults += [*fp8_faults(config.float8, machine), *_torch_faults(config, metadata.version("torch"))]
-    return Verdict(faults, margin, plan, memory, text, stage_table(plan, of_stages, capacity))
+    return Verdict(faults, margin, plan, memory, stage_table(plan, of_stages, capacity))
 
 
 def _torch_faults(config: RunConfig, torch: str) -> list[str]:

@@ -153,7 +153,7 @@ class _Step(MicroBatchTraffic):
             unit, held = firsts[rows], {row: self.elements(row, is_shard=True) for row in firsts[rows].rows}
             axis = "efsdp" if unit.has_own_mesh else "shard"
             shards = layout.expert_shards if unit.has_own_mesh else layout.dense_shards
-            frees = not unit.is_root and not parallelism.keeps_gathered
+            frees = unit.prefix != "" and not parallelism.keeps_gathered
             gathers, reduces = (2 * count if frees and not is_forward_only else count), count
             if not self.has_backward:
                 gathers, reduces = (count if frees else 1), 0  # released after the last one
