@@ -48,7 +48,7 @@ LINE_BUDGETS = {
     "storage/huggingface": 3078,
     "engine/observe": 2568, "engine/reliability": 1252, "engine/inference": 1765, "engine/training": 2845,
     "engine/evaluation": 1575, "tasks/pretrain": 845, "tasks/finetune": 310, "tasks/rl": 2923,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2755, "operate/estimate": 3840, "operate/launch": 2711,
+    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2755, "operate/estimate": 3780, "operate/launch": 2711,
     "operate/ablation": 948, "operate/benchmark": 170, "operate/cluster": 2365, "operate/models": 1440,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
@@ -178,14 +178,15 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/estimate", 39, "a teacher's weights, passes and traffic"),
     ("compute/model", 2, "several labels of a position"),
     ("engine/training", 1, "a teacher's folder is compared with its own shape"),
+    ("config", 5, "a student's head that runs twice"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 57_269
+MOST_LINES = 57_209
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
 MOST_COURT_LINES = 18_837
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
-MOST_OVERSIZED = 40
+MOST_OVERSIZED = 35
 """Files, classes and functions that are larger than good ones. It may only fall too."""
 MOST_VERB_LINES = 150
 """Of a file in `commands`: a verb parses its options and calls a room."""

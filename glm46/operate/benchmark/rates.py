@@ -28,7 +28,7 @@ from glm46.config.presets import PRESETS
 from glm46.engine.observe.hardware import measured_matmul_flops
 from glm46.engine.observe.peaks import Accelerator, find_accelerator
 from glm46.files.file_content import read_json_object
-from glm46.operate.estimate.kernels import MOVED, form
+from glm46.operate.estimate.kernels import KERNELS, MOVED, form
 from glm46.operate.estimate.machine import detect_machine
 from glm46.run.flops import attention_flops
 

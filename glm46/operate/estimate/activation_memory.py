@@ -152,13 +152,14 @@ class ActivationMemory(StepFacts):
         if self.width == FP32:
             return 0.0
         layout, shape, schedule = self.layout, self.shape, self.config.parallelism.pipeline_parallel_schedule
-        runs = (run for part in parts for run in self._backward_runs(part))
+        blocks = dict.fromkeys((run.block, run.frozen) for part in parts for run in self._backward_runs(part))
         # The rest of an MTP layer comes before both.
-        freed = [self.bytes.network(*each) for each in dict.fromkeys((run.block, run.frozen) for run in runs)]
+        freed = [self.bytes.network(*each) for each in blocks]
         if not freed:
             return 0.0
         splits = layout.pp > 1 and self.checkpointing.mode == "none" and PIPELINE_SCHEDULES[schedule].splits_backward
-        queries = keys = self.tokens * layout.tp
+        queries = self.tokens * layout.tp
+        keys: float = queries
         if layout.cp == 1:
             keys *= SHARED_KEYS if self.config.rl is not None and shape.sliding_window is None else 1
         elif not keys_travel(shape, self.width, **self._of_row):

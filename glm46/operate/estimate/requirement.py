@@ -133,21 +133,20 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
 def _torch_faults(config: RunConfig, torch: str) -> list[str]:
     """Faults of what this release of torch cannot run: 2.11 frees nodes that the second half of backward needs, and
     its FSDP2 takes no parameters of integers."""
-    release, found = tuple(int(part) for part in torch.split(".")[:2]), []
-    if config.adapter is not None and config.adapter.base_dtype is not None and release < INTEGERS_TORCH:
-        found.append(
-            f'adapter.base_dtype = "{config.adapter.base_dtype}" needs torch {".".join(map(str, INTEGERS_TORCH))}; '
-            f"found: {torch}; update torch, or remove adapter.base_dtype"
-        )
+    release, needs = tuple(int(part) for part in torch.split(".")[:2]), []
+    if config.adapter is not None and config.adapter.base_dtype is not None:
+        what = f'adapter.base_dtype = "{config.adapter.base_dtype}" needs'
+        needs.append((what, INTEGERS_TORCH, "remove adapter.base_dtype"))
     layout, name = config.parallelism, config.parallelism.pipeline_parallel_schedule
-    splits = layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
-    if splits and release < SPLIT_BACKWARD_TORCH:
+    if layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward:
         others = ", ".join(f'"{other}"' for other, each in PIPELINE_SCHEDULES.items() if not each.splits_backward)
-        found.append(
-            f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs torch '
-            f"{'.'.join(map(str, SPLIT_BACKWARD_TORCH))}; found: {torch}; update torch, or take one of {others}"
-        )
-    return found
+        what = f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs'
+        needs.append((what, SPLIT_BACKWARD_TORCH, f"take one of {others}"))
+    return [
+        f"{what} torch {'.'.join(map(str, oldest))}; found: {torch}; update torch, or {remedy}"
+        for what, oldest, remedy in needs
+        if release < oldest
+    ]
 
 
 def fp8_faults(float8: Float8Config, machine: Machine) -> list[str]:

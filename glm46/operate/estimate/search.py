@@ -83,20 +83,12 @@ class Search:
 
 
 def search_layouts(
-    config: RunConfig,
-    cluster: TargetCluster,
-    order_of: OrderOf,
-    report: Callable[[int, int], None] = lambda done, total: None,
-    document_tokens: float | None = None,
+    config: RunConfig, cluster: TargetCluster, order_of: OrderOf, document_tokens: float | None = None
 ) -> Search:
-    """Plan every layout of a run on all GPUs of a cluster. FSDP2 shards over all ranks that are left: replicas are not
-    tried, because shards need less memory and send no more.
-
-    Args:
-        report: called with the layouts done and their number.
-        document_tokens: of `Plan`.
-    """
-    usable = usable_bytes(cluster.gpu.memory_bytes)
+    """Plan every layout of a run on all GPUs of a cluster, with progress on stderr; ``document_tokens`` as of `Plan`.
+    FSDP2 shards over all ranks that are left: replicas are not tried, because shards need less memory and send no
+    more."""
+    usable, report = usable_bytes(cluster.gpu.memory_bytes), _reporter()
     best, refused, too_large, least = list[Candidate](), Counter[str](), 0, float("inf")
     layouts = list(_layouts(config, cluster))
     for done, parallelism in enumerate(layouts):
@@ -185,11 +177,6 @@ _SHOWN = 10
 _SECONDS_BETWEEN_LINES = 10.0
 _SHORT = {"weights and gradients": "FSDP2", "Muon's matrices": "Muon", "the host": "host", "the disk": "disk"}
 """Names of what a layout waits for that fit into a column."""
-
-
-def run_search(config: RunConfig, cluster: TargetCluster, order_of: OrderOf, document_tokens: float | None) -> Search:
-    """Search, with progress on stderr; arguments of `search_layouts`."""
-    return search_layouts(config, cluster, order_of, _reporter(), document_tokens)
 
 
 def search_text(found: Search) -> str:
