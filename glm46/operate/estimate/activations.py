@@ -68,10 +68,10 @@ class LayerBytes:
 
     def layer(self, block: str, frozen: Frozen | None = None, mode: str = "none") -> float:
         """What forward keeps of a block under a mode of activation checkpointing."""
-        joined = 3 * _norm(self.shape.hidden_size, self.width) + 2 * self.shape.hidden_size * self.width
-        beside = joined * (block == "mtp")  # of a prediction layer: its own norms and projection
         if mode == "none":
-            return beside + self.attention(frozen) + self.network(block, frozen)
+            joined = 3 * _norm(self.shape.hidden_size, self.width) + 2 * self.shape.hidden_size * self.width
+            # A prediction layer has norms and a projection of its own.
+            return (block == "mtp") * joined + self.attention(frozen) + self.network(block, frozen)
         kept = sum(self.kept_tensors(block, mode, frozen))
         if block != "dense":
             # Indices by which backward finds the rows of each assignment, and of each hop. A recomputation that repeats
@@ -80,7 +80,8 @@ class LayerBytes:
             indices = self.shape.num_experts_per_tok * (1 + (self.ep > 1 and not self.hops) * orders)
             kept += (indices + sum(self.hops)) * INDEX
         # Selective checkpointing covers only the decoder layer inside an MTP layer.
-        return kept + beside if mode == "selective" else kept
+        is_partly = (block, mode) == ("mtp", "selective")
+        return kept + self.layer(block, frozen) - self.layer("moe", frozen) if is_partly else kept
 
     def attention(self, frozen: Frozen | None = None) -> float:
         """Norm and attention of one layer."""
@@ -120,14 +121,14 @@ class LayerBytes:
 
     def _adapters(self, frozen: Frozen | None) -> float:
         """``scale * A x`` of each adapter, and under DoRA the sum that is scaled to the magnitude."""
-        total = 0.0
+        total, shape = 0.0, with_key_copies(self.shape, self.tp)
         for row in () if frozen is None else frozen.adapters:
             # Ranks of a tensor-parallel group have all tokens of it: of A's results all, of the sum their rows of W.
-            times = self.shape.num_experts_per_tok if row.is_expert else self.tp
+            times = shape.num_experts_per_tok if row.is_expert else self.tp
             if row.group == "adapter A":
-                total += row.shape(self.shape)[-2] * self.width * times
+                total += row.shape(shape)[-2] * self.width * times
             elif row.group == "magnitude":
-                total += row.shape(self.shape)[-1] * self.width * (1 if row.tensor_dim == 0 else times)
+                total += row.shape(shape)[-1] * self.width * (1 if row.tensor_dim == 0 else times)
         return total
 
     def head(self, frozen: Frozen | None = None) -> float:
