@@ -90,7 +90,7 @@ class ActivationMemory(StepFacts):
         return found
 
     def output_gradients(self, part: StagePart) -> float:
-        """What a schedule that splits backward keeps of a stage's blocks and head."""
+        """Bytes that a schedule that splits backward keeps of a stage's blocks and head."""
         of_blocks = sum(map(self.bytes.output_gradients, part.blocks))
         return self.tokens * (of_blocks + part.has_head * self.shape.hidden_size * self.width)
 

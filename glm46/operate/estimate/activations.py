@@ -67,7 +67,7 @@ class LayerBytes:
     """What "selective" does not keep."""
 
     def layer(self, block: str, frozen: Frozen | None = None, mode: str = "none") -> float:
-        """What forward keeps of a block under a mode of activation checkpointing."""
+        """Bytes that forward keeps of a block under a mode of activation checkpointing."""
         if mode == "none":
             joined = 3 * _norm(self.shape.hidden_size, self.width) + 2 * self.shape.hidden_size * self.width
             # A prediction layer has norms and a projection of its own.

@@ -64,9 +64,12 @@ class MicroBatchTraffic(StepFacts):
 
     def of_micro_batch(self, rank: int, part: StagePart) -> Iterator[Call]:
         """The calls of a stage for one micro-batch."""
-        runs = (run._replace(frozen=None) for run in part.runs(self.config.activation_checkpoint))
-        runs = (run if self.has_backward and run.has_backward else run.forward_only for run in runs)
-        for run, number in Counter(runs).items():
+        without_gradient = {"has_backward": False, "mode": "none", "is_first": False}
+        blocks = Counter(
+            run._replace(frozen=None, **({} if self.has_backward and run.has_backward else without_gradient))
+            for run in part.runs(self.config.activation_checkpoint)
+        )
+        for run, number in blocks.items():
             for call in self._of_block(run):
                 yield call._replace(calls=call.calls * number)
         yield from self._vocabulary(part)

@@ -36,11 +36,6 @@ class BlockRun(NamedTuple):
     is_first: bool
     """Its input has no gradient, for it is the first layer with adapters."""
 
-    @property
-    def forward_only(self) -> "BlockRun":
-        """The same in a pass without gradient."""
-        return self._replace(has_backward=False, mode="none", is_first=False)
-
 
 @dataclass(frozen=True)
 class StagePart:

@@ -22,6 +22,7 @@ class Cost(dict[str, float]):
         return 0.0
 
     def add(self, other: Mapping[str, float]) -> None:
+        """Add other seconds."""
         for cause, seconds in other.items():
             self[cause] += seconds
 
@@ -30,6 +31,7 @@ class Cost(dict[str, float]):
         return sum(self.values())
 
     def times(self, factor: float) -> "Cost":
+        """All seconds, multiplied."""
         return Cost({cause: factor * seconds for cause, seconds in self.items()})
 
 
