@@ -48,7 +48,7 @@ LINE_BUDGETS = {
     "storage/huggingface": 3078,
     "engine/observe": 2568, "engine/reliability": 1252, "engine/inference": 1765, "engine/training": 2845,
     "engine/evaluation": 1575, "tasks/pretrain": 845, "tasks/finetune": 310, "tasks/rl": 2923,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2755, "operate/estimate": 3781, "operate/launch": 2711,
+    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2755, "operate/estimate": 3777, "operate/launch": 2711,
     "operate/ablation": 948, "operate/benchmark": 170, "operate/cluster": 2365, "operate/models": 1440,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
@@ -181,7 +181,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("config", 5, "a student's head that runs twice"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 57_210
+MOST_LINES = 57_206
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
 MOST_COURT_LINES = 18_837
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that

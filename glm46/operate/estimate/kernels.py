@@ -91,6 +91,8 @@ class MicroBatch:
     hops: tuple[float, ...] = ()
     """See `Plan.hops`."""
     chunks: int = 1
+    recompute: tuple[str, ...] = ()
+    """[activation_checkpoint] recompute."""
 
     @property
     def width(self) -> float:
@@ -103,13 +105,7 @@ def form(param_dtype: str, *, is_compiled: bool) -> int:
     return 2 * is_compiled + (param_dtype == "float32")
 
 
-def part_work(
-    part: PartOfModel,
-    batch: MicroBatch,
-    checkpointing: str,
-    frozen: Frozen | None = None,
-    recompute: tuple[str, ...] = (),
-) -> PartWork:
+def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: Frozen | None = None) -> PartWork:
     """The kernels of one layer, or of embedding or head, for one micro-batch on one rank.
 
     Args:
@@ -117,7 +113,6 @@ def part_work(
             which are made in forward.
         checkpointing: [activation_checkpoint] mode.
         frozen: the adapters, if all other weights are frozen.
-        recompute: [activation_checkpoint] recompute.
     """
     if part == "embedding":
         return _embedding(batch, frozen)
@@ -142,10 +137,10 @@ def part_work(
     core, of_all = _attention(batch), [work for _, work in converted]
     moved, of_backward = _moved(part, batch, False), _moved(part, batch, True)
     backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes), of_backward]
-    experts_again = "experts" in recompute
+    experts_again = "experts" in batch.recompute
     selective = [work for is_expert, work in converted if experts_again or not is_expert]
     selective += [*(work for work in again if experts_again or work.kind == "products"), moved]
-    selective += [core] if "core_attn" in recompute else []
+    selective += [core] if "core_attn" in batch.recompute else []
     recomputed = {"none": [], "full": [*of_all, *again, core, moved], "selective": selective}[checkpointing]
     return PartWork((*of_all, *products, core, moved), tuple(backward), tuple(recomputed))
 

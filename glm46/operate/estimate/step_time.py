@@ -170,12 +170,12 @@ class _Step:
 
     def _of_part(self, name: PartOfModel, frozen: Frozen | None, has_backward: bool, mode: str) -> tuple[Cost, Cost]:
         """Seconds of a part for one micro-batch, forward, and backward with the recomputation."""
-        checkpointing, roofline = self._plan.config.activation_checkpoint, self.roofline
-        work = part_work(name, self._batch, mode, frozen, checkpointing.recompute)
+        roofline = self.roofline
+        work = part_work(name, self._batch, mode, frozen)
         forward, backward, again = map(roofline.kernels, (work.forward, work.backward, work.recomputed))
         backward.add({"recomputation": again.seconds} if again else {})
         if name in ("moe", "mtp") and self._plan.layout.ep > 1:
-            repeats = checkpointing.sends_again(mode)
+            repeats = self._plan.config.activation_checkpoint.sends_again(mode)
             waits = waits_for_tokens(self._plan, roofline, self._batch, again.seconds, repeats=repeats)
             forward.add({"waiting for ep": waits[0]})
             backward.add({"waiting for ep": waits[1]} if waits[1] else {})
@@ -258,6 +258,7 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
         experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
         hops=plan.hops(stage.shape),
         chunks=plan.exchange_chunks,
+        recompute=config.activation_checkpoint.recompute,
     )
 
 
