@@ -64,11 +64,10 @@ class MicroBatchTraffic(StepFacts):
 
     def of_micro_batch(self, rank: int, part: StagePart) -> Iterator[Call]:
         """The calls of a stage for one micro-batch."""
-        without_gradient = {"has_backward": False, "mode": "none", "is_first": False}
-        blocks = Counter(
-            run._replace(frozen=None, **({} if self.has_backward and run.has_backward else without_gradient))
-            for run in part.runs(self.config.activation_checkpoint)
-        )
+        blocks = Counter[BlockRun]()
+        for run in part.runs(self.config.activation_checkpoint):
+            is_trained = self.has_backward and run.has_backward
+            blocks[BlockRun(run.block, None, *(run[2:] if is_trained else (False, "none", False)))] += 1
         for run, number in blocks.items():
             for call in self._of_block(run):
                 yield call._replace(calls=call.calls * number)
