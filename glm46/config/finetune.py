@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import ModelFolder, Needs, OnHub, Section
+from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
 
 
 class PreferenceConfig(Section):
@@ -47,8 +47,8 @@ class PreferenceConfig(Section):
 
 
 class DistillationConfig(Section):
-    """[finetune.distillation]: learn at each target the distribution of a teacher, a frozen network with the same
-    tokenizer. It is sharded as the student and read at every start."""
+    """[finetune.distillation]: learn at each target the distribution of a teacher with the same tokenizer: a frozen
+    network, sharded as the student and read at every start, or what one has said before."""
 
     load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """The teacher: a step folder of a checkpoint, or a Hugging Face folder, or ``hf://owner/name`` of the hub. Absent:
@@ -59,6 +59,10 @@ class DistillationConfig(Section):
 
     flavor: Annotated[str | None, Needs("load_path")] = None
     """Preset of the teacher's shape (glm46/config/presets.py). Absent: the shape of [model]."""
+
+    stored_path: Annotated[LocalPath | None, Needs("load_path", absent=", a teacher that is loaded")] = None
+    """Folder of what ``python -m glm46 teach`` has stored: the most likely tokens of a teacher at each target of the
+    prepared sources. No teacher is loaded."""
 
     beta: float = Field(0.0, ge=0.0, le=1.0)
     """0: forward KL, of the teacher from the student. 1: reverse KL. Between: the generalised Jensen-Shannon divergence
@@ -72,6 +76,11 @@ class DistillationConfig(Section):
 
     sft_weight: float = Field(0.0, ge=0.0)
     """Weight of the mean cross-entropy of the targets, which is added to the mean divergence."""
+
+    @property
+    def is_start(self) -> bool:
+        """True if the teacher is what the student begins as."""
+        return self.load_path is None and self.stored_path is None
 
     @property
     def runs_head_twice(self) -> bool:

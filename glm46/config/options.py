@@ -19,6 +19,7 @@ VERBS = {
     "preflight": "check hosts, network, storage and the files of a run before it begins",
     "setup-cluster": "check the hosts of a cluster, make their folders, write hostfile and job script",
     "prepare": "make the shards of the sources that are missing, verify the others",
+    "teach": "store what a teacher says of the prepared chats of a run, for distillation",
     "plan": "say how big, how long and whether it fits, on any number of any GPU",
     "benchmark": "measure the speed of this machine for a plan; see benchmark --help",
     "checkpoint": "list, verify, show or prune checkpoints; see checkpoint --help",

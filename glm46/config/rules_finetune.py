@@ -60,7 +60,7 @@ def reward_model_is_whole(config: RunConfig, finetune: FineTuneConfig) -> Faults
 def reference_is_the_start(config: RunConfig, finetune: FineTuneConfig) -> Faults:
     """The reference, or a teacher without a folder, is what the policy begins as."""
     distillation, section = finetune.distillation, "finetune.preference"
-    if distillation is not None and distillation.load_path is None:
+    if distillation is not None and distillation.is_start:
         section = "finetune.distillation"
     elif not config.has_preference_reference:
         return
@@ -90,7 +90,7 @@ def teacher_teaches(config: RunConfig, distillation: DistillationConfig, shape: 
     """The teacher knows something else, in the same tokens, and fits the layout."""
     of, begin = distillation, "finetune.distillation"
     begins_equal = config.adapter is None or config.adapter.initial_load_path is None
-    if of.load_path is None and not of.sft_weight and begins_equal:
+    if of.is_start and not of.sft_weight and begins_equal:
         yield fault(
             f"`{begin}`: load_path is absent, so the student begins as its teacher and learns nothing; name a teacher, "
             "or set sft_weight above 0", f"{begin}.load_path", f"{begin}.sft_weight",

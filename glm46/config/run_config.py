@@ -98,9 +98,9 @@ class RunConfig(Section):
 
     @property
     def teacher(self) -> "RunConfig | None":
-        """The config with which the teacher of [finetune.distillation] is built; None if it is the student."""
+        """The config with which the teacher of [finetune.distillation] is built; None if none is."""
         of = self.distillation
-        if of is None or (of.load_path is None and self.adapter is not None):
+        if of is None or of.stored_path is not None or (of.is_start and self.adapter is not None):
             return None
         model, checkpoint = self.model, self.checkpoint
         if of.flavor is not None:
@@ -155,7 +155,7 @@ class RunConfig(Section):
         """True if every start reads frozen weights from checkpoint.initial_load_path: the base of adapters, or the
         reference of a preference or of [rl], or a teacher that has no folder of its own."""
         has_reference = self.rl is not None and self.rl.reference is None and self.rl.resolved().has_reference
-        has_reference |= self.distillation is not None and self.distillation.load_path is None
+        has_reference |= self.distillation is not None and self.distillation.is_start
         return self.adapter is not None or self.has_preference_reference or has_reference
 
     @property

@@ -10,14 +10,7 @@ from glm46.config.run_config import RunConfig
 from glm46.run.context_keys import keys_travel
 from glm46.run.curriculum import TextStage, plan_stages, stage_at
 from glm46.run.flops import training_flops_per_token
-from glm46.run.layout import (
-    ExpertLevels,
-    Layout,
-    expert_levels,
-    resolve_layout,
-    smallest_world,
-    why_not_in_levels,
-)
+from glm46.run.layout import ExpertLevels, Layout, expert_levels, resolve_layout, smallest_world, why_not_in_levels
 from glm46.run.schedule import batch_sequences
 
 LEAST_ROWS_OF_EXPERT = 512

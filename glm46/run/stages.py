@@ -56,10 +56,7 @@ def split_layers(shape: ModelShape, stages: int, seq_len: int) -> tuple[range, .
 
 
 def _cheapest_split(
-    layers: int,
-    stages: int,
-    cost: Callable[[int, int], float],
-    join: Callable[[float, float], float],
+    layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """The least `join` of the costs of all stages, and the end of each stage; dynamic programming from the end."""
     # For each start: the cost of the best split of the layers from there on into a growing number of stages.

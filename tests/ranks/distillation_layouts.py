@@ -4,7 +4,7 @@
 
 One process computes each document alone, with all logits of student and teacher at once, by the formula; the layouts
 pack documents into rows and take the engine's step. The teacher has a shape of its own, or, ``self/LAYOUT``, is the
-student without its adapters.
+student without its adapters; or, ``stored/LAYOUT``, it was asked before and no layout loads it.
 """
 
 import functools
@@ -36,9 +36,11 @@ from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.finetune.distillation import TEACHER
 from glm46.tasks.finetune.task import Distillation
+from glm46.tasks.finetune.teacher_values import TeacherValues
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.preference_layouts import compare, make_pairs
 from tests.ranks.sharded_layouts import Layout, base_of, begin_adapters, held, make_config, write_base
+from tests.teacher_folder import answer_of, logits_of, write_answers
 
 WIDE = "teacher of tests"
 OF_OTHER = {"load_path": "folder", "flavor": WIDE, "top_k": 5, "beta": 0.3, "temperature": 1.5, "sft_weight": 0.4}
@@ -57,8 +59,16 @@ _LAYOUTS = {
         Layout(pipeline=2, context=2, experts_over=2, adapter="lora"),
     ],
 }  # fmt: skip
+_STORED = {
+    2: [
+        Layout(), Layout(tensor=2), Layout(context=2, checkpointing="full"), Layout(pipeline=2),
+        Layout(pipeline=2, schedule="Interleaved1F1B", micro_batches=4, adapter="lora"),
+    ],
+    4: [Layout(tensor=2, context=2, experts_over=4, num_experts=12)],
+}  # fmt: skip
 CASES = {
     ranks: {layout.name: (OF_OTHER, layout) for layout in layouts}
+    | {f"stored/{layout.name}": (OF_OTHER | {"stored_path": "values"}, layout) for layout in _STORED[ranks]}
     | {f"self/{layout.name}": (OF_ITSELF, layout) for layout in layouts if layout.adapter}
     for ranks, layouts in _LAYOUTS.items()
 }
@@ -83,7 +93,7 @@ def config_of(keys: dict, layout: Layout) -> RunConfig:
     PRESETS[WIDE] = type(resolve_shape(model))(**shape | wider)
     resolve_shape.cache_clear()
     quiet = {"sequence_aux_loss_weight": 0.0, "z_loss_weight": 0.0, "balance": "none"}
-    finetune = {"finetune": {"distillation": keys}}
+    finetune = {"finetune": {"distillation": {k: v for k, v in keys.items() if k != "stored_path"}}}
     table = config.model_dump() | {"model": model.model_dump(exclude_none=True), "moe": quiet} | finetune
     return RunConfig.model_validate(table)
 
@@ -143,10 +153,27 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, top_k: int) -> Ten
     return of_teacher if beta == 0 else beta * of_teacher + (1 - beta) * of_student
 
 
-def run_layout(process: Process, keys: dict, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict]:
+def store_answers(config: RunConfig, folder: Path) -> None:
+    """What the teacher says of each document alone, in three parts and another order than that of the rows; of more
+    tokens than the student reads."""
+    teacher, of, batch, found = new_model(config.teacher, None), config.distillation, make_rows(), []
+    teacher.lm_head.weight.data.mul_(SHARP)
+    for ids, labels, numbers in zip(*(batch[n] for n in ("input_ids", "labels", "document_ids")), strict=True):
+        for here in (numbers == number for number in range(int(numbers.max()) + 1)):
+            tokens = ids[here]
+            found.append(answer_of(tokens, labels[here], logits_of(teacher, tokens), of.top_k + 2, of.temperature))
+    write_answers(folder, sorted(found, key=lambda one: one[0].key), 3)
+
+
+def run_layout(process: Process, keys: dict, layout: Layout, base: Path | None, values: Path) -> tuple[dict, dict]:
     """Metrics and gradients of a step by the engine; collective."""
     torch.compiler.reset()
-    plan = resolve_plan(config_of(keys, layout), process.world_size)
+    config = config_of(keys, layout)
+    if is_stored := "stored_path" in keys:
+        section = {"load_path": None, "flavor": None, "stored_path": str(values)}
+        of = config.distillation.model_copy(update=section)
+        config = config.model_copy(update={"finetune": config.finetune.model_copy(update={"distillation": of})})
+    plan = resolve_plan(config, process.world_size)
     cluster = build_cluster(plan, process)
     student = build_network(plan, cluster)
     if base is not None:
@@ -157,7 +184,9 @@ def run_layout(process: Process, keys: dict, layout: Layout, base: Path | None) 
     student.loaded(new_adapters=False)
     learner = Distillation.__new__(Distillation)
     vars(learner).update(plan=plan, cluster=cluster, network=student, networks={"model": student})
+    learner._stored = TeacherValues(values) if is_stored else None
     learner._learn_from_teacher()
+    assert ("teacher" in learner.networks) == ("load_path" in keys and not is_stored)
     if (head := learner._teacher.frozen.get("lm_head.weight")) is not None and "teacher" in learner.networks:
         local_tensor(head).data.mul_(SHARP)
     task = SimpleNamespace(plan=plan, cluster=cluster, networks=learner.networks, objectives=learner.objectives)
@@ -182,13 +211,17 @@ def main(world_size: int, *names: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         bases = {key: base_of(Path(folder) / str(len(key[0])), layout) for key, (_, layout) in one_each.items()}
         references = {key: run_reference(config_of(*case), case[1], bases[key]) for key, case in one_each.items()}
+        values = {key: Path(folder) / f"values {number}" for number, key in enumerate(one_each)}
+        for key, case in one_each.items():
+            if "stored_path" in case[0]:
+                store_answers(config_of(*case), values[key])
 
         def work(some: list[str]) -> None:
             process = join(300)
             for name, (keys, layout) in ((name, cases[name]) for name in some):
                 key = str(keys), layout.reference
                 with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=layout.backend)):
-                    found = run_layout(process, keys, layout, bases[key])
+                    found = run_layout(process, keys, layout, bases[key], values[key])
                     row = compare(name, found, references[key])
                 if process.is_main:
                     print(json.dumps(row), flush=True)

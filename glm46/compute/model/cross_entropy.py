@@ -244,11 +244,7 @@ def chunk_tokens_of(weight: Tensor) -> int:
 
 
 def summed_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    part: VocabularyPart | None = None,
-    chunk_tokens: int | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart | None = None, chunk_tokens: int | None = None
 ) -> HeadOutput:
     """Fast form: sum over labels of -log softmax(hidden @ weight.T)[label], with gradients computed in forward.
 

@@ -119,12 +119,7 @@ class Experts(nn.Module):
         """Forms of each weight that `product` reuses until the weight changes, by the name of the weight."""
 
     def forward(
-        self,
-        x_ND: Tensor,
-        weights_N: Tensor,
-        offsets: Tensor,
-        chunks: Any = None,
-        in_flight: Any = None,
+        self, x_ND: Tensor, weights_N: Tensor, offsets: Tensor, chunks: Any = None, in_flight: Any = None
     ) -> Any:
         """Apply expert e to rows [offsets[e-1], offsets[e]) and scale each row by its routing weight.
 

@@ -80,12 +80,7 @@ class Muon(torch.optim.Optimizer):
         update_scale(adjust_lr, 1, 1)  # an unknown rule fails here instead of in the first step
         self._settings = Orthogonalizer(ns_steps, ns_dtype)
         defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            adjust_lr=adjust_lr,
-            row_blocks=None,
+            lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, adjust_lr=adjust_lr, row_blocks=None
         )
         self._is_ready = False
         params = list(params)

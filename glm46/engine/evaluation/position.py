@@ -37,14 +37,7 @@ def bucket_edges(length: int) -> list[int]:
 class Position:
     """See the module. A `Measure`; its figures of a row are the mean losses of its buckets in nats per token."""
 
-    def __init__(
-        self,
-        manifests: Mapping[str, Manifest],
-        *,
-        lengths: Sequence[int],
-        samples: int,
-        seed: int,
-    ):
+    def __init__(self, manifests: Mapping[str, Manifest], *, lengths: Sequence[int], samples: int, seed: int):
         """Choose the documents. Raises UserError if no held-out document of any source is long enough.
 
         Args:
@@ -99,9 +92,4 @@ class Position:
         length = self._edges[-1]
         mean = sum(bucket["loss"] * bucket["tokens"] for bucket in buckets) / (documents * length)
         columns = {f"position/{bucket['first']}-{bucket['last']}": bucket["loss"] for bucket in buckets}
-        return {
-            "documents": documents,
-            "length": length,
-            "buckets": buckets,
-            "columns": {"position": mean} | columns,
-        }
+        return {"documents": documents, "length": length, "buckets": buckets, "columns": {"position": mean} | columns}

@@ -121,7 +121,8 @@ def _faults_of_tasks(keys: Keys, names: str) -> Iterator[None]:
         ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
         SyntaxError, SystemExit, TypeError, ValueError, re.error, jinja2.TemplateError, DatasetsError, YAMLError,
     ) as error:  # fmt: skip
-        kind = f"{type(error).__name__}: {_one_line(error) or 'a key that its output_type needs is missing'}"
+        said = re.sub(r"\s+", " ", str(error)).strip()[:300] or "a key that its output_type needs is missing"
+        kind = f"{type(error).__name__}: {said}"
         if isinstance(error, KeyError) and error.args == (None,):  # lm-eval looks up the aggregation of an own metric
             kind = "a metric of metric_list has no aggregation: state one, such as aggregation: mean"
         raise UserError(f"{keys.names} {names}: cannot be loaded: {kind}; correct the task, or its data") from error
@@ -265,7 +266,3 @@ def _column(figure: dict[str, Any]) -> str:
 
 def _is_file(name: str) -> bool:
     return name.endswith(_SUFFIXES) or "/" in name
-
-
-def _one_line(error: BaseException) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()[:300]

@@ -116,12 +116,7 @@ def read_sensor(nvml: Any, handle: Any) -> dict[str, float]:
 class ThroughputMeter:
     """Counts tokens and time between two rows of metrics. Validation and saves can be excluded from the time."""
 
-    def __init__(
-        self,
-        peak_flops: float | None,
-        num_ranks: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, peak_flops: float | None, num_ranks: int, clock: Callable[[], float] = time.perf_counter):
         """Start counting.
 
         Args:

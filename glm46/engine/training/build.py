@@ -33,11 +33,7 @@ from glm46.engine.training.task import Task
 from glm46.run.plan import Plan, resolve_plan
 
 
-def run(
-    config: RunConfig,
-    build_task: Callable[[Plan, Cluster], Task],
-    stop: StopRequest | None = None,
-) -> int:
+def run(config: RunConfig, build_task: Callable[[Plan, Cluster], Task], stop: StopRequest | None = None) -> int:
     """Train a task as configured, on this rank. Collective.
 
     Args:

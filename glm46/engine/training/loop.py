@@ -242,11 +242,7 @@ def final_report(task: Task, progress: Progress, stop: StopRequest, *, is_finish
     else:
         reason = f"{stop.signal_name} " if stop.signal_name else ""
         lines = [f"Stopped by {reason}after step {progress.step}. The same command continues from here."]
-    lines += [
-        saved,
-        f"metrics      {folder / 'metrics.jsonl'}",
-        f"log          {folder / 'log.txt'}",
-    ]
+    lines += [saved, f"metrics      {folder / 'metrics.jsonl'}", f"log          {folder / 'log.txt'}"]
     if config.metrics.enable_tensorboard:
         lines.append(f"TensorBoard  {shlex.join(['tensorboard', '--logdir', str(config.tensorboard_folder)])}")
     return "\n".join(lines)

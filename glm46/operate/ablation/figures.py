@@ -180,10 +180,6 @@ def _final_loss(outcome: Outcome) -> float | None:
     return statistics.fmean(known) if len(known) == len(losses) else None
 
 
-def _validation_loss(outcome: Outcome) -> float | None:
-    return outcome.validation[-1].get("validation_loss") if outcome.validation else None
-
-
 def _tokens_per_second(outcome: Outcome) -> float | None:
     """The median: the first row of each start has its warm-up and compilation."""
     speeds = [row["tokens_per_second"] for row in outcome.train if row.get("tokens_per_second")]
@@ -197,14 +193,10 @@ def _memory_gib(outcome: Outcome) -> float | None:
     return None
 
 
-def _skipped_steps(outcome: Outcome) -> float | None:
-    return outcome.train[-1].get("skipped_steps") if outcome.train else None
-
-
 _FIGURES: dict[str, Callable[[Outcome], float | None]] = {
     "final_loss": _final_loss,
-    "validation_loss": _validation_loss,
+    "validation_loss": lambda outcome: outcome.validation[-1].get("validation_loss") if outcome.validation else None,
     "tokens_per_second": _tokens_per_second,
     "memory_gib": _memory_gib,
-    "skipped_steps": _skipped_steps,
+    "skipped_steps": lambda outcome: outcome.train[-1].get("skipped_steps") if outcome.train else None,
 }

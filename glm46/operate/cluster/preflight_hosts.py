@@ -10,13 +10,7 @@ from glm46.compute.distributed.environment import set_variables, variables_that_
 from glm46.operate.cluster.compare import from_json
 from glm46.operate.cluster.preflight import show_results
 from glm46.operate.cluster.results import FAIL, SKIP, HostReport, Result
-from glm46.operate.launch.host_group import (
-    PASSED_VARIABLES,
-    HostGroup,
-    allow_files_for_clients,
-    module_command,
-    places,
-)
+from glm46.operate.launch.host_group import PASSED_VARIABLES, HostGroup, allow_files_for_clients, module_command, places
 from glm46.operate.launch.hostfile import Host, read_hostfile
 from glm46.operate.launch.nodes import VARIABLES, refuse_hosts
 

@@ -49,16 +49,9 @@ def generation_memory(plan: Plan) -> float:
 
 
 def inference_bytes(
-    shape: ModelShape,
-    layout: Layout,
-    dtype: str,
-    *,
-    drafts: bool = True,
-    rows: int = 0,
-    length: int = 0,
-    copies_weights: bool = True,
-    caches_drafts: bool = False,
-) -> float:
+    shape: ModelShape, layout: Layout, dtype: str, *, drafts: bool = True, rows: int = 0, length: int = 0,
+    copies_weights: bool = True, caches_drafts: bool = False,
+) -> float:  # fmt: skip
     """Bytes of the weights, and of the keys and values of the decoder layers, on the rank that holds most.
 
     Args:
@@ -113,7 +106,7 @@ def other_passes(plan: Plan) -> tuple[int, int]:
     """
     if plan.config.rl is None:
         has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
-        has_teacher = plan.config.distillation is not None
+        has_teacher = (of := plan.config.distillation) is not None and of.stored_path is None
         return plan.config.has_preference_reference + 2 * has_kl + has_teacher, 0
     rl = plan.config.rl.resolved()
     is_old_apart = rl.old_policy == "trainer" and not rl.is_on_policy(plan.config.training.global_batch_size)

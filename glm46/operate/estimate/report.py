@@ -3,13 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from glm46.config.faults import counted
-from glm46.operate.estimate.generation import (
-    EngineOptions,
-    Rollouts,
-    plan_rollouts,
-    rollout_lines,
-    rollout_numbers,
-)
+from glm46.operate.estimate.generation import EngineOptions, Rollouts, plan_rollouts, rollout_lines, rollout_numbers
 from glm46.operate.estimate.limits import limits
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, stage_memory

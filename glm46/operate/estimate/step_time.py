@@ -247,19 +247,12 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
     config, stage, layout = plan.config, plan.text_stages[stage_index], plan.layout
     tokens = config.training.local_batch_size * stage.seq_len / (layout.cp * layout.tp)
     return MicroBatch(
-        shape=stage.shape,
-        layout=layout,
-        tokens=tokens,
-        seq_len=stage.seq_len,
-        document_tokens=plan.document_tokens,
-        param_dtype=config.training.mixed_precision_param,
-        is_compiled=config.compile.enable,
+        shape=stage.shape, layout=layout, tokens=tokens, seq_len=stage.seq_len, document_tokens=plan.document_tokens,
+        param_dtype=config.training.mixed_precision_param, is_compiled=config.compile.enable,
         linear_fp8=config.float8.recipe_name is not None and not config.float8.emulate,
         experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
-        hops=plan.hops(stage.shape),
-        chunks=plan.exchange_chunks,
-        recompute=config.activation_checkpoint.recompute,
-    )
+        hops=plan.hops(stage.shape), chunks=plan.exchange_chunks, recompute=config.activation_checkpoint.recompute,
+    )  # fmt: skip
 
 
 def _timeline(ranks: list[_Rank], sending: float, order: Order) -> Timeline:

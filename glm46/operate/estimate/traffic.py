@@ -82,7 +82,7 @@ def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | Non
     or teacher, which is the policy without its adapters or a frozen network, and of KTO also both networks on
     completions of other prompts. Nothing without one."""
     distillation = plan.config.distillation
-    if not plan.config.has_preference_reference and distillation is None:
+    if not plan.config.has_preference_reference and (distillation is None or distillation.stored_path is not None):
         return [[] for _ in range(plan.layout.pp)]
     has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
     count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch

@@ -100,12 +100,7 @@ class _Starts:
     """One start of all nodes after another, each on the hosts that are left."""
 
     def __init__(
-        self,
-        arguments: argparse.Namespace,
-        overrides: Sequence[str],
-        load: Load,
-        places: Places,
-        processes: int | None,
+        self, arguments: argparse.Namespace, overrides: Sequence[str], load: Load, places: Places, processes: int | None
     ):
         self._arguments, self._overrides, self._load, self._places = arguments, overrides, load, places
         self._processes = processes

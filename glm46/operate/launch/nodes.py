@@ -79,9 +79,7 @@ def detect_nodes(variables: Mapping[str, str], hostname: str) -> Nodes:
     if found.count == 1:
         return Nodes(processes=found.processes)
     found = replace(
-        found,
-        host=variables.get("MASTER_ADDR", found.host),
-        port=_number(variables, "MASTER_PORT", str(found.port)),
+        found, host=variables.get("MASTER_ADDR", found.host), port=_number(variables, "MASTER_PORT", str(found.port))
     )
     if not found.host:
         raise UserError(f"environment: {found.count} nodes without MASTER_ADDR; set it to the name of the first node")

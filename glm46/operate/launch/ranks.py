@@ -15,9 +15,9 @@ _PROCESSES = "NGPU"
 """The variable that run_train.sh takes, too."""
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add ``--model`` or ``--checkpoint``, ``--adapter``, ``--tokenizer``, ``--dtype``, ``--device`` and the options of
-    ranks."""
+    ranks. Returns the group of the first two, of which one must be given."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="Hugging Face folder, or hf://owner/name of the hub")
     source.add_argument("--checkpoint", type=Path, help="step folder, such as …/checkpoint/step-000100")
@@ -28,6 +28,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU where there is one")
     add_rank_options(parser)
+    return source
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:

@@ -86,13 +86,9 @@ def _to_hf(arguments: argparse.Namespace) -> int:
 
 
 def _export(
-    arguments: argparse.Namespace,
-    source: StepTensors | FolderReader,
-    shape: ModelShape,
-    raw: dict[str, Any] | None,
-    origin: tuple[str, str | None, str],
-    router_temperature: float = 1.0,
-) -> int:
+    arguments: argparse.Namespace, source: StepTensors | FolderReader, shape: ModelShape, raw: dict[str, Any] | None,
+    origin: tuple[str, str | None, str], router_temperature: float = 1.0,
+) -> int:  # fmt: skip
     """Write a Hugging Face folder; returns the exit code. ``origin``: path and fingerprint of the tokenizer, preset."""
     path, fingerprint, flavor = origin
     dtype, repeat_shared = arguments.dtype or "bfloat16", arguments.mtp_copies or flavor in REPEATING
@@ -181,15 +177,10 @@ def _adapter_to_hf(arguments: argparse.Namespace) -> int:
     base_files = next(iter(tensors.meta[BASES_KEY].values()))
     with bytes_progress("writing adapters", total, _report) as report:
         size = export_adapter(
-            arguments.output,
-            tensors.function.shape,
-            stored,
-            scale=adapter.scale,
-            base=base,
+            arguments.output, tensors.function.shape, stored, scale=adapter.scale, base=base,
             origin=AdapterOrigin(base_files, adapter.base_dtype),
-            for_transformers_4=arguments.peft_for == "transformers-4",
-            report=report,
-        )
+            for_transformers_4=arguments.peft_for == "transformers-4", report=report,
+        )  # fmt: skip
     print(f"{arguments.output}: {size:,} bytes of adapters; its base is {base}")
     if adapter.name == "dora":
         print(DORA_NOTE)

@@ -1,10 +1,9 @@
 """The work of ``python -m glm46 evaluate`` on one rank."""
 
 import argparse
-import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -30,7 +29,7 @@ from glm46.engine.evaluation.task_names import TASKS
 from glm46.engine.inference.loading import Loaded
 from glm46.files.progress import tokens_progress
 from glm46.operate.models.evaluate_options import PICTURE, RESULTS, require_prediction, row_lengths
-from glm46.operate.models.loaded_model import load_model, on_all_ranks
+from glm46.operate.models.loaded_model import digest, files_of, load_model, on_all_ranks
 from glm46.run.curriculum import plan_stages
 from glm46.storage.chats.chat_template import find_format, raise_for_source
 from glm46.storage.checkpoint.integrity import META
@@ -132,10 +131,11 @@ def _read(arguments: argparse.Namespace, sources: dict[str, Path]) -> _Work:
     measures = _measures(arguments, manifests, loaded, training, lengths)
     other = _other(arguments, loaded, max(row.length for row in measures["loss"].rows)) if arguments.against else None
     if other is not None:
-        measures["against"] = Against(cast(Loss, measures["loss"]), _digest(_files([arguments.against])))
-    text = [tokenizer.fingerprint, training.document_mask, *map(_held_out_hashes, manifests.values())]
+        measures["against"] = Against(cast(Loss, measures["loss"]), digest(files_of([arguments.against])))
+    shards = ([s.sha256 for s in manifest.splits["validation"].shards] for manifest in manifests.values())
+    text = [tokenizer.fingerprint, training.document_mask, *shards]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    identity: dict[str, Any] = {"text": _digest(text), "dtype": dtype}
+    identity: dict[str, Any] = {"text": digest(text), "dtype": dtype}
     if model.router_temperature != 1.0:  # results of earlier versions were computed at 1
         identity["router_temperature"] = model.router_temperature
     results = _open_results(arguments, identity, keeps=mesh.rank == 0)
@@ -168,13 +168,9 @@ def _find_standard(arguments: argparse.Namespace) -> StandardTasks | None:
     if stated["fewshot_as_multiturn"] is None:
         stated["fewshot_as_multiturn"] = arguments.apply_chat_template
     return find_tasks(
-        names,
-        arguments.task_folder,
-        fewshot=arguments.fewshot,
-        limit=arguments.limit,
-        run_code=arguments.run_code,
+        names, arguments.task_folder, fewshot=arguments.fewshot, limit=arguments.limit, run_code=arguments.run_code,
         form=PromptForm(**stated),
-    )
+    )  # fmt: skip
 
 
 def _training(checkpoint: Path | None) -> _Training:
@@ -202,13 +198,9 @@ def _measures(
     tokenizer, depths = loaded.tokenizer, loaded.model.shape.num_nextn_predict_layers
     usual: dict[str, Any] = {"samples": arguments.samples, "seed": arguments.seed}
     of_loss = partial(
-        Loss,
-        manifests,
-        tokenizer,
-        length=training.seq_len or min(lengths),
-        samples=arguments.samples,
+        Loss, manifests, tokenizer, length=training.seq_len or min(lengths), samples=arguments.samples,
         document_mask=training.document_mask,
-    )
+    )  # fmt: skip
     make: dict[str, Callable[[], Measure]] = {
         "loss": of_loss,
         "drafts": lambda: Drafts(of_loss(mtp_depth=depths), depths),
@@ -222,9 +214,8 @@ def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, ke
     """The results of an earlier call, or empty ones; ``identity`` beside the model and the seed. Without ``keeps`` no
     file is read or written."""
     folders = [folder for folder in (arguments.model or arguments.checkpoint, arguments.adapter) if folder]
-    digest = _digest(_files(folders))
     names = " + ".join(str(folder.absolute()) for folder in folders)
-    identity |= {"model": f"{names} {digest}", "seed": arguments.seed}
+    identity |= {"model": f"{names} {digest(files_of(folders))}", "seed": arguments.seed}
     if arguments.output is None or not keeps:
         return Results(None, identity)
     try:
@@ -232,20 +223,6 @@ def _open_results(arguments: argparse.Namespace, identity: dict[str, Any], *, ke
     except OSError as error:
         raise UserError(f"--output {arguments.output}: {error.strerror}; give a folder that can be written") from error
     return Results(arguments.output / RESULTS, identity)
-
-
-def _files(folders: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of each file."""
-    files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
-    return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files]
-
-
-def _held_out_hashes(manifest: Manifest) -> list[str]:
-    return [shard.sha256 for shard in manifest.splits["validation"].shards]
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _show(arguments: argparse.Namespace, found: Mapping[str, Any], window: int | None) -> None:

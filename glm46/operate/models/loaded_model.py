@@ -1,9 +1,12 @@
 """The model that the options of a verb name, on its ranks; see `model_options`."""
 
 import argparse
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,13 +51,9 @@ def load_model(arguments: argparse.Namespace, *, drafts: bool = True) -> Loaded:
             )
         require_base(folder, arguments.adapter, ALONE)
     loaded = load_on_mesh(
-        folder,
-        lambda shape: mesh_of(arguments, shape, device.type),
-        tokenizer=arguments.tokenizer,
-        dtype=dtype,
-        device=device,
-        drafts=drafts or not dist.is_initialized(),
-    )
+        folder, lambda shape: mesh_of(arguments, shape, device.type), tokenizer=arguments.tokenizer, dtype=dtype,
+        device=device, drafts=drafts or not dist.is_initialized(),
+    )  # fmt: skip
     if arguments.adapter is not None:
         with AdapterFolder(arguments.adapter, loaded.model.shape) as products, torch.no_grad():
             products.merge_into(dict(loaded.model.named_parameters()))
@@ -97,3 +96,14 @@ def mesh_of(arguments: argparse.Namespace, shape: ModelShape, device_type: str) 
     """The ranks that hold a model by these options; see `degrees_of`. Collective."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     return build_model_mesh(generation_layout(degrees_of(arguments, shape, size), size), rank, device_type)
+
+
+def files_of(folders: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file."""
+    files = [(file, file.stat()) for folder in folders for file in sorted(folder.iterdir())]
+    return [(file.name, stat.st_size, stat.st_mtime_ns) for file, stat in files]
+
+
+def digest(content: Any) -> str:
+    """Short hash of JSON."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

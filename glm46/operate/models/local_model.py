@@ -55,16 +55,9 @@ class LocalModel:
             return self.module(torch.tensor([ids], device=self.device))[0, :, : self.tokenizer.vocab_size].float()
 
     def generate(
-        self,
-        prompts: str | Sequence[str],
-        *,
-        chat: bool = False,
-        system: str | None = None,
-        thinking: bool = False,
-        max_new_tokens: int = 128,
-        seed: int = 0,
-        **sampling: Any,
-    ) -> Any:
+        self, prompts: str | Sequence[str], *, chat: bool = False, system: str | None = None, thinking: bool = False,
+        max_new_tokens: int = 128, seed: int = 0, **sampling: Any,
+    ) -> Any:  # fmt: skip
         """The text that follows a prompt, as ``python -m glm46 generate`` writes it; a list for a list of prompts.
 
         Args:
@@ -143,13 +136,9 @@ class LocalModel:
 
 
 def load(
-    folder: str | Path,
-    *,
-    adapter: str | Path | None = None,
-    tokenizer: str | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
-    device: str | None = None,
-) -> LocalModel:
+    folder: str | Path, *, adapter: str | Path | None = None, tokenizer: str | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None, device: str | None = None,
+) -> LocalModel:  # fmt: skip
     """Load a model into this process.
 
     Args:

@@ -216,7 +216,8 @@ def _pieces(
         elif message.role == "tool":
             if before != "tool":
                 pieces.append((OBSERVATION, sampled))
-            pieces += [(p, False) for p in _response(message.content, format)]
+            said = f"{format.line}{message.content}{format.line}"
+            pieces += [(p, False) for p in (format.line, RESPONSE, said, END_RESPONSE)]
         else:
             sampled = index in targets
             keeps_thought = options.history == "keep" or index > last_user
@@ -242,10 +243,6 @@ def _asked(content: str, thinking: bool, format: ChatFormat) -> list[str]:
     # The one marker that a user may type: GLM's switch at the end of a message.
     text = content.removesuffix(NO_THINK)
     return [f"{format.line}{text}", *([] if thinking and text == content else [NO_THINK])]
-
-
-def _response(content: str, format: ChatFormat) -> list[str]:
-    return [format.line, RESPONSE, f"{format.line}{content}{format.line}", END_RESPONSE]
 
 
 def _answer(message: Message, format: ChatFormat) -> list[str]:

@@ -9,14 +9,7 @@ the other half is its first token alone. So packing, splits and epochs keep it i
 import re
 from collections.abc import Mapping
 
-from glm46.storage.chats.chat_rows import (
-    BadConversation,
-    asked_rows,
-    columns_of,
-    message_list,
-    role_of,
-    untrained,
-)
+from glm46.storage.chats.chat_rows import BadConversation, asked_rows, columns_of, message_list, role_of, untrained
 from glm46.storage.chats.conversation import Conversation, parse_conversation
 
 BEGIN = "[gMASK]"

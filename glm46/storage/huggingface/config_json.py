@@ -219,10 +219,7 @@ def _layer_faults(raw: Mapping[str, Any]) -> list[str]:
     layers, dense = raw.get("num_hidden_layers"), raw.get("first_k_dense_replace")
     if not (isinstance(layers, int) and isinstance(dense, int)):
         return []
-    expected = {
-        "layer_types": ["full_attention"] * layers,
-        "mlp_layer_types": _mlp_layer_types(layers, dense),
-    }
+    expected = {"layer_types": ["full_attention"] * layers, "mlp_layer_types": _mlp_layer_types(layers, dense)}
     return [
         f"{key} has other kinds of layers than {', '.join(sorted(set(wanted)))}, or others in these places; take a "
         "model that has not"

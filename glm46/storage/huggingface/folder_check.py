@@ -102,7 +102,8 @@ def _without_extras(found: Places, names: HFNames, more: int) -> tuple[Places, l
     of_layers = {name.removesuffix("eh_proj.weight") for name in found if name.endswith(".eh_proj.weight")}
     skipped = tuple(prefix for prefix in of_layers if prefix + "eh_proj.weight" not in names.places)
     of_layers = {name for name in found if skipped and name.startswith(skipped)}
-    extra = sorted(name for name in set(found) - set(names.places) - of_layers if _is_extra(name))
+    unknown = set(found) - set(names.places) - of_layers
+    extra = sorted(n for n in unknown if any(_EXTRA.fullmatch(n, at.end()) for at in re.finditer(r"\.|^", n)))
     notes = []
     if len(skipped) > more:
         notes.append(f"holds {counted(len(skipped), 'prediction layer')} beyond those of its config.json: not read")
@@ -188,7 +189,3 @@ def _config_faults(raw: Mapping[str, Any], shape: ModelShape, file: Path) -> lis
 
 def _shown(value: Any) -> str:
     return "absent" if value is None else show(value)
-
-
-def _is_extra(name: str) -> bool:
-    return any(_EXTRA.fullmatch(name, match.end()) for match in re.finditer(r"\.|^", name))

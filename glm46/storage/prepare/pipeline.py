@@ -223,12 +223,7 @@ def _prepare(
 
 
 def _make_parts(
-    parts: Sequence[InputPart],
-    partial: Path,
-    key: str,
-    recipe: TextRecipe,
-    flavor: str,
-    report: Callable[[str], None],
+    parts: Sequence[InputPart], partial: Path, key: str, recipe: TextRecipe, flavor: str, report: Callable[[str], None]
 ) -> tuple[list[Path], Tally]:
     """Tokenize all parts in worker processes; return the files of their pieces in order, and the tally.
 

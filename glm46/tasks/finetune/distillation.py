@@ -56,15 +56,9 @@ def check_teacher(config: DistillationConfig, tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def top_tokens(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    part: VocabularyPart | None = None,
-    chunk_tokens: int | None = None,
-    *,
-    count: int,
-    temperature: float = 1.0,
-) -> HeadOutput:
+    hidden: Tensor, weight: Tensor, labels: Tensor, part: VocabularyPart | None = None, chunk_tokens: int | None = None,
+    *, count: int, temperature: float = 1.0,
+) -> HeadOutput:  # fmt: skip
     """Form of the head for a teacher: the most likely tokens of each position, and their log-probabilities.
 
     Arguments are those of `summed_loss`; of ``labels`` [B, S] only the shape is used. ``predictions`` and ``logprobs``
@@ -118,6 +112,11 @@ def _kl(of: Tensor, other: Tensor) -> Tensor:
     return (of.exp() * (of - other)).sum(1)
 
 
+def with_values(batch: Batch, ids: Tensor, logprobs: Tensor) -> Batch:
+    """A batch of the loader with ``teacher_logprobs`` [B, K, S], and its tokens behind each target."""
+    return batch | {"labels": torch.cat([batch["labels"].unsqueeze(1), ids], 1), TEACHER: logprobs}
+
+
 class DistillationLoss:
     """The objective of a student: the mean divergence over targets, and the weighted cross-entropy of the targets. Its
     total: ``targets``."""
@@ -155,7 +154,7 @@ class DistillationLoss:
                 for x in (teacher.predictions[0], teacher.logprobs)
             )
             ids, logprobs = (x.where(labels != IGNORE, none) for x, none in zip(whole, (IGNORE, 0.0), strict=True))
-        return batch | {"labels": torch.cat([labels, ids], 1), TEACHER: logprobs.expand(ids.shape).contiguous()}
+        return with_values(batch, ids, logprobs.expand(ids.shape).contiguous())
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""

@@ -1,6 +1,9 @@
 """The task of fine-tuning: trained weights learn the targets of conversations, or to prefer one of two answers."""
 
+import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -24,9 +27,10 @@ from glm46.storage.chats.pairs import BEGIN
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.huggingface.tokenizer_files import stop_ids
-from glm46.tasks.finetune.distillation import DistillationLoss, check_teacher
+from glm46.tasks.finetune.distillation import DistillationLoss, check_teacher, with_values
 from glm46.tasks.finetune.halves import mismatch_completions, only_ends, split_pairs
 from glm46.tasks.finetune.preference_loss import KL, REFERENCE, PreferenceLoss
+from glm46.tasks.finetune.teacher_values import TeacherValues
 from glm46.tasks.pretrain.network_rows import greedy_answers, tokens_at_once
 from glm46.tasks.pretrain.task import Pretraining
 from glm46.tasks.pretrain.validation import held_out_batches
@@ -91,6 +95,27 @@ class FineTuning(Pretraining):
             state = "" if has_ended else f"│ not ended after {len(answer)} tokens"
             lines += ["", f"user: {message}", f"assistant: {tokenizer.decode(answer).strip()}{state}"]
         return [*lines, ""]
+
+    def _split(self, batch: Batch) -> Batch:
+        """A batch of the loader as the objective reads it."""
+        return batch
+
+    def _held_out(self, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+        """Sums and totals of the objective over a source's held-out documents, FP64, over all ranks. Collective."""
+        objective, network = self.objectives["model"], self.network
+        sums = objective.empty_sums()
+        counts = dict.fromkeys(objective.count([]), 0.0)
+        for batch in held_out_batches(network, manifest):
+            split = self._split(batch)
+            # Counted by every rank that reads the same rows; the sums are not.
+            for name, count in objective.count([split]).items():
+                counts[name] += count / network.plan.layout.non_dp_degree
+            (batch,) = self.complete([split])
+            output = network.evaluate(batch, objective.form)
+            if output is not None:
+                for name, value in objective.sums(output, batch).items():
+                    sums[name] += value.cpu()
+        return sum_over_all_ranks(sums | {name: torch.tensor(n, dtype=torch.float64) for name, n in counts.items()})
 
 
 class PreferenceTuning(FineTuning):
@@ -173,28 +198,14 @@ class PreferenceTuning(FineTuning):
             columns |= {f"validation_{key}{suffix}": found[key] for key in _VALIDATED if key in found}
         return columns
 
-    def _held_out(self, manifest: Manifest) -> Mapping[str, torch.Tensor]:
-        """Sums and totals of a source's held-out pairs over all ranks, FP64. Collective."""
-        objective, network = self.objectives["model"], self.network
-        sums = objective.empty_sums()
-        counts = dict.fromkeys(objective.count([]), 0.0)
-        for batch in held_out_batches(network, manifest):
-            (batch,) = self.complete([self._split(batch)])
-            # Counted by every rank that reads the same rows; the sums are not.
-            for name, count in objective.count([batch]).items():
-                counts[name] += count / network.plan.layout.non_dp_degree
-            output = network.evaluate(batch, token_logprobs)
-            if output is not None:
-                for name, value in objective.sums(output, batch).items():
-                    sums[name] += value.cpu()
-        return sum_over_all_ranks(sums | {name: torch.tensor(n, dtype=torch.float64) for name, n in counts.items()})
-
 
 class Distillation(FineTuning):
     """Learns what a teacher says of the targets. The teacher is a network of its own, or the student without its
-    adapters; each start reads it again."""
+    adapters, and each start reads it again; or it has been asked before."""
 
     keeps_prediction_layers = True
+    identity_keys = (*FineTuning.identity_keys, "finetune.distillation.stored_path")
+    _stored: TeacherValues | None = None
 
     def __init__(self, plan: Plan, cluster: Cluster):
         """See `FineTuning`; builds the teacher too. Collective."""
@@ -203,7 +214,11 @@ class Distillation(FineTuning):
 
     def _check_chats(self) -> None:
         super()._check_chats()
-        check_teacher(self.plan.config.distillation, self.tokenizer)
+        config = self.plan.config.distillation
+        if config.stored_path is not None:
+            self._stored = TeacherValues(Path(config.stored_path))
+            self._stored.check(config, [*self.manifests.values()])
+        check_teacher(config, self.tokenizer)
 
     def _learn_from_teacher(self) -> None:
         self._teacher, plan, config = self.network, self.plan, self.plan.config
@@ -213,31 +228,29 @@ class Distillation(FineTuning):
         self._distillation = DistillationLoss(self.network, config.distillation)
         self.objectives = {"model": self._distillation}
 
+    def fingerprint(self) -> str:
+        """See `Task.fingerprint`; with what the teacher was and was asked."""
+        facts = "" if self._stored is None else json.dumps(self._stored.facts)
+        return hashlib.sha256((super().fingerprint() + facts).encode()).hexdigest() if facts else super().fingerprint()
+
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: the teacher's most likely tokens."""
-        found = [self._taught(batch) for batch in micro_batches]
+        if (stored := self._stored) is not None:
+            top_k = self.plan.config.distillation.top_k
+            values = run_on_all_ranks(lambda: [stored.of_batch(batch, top_k) for batch in micro_batches])
+            return [with_values(batch, *of_batch) for batch, of_batch in zip(micro_batches, values, strict=True)]
+        of = self._distillation
+        outputs = (self._teacher.evaluate(batch, of.of_teacher, adapted=False) for batch in micro_batches)
+        found = [of.completed(batch, output) for batch, output in zip(micro_batches, outputs, strict=True)]
         self._teacher.release()
         return found
 
-    def _taught(self, batch: Batch) -> Batch:
-        output = self._teacher.evaluate(batch, self._distillation.of_teacher, adapted=False)
-        return self._distillation.completed(batch, output)
-
     def validate(self, progress: Progress) -> dict[str, float]:
         """See `Task.validate`: the cross-entropy of held-out targets, as in SFT, and the divergence at them."""
-        columns, objective = super().validate(progress), self._distillation
-        total = objective.empty_sums() | {"targets": torch.zeros((), dtype=torch.float64)}
-        for manifest in self.manifests.values():
-            for batch in held_out_batches(self.network, manifest):
-                total["targets"] += objective.count([batch])["targets"] / self.plan.layout.non_dp_degree
-                (taught,) = self.complete([batch])
-                output = self.network.evaluate(taught, objective.form)
-                if output is not None:
-                    for name, value in objective.sums(output, taught).items():
-                        total[name] += value.cpu()
+        columns, sums = super().validate(progress), [*map(self._held_out, self.manifests.values())]
         self.network.release()
-        sums = sum_over_all_ranks(total)
-        return columns | {"validation_kl": sums["kl"].item() / max(sums["targets"].item(), 1.0)}
+        kl, targets = (sum(each[name].item() for each in sums) for name in ("kl", "targets"))
+        return columns | {"validation_kl": kl / max(targets, 1.0)}
 
 
 def train(config: RunConfig, stop: StopRequest | None = None) -> int:

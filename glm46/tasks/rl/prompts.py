@@ -97,7 +97,8 @@ def require_reachable_labels(prompts: Sequence[Prompt], rewards: FunctionPool, *
     for name, form in _COMPARED.items():
         if name not in rewards.names:
             continue
-        asked = [(label, text) for label in labels.values() for text in (form.format(_first(label)), "")]
+        firsts = ((label, label[0] if isinstance(label, list) and label else label) for label in labels.values())
+        asked = [(label, text) for label, first in firsts for text in (form.format(first), "")]
         found = rewards.values(name, [Answer("", end + text, label, thinking, 0, True) for label, text in asked])
         pairs = zip(labels, found[::2], found[1::2], strict=True)
         wrong = {key: values for key, *values in pairs if values != [1.0, 0.0]}
@@ -139,10 +140,6 @@ def _check_labels(prompts: Sequence[Prompt], rewards: Sequence[str]) -> None:
         ]
     if faults:
         raise UserError(*faults)
-
-
-def _first(label: Any) -> Any:
-    return label[0] if isinstance(label, list) and label else label
 
 
 def answers_of_labels(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:

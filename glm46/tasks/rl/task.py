@@ -36,13 +36,7 @@ from glm46.tasks.rl.loop import RolloutLoop
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
 from glm46.tasks.rl.reward_model import last_values
-from glm46.tasks.rl.rewards.function_pool import (
-    READ_LABELS,
-    environment_pool,
-    filter_pool,
-    reward_pool,
-    sandbox_lines,
-)
+from glm46.tasks.rl.rewards.function_pool import READ_LABELS, environment_pool, filter_pool, reward_pool, sandbox_lines
 from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, steps_per_rollout

@@ -60,6 +60,15 @@ BAD = {
          TEACHER + '\nflavor = "GLM-4.7-Flash"'),
         ["for the teacher"],
     ),
+    "stored values of a teacher that is loaded": (
+        (TEACHER, TEACHER + '\nstored_path = "values"'),
+        ["distillation.stored_path", "has no effect with", 'load_path = "teacher"', "is loaded; remove"],
+    ),
+    "shape of stored values": (
+        (TEACHER, 'stored_path = "values"\nflavor = "GLM-4.6"'),
+        ["distillation.flavor", "no effect without", "load_path"],
+    ),
+    "values on the hub": ((TEACHER, 'stored_path = "hf://a/b"'), ["stored_path", "is a URL; give a path"]),
     "pairs too": ((TEACHER, TEACHER + "\n[finetune.preference]\nbeta = 0.1", '"messages"', '"preference"'),
                   ["[finetune.preference], [finetune.distillation]: both given; remove one"]),
     "MTP": (("num_nextn_predict_layers = 0", ""), ["model.num_nextn_predict_layers = 1: must be 0", "distillation"]),
@@ -94,7 +103,8 @@ def test_a_bad_teacher_is_refused_in_one_message(name, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "has_teacher", "keeps_start"), [
-    ((), True, False), ((TEACHER, "sft_weight = 1.0"), True, True),
+    ((), True, False), ((TEACHER, "sft_weight = 1.0"), True, True), ((TEACHER, 'stored_path = "values"'), False, False),
+    ((TEACHER, 'stored_path = "values"', "[training]", LORA + "[training]"), False, True),
     (("[training]", LORA + "[training]"), True, True),
     ((TEACHER, "sft_weight = 1.0", "[training]", LORA + "[training]"), False, True),
     ((TEACHER, "", "[training]", LORA + "initial_load_path = 'peft'\n[training]"), False, True),

@@ -58,14 +58,9 @@ class Dispatch:
     each, and are daemons, so that a server that hangs does not keep the process from ending."""
 
     def __init__(
-        self,
-        pool: Servers,
-        requests: Sequence[Request],
-        rules: SamplingRules,
-        halt: threading.Event | None = None,
-        on_finish: Callable[[int, Completion], None] | None = None,
-        inbox: Inbox | None = None,
-    ):
+        self, pool: Servers, requests: Sequence[Request], rules: SamplingRules, halt: threading.Event | None = None,
+        on_finish: Callable[[int, Completion], None] | None = None, inbox: Inbox | None = None,
+    ):  # fmt: skip
         self._pool, self._rules = pool, rules
         self._halt, self._on_finish = halt, on_finish
         self._halted_at: float | None = None

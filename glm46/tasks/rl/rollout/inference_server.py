@@ -73,8 +73,9 @@ class InferenceServer(Protocol):
         """Go on, behind the broadcast, if all workers have loaded the weights of a version."""
         ...
 
-    def score(self, tokens: list[int], seconds: float) -> list[float]:
-        """Log-probability of each token but the first, given those before it, at temperature 1."""
+    def prompt_logprobs(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
+        """Log-probabilities at temperature 1, given the tokens before, of each token but the first and of the ``top_k``
+        most likely ones in its place, by their ids."""
         ...
 
 
@@ -93,6 +94,15 @@ def unload_adapters(url: str, path: str) -> None:
 def group_backend(device: str) -> str:
     """Of a broadcast to workers on a device."""
     return "nccl" if device == "cuda" and torch.cuda.is_available() else "gloo"
+
+
+def score(server: InferenceServer, tokens: list[int], seconds: float) -> list[float]:
+    """Log-probability of each token but the first, given those before it, at temperature 1."""
+    places = server.prompt_logprobs(tokens, 0, seconds)
+    try:
+        return [place[token] for token, place in zip(tokens[1:], places, strict=True)]
+    except (KeyError, ValueError):
+        raise CallError("no log-probabilities of the prompt (those of other tokens)") from None
 
 
 MOST_BIAS = 100.0
@@ -123,14 +133,9 @@ def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
 
 
 def checked(
-    request: Request,
-    rules: SamplingRules,
-    tokens: list[int],
-    logprobs: list[float],
-    finish: str,
-    spans: list[VersionSpan],
-    routes: np.ndarray | None = None,
-) -> Completion:
+    request: Request, rules: SamplingRules, tokens: list[int], logprobs: list[float], finish: str,
+    spans: list[VersionSpan], routes: np.ndarray | None = None,
+) -> Completion:  # fmt: skip
     """The completion, if it is possible at all.
 
     Raises:

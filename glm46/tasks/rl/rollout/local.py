@@ -37,16 +37,9 @@ class LocalEngine:
     """
 
     def __init__(
-        self,
-        policy: Network,
-        *,
-        max_length: int,
-        mesh: ModelMesh,
-        rows: int,
-        speculative: bool = False,
-        routes: bool = False,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ):
+        self, policy: Network, *, max_length: int, mesh: ModelMesh, rows: int, speculative: bool = False,
+        routes: bool = False, is_stopped: Callable[[], bool] = lambda: False,
+    ):  # fmt: skip
         shape = policy.plan.shape
         assert not speculative or shape.num_nextn_predict_layers
         if not speculative:

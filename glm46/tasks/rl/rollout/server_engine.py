@@ -43,18 +43,10 @@ class ServerEngine:
     """See `Engine`. Rank 0 talks to the servers; all ranks get the completions."""
 
     def __init__(
-        self,
-        config: RolloutConfig,
-        *,
-        folder: Path,
-        policy: ServedPolicy,
-        prompts: Sequence[list[int]],
-        rules: SamplingRules,
-        padding: range,
-        routed: tuple[int, int] = (0, 0),
-        base: Path | None = None,
+        self, config: RolloutConfig, *, folder: Path, policy: ServedPolicy, prompts: Sequence[list[int]],
+        rules: SamplingRules, padding: range, routed: tuple[int, int] = (0, 0), base: Path | None = None,
         say: Callable[[str], None] = print,
-    ):
+    ):  # fmt: skip
         """
         Args:
             folder: of the versions of the weights, if rollout.weights_folder does not name one; on a disk that all
@@ -81,15 +73,10 @@ class ServerEngine:
         ]
         self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
         self._pool = ServerPool(
-            servers,
-            rules=rules,
-            longest=max(map(len, prompts)) + config.max_new_tokens,
-            most_running=config.samples_at_once,
-            deadline=config.deadline_seconds,
-            restart=_RESTART_SECONDS,
-            say=say,
+            servers, rules=rules, longest=max(map(len, prompts)) + config.max_new_tokens,
+            most_running=config.samples_at_once, deadline=config.deadline_seconds, restart=_RESTART_SECONDS, say=say,
             still_starting=self._launched.require_running,
-        )
+        )  # fmt: skip
         self.background: BackgroundGeneration | None = None
         """After `generate_ahead`, on rank 0."""
         self._base, self._newest = base, base

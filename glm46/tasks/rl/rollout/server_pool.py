@@ -23,17 +23,9 @@ class ServerPool:
     """Generates completions on the servers that answer, with weights that were compared with the trainer's."""
 
     def __init__(
-        self,
-        servers: Sequence[InferenceServer],
-        *,
-        rules: SamplingRules,
-        longest: int,
-        most_running: int,
-        deadline: float,
-        restart: float,
-        say: Callable[[str], None],
-        still_starting: Callable[[], None] = lambda: None,
-    ):
+        self, servers: Sequence[InferenceServer], *, rules: SamplingRules, longest: int, most_running: int,
+        deadline: float, restart: float, say: Callable[[str], None], still_starting: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
         """
         Args:
             rules: of training rollouts.

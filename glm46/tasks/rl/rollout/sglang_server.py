@@ -182,15 +182,16 @@ class SglangServer:
                 f"these have {rank}; start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
             )
 
-    def score(self, tokens: list[int], seconds: float) -> list[float]:
-        """See `InferenceServer.score`."""
-        sampling = {"max_new_tokens": 1, "temperature": 1.0}
-        meta = self._ask({"input_ids": tokens, "sampling_params": sampling, "logprob_start_len": 0}, seconds)
+    def prompt_logprobs(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
+        """See `InferenceServer.prompt_logprobs`."""
+        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
+        meta = self._ask(body | {"logprob_start_len": 0, "top_logprobs_num": top_k}, seconds)
         try:
-            places = meta["input_token_logprobs"][1:]  # the first token has none
-            assert [token for _, token, *_ in places] == tokens[1:]
-            return [float(logprob) for logprob, *_ in places]
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            own = meta["input_token_logprobs"][1:]  # the first token has none
+            others = meta["input_top_logprobs"][1:] if top_k else [()] * len(own)
+            places = ((*top, one) for one, top in zip(own, others, strict=True))
+            return [{token: float(logprob) for logprob, token, *_ in place} for place in places]
+        except (LookupError, TypeError, ValueError) as error:
             raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
 
     def _ask(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:

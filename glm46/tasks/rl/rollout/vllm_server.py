@@ -206,14 +206,14 @@ class VllmServer:
                 raise ForgottenError(str(error)) from None
             raise
 
-    def score(self, tokens: list[int], seconds: float) -> list[float]:
-        """See `InferenceServer.score`."""
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    def prompt_logprobs(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
+        """See `InferenceServer.prompt_logprobs`."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k, "detokenize": False}
         reply = self._ask({"token_ids": tokens, "sampling_params": sampling}, seconds)
         try:
-            places = zip(tokens[1:], reply["prompt_logprobs"][1:], strict=True)
-            return [float(place[str(token)]["logprob"]) for token, place in places]
-        except (KeyError, TypeError, ValueError) as error:
+            places = reply["prompt_logprobs"][1:]
+            return [{int(token): float(of["logprob"]) for token, of in place.items()} for place in places]
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
 
     def _extension(self, method: str, *arguments: str, seconds: float = QUICK_SECONDS) -> Any:

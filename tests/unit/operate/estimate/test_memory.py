@@ -27,7 +27,7 @@ from glm46.operate.estimate.activations import (
 from glm46.operate.estimate.memory import OFFLOAD_ITEM_BYTES, plan_memory
 from glm46.run.context_keys import attended_keys, gathered_key_bytes, kernel_runs
 from glm46.run.layout import resolve_layout, smallest_world
-from glm46.run.parameters import adapter_layer, count_parameters
+from glm46.run.parameters import adapter_layer, count_parameters, moe_layer
 from glm46.run.plan import resolve_plan
 from glm46.run.sizes import OFFLOAD_SLOTS
 
@@ -68,6 +68,30 @@ def test_the_reference_of_a_preference_is_planned_as_frozen_weights():
     for loss_type, wanted in (("ipo", with_reference), ("kto", with_reference), ("simpo", alone), ("orpo", alone)):
         table = {"finetune": {"preference": {"loss_type": loss_type}}}
         assert plan_memory(_run(**config | table), 2).weights == wanted.weights
+
+
+def test_a_wide_teacher_is_gathered_in_its_pass_and_a_stored_one_takes_nothing():
+    """The pass comes before activations of the student; its two largest layers may be more than those are."""
+    train = {"training": {"seq_len": 16, "global_batch_size": 8}, "model": {"flavor": "GLM-4.6"} | ONE_LAYER}
+    plain = plan_memory(_run(**train), 8)
+    taught = {
+        name: plan_memory(_run(**train, finetune={"distillation": {"top_k": 8} | keys}), 8)
+        for name, keys in {
+            "stored": {"stored_path": "values"}, "like it": {"load_path": "teacher"},
+            "wide": {"load_path": "teacher", "flavor": "GLM-4.6"},
+        }.items()
+    }  # fmt: skip
+    assert taught["stored"].weights == plain.weights < taught["like it"].weights < taught["wide"].weights
+    assert taught["stored"].gathered == taught["like it"].gathered
+    wide, at_once = taught["wide"], 2 * sum(row.numel(PRESETS["GLM-4.6"]) for row in moe_layer(PRESETS["GLM-4.6"])) * 2
+    assert wide.gathered + wide.activations >= at_once > taught["like it"].gathered + taught["like it"].activations
+
+
+ONE_LAYER = {
+    "hidden_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "num_nextn_predict_layers": 0, "intermediate_size": 64,
+}  # fmt: skip
+"""A small student with the tokens of a large teacher."""
 
 
 def _kept_bytes(shape, dtype, *, mtp=False, checkpointing="none", adapter=None, **arguments):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glm46.config.errors import UserError
-from glm46.config.finetune import FineTuneConfig, PreferenceConfig
+from glm46.config.finetune import DistillationConfig, FineTuneConfig, PreferenceConfig
 from glm46.config.parallelism import ParallelismConfig
 from glm46.config.presets import PRESETS
 from glm46.config.rl import RLConfig
@@ -69,6 +69,24 @@ def test_a_preference_adds_a_forward_of_its_reference():
             # One forward, of which forward and backward are three, and its gathers, which no other work hides here.
             waited = sft.parts["waiting for weights and gradients"]
             assert 0.3 * computed + 0.1 * waited < added < 0.35 * (computed + waited)
+
+
+def test_a_teacher_adds_a_forward_and_a_stored_one_none():
+    """And the cross-entropy beside a temperature another run of the head."""
+    config = run(steps=1)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"num_nextn_predict_layers": 0})})
+
+    def taught(**keys) -> StepTime:
+        finetune = FineTuneConfig(distillation=DistillationConfig(**keys))
+        return predicted(config.model_copy(update={"finetune": finetune}))
+
+    plain, stored, loaded = predicted(config), taught(stored_path="values"), taught(load_path="teacher")
+    assert stored.parts == plain.parts
+    assert loaded.parts.keys() - plain.parts.keys() == {"passes without gradient"}
+    apart = taught(stored_path="values", temperature=2.0)
+    assert apart.parts == stored.parts
+    twice = taught(stored_path="values", temperature=2.0, sft_weight=0.5)
+    assert sum(twice.parts.values()) > sum(stored.parts.values()) and twice.model_flops == stored.model_flops
 
 
 def test_kto_adds_three_forwards_and_losses_without_a_reference_none():

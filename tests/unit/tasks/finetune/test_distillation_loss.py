@@ -11,13 +11,16 @@ import torch
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.compute.model.transformer import LossSums
 from glm46.config.finetune import DistillationConfig
-from glm46.tasks.finetune.distillation import TEACHER, DistillationLoss, divergence, top_tokens
+from glm46.tasks.finetune.distillation import TEACHER, DistillationLoss, divergence, top_tokens, with_values
+from glm46.tasks.finetune.teacher_values import TeacherValues
+from tests.teacher_folder import answer_of, write_answers
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_distillation.json").read_text())
 STUDENT, OF_TEACHER = (torch.tensor(GOLDEN[name], dtype=torch.float32) for name in ("student", "teacher"))
 LABELS = torch.tensor(GOLDEN["labels"])
 VOCABULARY = STUDENT.shape[-1]
 NONE = torch.zeros(0)
+TOKENS = torch.arange(LABELS.numel()).view_as(LABELS)
 
 
 def objective(**keys) -> DistillationLoss:
@@ -31,12 +34,25 @@ def sums_of(head) -> LossSums:
     return LossSums(head.loss, NONE, NONE, NONE, NONE, head.predictions.unsqueeze(0), head.logprobs)
 
 
-def run_loss(judge: DistillationLoss, student=STUDENT, teacher=OF_TEACHER, labels=LABELS):
+def stored_answers(folder: Path, keys: dict) -> TeacherValues:
+    """Those of the rows, each a document, and of others before and behind them; of one token more."""
+    found = [(torch.arange(n), torch.arange(n), torch.zeros(n, VOCABULARY)) for n in range(1, 9)]
+    found[4:4] = [(row, labels, logits) for row, labels, logits in zip(TOKENS, LABELS, OF_TEACHER, strict=True)]
+    count, temperature = min(keys["top_k"] + 1, VOCABULARY), keys.get("temperature", 1.0)
+    write_answers(folder, [answer_of(*one, count, temperature) for one in found], 3)
+    return TeacherValues(folder)
+
+
+def run_loss(judge: DistillationLoss, student=STUDENT, teacher=OF_TEACHER, labels=LABELS, stored=None, top_k=0):
     """Loss, gradient of the logits, and sums: the weight of both heads is the identity."""
     weight = torch.eye(VOCABULARY)
     batch = {"labels": labels}
     totals = judge.count([batch])
-    batch = judge.completed(batch, sums_of(judge.of_teacher(teacher, weight, labels)))
+    if stored is None:
+        batch = judge.completed(batch, sums_of(judge.of_teacher(teacher, weight, labels)))
+    else:
+        rows = {"input_ids": TOKENS, "document_ids": torch.zeros_like(TOKENS)}
+        batch = with_values(batch, *stored.of_batch(batch | rows, top_k))
     hidden = student.clone().requires_grad_()
     output = sums_of(judge.form(hidden, weight, batch["labels"], None))
     loss = judge.loss(output, {TEACHER: batch[TEACHER]}, totals, 0)
@@ -44,9 +60,11 @@ def run_loss(judge: DistillationLoss, student=STUDENT, teacher=OF_TEACHER, label
     return loss, gradient, judge.metrics(judge.sums(output, batch), totals, 0)
 
 
+@pytest.mark.parametrize("is_stored", [False, True], ids=["network", "stored"])
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["keys"].values())))
-def test_loss_and_gradient_equal_those_of_trl(case):
-    loss, gradient, metrics = run_loss(objective(**case["keys"]))
+def test_loss_and_gradient_equal_those_of_trl(case, is_stored, tmp_path):
+    stored = stored_answers(tmp_path / "values", case["keys"]) if is_stored else None
+    loss, gradient, metrics = run_loss(objective(**case["keys"]), stored=stored, top_k=case["keys"]["top_k"])
     # FP32 log-probabilities against FP64; a rest below 1e-6 counts as 1e-6.
     assert loss.item() == pytest.approx(case["loss"], rel=1e-5)
     assert torch.allclose(gradient.double(), torch.tensor(case["gradient"], dtype=torch.float64), rtol=1e-4, atol=1e-6)
@@ -72,9 +90,11 @@ def formula(logits, teacher, keys) -> torch.Tensor:
     {"top_k": 3}, {"top_k": 3, "beta": 1.0, "sft_weight": 0.7}, {"top_k": 6, "beta": 0.4, "temperature": 0.5},
     {"top_k": 2, "beta": 0.1, "temperature": 2.0, "sft_weight": 1.3}, {"top_k": 1, "temperature": 3.0, "sft_weight": 1},
 ], ids=lambda keys: "-".join(map(str, keys.values())))  # fmt: skip
-def test_loss_and_gradient_equal_the_formula_in_fp64(keys):
+@pytest.mark.parametrize("is_stored", [False, True], ids=["network", "stored"])
+def test_loss_and_gradient_equal_the_formula_in_fp64(keys, is_stored, tmp_path):
     keys = keys | {"sft_weight": float(keys.get("sft_weight", 0))}
-    loss, gradient, metrics = run_loss(objective(**keys))
+    stored = stored_answers(tmp_path / "values", keys) if is_stored else None
+    loss, gradient, metrics = run_loss(objective(**keys), stored=stored, top_k=keys["top_k"])
     exact = STUDENT.double().requires_grad_()
     wanted = formula(exact, OF_TEACHER.double(), keys)
     (wanted_gradient,) = torch.autograd.grad(wanted, exact)

@@ -17,7 +17,10 @@ REPLIES = {
         "update": "UpdateWeightsFromDistributedReqOutput", "disk": "UpdateWeightFromDiskReqOutput",
         "checksum": "CheckWeightsReqOutput", "adapter": "LoRAUpdateOutput",
     },
-    "meta": ("output_token_logprobs", "input_token_logprobs", "finish_reason", "weight_versions", "routed_experts"),
+    "meta": (
+        "output_token_logprobs", "input_token_logprobs", "input_top_logprobs", "finish_reason", "weight_versions",
+        "routed_experts",
+    ),
     "keys": ("success", "message", "ranks", "per_engine_checksum", "version"),
 }  # fmt: skip
 """What the client reads: fields of these classes, keys of a reply's ``meta_info``, and of other replies."""

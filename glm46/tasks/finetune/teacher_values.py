@@ -1,0 +1,200 @@
+"""Values of a teacher that was asked about prepared chats before a run: at each target its most likely tokens and their
+log-probabilities.
+
+A folder has ``manifest.json`` and a safetensors file for each part of the documents: ``keys`` U8 [documents, 16], their
+hashes; ``ends`` I64 [documents], the exclusive ends of their targets; ``ids`` U32 and ``logprobs`` F32 [targets, K],
+the most likely first; ``checksums`` U32 [documents], the CRC-32 of both. A document is found by the hash of its tokens
+and targets, so that no packing, order or layout can give a value to another token.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import accumulate, chain, islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm46.config.errors import UserError
+from glm46.config.finetune import DistillationConfig
+from glm46.files.array_file import map_arrays, write_arrays
+from glm46.files.durable import replace_durably
+from glm46.files.file_content import read_json_object
+from glm46.storage.data.batches import IGNORE, Batch
+from glm46.storage.data.manifest import FILE_NAME, Manifest
+from glm46.storage.data.packing import open_tokens
+from glm46.storage.data.shards import NOT_A_TARGET
+
+_FORMAT, _AGAIN = "glm46-teacher-1", "run 'python -m glm46 teach' with this config"
+_LEAST_DOCUMENTS, _MOST_PARTS = 64, 512
+"""Of a part, which a kill loses; of a folder: a run opens them all, and a process may have about a thousand files."""
+
+Values = tuple[np.ndarray, np.ndarray]
+"""Of a document: ids uint32 and log-probabilities float32, [targets, K]."""
+
+
+class AskedDocument(NamedTuple):
+    """A document of a prepared source: its tokens int64 [n], and bool [n], whether the next one is a target."""
+
+    tokens: np.ndarray
+    is_target: np.ndarray
+
+    @property
+    def key(self) -> bytes:
+        return blake2b(self.tokens.astype("<u4").tobytes() + self.is_target.tobytes(), digest_size=16).digest()
+
+
+def facts_of(teacher: str, config: DistillationConfig, manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """The facts that decide the values of a folder: teacher, tokenizer, data, how it was asked; and its parts."""
+    if plain := [manifest.folder for manifest in manifests if manifest.splits["train"].targets is None]:
+        raise UserError(
+            f"{plain[0]}: is text, and values are stored of chats, which rows hold whole; remove the source"
+        )
+    splits = [split for manifest in manifests for split in manifest.splits.values()]
+    documents = sum(split.documents for split in splits)
+    return {
+        "format": _FORMAT, "teacher": teacher, "tokenizer": manifests[0].tokenizer, "top_k": config.top_k,
+        "temperature": config.temperature, "documents": documents,
+        "shards": sorted({shard.sha256 for split in splits for shard in split.shards}),
+        "parts": min(_MOST_PARTS, -(-documents // _LEAST_DOCUMENTS)),
+    }  # fmt: skip
+
+
+def _parts(folder: Path, facts: dict[str, Any]) -> list[Path]:
+    return [folder / f"part-{number:05}.safetensors" for number in range(facts["parts"])]
+
+
+def _documents(manifests: Sequence[Manifest]) -> Iterator[AskedDocument]:
+    for stream in (open_tokens(manifest, split) for manifest in manifests for split in manifest.splits):
+        for start, end in pairwise(chain([0], *(ends.tolist() for ends in stream.doc_ends_by_shard()))):
+            marked = np.empty(end - start, np.int64)
+            stream.read(start, marked)
+            yield AskedDocument(marked & ~NOT_A_TARGET, np.append(marked[1:] < NOT_A_TARGET, False))
+
+
+def store(
+    folder: Path, facts: dict[str, Any], manifests: Sequence[Manifest],
+    ask: Callable[[list[AskedDocument]], list[Values]], agree: Callable[[Callable[[], Any]], Any], *, writes: bool,
+) -> Iterator[tuple[AskedDocument, Values]]:  # fmt: skip
+    """Ask for the parts that a folder lacks, write them one by one, and yield their documents. Raises UserError if it
+    is of other values, or these are no log-probabilities. Collective.
+
+    Args:
+        agree: runs work, and raises what it raises on any rank.
+        writes: true on one rank.
+    """
+    missing = agree(lambda: _begin(folder, facts))
+    found, size = _documents(manifests), -(-facts["documents"] // max(facts["parts"], 1))
+    for part in _parts(folder, facts):
+        documents = [document for document in islice(found, size) if document.is_target.any()]
+        if part in missing:
+            values = ask(documents)
+            agree(lambda: writes and _write(part, facts, documents, values))  # noqa: B023
+            yield from zip(documents, values, strict=True)
+
+
+def _begin(folder: Path, facts: dict[str, Any]) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / FILE_NAME
+    known = read_json_object(file, f"remove the folder, and {_AGAIN}") if file.exists() else facts
+    if changed := [name for name in facts if known.get(name) != facts[name]]:
+        raise UserError(
+            f"finetune.distillation.stored_path = {str(folder)!r}: holds values of another {' and '.join(changed)}; "
+            "name another folder, or remove this one"
+        )
+    replace_durably(file, [json.dumps(facts, indent=1).encode()])
+    return [part for part in _parts(folder, facts) if not part.exists()]
+
+
+def _write(part: Path, facts: dict[str, Any], documents: list[AskedDocument], values: list[Values]) -> None:
+    ids = np.concatenate([np.empty((0, facts["top_k"]), np.uint32), *(ids for ids, _ in values)])
+    logprobs = np.concatenate([np.empty((0, facts["top_k"]), np.float32), *(logprobs for _, logprobs in values)])
+    total = np.exp(logprobs.astype(np.float64)).sum(1)
+    if not (np.isfinite(logprobs).all() and (np.diff(logprobs) <= 0).all() and (total < 1.01).all()):
+        raise UserError(
+            f"{facts['teacher']}: its log-probabilities are not finite, not in order, or of probabilities that add up "
+            f"to {total.max():.3g}; take another type of it, such as --dtype float32"
+        )
+    arrays = {
+        "ends": np.fromiter(accumulate(len(ids) for ids, _ in values), np.int64, len(values)),
+        "ids": ids, "logprobs": logprobs, "checksums": np.array([*map(_checksum, values)], np.uint32),
+        "keys": np.frombuffer(b"".join(each.key for each in documents), np.uint8).reshape(-1, 16),
+    }  # fmt: skip
+    write_arrays(part, arrays, {"format": _FORMAT})
+
+
+def _checksum(values: Values) -> int:
+    return zlib.crc32(values[1].tobytes(), zlib.crc32(values[0].tobytes()))
+
+
+class TeacherValues:
+    """The values of a folder, by document."""
+
+    def __init__(self, folder: Path):
+        """Raises UserError if there are none, or not all."""
+        self._stated = f"finetune.distillation.stored_path = {str(folder)!r}"
+        if not (folder / FILE_NAME).is_file():
+            raise UserError(f"{self._stated}: holds no values of a teacher; {_AGAIN} first")
+        self.facts = read_json_object(folder / FILE_NAME, f"remove the folder, and {_AGAIN}")
+        if self.facts.get("format") != _FORMAT:
+            raise UserError(f"{self._stated}: holds other data than values of a teacher; name another folder")
+        self._files = _parts(folder, self.facts)
+        if lacks := [file for file in self._files if not file.exists()]:
+            raise UserError(f"{self._stated}: lacks {len(lacks)} of {len(self._files)} parts; {_AGAIN}, which goes on")
+        self._parts = [map_arrays(file, f"remove the file, and {_AGAIN}")[0] for file in self._files]
+        keys = np.concatenate([part["keys"] for part in self._parts]).view("S16")[:, 0]
+        places = [(number, place) for number, part in enumerate(self._parts) for place in range(len(part["ends"]))]
+        order = np.argsort(keys)
+        self._keys, self._places = keys[order], np.array(places, np.int32).reshape(-1, 2)[order]
+
+    def check(self, config: DistillationConfig, manifests: Sequence[Manifest]) -> None:
+        """Raise UserError if a run needs other values than these."""
+        facts, wanted, faults = self.facts, facts_of("", config, manifests), list[str]()
+        if wanted["tokenizer"] != facts["tokenizer"]:
+            faults.append(f"is of another tokenizer ({facts['tokenizer'][:12]}…) than model.tokenizer_path names")
+        elif lacks := set(wanted["shards"]) - set(facts["shards"]):
+            of = f"{len(lacks)} of {len(wanted['shards'])} shards of data.sources"
+            faults.append(f"lacks {of}, which is other data, or in another chat format")
+        if config.top_k > facts["top_k"]:
+            faults.append(f"has {facts['top_k']} tokens of each target, fewer than finetune.distillation.top_k")
+        if config.temperature != facts["temperature"]:
+            faults.append(f"is of temperature {facts['temperature']:g}, not of finetune.distillation.temperature")
+        remedy = f"restore the key, or name an empty folder and {_AGAIN}"
+        if faults:
+            raise UserError(*(f"{self._stated}: {fault}; {remedy}" for fault in faults))
+
+    def of_batch(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
+        """The tokens int64 [B, K, S], `IGNORE` without a target, and their FP32 log-probabilities, there 0. Raises
+        UserError if values are missing or damaged."""
+        numbers, tokens, labels = (batch[name].numpy() for name in ("document_ids", "input_ids", "labels"))
+        ids = np.full((*tokens.shape, top_k), IGNORE, np.int64)
+        logprobs = np.zeros(ids.shape, np.float32)
+        for row, of_row in enumerate(numbers):
+            for low, high in pairwise(np.flatnonzero(np.diff(of_row, prepend=-2, append=-2)).tolist()):
+                document = AskedDocument(tokens[row, low:high], labels[row, low:high] != IGNORE)
+                if document.is_target.any():
+                    places = low + np.flatnonzero(document.is_target)
+                    ids[row, places], logprobs[row, places] = (found[:, :top_k] for found in self.of(document))
+        ids_BKS, logprobs_BKS = (torch.from_numpy(each).transpose(1, 2).contiguous() for each in (ids, logprobs))
+        return ids_BKS, logprobs_BKS
+
+    def of(self, document: AskedDocument) -> Values:
+        """Of a document with targets; errors as of `of_batch`."""
+        key = np.bytes_(document.key.rstrip(b"\0"))  # as NumPy gives those of the array
+        at = int(np.searchsorted(self._keys, key))
+        if at == len(self._keys) or self._keys[at] != key:
+            raise UserError(
+                f"{self._stated}: has no values of a document of {len(document.tokens)} tokens; name an empty folder "
+                f"and {_AGAIN}"
+            )
+        number, place = self._places[at].tolist()
+        part = self._parts[number]
+        rows = slice(int(part["ends"][place - 1]) if place else 0, int(part["ends"][place]))
+        found = part["ids"][rows], part["logprobs"][rows]
+        if _checksum(found) != part["checksums"][place]:
+            raise UserError(f"{self._files[number]}: is damaged (checksum); remove the file, and {_AGAIN}")
+        return found
