@@ -18,7 +18,7 @@ from glm46.operate.estimate.pipeline_order import pipeline_order
 from glm46.operate.estimate.prices import KINDS, PRICES_DATE, price_of
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import judge_config
-from glm46.operate.estimate.search import run_search, search_numbers, search_text
+from glm46.operate.estimate.search import search_layouts, search_numbers, search_text
 from glm46.operate.estimate.target_cluster import NETWORK_GBITS, STORAGE_GBYTES, Efficiencies, TargetCluster
 from glm46.operate.launch.config_options import config_parser, parse_with_overrides
 from glm46.run.layout import smallest_world
@@ -94,10 +94,10 @@ def plan_command(argv: Sequence[str]) -> int:
         arguments.document_tokens = prepared_document_tokens(config)
     cluster = _cluster(arguments, config.parallelism)
     if arguments.search:
-        found = run_search(config, cluster, pipeline_order, arguments.document_tokens)
+        found = search_layouts(config, cluster, pipeline_order, arguments.document_tokens)
         print(search_text(found))
         _write_numbers(arguments.json, lambda: search_numbers(found))
-        return 0 if found.search.best else EXIT_DOES_NOT_FIT
+        return 0 if found.best else EXIT_DOES_NOT_FIT
     plan = resolve_plan(config, cluster.gpus, arguments.document_tokens, host_ranks=cluster.host_ranks)
     engines = EngineOptions(arguments.engines, arguments.gpus_per_engine, arguments.completion_tokens)
     run = plan_run(plan, cluster, pipeline_order, engines)

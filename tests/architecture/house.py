@@ -48,7 +48,7 @@ LINE_BUDGETS = {
     "storage/huggingface": 3071,
     "engine/observe": 2568, "engine/reliability": 1245, "engine/inference": 1765, "engine/training": 2814,
     "engine/evaluation": 1575, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2865,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2731, "operate/estimate": 3835, "operate/launch": 2709,
+    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2731, "operate/estimate": 3779, "operate/launch": 2709,
     "operate/ablation": 948, "operate/benchmark": 170, "operate/cluster": 2361, "operate/models": 1435,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
@@ -185,7 +185,7 @@ MOST_LINES = 57_074
 MOST_COURT_LINES = 18_667
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
-MOST_OVERSIZED = 40
+MOST_OVERSIZED = 34
 """Files, classes and functions that are larger than good ones. It may only fall too."""
 MOST_VERB_LINES = 150
 """Of a file in `commands`: a verb parses its options and calls a room."""

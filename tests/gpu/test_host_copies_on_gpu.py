@@ -8,7 +8,7 @@ from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize import activation_checkpoint
 from glm46.config.presets import PRESETS
-from glm46.operate.estimate.activations import Spread, kept_tensors
+from glm46.operate.estimate.activations import LayerBytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,7 +62,7 @@ def test_host_memory_changes_no_bit_lowers_the_peak_and_costs_no_wait(mode):
     plain, peak, before = run(mode, on_host=False)
     found, lower, profile = run(mode, on_host=True)
     assert all(torch.equal(found[name], gradient) for name, gradient in plain.items())
-    layer = ROWS * LENGTH * sum(kept_tensors(SHAPE, 2, "moe", mode, Spread()))
+    layer = ROWS * LENGTH * sum(LayerBytes(SHAPE, 2).kept_tensors("moe", mode))
     assert peak - lower > 0.6 * SHAPE.num_hidden_layers * layer
     copied, beside = overlap(profile)
     assert beside > 0.5 * copied > 0

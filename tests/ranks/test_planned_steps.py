@@ -9,7 +9,7 @@ import torch
 from glm46.config.float8 import Float8Config
 from glm46.config.loader import load_config
 from glm46.config.parallelism import ActivationCheckpointConfig
-from glm46.operate.estimate.activations import Frozen, Spread, layer_bytes
+from glm46.operate.estimate.activations import LayerBytes
 from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
@@ -113,10 +113,10 @@ def _recomputed(plan: Plan, rank: int) -> float:
     if plan.config.activation_checkpoint.mode == "none":
         return 0.0
     layout, training = plan.layout, plan.config.training
-    width, spread = WIDTHS[training.mixed_precision_param], Spread(layout.tp, layout.ep)
+    of = LayerBytes(plan.shape, WIDTHS[training.mixed_precision_param], layout.tp, layout.ep)
     mode_of = plan.config.activation_checkpoint.mode_of  # what has been computed again is whole
     layers = [
-        layer_bytes(plan.shape, width, block, "none", spread, frozen=part.adapters and Frozen(part.adapters[index]))
+        of.layer(block, part.frozen and part.frozen[index])
         for part in parts_of_ranks(plan)[rank]
         for index, block in enumerate(part.blocks)
         if index >= part.backward_from and mode_of(index) != "none"

@@ -28,7 +28,7 @@ from glm46.config.presets import PRESETS
 from glm46.engine.observe.hardware import measured_matmul_flops
 from glm46.engine.observe.peaks import Accelerator, find_accelerator
 from glm46.files.file_content import read_json_object
-from glm46.operate.estimate.kernels import MOVED
+from glm46.operate.estimate.kernels import KERNELS, MOVED, form
 from glm46.operate.estimate.machine import detect_machine
 from glm46.run.flops import attention_flops
 
@@ -138,7 +138,7 @@ def measure_rates(
     rates = {"products": 6 * tokens * linear.weight.numel() / products}
     for name, speeds in grid.items():
         rates[name], rates[f"{name}_rows"] = fit_rows(speeds)
-    moved = sum(MOVED[str(dtype).removeprefix("torch."), False].inner) * gate.numel()
+    moved = sum(MOVED["inner"][form(str(dtype).removeprefix("torch."), is_compiled=False)]) * gate.numel()
     return rates | {"memory": moved / moving, "launch_seconds": _launch_seconds(shape, device, dtype)}, grid
 
 
@@ -179,9 +179,8 @@ def _launch_seconds(shape: ModelShape, device: torch.device, dtype: torch.dtype)
         x = torch.randn(1, _TINY_TOKENS, 64, dtype=dtype, requires_grad=True)
         rope = rotary_tables(torch.arange(_TINY_TOKENS).unsqueeze(0), small, dtype)
         seconds = _best(lambda: block(x, rope, None, None, RoutingOptions())[0], [x, *block.parameters()], device)
-    kernels = MOVED[str(dtype).removeprefix("torch."), False].kernels
-    parts = ["dense", *(["head_norms"] if small.use_qk_norm else [])]
-    return seconds / sum(sum(kernels[part]) for part in parts)
+    of_form, parts = form(str(dtype).removeprefix("torch."), is_compiled=False), ["dense", "head_norms"]
+    return seconds / sum(sum(KERNELS[part][of_form]) for part in parts[: 1 + small.use_qk_norm])
 
 
 def _best(forward: Callable[[], Tensor], leaves: list[Tensor], device: torch.device) -> float:

@@ -6,6 +6,13 @@ The order is that of `compute/parallelize/exchange.py`; a test holds it equal to
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from glm46.operate.estimate.kernels import MicroBatch, work_beside_exchange
+from glm46.operate.estimate.micro_batch_traffic import exchanges
+from glm46.operate.estimate.roofline import Roofline
+from glm46.operate.estimate.target_cluster import groups
+from glm46.operate.estimate.traffic import Traffic
+from glm46.run.plan import Plan
+
 CONTENTION = 0.1
 """Of the time in which rows travel beside kernels: copies take part of a GPU's processors and memory."""
 BESIDE_OTHERS = {"Interleaved1F1B": 0.37, "DualPipeV": 1.0}
@@ -80,3 +87,40 @@ def exposed_seconds(
     sent = sum(hops[step.hop] for step in steps if step.kind == "send")
     exposed = clock - sum(computed.get(step.kind, 0.0) for step in steps)
     return exposed + slowed * max(sent - exposed, 0.0)
+
+
+def waits_for_tokens(
+    plan: Plan, roofline: Roofline, batch: MicroBatch, again: float, *, repeats: bool = False
+) -> tuple[float, float]:
+    """Seconds in which one layer waits for tokens in forward, and in backward with its recomputation of ``again``
+    seconds, which sends rows again if it ``repeats`` the exchange."""
+    parallelism, published = plan.config.parallelism, roofline.published_exchange
+    found = exchanges(plan, batch.shape, batch.tokens / batch.chunks)
+    is_one_kernel = published or parallelism.expert_exchange == "deepep"
+    ranks = {axis: size for axis, (_, size) in groups(plan).items()}
+
+    def sends(first: int) -> dict[tuple[int, bool], float]:
+        """Seconds of sends by hop; those there are of `TOKENS` from ``first`` on, those back of rows."""
+        seconds: dict[tuple[int, bool], float] = {}
+        for hop, (axis, *sizes) in enumerate(found):
+            calls = [roofline.traffic(Traffic(axis, "all_to_all", ranks[axis], 1, size, "")) for size in sizes]
+            seconds |= {(hop, False): sum(calls[first:-1]), (hop, True): calls[-1]}
+        if is_one_kernel:  # which forwards rows while others arrive
+            return {(0, is_back): max(seconds[hop, is_back] for hop in range(len(found))) for is_back in (False, True)}
+        return seconds
+
+    def computed(backward: bool) -> dict[str, float]:
+        work = work_beside_exchange(batch, backward).items()
+        seconds = {name: sum(map(roofline.kernel, each)) / batch.chunks for name, each in work}
+        return seconds | {"shared": seconds["shared"] * batch.chunks, "recomputation": again}
+
+    slowed, forward = 1 - min(roofline.overlap, 1 - CONTENTION), sends(0 if plan.expert_levels else 1)
+    order, of_forward = (batch.chunks, 1 if is_one_kernel else len(found)), computed(False)
+    waits = exposed_seconds(forward_steps(*order), of_forward, forward, slowed)
+    backward = exposed_seconds(backward_steps(*order), computed(True), sends(1), slowed)
+    if repeats:
+        backward += exposed_seconds(forward_steps(*order, returns=False), of_forward, forward, slowed)
+    elif published and plan.layout.pp > 1:
+        left = 1 - BESIDE_OTHERS.get(parallelism.pipeline_parallel_schedule, 0.0) * (1 - slowed)
+        return left * waits, left * backward
+    return waits, backward

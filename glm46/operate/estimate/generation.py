@@ -13,7 +13,7 @@ from math import ceil, prod
 
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
-from glm46.operate.estimate.kernels import MOVED
+from glm46.operate.estimate.kernels import KERNELS, form
 from glm46.operate.estimate.other_networks import cached_elements, inference_bytes
 from glm46.operate.estimate.rank_parts import local_shape
 from glm46.operate.estimate.requirement import usable_bytes
@@ -112,10 +112,10 @@ class DecodingEngine:
 
     def _launch_seconds(self) -> float:
         """Our own engine launches each kernel from the host."""
-        shape, kernels = self.plan.shape, MOVED[self.plan.config.training.mixed_precision_param, False].kernels
-        dense, moe, _ = layer_counts(shape)
-        norms = kernels["head_norms"][0] * shape.use_qk_norm
-        launched = dense * (kernels["dense"][0] + norms) + moe * (kernels["moe"][0] + norms)
+        shape, of_form = self.plan.shape, form(self.plan.config.training.mixed_precision_param, is_compiled=False)
+        dense, moe, norms = (KERNELS[name][of_form][0] for name in ("dense", "moe", "head_norms"))
+        layers, norms = layer_counts(shape), norms * shape.use_qk_norm
+        launched = layers[0] * (dense + norms) + layers[1] * (moe + norms)
         return launched * self.cluster.efficiencies.launch_seconds
 
 

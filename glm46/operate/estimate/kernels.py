@@ -45,49 +45,25 @@ class PartWork:
     """What activation checkpointing computes again before backward."""
 
 
-class _Moved(NamedTuple):
-    """Bytes per token that kernels move besides products and attention, by the width that they depend on; forward and
-    backward. Each is multiplied by the elements per token that its name stands for."""
-
-    hidden: tuple[float, float]
-    """Norms, residuals, biases: hidden size."""
-    routed_hidden: tuple[float, float]
-    """More in a layer with experts: hidden size."""
-    heads: tuple[float, float]
-    """RoPE and biases: width of all query and key heads."""
-    head_norms: tuple[float, float]
-    """QK norm: the same width."""
-    inner: tuple[float, float]
-    """SwiGLU of a dense layer and of the shared experts: their width."""
-    rows: tuple[float, float]
-    """Rows brought to the experts and added up: experts per token times hidden size."""
-    expert_inner: tuple[float, float]
-    """SwiGLU of the experts: experts per token times their width."""
-    scores: tuple[float, float]
-    """Scores of the router: number of experts."""
-    kernels: dict[str, tuple[int, int]]
-    """Number of all kernels of a layer."""
-
-
 MOVED = {
-    ("bfloat16", False): _Moved(
-        (84, 214), (10, 16), (9, 11), (36, 92), (10, 22), (4, 4), (14, 40), (26, 66),
-        {"dense": (38, 71), "moe": (76, 110), "head_norms": (16, 32), "exchange": (23, 7)},
-    ),
-    ("float32", False): _Moved(
-        (80, 244), (20, 32), (26, 38), (28, 92), (20, 44), (8, 8), (28, 80), (27, 27),
-        {"dense": (34, 66), "moe": (72, 98), "head_norms": (12, 28), "exchange": (23, 7)},
-    ),
-    ("bfloat16", True): _Moved(
-        (18, 32), (2, 4), (4, 6), (0, 6), (6, 10), (4, 4), (6, 10), (21, 26),
-        {"dense": (14, 25), "moe": (27, 41), "head_norms": (0, 2), "exchange": (23, 7)},
-    ),
-    ("float32", True): _Moved(
-        (36, 64), (4, 8), (16, 28), (0, 12), (12, 20), (8, 8), (12, 20), (21, 18),
-        {"dense": (14, 25), "moe": (27, 38), "head_norms": (0, 2), "exchange": (23, 7)},
-    ),
-}  # fmt: skip
-"""By compute type, and whether the layers are compiled."""
+    "hidden": ((84, 214), (80, 244), (18, 32), (36, 64)),  # hidden size: norms, residuals, biases
+    "routed_hidden": ((10, 16), (20, 32), (2, 4), (4, 8)),  # the same, more in a layer with experts
+    "heads": ((9, 11), (26, 38), (4, 6), (16, 28)),  # width of all query and key heads: RoPE and biases
+    "head_norms": ((36, 92), (28, 92), (0, 6), (0, 12)),  # the same width: QK norm
+    "inner": ((10, 22), (20, 44), (6, 10), (12, 20)),  # width of a dense layer, or of the shared experts: SwiGLU
+    "rows": ((4, 4), (8, 8), (4, 4), (8, 8)),  # experts of a token times hidden size: rows to and from them
+    "expert_inner": ((14, 40), (28, 80), (6, 10), (12, 20)),  # experts of a token times their width: SwiGLU
+    "scores": ((26, 66), (27, 27), (21, 26), (21, 18)),  # number of experts: scores of the router
+}
+"""Bytes per token that kernels move besides products and attention, for each of the elements that are named beside;
+forward and backward, by `form`."""
+KERNELS = {
+    "dense": ((38, 71), (34, 66), (14, 25), (14, 25)),
+    "moe": ((76, 110), (72, 98), (27, 41), (27, 38)),
+    "head_norms": ((16, 32), (12, 28), (0, 2), (0, 2)),
+    "exchange": ((23, 7),) * 4,
+}
+"""Number of all kernels of a layer, forward and backward, by `form`."""
 _EXCHANGED = {"bfloat16": (8, 8), "float32": (16, 16)}
 """More bytes per element of `rows` under expert parallelism, which stays outside of compiled graphs."""
 _PER_LOGIT = {"bfloat16": 16, "float32": 20}
@@ -115,6 +91,8 @@ class MicroBatch:
     hops: tuple[float, ...] = ()
     """See `Plan.hops`."""
     chunks: int = 1
+    recompute: tuple[str, ...] = ()
+    """[activation_checkpoint] recompute."""
 
     @property
     def width(self) -> float:
@@ -122,13 +100,12 @@ class MicroBatch:
         return WIDTHS[self.param_dtype]
 
 
-def part_work(
-    part: PartOfModel,
-    batch: MicroBatch,
-    checkpointing: str,
-    frozen: Frozen | None = None,
-    recompute: tuple[str, ...] = (),
-) -> PartWork:
+def form(param_dtype: str, *, is_compiled: bool) -> int:
+    """The place of a compute type, with or without compiled layers, in `MOVED` and `KERNELS`."""
+    return 2 * is_compiled + (param_dtype == "float32")
+
+
+def part_work(part: PartOfModel, batch: MicroBatch, checkpointing: str, frozen: Frozen | None = None) -> PartWork:
     """The kernels of one layer, or of embedding or head, for one micro-batch on one rank.
 
     Args:
@@ -136,7 +113,6 @@ def part_work(
             which are made in forward.
         checkpointing: [activation_checkpoint] mode.
         frozen: the adapters, if all other weights are frozen.
-        recompute: [activation_checkpoint] recompute.
     """
     if part == "embedding":
         return _embedding(batch, frozen)
@@ -161,10 +137,10 @@ def part_work(
     core, of_all = _attention(batch), [work for _, work in converted]
     moved, of_backward = _moved(part, batch, False), _moved(part, batch, True)
     backward += [*of_all, core._replace(flops=_ATTENTION_BACKWARD * core.flops, nbytes=2 * core.nbytes), of_backward]
-    experts_again = "experts" in recompute
+    experts_again = "experts" in batch.recompute
     selective = [work for is_expert, work in converted if experts_again or not is_expert]
     selective += [*(work for work in again if experts_again or work.kind == "products"), moved]
-    selective += [core] if "core_attn" in recompute else []
+    selective += [core] if "core_attn" in batch.recompute else []
     recomputed = {"none": [], "full": [*of_all, *again, core, moved], "selective": selective}[checkpointing]
     return PartWork((*of_all, *products, core, moved), tuple(backward), tuple(recomputed))
 
@@ -217,7 +193,7 @@ def _attention(batch: MicroBatch) -> Work:
 def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
     """The kernels of a layer besides products and attention."""
     shape, sizes = batch.shape, dimensions(with_key_copies(batch.shape, batch.layout.tp))
-    factors = MOVED[batch.param_dtype, batch.is_compiled]
+    of_form = form(batch.param_dtype, is_compiled=batch.is_compiled)
     chosen = shape.num_experts_per_tok
     heads = sizes["H"] + sizes["K"]
     elements: dict[str, float] = {"hidden": shape.hidden_size, "heads": heads, "head_norms": heads * shape.use_qk_norm}
@@ -230,14 +206,14 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
         }  # fmt: skip
     if part == "mtp":  # three more norms beside the two of the block
         elements["hidden"] *= 2.5
-    nbytes = sum(getattr(factors, name)[backward] * count for name, count in elements.items())
-    kernels = factors.kernels["dense" if part == "dense" else "moe"][backward]
-    kernels += factors.kernels["head_norms"][backward] * shape.use_qk_norm
+    nbytes = sum(MOVED[name][of_form][backward] * count for name, count in elements.items())
+    kernels = KERNELS["dense" if part == "dense" else "moe"][of_form][backward]
+    kernels += KERNELS["head_norms"][of_form][backward] * shape.use_qk_norm
     if part != "dense" and batch.layout.ep > 1:
         # Rows are copied and summed on the way to all experts of a token at once, or at each place of the hops.
         share = (chosen + sum(batch.hops)) / (2 * chosen) if batch.hops else 1.0
         nbytes += _EXCHANGED[batch.param_dtype][backward] * elements["rows"] * share
-        kernels += factors.kernels["exchange"][backward] * batch.chunks
+        kernels += KERNELS["exchange"][of_form][backward] * batch.chunks
         if batch.chunks > 1:  # results are joined; weight gradients of two chunks are added
             nbytes += 2 * shape.hidden_size * batch.width * (not backward)
             weights = sum(row.numel(shape) for row in layer_rows(shape, "moe") if row.is_expert) / batch.layout.ep
@@ -247,10 +223,10 @@ def _moved(part: PartOfModel, batch: MicroBatch, backward: bool) -> Work:
 
 def work_beside_exchange(batch: MicroBatch, backward: bool) -> dict[str, list[Work]]:
     """The kernels of the shared expert, and of both products of routed experts: they compute while tokens travel."""
-    shape, moved = batch.shape, MOVED[batch.param_dtype, batch.is_compiled]
+    shape, of_form = batch.shape, form(batch.param_dtype, is_compiled=batch.is_compiled)
     sizes = dimensions(shape)
-    inner = {"shared": moved.inner[backward] * sizes["S"],
-             "down": moved.expert_inner[backward] * shape.num_experts_per_tok * sizes["F"]}  # fmt: skip
+    inner = {"shared": MOVED["inner"][of_form][backward] * sizes["S"],
+             "down": MOVED["expert_inner"][of_form][backward] * shape.num_experts_per_tok * sizes["F"]}  # fmt: skip
     found = {name: [Work("memory", 0.0, batch.tokens * nbytes)] for name, nbytes in inner.items()} | {"gate_up": []}
     for row in layer_rows(shape, "moe"):
         if row.is_matrix and (row.is_expert or "shared_experts" in row.name):

@@ -120,12 +120,15 @@ def _gpus_from_nvml() -> list[tuple[str, Gpu]]:
             name = _query(pynvml.nvmlDeviceGetName, handle, pynvml.NVMLError) or "GPU"
             memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.NVMLError)
             uuid = _query(pynvml.nvmlDeviceGetUUID, handle, pynvml.NVMLError) or ""
-            known = find_accelerator(name)
-            fallback = known.memory_bytes if known else None
-            found.append((uuid, Gpu(name, int(memory.total) if memory else fallback)))
+            found.append((uuid, _gpu(name, int(memory.total) if memory else None)))
         return found
     finally:
         pynvml.nvmlShutdown()
+
+
+def _gpu(name: str, memory_bytes: int | None = None) -> Gpu:
+    known = find_accelerator(name)
+    return Gpu(name, known.memory_bytes if memory_bytes is None and known else memory_bytes)
 
 
 def _query(question: Callable, handle: object, refused: type[Exception]) -> Any:
@@ -146,8 +149,7 @@ def _gpus_from_proc(root: Path) -> list[tuple[str, Gpu]]:
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         fields = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
         name = fields.get("Model", "GPU").strip()
-        known = find_accelerator(name)
-        found.append((fields.get("GPU UUID", "").strip(), Gpu(name, known.memory_bytes if known else None)))
+        found.append((fields.get("GPU UUID", "").strip(), _gpu(name)))
     return found
 
 

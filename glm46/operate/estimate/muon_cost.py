@@ -1,9 +1,10 @@
 """FLOPs and bytes of Muon in a step, from the degrees of a layout: `muon_plan.py` for the first rank."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from glm46.compute.optim.muon_plan import PlannedParameter, TensorLayout, make_plan, mesh_layout
 from glm46.config.model import ModelShape
@@ -14,24 +15,12 @@ from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter
 
 
-@dataclass(frozen=True)
-class MuonExchange:
-    """The exchanges of the matrices that the ranks of one group share."""
-
-    axis: str
-    """As in `Traffic.axis`."""
-    ranks: int
-    buckets: int
-    """Each is an all-to-all to the owners and one back."""
-    nbytes: int
-    """Of the larger side of each call, all calls together."""
-
-
-@dataclass(frozen=True)
-class MuonCost:
+class MuonCost(NamedTuple):
     """Of the first rank of a pipeline rank in one step."""
 
-    exchanges: tuple[MuonExchange, ...]
+    exchanges: dict[str, tuple[int, int]]
+    """By axis as in `Traffic.axis` the buckets, each of which is an all-to-all to the owners and one back, and bytes of
+    the larger side of each call, all calls together."""
     flops: int
     """Of Newton-Schulz on the rank of the stage that has most of it."""
 
@@ -52,18 +41,18 @@ def _cost(stages: tuple[StagePart, ...], shape: ModelShape, mesh: Layout, optimi
         tuple(range(0, mesh.dp_replicate * mesh.expert_shards * mesh.ep, mesh.ep)): "stage_experts",
         tuple(range(mesh.dp_replicate * mesh.dense_shards * mesh.tp)): "stage",
     }
-    loads, buckets, sizes = Counter[int](), Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    loads, buckets, sizes = Counter[int](), Counter[str](), Counter[str]()
     for task in plan.local:
         matrices = task.matrices[1] - task.matrices[0]
         loads[-1] += matrices * newton_schulz_flops(task.rows[1] - task.rows[0], task.columns, steps)
     for bucket in plan.buckets:
-        axis = axes[bucket.ranks], len(bucket.ranks)
+        axis = axes[bucket.ranks]
         buckets[axis] += 1
         sizes[axis] += width * sum(map(max, bucket.exchanged(0)))
         for unit in bucket.units:
             loads[bucket.ranks[unit.owner]] += unit.flops
     most = loads.pop(-1, 0) + max(loads.values(), default=0)
-    return MuonCost(tuple(MuonExchange(*axis, buckets[axis], sizes[axis]) for axis in buckets), most)
+    return MuonCost({axis: (buckets[axis], sizes[axis]) for axis in buckets}, most)
 
 
 def _layout_of(row: Parameter, shape: ModelShape, layout: Layout) -> TensorLayout:

@@ -4,15 +4,17 @@ A rank here is the first one of its stage: under uneven shards FSDP2, like torch
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import prod
 from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
-from glm46.config.parallelism import ParallelismConfig
+from glm46.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
+from glm46.operate.estimate.activations import Frozen
+from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, adapter_layer, in_base_dtype, layer_rows, part_rows
 from glm46.run.plan import Plan, unsharded_kinds
@@ -20,6 +22,19 @@ from glm46.run.stages import split_layers, stages_of_rank
 
 Block = Literal["dense", "moe", "mtp"]
 """A decoder layer with a dense feed-forward network or with experts, or a prediction layer."""
+
+
+class BlockRun(NamedTuple):
+    """A layer of a stage as a step runs it."""
+
+    block: Block
+    frozen: Frozen | None
+    """With its adapters; None: its own weights are trained."""
+    has_backward: bool
+    mode: str
+    """Of activation checkpointing."""
+    is_first: bool
+    """Its input has no gradient, for it is the first layer with adapters."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +48,24 @@ class StagePart:
     has_head: bool
     first_layer: int
     """Number of the first decoder layer."""
-    adapters: tuple[tuple[Parameter, ...], ...] | None = None
-    """Of each block, under [adapter]; all other parameters are frozen then."""
+    frozen: tuple[Frozen, ...] | None = None
+    """Each block with its adapters, under [adapter]; all other parameters are frozen then."""
     unsharded: frozenset[tuple[bool, bool]] = frozenset()
     """See `unsharded_kinds`."""
-    base_dtype: str | None = None
-    """See `AdapterConfig.base_dtype`."""
 
     @property
     def backward_from(self) -> int:
         """The first block that has a backward: a gradient comes in where adapters are, or from a stage before."""
-        if self.adapters is None or self.index:
+        if self.frozen is None or self.index:
             return 0
-        return next((index for index, rows in enumerate(self.adapters) if rows), len(self.blocks))
+        return next((index for index, frozen in enumerate(self.frozen) if frozen.adapters), len(self.blocks))
+
+    def runs(self, checkpointing: ActivationCheckpointConfig) -> Iterator[BlockRun]:
+        """The blocks as a step runs them."""
+        first, is_adapted = self.backward_from, self.frozen is not None and not self.index
+        for index, (block, frozen) in enumerate(zip(self.blocks, self.frozen or repeat(None), strict=False)):
+            mode = checkpointing.mode_of(index)
+            yield BlockRun(block, frozen, index >= first, mode, is_adapted and index == first)
 
     @property
     def prefixes(self) -> list[str]:
@@ -56,8 +76,10 @@ class StagePart:
 
     def block_rows(self, shape: ModelShape) -> list[list[Parameter]]:
         """The parameters and buffers of each block, and its adapters; one list for all equal blocks."""
-        kinds = list(zip(self.blocks, self.adapters or ((),) * len(self.blocks), strict=True))
-        rows = {kind: [*self._of_run(layer_rows(shape, kind[0]), shape), *kind[1]] for kind in dict.fromkeys(kinds)}
+        kinds = list(zip(self.blocks, self.frozen or (Frozen(),) * len(self.blocks), strict=True))
+        rows = {
+            kind: [*self._of_run(layer_rows(shape, kind[0]), shape), *kind[1].adapters] for kind in dict.fromkeys(kinds)
+        }
         return [rows[kind] for kind in kinds]
 
     def root_rows(self, shape: ModelShape) -> list[Parameter]:
@@ -70,9 +92,10 @@ class StagePart:
         return [row for rows in self.block_rows(shape) for row in rows] + self.root_rows(shape)
 
     def _of_run(self, rows: list[Parameter], shape: ModelShape) -> list[Parameter]:
-        is_frozen = self.adapters is not None
-        rows = in_base_dtype(rows, shape, self.base_dtype)
-        return [replace(row, is_frozen=True) if is_frozen and row.optimizer else row for row in rows]
+        if self.frozen is None:
+            return rows
+        rows = in_base_dtype(rows, shape, self.frozen[0].base_dtype)
+        return [replace(row, is_frozen=True) if row.optimizer else row for row in rows]
 
 
 def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
@@ -85,9 +108,11 @@ def parts_of_ranks(plan: Plan) -> list[list[StagePart]]:
     stages = [
         StagePart(
             index, tuple(kinds[layers.start : layers.stop]), not index, layers.stop == len(kinds), layers.start,
-            None if adapter is None else tuple(tuple(adapter_layer(shape, adapter, layer)) for layer in layers),
+            None if adapter is None else tuple(
+                Frozen(tuple(adapter_layer(shape, adapter, layer)), adapter.base_dtype, plan.config.compile.enable)
+                for layer in layers
+            ),
             unsharded_kinds(plan),
-            None if adapter is None else adapter.base_dtype,
         )
         for index, layers in enumerate(split)
     ]  # fmt: skip
@@ -103,11 +128,10 @@ class FsdpUnit:
     """Parameters that FSDP2 gathers and reduces together."""
 
     rows: tuple[Parameter, ...]
-    is_root: bool
-    has_own_mesh: bool
-    """True for experts whose shards are not those of other parameters."""
     prefix: str
     """What the names of its parameters begin with; empty for the root."""
+    has_own_mesh: bool = False
+    """True for experts whose shards are not those of other parameters."""
 
 
 class HeldRows(NamedTuple):
@@ -160,10 +184,10 @@ def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpU
             experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
             of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
         others, experts = of_kinds[id(block)]
-        units.append(FsdpUnit(others, False, False, prefix))
-        units += [FsdpUnit(experts, False, True, prefix)] if experts else []
+        units.append(FsdpUnit(others, prefix))
+        units += [FsdpUnit(experts, prefix, True)] if experts else []
     root = sharded(part.root_rows(shape))
-    return [*units, FsdpUnit(tuple(root), True, False, "")] if root else units
+    return [*units, FsdpUnit(tuple(root), "")] if root else units
 
 
 def local_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
@@ -192,9 +216,33 @@ def held_shape(row: Parameter, shape: ModelShape, layout: Layout) -> tuple[int, 
     return tuple(sizes)
 
 
-def held_elements(row: Parameter, shape: ModelShape, layout: Layout) -> int:
-    """Elements of `held_shape`."""
-    return prod(held_shape(row, shape, layout))
+class StepFacts:
+    """The numbers that memory and traffic of a step in one stage of text follow from."""
+
+    def __init__(self, plan: Plan, stage_index: int, micro_batches: int | None = None):
+        """``micro_batches``: of the step; None: of the largest one of the stage."""
+        stage, training = plan.text_stages[stage_index], plan.config.training
+        self.plan, self.config, self.layout = plan, plan.config, plan.layout
+        self.shape, self.length, self.rows = stage.shape, stage.seq_len, training.local_batch_size
+        self.micro_batches = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+        types = training.mixed_precision_param, training.dtype, training.mixed_precision_reduce
+        self.width, self.master, self.reduce = (WIDTHS[each] for each in types)
+        # Without a cast FSDP2 gathers the masters as they are.
+        self.gathered = self.width if training.mixed_precision_param != "float32" else self.master
+        self.tokens = self.rows * self.length // (self.layout.cp * self.layout.tp)
+        """Of a micro-batch, of one rank of a tensor-parallel group."""
+
+    def held(self, parts: Sequence[StagePart]) -> tuple[HeldRows, ...]:
+        """`held_rows` of this model."""
+        return held_rows(parts, self.shape, self.layout)
+
+    def units(self, part: StagePart) -> list[FsdpUnit]:
+        """`fsdp_units` of a stage."""
+        return fsdp_units(part, self.shape, self.layout)
+
+    def elements(self, row: Parameter, *, is_shard: bool = False) -> int:
+        """Elements of `local_shape`, or of a shard's `held_shape`."""
+        return prod((held_shape if is_shard else local_shape)(row, self.shape, self.layout))
 
 
 def in_flight(
@@ -212,6 +260,8 @@ def in_flight(
         whole_backward: of schedules that split it, the first half does all of it, as with recomputation.
     """
     ranks, each = parallelism.pipeline_parallel_degree, parallelism.stages_per_rank
+    if ranks == 1:
+        return dict.fromkeys(weights, 1), 0
     stages, name = stages_of_rank(parallelism, rank), parallelism.pipeline_parallel_schedule
     ahead = ranks - rank - 1  # ranks after this one
     # The most of all stages together, and of each.

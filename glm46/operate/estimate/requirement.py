@@ -44,8 +44,6 @@ class Verdict:
     plan: Plan
     memory: MemoryPlan
     """Of the largest stage."""
-    text: float
-    """See `step_text`."""
     stages: list[str]
     """See `stage_table`."""
 
@@ -74,9 +72,8 @@ def describe_requirement(
         return True, "\n".join([*lines, "It fits."])
     lines += ["This machine cannot run it:", *[f"  - {fault}" for fault in verdict.faults]]
     advice = _smallest_that_fits(config, machine)
-    if 2 * verdict.text > verdict.memory.total:
-        size = binary_size(verdict.text)
-        advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {size}"
+    if 2 * (text := step_text(verdict.plan)) > verdict.memory.total:
+        advice = f"lower training.global_batch_size: a rank reads the token data of a step at once, {binary_size(text)}"
     return False, "\n".join([*lines, "", "What to do:", *[f"  - {remedy}" for remedy in (advice, *remedies) if remedy]])
 
 
@@ -130,27 +127,26 @@ def judge(plan: Plan, machine: Machine) -> Verdict:
         of_gpus += ["parallelism.enable_async_tensor_parallel = true"] * config.parallelism.enable_async_tensor_parallel
         faults += [f"{key} needs a GPU; found: none; remove it" for key in of_gpus]
     faults += [*fp8_faults(config.float8, machine), *_torch_faults(config, metadata.version("torch"))]
-    return Verdict(faults, margin, plan, memory, text, stage_table(plan, of_stages, capacity))
+    return Verdict(faults, margin, plan, memory, stage_table(plan, of_stages, capacity))
 
 
 def _torch_faults(config: RunConfig, torch: str) -> list[str]:
     """Faults of what this release of torch cannot run: 2.11 frees nodes that the second half of backward needs, and
     its FSDP2 takes no parameters of integers."""
-    release, found = tuple(int(part) for part in torch.split(".")[:2]), []
-    if config.adapter is not None and config.adapter.base_dtype is not None and release < INTEGERS_TORCH:
-        found.append(
-            f'adapter.base_dtype = "{config.adapter.base_dtype}" needs torch {".".join(map(str, INTEGERS_TORCH))}; '
-            f"found: {torch}; update torch, or remove adapter.base_dtype"
-        )
+    release, needs = tuple(int(part) for part in torch.split(".")[:2]), []
+    if config.adapter is not None and config.adapter.base_dtype is not None:
+        what = f'adapter.base_dtype = "{config.adapter.base_dtype}" needs'
+        needs.append((what, INTEGERS_TORCH, "remove adapter.base_dtype"))
     layout, name = config.parallelism, config.parallelism.pipeline_parallel_schedule
-    splits = layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward
-    if splits and release < SPLIT_BACKWARD_TORCH:
+    if layout.pipeline_parallel_degree > 1 and PIPELINE_SCHEDULES[name].splits_backward:
         others = ", ".join(f'"{other}"' for other, each in PIPELINE_SCHEDULES.items() if not each.splits_backward)
-        found.append(
-            f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs torch '
-            f"{'.'.join(map(str, SPLIT_BACKWARD_TORCH))}; found: {torch}; update torch, or take one of {others}"
-        )
-    return found
+        what = f'parallelism.pipeline_parallel_schedule = "{name}" splits backward, which needs'
+        needs.append((what, SPLIT_BACKWARD_TORCH, f"take one of {others}"))
+    return [
+        f"{what} torch {'.'.join(map(str, oldest))}; found: {torch}; update torch, or {remedy}"
+        for what, oldest, remedy in needs
+        if release < oldest
+    ]
 
 
 def fp8_faults(float8: Float8Config, machine: Machine) -> list[str]:

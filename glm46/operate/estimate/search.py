@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -62,6 +63,8 @@ def options_of(plan: Plan, config: RunConfig) -> list[str]:
 class Search:
     """The result of `search_layouts`."""
 
+    config: RunConfig
+    cluster: TargetCluster
     best: list[Candidate]
     """The fastest ones, with the real order of their pipelines, from the fastest on."""
     fitting: int
@@ -73,22 +76,19 @@ class Search:
     least_memory: float
     """Bytes of the smallest of those; infinite if there are none."""
 
+    @cached_property
+    def smallest(self) -> Plan | None:
+        """See `smallest_cluster`."""
+        return smallest_cluster(self.config, self.cluster)
+
 
 def search_layouts(
-    config: RunConfig,
-    cluster: TargetCluster,
-    order_of: OrderOf,
-    report: Callable[[int, int], None] = lambda done, total: None,
-    document_tokens: float | None = None,
+    config: RunConfig, cluster: TargetCluster, order_of: OrderOf, document_tokens: float | None = None
 ) -> Search:
-    """Plan every layout of a run on all GPUs of a cluster. FSDP2 shards over all ranks that are left: replicas are not
-    tried, because shards need less memory and send no more.
-
-    Args:
-        report: called with the layouts done and their number.
-        document_tokens: of `Plan`.
-    """
-    usable = usable_bytes(cluster.gpu.memory_bytes)
+    """Plan every layout of a run on all GPUs of a cluster, with progress on stderr; ``document_tokens`` as of `Plan`.
+    FSDP2 shards over all ranks that are left: replicas are not tried, because shards need less memory and send no
+    more."""
+    usable, report = usable_bytes(cluster.gpu.memory_bytes), _reporter()
     best, refused, too_large, least = list[Candidate](), Counter[str](), 0, float("inf")
     layouts = list(_layouts(config, cluster))
     for done, parallelism in enumerate(layouts):
@@ -109,7 +109,8 @@ def search_layouts(
     report(len(layouts), len(layouts))
     best.sort(key=lambda each: each.cost.days)
     simulated = [replace(each, cost=run_cost(each.plan, cluster, order_of)) for each in best[:_SIMULATED]]
-    return Search(sorted(simulated, key=lambda each: each.cost.days), len(best), refused, too_large, least)
+    ranked = sorted(simulated, key=lambda each: each.cost.days)
+    return Search(config, cluster, ranked, len(best), refused, too_large, least)
 
 
 def smallest_cluster(config: RunConfig, cluster: TargetCluster) -> Plan | None:
@@ -178,28 +179,11 @@ _SHORT = {"weights and gradients": "FSDP2", "Muon's matrices": "Muon", "the host
 """Names of what a layout waits for that fit into a column."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of ``plan --search``."""
-
-    config: RunConfig
-    cluster: TargetCluster
-    search: Search
-    smallest: Plan | None
-    """See `smallest_cluster`."""
-
-
-def run_search(config: RunConfig, cluster: TargetCluster, order_of: OrderOf, document_tokens: float | None) -> Found:
-    """Search, with progress on stderr; arguments of `search_layouts`."""
-    search = search_layouts(config, cluster, order_of, _reporter(), document_tokens)
-    return Found(config, cluster, search, smallest_cluster(config, cluster))
-
-
-def search_text(found: Found) -> str:
+def search_text(found: Search) -> str:
     """The result on one screen; tables fit into 80 columns."""
-    config, best, gpu = found.config, found.search.best, found.cluster.gpu.name
+    config, best, gpu = found.config, found.best, found.cluster.gpu.name
     where = f"{config.job.description} ({config.model.flavor}) on {found.cluster.gpus:,} x {gpu}"
-    parts = [f"{where}:\n{_summary(found.search)}"]
+    parts = [f"{where}:\n{_summary(found)}"]
     if best:
         parts.append("\n".join(aligned(_layout_rows(best[:_SHOWN]), " ")))
         parts.append(_options("options of the first one:", best[0].plan, config))
@@ -213,24 +197,24 @@ def search_text(found: Found) -> str:
     return "\n\n".join(parts)
 
 
-def search_numbers(found: Found) -> dict:
+def search_numbers(found: Search) -> dict:
     """The result as a JSON object: bytes, seconds, tokens."""
-    search, least, smallest = found.search, found.search.least_memory, found.smallest
+    smallest = found.smallest
     return {
         "flavor": found.config.model.flavor,
         "gpu": found.cluster.gpu.name,
         "gpus": found.cluster.gpus,
         "efficiencies": found.cluster.efficiencies.numbers(),
-        "fitting": search.fitting,
-        "refused": dict(search.refused),
-        "too_large": search.too_large,
-        "least_memory": least if search.too_large else None,
+        "fitting": found.fitting,
+        "refused": dict(found.refused),
+        "too_large": found.too_large,
+        "least_memory": found.least_memory if found.too_large else None,
         "candidates": [
             _plan_numbers(each.plan, found.config)
             | {"memory": each.memory, "step_seconds": each.cost.longest.largest.seconds}
             | {"parts": each.cost.longest.largest.parts}
             | {name: getattr(each.cost, name) for name in ("days", "mfu", "tokens_per_second", "dollars")}
-            for each in search.best
+            for each in found.best
         ],
         "smallest_cluster": smallest and {"gpus": smallest.layout.world_size} | _plan_numbers(smallest, found.config),
     }

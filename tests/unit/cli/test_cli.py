@@ -134,7 +134,7 @@ def test_a_wrong_option_of_a_plan_is_refused(options, words, capsys, monkeypatch
     """Before any work, in one line."""
     phase = str(ROOT / "train_configs" / "glm46_phase1.toml")
     monkeypatch.setattr(plan_module, "plan_run", None)
-    monkeypatch.setattr(plan_module, "run_search", None)
+    monkeypatch.setattr(plan_module, "search_layouts", None)
     assert main(["plan", "--config", phase, *options]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words) and error.count("\n") == 1, error

@@ -20,15 +20,8 @@ from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.activations import (
     Frozen,
-    Spread,
+    LayerBytes,
     attention_backward_bytes,
-    attention_bytes,
-    dense_layer_bytes,
-    head_bytes,
-    kept_tensors,
-    layer_bytes,
-    moe_layer_bytes,
-    mtp_layer_bytes,
     travelling_key_bytes,
 )
 from glm46.operate.estimate.memory import OFFLOAD_ITEM_BYTES, plan_memory
@@ -144,12 +137,12 @@ def test_activations_per_layer_match_what_autograd_keeps(dtype, width, flavor, u
     measured_moe = (_kept_bytes(more_moe, dtype, mtp=False)[0] - base) / tokens
     measured_dense = (_kept_bytes(more_dense, dtype, mtp=False)[0] - base) / tokens
     # 3 %: tables and offsets that do not grow with the tokens, and small tensors of the router.
-    assert moe_layer_bytes(shape, width) == pytest.approx(measured_moe, rel=0.03)
-    assert dense_layer_bytes(shape, width) == pytest.approx(measured_dense, rel=0.03)
+    assert LayerBytes(shape, width).layer("moe") == pytest.approx(measured_moe, rel=0.03)
+    assert LayerBytes(shape, width).layer("dense") == pytest.approx(measured_dense, rel=0.03)
     # The loss's own tensors (gradients of head and hidden states) do not belong to the layer.
     head = shape.vocab_size * shape.hidden_size * width / tokens + shape.hidden_size * width
     measured_mtp = (_kept_bytes(shape, dtype, mtp=True)[0] - base) / tokens - head
-    assert mtp_layer_bytes(shape, width) == pytest.approx(measured_mtp, rel=0.03)
+    assert LayerBytes(shape, width).layer("mtp") == pytest.approx(measured_mtp, rel=0.03)
 
 
 @pytest.mark.slow
@@ -166,9 +159,7 @@ def test_activations_of_a_frozen_layer_with_adapters_match_what_autograd_keeps(d
     base, tokens = _kept_bytes(two, dtype, adapter=adapter)
     more_dense = three.model_copy(update={"first_k_dense_replace": 2})
     for layer, (block, larger) in enumerate((("dense", more_dense), ("moe", three))):
-        planned = layer_bytes(
-            shape, width, block, "none", Spread(), frozen=Frozen(tuple(adapter_layer(shape, adapter, layer)))
-        )
+        planned = LayerBytes(shape, width).layer(block, Frozen(tuple(adapter_layer(shape, adapter, layer))))
         if block == "dense" and targets == ("experts",):
             planned = 0.0  # nothing before the first adapter has a gradient
         measured = (_kept_bytes(larger, dtype, adapter=adapter)[0] - base) / tokens
@@ -245,7 +236,7 @@ def test_tensor_parallelism_beyond_the_key_heads_keeps_one_head_on_each_rank():
     assert sixteen.optimizer < 0.6 * eight.optimizer
     # Of each token and layer, eight more key heads: their norm in FP32 and BF16, keys and values.
     head = 128 * (4 + 2) + 4 + 2 * 128 * 2
-    wider = [layer_bytes(PRESETS["GLM-4.6"], 2, "moe", "none", Spread(tp)) for tp in (8, 16)]
+    wider = [LayerBytes(PRESETS["GLM-4.6"], 2, tp).layer("moe") for tp in (8, 16)]
     gathered = 2 * 8 * PRESETS["GLM-4.6"].hidden_size * 2  # inputs of attention and shared experts, of the whole row
     assert wider[1] - wider[0] == pytest.approx(8 * head + gathered, rel=1e-6)
     assert sixteen.activations < 0.75 * eight.activations
@@ -291,7 +282,7 @@ def test_attention_is_planned_with_what_its_backward_takes_beyond_what_is_free_b
     assert plan(length=4096).attention == plan(length=4096, mode="none").attention == 0
     across = {"context_parallel_degree": 8}
     tokens, keys = length // 8, int(length * (1 + 1 / 16))
-    free = tokens * (moe_layer_bytes(air, 2) - attention_bytes(air, 2))
+    free = tokens * (LayerBytes(air, 2).layer("moe") - LayerBytes(air, 2).attention())
     found = plan(parallelism=across)
     assert found.attention == flash_tensors(tokens, keys, kernel_runs(2), 96, 8) - free and found.attention > 5 * gib
     assert found.total > sum((found.weights, found.gradients, found.activations, found.attention))
@@ -463,8 +454,8 @@ def test_checkpointing_keeps_layer_inputs_and_one_layer():
     blocks = shape.num_hidden_layers + shape.num_nextn_predict_layers
     inputs = (blocks + 1) * shape.hidden_size * 2  # of a prediction layer two
     indices = (blocks - 1) * shape.num_experts_per_tok * 8  # of layers with experts, the order of assignments
-    ends = head_bytes(shape, 2) + 2 * 8 + shape.head_dim * shape.partial_rotary_factor * 2
-    assert full == tokens * (inputs + indices + ends + mtp_layer_bytes(shape, 2))
+    ends = LayerBytes(shape, 2).head() + 2 * 8 + shape.head_dim * shape.partial_rotary_factor * 2
+    assert full == tokens * (inputs + indices + ends + LayerBytes(shape, 2).layer("mtp"))
     assert full < none / 2
 
 
@@ -478,8 +469,8 @@ def test_host_memory_takes_most_of_what_checkpointed_layers_keep(keys):
     )
     kept, moved = plan_memory(keep, 1), plan_memory(move, 1)
     shape, checkpointed = resolve_shape(keep.model), range(0, 46, keys.get("every_n_layers", 1))
-    layer = 4096 * sum(kept_tensors(shape, 2, "moe", keys["mode"], Spread()))
-    dense = 4096 * sum(kept_tensors(shape, 2, "dense", keys["mode"], Spread()))
+    layer = 4096 * sum(LayerBytes(shape, 2).kept_tensors("moe", keys["mode"]))
+    dense = 4096 * sum(LayerBytes(shape, 2).kept_tensors("dense", keys["mode"]))
     whole = dense + (len(checkpointed) - 1) * layer
     assert kept.activations - moved.activations == pytest.approx(whole - 2 * layer) and whole - 2 * layer > 0.9 * whole
     # A pinned tensor takes a power of two.
@@ -519,7 +510,7 @@ def test_selective_checkpointing_holds_what_the_formula_says(recompute):
     dense = (_held_bytes(more_dense, recompute)[0] - base) / tokens
     # 3 %: what does not grow with the tokens, such as offsets and statistics.
     for block, held in (("dense", dense), ("moe", moe)):
-        planned = layer_bytes(shape, 4, block, "selective", Spread(), recompute=recompute)
+        planned = LayerBytes(shape, 4, recompute=recompute).layer(block, mode="selective")
         assert planned == pytest.approx(held, rel=0.03)
 
 

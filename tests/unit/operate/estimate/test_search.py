@@ -20,7 +20,7 @@ from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.run_cost import run_cost
 from glm46.operate.estimate.search import options_of, search_layouts, smallest_cluster
 from glm46.operate.estimate.target_cluster import TargetCluster
-from glm46.operate.estimate.traffic import _merged, _of_muon, _Step, step_traffic
+from glm46.operate.estimate.traffic import _Step, step_traffic, traffic_of_rank
 from glm46.run.parameters import Parameter
 from glm46.run.plan import resolve_plan
 
@@ -167,8 +167,8 @@ def test_ranks_that_are_counted_once_send_what_each_would(parallelism):
         model = {"flavor": "debug", "num_hidden_layers": 8, "num_nextn_predict_layers": 0}
         config = run(model=model, parallelism=parallelism, **more)
         plan = resolve_plan(config, 16)
-        alone = [[*_merged(_Step(plan, 0, None).of_rank(rank, parts)), *_of_muon(plan, parts)]
-                 for rank, parts in enumerate(parts_of_ranks(plan))]  # fmt: skip
+        step = _Step(plan, 0, None)
+        alone = [traffic_of_rank(step, rank, parts) for rank, parts in enumerate(parts_of_ranks(plan))]
         assert step_traffic(plan) == alone
 
 

@@ -15,12 +15,13 @@ from glm46.config.presets import PRESETS
 from glm46.config.rl import RLConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of
-from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds, forward_steps
+from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds, forward_steps, waits_for_tokens
 from glm46.operate.estimate.kernels import MicroBatch, Work, part_work
 from glm46.operate.estimate.memory import plan_memory
 from glm46.operate.estimate.pipeline_order import pipeline_order
+from glm46.operate.estimate.roofline import Roofline
 from glm46.operate.estimate.run_cost import count_steps, run_cost
-from glm46.operate.estimate.step_time import Roofline, StepTime, _micro_batch, _waits_for_tokens, step_time
+from glm46.operate.estimate.step_time import StepTime, _micro_batch, step_time
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
 from glm46.operate.estimate.timeline import simulate
 from glm46.operate.estimate.traffic import step_traffic
@@ -531,7 +532,7 @@ def layer_seconds(plan, cluster) -> float:
     roofline, batch = Roofline(cluster, plan), _micro_batch(plan, 0)
     work = part_work("moe", batch, "none")
     return sum(roofline.kernels(each).seconds for each in (work.forward, work.backward)) + sum(
-        _waits_for_tokens(plan, roofline, batch, 0.0)
+        waits_for_tokens(plan, roofline, batch, 0.0)
     )
 
 

@@ -1,0 +1,193 @@
+"""Memory of the activations of a rank in bytes, by formula: what forward keeps for backward, and what both need."""
+
+from collections.abc import Set
+from functools import cached_property
+from itertools import pairwise
+from math import ceil
+
+from glm46.config.parallelism import PIPELINE_SCHEDULES
+from glm46.operate.estimate.activations import (
+    FP32,
+    INDEX,
+    Frozen,
+    LayerBytes,
+    attention_backward_bytes,
+    travelling_key_bytes,
+)
+from glm46.operate.estimate.rank_parts import BlockRun, StagePart, StepFacts
+from glm46.run.context_keys import (
+    SHARED_KEYS,
+    attended_keys,
+    gathered_key_bytes,
+    kept_of_key,
+    kernel_runs,
+    keys_travel,
+    sent_of_key,
+)
+from glm46.run.parameters import part_rows
+from glm46.run.plan import Plan
+from glm46.run.sizes import loss_chunk_tokens
+
+
+def pinned(size: float) -> int:
+    """Bytes that torch's pinned allocator takes for a tensor: a power of two."""
+    return 1 << max(ceil(size) - 1, 0).bit_length()
+
+
+class ActivationMemory(StepFacts):
+    """Activations of the largest step of a plan in one stage of text."""
+
+    def __init__(self, plan: Plan, stage_index: int, device: str):
+        """``device``: "gpu" or "cpu"."""
+        super().__init__(plan, stage_index)
+        self.device, self.checkpointing, layout = device, plan.config.activation_checkpoint, self.layout
+        hops, recompute = plan.hops(self.shape), self.checkpointing.recompute
+        self.bytes = LayerBytes(self.shape, self.width, layout.tp, layout.ep, hops, recompute)
+        self._of_row = {"rows": self.rows, "length": self.length, "cp": layout.cp, "tp": layout.tp}
+        self._known: dict[tuple[str, Frozen | None, str], float] = {}
+
+    def of_micro_batch(self, part: StagePart, here: Set[int]) -> float:
+        """Bytes that a stage keeps of the forward of a micro-batch, on a rank with these stages."""
+        shape, layout, heads = self.shape, self.layout, 1 + self.shape.num_nextn_predict_layers
+        of_token = sum(self._layer(run, run.mode) for run in self._backward_runs(part))
+        rotated = shape.qk_rope_head_dim or shape.head_dim * shape.partial_rotary_factor
+        of_token += rotated * self.width * layout.tp  # cosines and sines
+        if part.has_embedding:
+            of_token += heads * INDEX * layout.tp * (part.frozen is None)
+        elif self.width == FP32 or self.checkpointing.mode != "none":
+            # What came from the stage before is in a buffer already, where it is not kept as an FP32 copy.
+            # The first layer of a stage is checkpointed if any is; prediction layers keep embeddings as they came.
+            modes = [run.mode for run in part.runs(self.checkpointing) if run.block == "mtp"]
+            embeddings = len(modes) if self.width == FP32 else modes.count("full")
+            of_token -= (1 + embeddings) * shape.hidden_size * self.width
+        if not part.has_head:  # what it sends is kept until backward; on the same rank, in the buffer of the next stage
+            is_sent = part.index + 1 not in here
+            return self.tokens * (of_token + is_sent * heads * shape.hidden_size * self.width)
+        return self.tokens * (of_token + self.bytes.head(None if part.frozen is None else Frozen()))
+
+    def in_host(self, parts: list[StagePart], counts: dict[int, int]) -> tuple[float, float]:
+        """Bytes that leave the device for host memory, where two layers of each stage stay, and those that they take
+        there: torch's pinned allocator gives a power of two for each tensor."""
+        freed = held = 0.0
+        for part in parts:
+            layers = self.offloaded(part)
+            sizes = [*map(sum, layers), 0.0]
+            freed += counts[part.index] * sum(sizes) - max(map(sum, pairwise(sizes)), default=0.0)
+            if self.device == "gpu":
+                layers = [[*map(pinned, tensors)] for tensors in layers]
+            held += counts[part.index] * sum(map(sum, layers))
+        return freed, held
+
+    def offloaded(self, part: StagePart) -> list[list[float]]:
+        """Bytes of the tensors of each checkpointed layer of a stage that wait in host memory."""
+        found = []
+        for index, run in enumerate(part.runs(self.checkpointing)) if self.checkpointing.cpu_checkpointing else ():
+            if run.has_backward and run.mode != "none":
+                # Buffers that a stage receives in stay where they are.
+                stays = (not part.has_embedding) * ((index == 0) + ((run.block, run.mode) == ("mtp", "full")))
+                tensors = self.bytes.kept_tensors(run.block, run.mode, run.frozen)[stays:]
+                found.append([self.tokens * size for size in tensors])
+        return found
+
+    def output_gradients(self, part: StagePart) -> float:
+        """Bytes that a schedule that splits backward keeps of a stage's blocks and head."""
+        of_blocks = sum(map(self.bytes.output_gradients, part.blocks))
+        return self.tokens * (of_blocks + part.has_head * self.shape.hidden_size * self.width)
+
+    def buffers(self, parts: list[StagePart]) -> float:
+        """The layer that is computed again; and for each micro-batch of a pipeline its token data and the buffers that
+        stages receive in."""
+        size = 0.0
+        if self.checkpointing.mode != "none":
+            again = (run for part in parts for run in self._backward_runs(part) if run.mode != "none")
+            size = self.tokens * max((self._layer(run, "none") for run in again), default=0.0)
+        if (of := self.config.distillation) is not None:  # of all micro-batches of a step
+            size += self.micro_batches * self.tokens * self.layout.tp * of.top_k * (INDEX + FP32)
+        if self.layout.pp > 1:
+            depths, schedule = self.shape.num_nextn_predict_layers, self.config.parallelism.pipeline_parallel_schedule
+            is_v_shaped = PIPELINE_SCHEDULES[schedule].is_v_shaped
+            sent = (1 + depths) * self.shape.hidden_size * self.width
+            received = sent * sum((not part.has_embedding) + (not part.has_head) for part in parts)
+            if schedule != "GPipe" and (is_v_shaped or not parts[0].has_embedding):
+                size += self.tokens * sent  # gradients on their way to a stage before
+            text = (3 + 2 * depths) * INDEX * self.layout.tp  # token data of all micro-batches as one
+            size += self.micro_batches * self.tokens * (received + text)
+        return size
+
+    def _layer(self, run: BlockRun, mode: str) -> float:
+        """Bytes that a block keeps, per token of a rank."""
+        if (key := (run.block, run.frozen, mode)) not in self._known:
+            self._known[key] = self.bytes.layer(*key)
+        # The input of the first norm has no gradient.
+        return self._known[key] - (run.is_first and mode == "none") * self.shape.hidden_size * FP32
+
+    def _backward_runs(self, part: StagePart) -> list[BlockRun]:
+        return [run for run in part.runs(self.checkpointing) if run.has_backward]
+
+    def gathered_keys(self, parts: list[StagePart], counts: dict[int, int]) -> float:
+        """Keys and values that layers keep for backward, and the gathered ones that one layer takes them from."""
+        layout, shape = self.layout, self.shape
+        heads = max(shape.num_key_value_heads / layout.tp, 1)
+        modes = {part.index: [run.mode for run in part.runs(self.checkpointing)] for part in parts}
+        layers = sum(counts[index] * each.count("none") for index, each in modes.items()) + (
+            self.checkpointing.mode != "none"
+        )
+        if layout.cp == 1:
+            if self.config.rl is None or shape.sliding_window is not None:
+                return 0.0
+            # Those of shared prompts, once for each sample.
+            return layers * (SHARED_KEYS - 1) * 2 * self.rows * self.length * heads * shape.head_dim * self.width
+        if keys_travel(shape, self.width, **self._of_row):
+            return travelling_key_bytes(shape, self.width, **self._of_row)
+        kept = gathered_key_bytes(shape, self.width, **self._of_row)
+        # The rank's own keys are counted with its layers, where only what is made of them stays.
+        kept -= self.rows * self.length / layout.cp * kept_of_key(shape, layout.tp) * self.width
+        # Keys and values come one after the other.
+        _, received = attended_keys(shape.sliding_window, self.length, layout.cp)
+        gathered = self.rows * received * sent_of_key(shape, layout.tp) * self.width
+        return layers * kept + gathered  # with checkpointing of the layer that is computed, or computed again
+
+    def attention_backward(self, parts: list[StagePart]) -> float:
+        """`MemoryPlan.attention` of a rank with these stages. Attention in FP32 has no flash kernel."""
+        if self.width == FP32:
+            return 0.0
+        layout, shape, schedule = self.layout, self.shape, self.config.parallelism.pipeline_parallel_schedule
+        blocks = dict.fromkeys((run.block, run.frozen) for part in parts for run in self._backward_runs(part))
+        # The rest of an MTP layer comes before both.
+        freed = [self.bytes.network(*each) for each in blocks]
+        if not freed:
+            return 0.0
+        splits = layout.pp > 1 and self.checkpointing.mode == "none" and PIPELINE_SCHEDULES[schedule].splits_backward
+        queries = self.tokens * layout.tp
+        keys: float = queries
+        if layout.cp == 1:
+            keys *= SHARED_KEYS if self.config.rl is not None and shape.sliding_window is None else 1
+        elif not keys_travel(shape, self.width, **self._of_row):
+            keys = self.rows * attended_keys(shape.sliding_window, self.length, layout.cp)[0]
+        # A rank of context parallelism has two chunks of each row.
+        runs = kernel_runs(max(self.rows * min(layout.cp, 2), queries / (self.plan.document_tokens or self.length)))
+        needed = attention_backward_bytes(shape, self.width, queries=queries, keys=keys, runs=runs, tp=layout.tp)
+        # Weights get their gradients later where backward is split, so that what they need is not free yet.
+        return max(needed - self.tokens * max(freed) * (not splits), 0.0)
+
+    def loss(self, micro_batches: int) -> float:
+        """The gradients of the head's weight, of the main model and each depth. `token_logprobs`, which pairs take,
+        computes them in backward."""
+        if self.config.adapter is not None or self.config.preference or self.config.distillation:
+            return 0.0
+        heads = 1 + self.shape.num_nextn_predict_layers
+        return micro_batches * heads * self._head_elements * self.width
+
+    def loss_buffers(self) -> float:
+        """Logits of one chunk, their softmax, and the sum of the gradient of the head's weight over the chunks."""
+        head, tokens = self._head_elements, self.tokens * self.layout.tp
+        is_cast, is_trained, has_gpu = self.width != FP32, self.config.adapter is None, self.device == "gpu"
+        chunk = loss_chunk_tokens(is_trained=is_trained, device=self.device)
+        logits = min(chunk, tokens) * head / self.shape.hidden_size * (FP32 + self.width * is_cast)
+        sums = is_cast * head * (FP32 + self.width * (not has_gpu and tokens > chunk))
+        return logits + sums * is_trained
+
+    @cached_property
+    def _head_elements(self) -> int:
+        head = next(row for row in part_rows(self.shape, "head") if row.name == "lm_head.weight")
+        return self.elements(head)

@@ -1,0 +1,111 @@
+"""Times of kernels by a roofline, and of collectives by their links."""
+
+from collections.abc import Iterable, Mapping
+
+from glm46.operate.estimate.kernels import Work
+from glm46.operate.estimate.target_cluster import TargetCluster, groups
+from glm46.operate.estimate.traffic import MUON, Traffic
+from glm46.run.plan import Plan
+
+_FP32_SHARE = 1 / 15
+"""Of the BF16 peak, by FP32 products without tensor cores: 67 of 989 TFLOP/s on an H100, 19.5 of 312 on an A100."""
+_TENSOR_CORES = 7.0
+"""Least compute capability with them. A GPU described without a capability has its peak in the type that is used."""
+_UPDATE_BYTES = {"muon": 28, "adamw": 40}
+"""Read and written per element by norm, clipping and update in FP32: gradient three times, states and weight twice."""
+
+
+class Cost(dict[str, float]):
+    """Seconds by cause; 0 of a cause that is not there."""
+
+    def __missing__(self, cause: str) -> float:
+        return 0.0
+
+    def add(self, other: Mapping[str, float]) -> None:
+        """Add other seconds."""
+        for cause, seconds in other.items():
+            self[cause] += seconds
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.values())
+
+    def times(self, factor: float) -> "Cost":
+        """All seconds, multiplied."""
+        return Cost({cause: factor * seconds for cause, seconds in self.items()})
+
+
+class Roofline:
+    """Times of kernels and collectives on one cluster, for one compute type and mesh."""
+
+    def __init__(self, cluster: TargetCluster, plan: Plan):
+        gpu, share = cluster.gpu, cluster.efficiencies
+        is_slow = plan.config.training.mixed_precision_param == "float32" and gpu.compute_capability >= _TENSOR_CORES
+        self._share, self._launch, self._call = share, share.launch_seconds, share.call_seconds
+        self._bf16 = gpu.bf16_flops * (_FP32_SHARE if is_slow else 1)
+        self._fp8, self._memory = gpu.fp8_flops, gpu.memory_bandwidth * share.memory
+        self._links = {axis: cluster.link(*group) for axis, group in groups(plan).items()}
+        self.overlap = share.overlap
+        self.host_bytes_per_second = share.host_bytes_per_second
+        self.published_exchange = cluster.exchange == "deepep" and plan.expert_levels is not None
+        """Tokens travel as `TargetCluster.exchange` says, not as the run sends them."""
+        # Published benchmarks force equal loads.
+        self._imbalance = share.imbalance if plan.layout.ep > 1 and not self.published_exchange else 1.0
+        self._states = "host", share.host_bytes_per_second
+        if plan.config.optimizer.state_offload == "nvme":  # a ring in host memory: both links at once
+            self._states = "disk", min(share.host_bytes_per_second, share.disk_bytes_per_second)
+
+    def kernels(self, work: Iterable[Work]) -> Cost:
+        """Seconds of kernels one after the other, by kind; at least what the host takes to launch them."""
+        cost, launched = Cost(), 0.0
+        for each in work:
+            cost[each.kind] += self.kernel(each)
+            launched += each.kernels * self._launch
+        waited = launched - cost.seconds
+        return cost if waited <= 0 else Cost({**cost, "launches": waited})
+
+    def kernel(self, work: Work) -> float:
+        """Seconds of one kernel."""
+        moved = work.nbytes / self._memory
+        if work.kind == "memory":
+            return moved
+        is_own = work.kind == "experts" and not self.published_exchange  # others have faster grouped products in FP8
+        in_fp8 = self._share.fp8_experts if is_own else self._share.fp8
+        peak = self._fp8 * in_fp8 if work.in_fp8 and self._fp8 > self._bf16 else self._bf16
+        share = getattr(self._share, work.kind)
+        if work.rows:
+            share *= work.rows / (work.rows + getattr(self._share, f"{work.kind}_rows"))
+        computed = max(work.flops / (peak * share), moved)
+        return computed * (self._imbalance if work.kind == "experts" else 1.0)
+
+    def update(self, elements: dict[str, int], products: float, exchanges: list[Traffic], offloaded: float) -> Cost:
+        """Seconds of the optimizer: elements by optimizer, FLOPs of Newton-Schulz iterations in BF16, and bytes of
+        states in host memory or in a file, which are copied in and out at once, beside the update.
+
+        Muon's products hide its exchanges, but for the first one of matrices and the last one of updates
+        (`compute/optim/muon_step.py`): with few buckets that is most of them.
+        """
+        moved = sum(_UPDATE_BYTES[name] * count for name, count in elements.items()) / self._memory
+        computed, sent = products / (self._bf16 * self._share.products), sum(map(self.traffic, exchanges))
+        calls = sum(each.calls for each in exchanges)
+        waited = max(sent - computed, 2 * sent / calls) if calls else 0.0
+        place, rate = self._states
+        cost, copied = Cost({"optimizer": moved + computed}), offloaded / rate
+        cost.add({"waiting for Muon's matrices": waited} if waited else {})
+        cost.add({f"waiting for the {place}": copied - cost.seconds} if copied > cost.seconds else {})
+        return cost
+
+    def copies(self, traffic: Traffic) -> float:
+        """Seconds of FSDP2's kernels that copy gathered weights apart, or gradients together."""
+        return 2 * traffic.nbytes / self._memory
+
+    def traffic(self, traffic: Traffic) -> float:
+        """Seconds of the collectives of one kind."""
+        link, others = self._links[traffic.axis], traffic.ranks - 1
+        calls = traffic.calls * self._call
+        if traffic.kind == "send" or traffic.what == MUON:
+            return calls + traffic.nbytes / link.exchange_bytes_per_second
+        sent = traffic.nbytes * others / traffic.ranks
+        if traffic.kind == "all_to_all":
+            return calls + sent / link.exchange_bytes_per_second * self._imbalance
+        return calls + sent * (2 if traffic.kind == "all_reduce" else 1) / link.bytes_per_second
