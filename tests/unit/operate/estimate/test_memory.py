@@ -27,7 +27,7 @@ from glm46.operate.estimate.activations import (
 from glm46.operate.estimate.memory import OFFLOAD_ITEM_BYTES, plan_memory
 from glm46.run.context_keys import attended_keys, gathered_key_bytes, kernel_runs
 from glm46.run.layout import resolve_layout, smallest_world
-from glm46.run.parameters import adapter_layer, count_parameters, moe_layer
+from glm46.run.parameters import adapter_layer, count_parameters, layer_rows
 from glm46.run.plan import resolve_plan
 from glm46.run.sizes import OFFLOAD_SLOTS
 
@@ -83,7 +83,10 @@ def test_a_wide_teacher_is_gathered_in_its_pass_and_a_stored_one_takes_nothing()
     }  # fmt: skip
     assert taught["stored"].weights == plain.weights < taught["like it"].weights < taught["wide"].weights
     assert taught["stored"].gathered == taught["like it"].gathered
-    wide, at_once = taught["wide"], 2 * sum(row.numel(PRESETS["GLM-4.6"]) for row in moe_layer(PRESETS["GLM-4.6"])) * 2
+    wide, at_once = (
+        taught["wide"],
+        2 * sum(row.numel(PRESETS["GLM-4.6"]) for row in layer_rows(PRESETS["GLM-4.6"], "moe")) * 2,
+    )
     assert wide.gathered + wide.activations >= at_once > taught["like it"].gathered + taught["like it"].activations
 
 
