@@ -199,6 +199,7 @@ SHOWN: tuple[Shown, ...] = (
     Shown("rewards/accuracies", "accuracy {:6.1%}", "Accuracy of preferences", "validation_rewards/accuracies"),
     Shown("rewards/margins", "margin {:7.3f}", "Margin of preferences", "validation_rewards/margins"),
     Shown("loss", "loss {:8.4f}", "Loss", "validation_loss", mean="loss_mean"),
+    Shown("kl", "kl {:8.4f}", validation="validation_kl"),
     Shown("grad_norm", "grad {:7.3f}", "Gradient norm"),
     Shown("lr", "lr {:.2e}", "Learning rate", starts_at_zero=True),
     Shown("tokens_per_second", "{:9,.0f} tokens/s", "Tokens per second", starts_at_zero=True),

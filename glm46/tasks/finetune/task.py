@@ -137,6 +137,13 @@ class PreferenceTuning(FineTuning):
             self._reference.attend_as(self.plan.stage_after(0).shape)
         self.objectives = {"model": PreferenceLoss(self.network, config)}
 
+    def describe(self) -> list[str]:
+        """See `Task.describe`; with the loss and its reference."""
+        config, start = self.plan.config.preference, self.plan.config.checkpoint.initial_load_path
+        reference = start if self.plan.config.adapter is None else "the model without its adapters"
+        of = f"; reference {reference}" if config.has_reference else ", without a reference"
+        return [*super().describe(), f"preference   {config.loss_type}{of}"]
+
     def next(self, progress: Progress, sequences: int) -> StepBatches:
         """See `Task.next`."""
         step = super().next(progress, sequences)
@@ -227,6 +234,17 @@ class Distillation(FineTuning):
             self._teacher = self.networks["teacher"] = build_frozen_network(of_teacher, self.cluster)
         self._distillation = DistillationLoss(self.network, config.distillation)
         self.objectives = {"model": self._distillation}
+
+    def describe(self) -> list[str]:
+        """See `Task.describe`; with the divergence and the teacher."""
+        config, of = (
+            self.plan.config.distillation,
+            "" if self._stored is None else f" of {self._stored.facts['teacher']}",
+        )
+        begin = "the weights of the start" if self.plan.config.adapter is None else "the model without its adapters"
+        teacher = f"{config.load_path or config.stored_path or begin}{of}"
+        keys = f"beta {config.beta:g}, temperature {config.temperature:g}, top_k {config.top_k}"
+        return [*super().describe(), f"distillation {keys}; teacher {teacher}"]
 
     def fingerprint(self) -> str:
         """See `Task.fingerprint`; with what the teacher was and was asked."""

@@ -1,5 +1,6 @@
 """Runs that learn from a teacher, in one process: they learn, and resume over the same teacher."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_a_student_learns_what_its_teacher_says_and_resumes_bit_for_bit(start, t
     torch.seed()  # as each process begins
     assert train(config) == 0
     rows, held_out = rows_of(out, "loss"), rows_of(out, "validation_kl")
+    said = f"temperature {keys.get('temperature', 1.0):g}, top_k 8192; teacher {config.distillation.load_path}\n"
+    assert said in (out / "log.txt").read_text() and re.search(r"step +1 .* kl +\d", (out / "log.txt").read_text())
     has_nll = "nll_loss" in rows[0]
     assert has_nll == (keys.get("temperature", 1.0) == 1.0 or "sft_weight" in keys)
     for row in rows:

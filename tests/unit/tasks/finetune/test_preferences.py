@@ -179,6 +179,7 @@ def test_a_loss_without_a_reference_has_no_second_network_and_no_second_pass(sta
     tables = {"finetune": {"preference": {"loss_type": loss_type}}, "validation": {"enable": False}}
     config = tuned(start, tmp_path / "out", "full", **tables, training={"steps": 1, "seq_len": 128})
     assert train(config) == 0 and rows_of(tmp_path / "out", "loss")
+    assert f"preference   {loss_type}, without a reference\n" in (tmp_path / "out/log.txt").read_text()
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ def test_a_student_learns_from_values_as_from_their_teacher(start, stored, tmp_p
     assert train(config) == 0
     of_network = taught(start, **{"top_k": TOP_K} | keys) | {"training": config.training.model_dump(exclude_unset=True)}
     assert train(tuned(start, tmp_path / "frozen", kind, **of_network)) == 0
+    assert f"; teacher {stored} of " in (tmp_path / "stored/log.txt").read_text()
     found, expected = (rows_of(tmp_path / name, "loss") for name in ("stored", "frozen"))
     assert len(found) == len(expected) == 4
     for row, other in zip(found, expected, strict=True):
