@@ -36,8 +36,8 @@ def write_answers(folder: Path, answers: list[tuple[AskedDocument, Values]], par
         return [values for _, values in group]
 
     with mock.patch.object(teacher_values, "_documents", lambda _: iter(documents)):
-        stored = teacher_values.store(folder, facts, [], ask, lambda work: work(), writes=True)
-        assert len([*stored]) == len(answers)
+        missing, stored = teacher_values.store(folder, facts, [], ask, lambda work: work(), writes=True)
+        assert missing and len([*stored]) == len(answers)
 
 
 def logits_of(model, tokens: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ _SERVED = Needs("kind", ("vllm", "sglang"))
 _LOCAL = Needs("kind", "local")
 
 
-def _server(url: str) -> str:
+def server_address(url: str) -> str:
+    """An address of a server without a path; raises ValueError for anything else."""
     if not re.fullmatch(r"https?://[^/:]+(:\d+)?/?", url):
         raise ValueError("is not the address of a server; write http://HOST:PORT")
     return url.rstrip("/")
@@ -79,7 +80,9 @@ class RolloutConfig(Section):
     prompt takes its place, and at the next rollout it is ended and left out, so that one long episode stops no
     training."""
 
-    urls: Annotated[tuple[Annotated[str, AfterValidator(_server)], ...], AfterValidator(_different), _SERVED] = ()
+    urls: Annotated[
+        tuple[Annotated[str, AfterValidator(server_address)], ...], AfterValidator(_different), _SERVED
+    ] = ()
     """Addresses of the servers, such as ``"http://127.0.0.1:8000"``."""
 
     launch: Annotated[tuple[str, ...], _SERVED] = ()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from glm46.config.errors import UserError
 from glm46.config.finetune import DistillationConfig
+from glm46.config.rollout import server_address
 from glm46.config.run_config import RunConfig
 from glm46.engine.evaluation.results import run_rows
 from glm46.engine.evaluation.rows import share_of_rows
@@ -47,7 +48,10 @@ def teach(arguments: argparse.Namespace, config: RunConfig) -> None:
     """
     of = config.distillation
     if of is None or of.stored_path is None:
-        raise UserError("finetune.distillation.stored_path: absent; name the folder that the values are stored in")
+        raise UserError(
+            "finetune.distillation.stored_path: absent; name the folder that the values are stored in, in place of "
+            "load_path, load_in_hf and flavor"
+        )
     plan, is_first = resolve_plan(config), not dist.is_initialized() or dist.get_rank() == 0
     tokenizer, manifests = on_all_ranks(lambda: load_text(plan))
     sources = list(manifests.values())
@@ -69,10 +73,12 @@ def teach(arguments: argparse.Namespace, config: RunConfig) -> None:
         ask, teacher = partial(_of_model, loaded, of), f"{names} {digest(files_of(folders))} in {dtype}"
     splits = [split for manifest in sources for split in manifest.splits.values()]
     targets = sum(split.labels for split in splits)
+    facts = facts_of(teacher, of, sources)
+    missing, stored = store(Path(of.stored_path), facts, sources, ask, on_all_ranks, writes=is_first)
     if is_first:
-        size = f"{8 * of.top_k * targets / 1e6:,.1f} MB"
-        print(f"{of.stored_path}: {of.top_k} tokens of {targets:,} targets, {size}, of {teacher}")
-    stored = store(Path(of.stored_path), facts_of(teacher, of, sources), sources, ask, on_all_ranks, writes=is_first)
+        size, there = f"{8 * of.top_k * targets / 1e6:,.1f} MB", facts["parts"] - missing
+        goes_on = f"; {there} of {facts['parts']} parts are there" if there else ""
+        print(f"{of.stored_path}: {of.top_k} tokens of {targets:,} targets, {size}, of {teacher}{goes_on}")
     total, known, asked = sum(split.tokens for split in splits), 0, 0
     with tokens_progress("asking", total, partial(print, file=sys.stderr)) if is_first else nullcontext(id) as advance:
         for document, (ids, _) in stored:
@@ -128,7 +134,10 @@ def _of_servers(
             "1, or give --model"
         )
     client = VllmServer if arguments.kind == "vllm" else SglangServer
-    servers = [client(url, range(0)) for url in arguments.server]
+    try:
+        servers = [client(server_address(url), range(0)) for url in arguments.server]
+    except ValueError as error:
+        raise UserError(f"--server: {' '.join(arguments.server)} {error}") from None
     try:
         names = {call(server.url, "/v1/models", seconds=QUICK_SECONDS)["data"][0]["id"] for server in servers}
     except (CallError, LookupError, TypeError) as error:

@@ -123,8 +123,8 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe, report: Callable[[str
     defaults = {key: field.default for key, field in TextRecipe.model_fields.items()}
     defaults |= {"deduplicate": recipe.duplicates, "input": list(recipe.input)}
     faults = [
-        f"{manifest.folder}: made with {key} = {old!r}, the recipe says {new!r}; say the same, "
-        "remove the folder, or give another path"
+        f"{manifest.folder}: made with {key} = {old!r}, the recipe says {new!r}; remove the "
+        "folder, give another path, or say the same"
         for key, new in _settings(recipe).items()
         # A key that was added after the shards were made had its default.
         if (old := manifest.settings.get(key, defaults[key])) != new

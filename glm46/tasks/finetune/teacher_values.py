@@ -79,22 +79,27 @@ def _documents(manifests: Sequence[Manifest]) -> Iterator[AskedDocument]:
 def store(
     folder: Path, facts: dict[str, Any], manifests: Sequence[Manifest],
     ask: Callable[[list[AskedDocument]], list[Values]], agree: Callable[[Callable[[], Any]], Any], *, writes: bool,
-) -> Iterator[tuple[AskedDocument, Values]]:  # fmt: skip
-    """Ask for the parts that a folder lacks, write them one by one, and yield their documents. Raises UserError if it
-    is of other values, or these are no log-probabilities. Collective.
+) -> tuple[int, Iterator[tuple[AskedDocument, Values]]]:  # fmt: skip
+    """The number of parts that a folder lacks or that are damaged; and an iterator that asks for them, writes them one
+    by one, and yields their documents. Collective. Raises UserError if the folder is of other values; the iterator if
+    these are no log-probabilities.
 
     Args:
         agree: runs work, and raises what it raises on any rank.
         writes: true on one rank.
     """
     missing = agree(lambda: _begin(folder, facts))
-    found, size = _documents(manifests), -(-facts["documents"] // max(facts["parts"], 1))
-    for part in _parts(folder, facts):
-        documents = [document for document in islice(found, size) if document.is_target.any()]
-        if part in missing:
-            values = ask(documents)
-            agree(lambda: writes and _write(part, facts, documents, values))  # noqa: B023
-            yield from zip(documents, values, strict=True)
+
+    def stored() -> Iterator[tuple[AskedDocument, Values]]:
+        found, size = _documents(manifests), -(-facts["documents"] // max(facts["parts"], 1))
+        for part in _parts(folder, facts):
+            documents = [document for document in islice(found, size) if document.is_target.any()]
+            if part in missing:
+                values = ask(documents)
+                agree(lambda: writes and _write(part, facts, documents, values))  # noqa: B023
+                yield from zip(documents, values, strict=True)
+
+    return len(missing), stored()
 
 
 def _begin(folder: Path, facts: dict[str, Any]) -> list[Path]:
@@ -102,12 +107,26 @@ def _begin(folder: Path, facts: dict[str, Any]) -> list[Path]:
     file = folder / FILE_NAME
     known = read_json_object(file, f"remove the folder, and {_AGAIN}") if file.exists() else facts
     if changed := [name for name in facts if known.get(name) != facts[name]]:
+        both = {
+            name: f" ({known.get(name)} there, {facts[name]} asked)" for name in ("teacher", "top_k", "temperature")
+        }
+        others = " and ".join(name + both.get(name, "") for name in changed)
         raise UserError(
-            f"finetune.distillation.stored_path = {str(folder)!r}: holds values of another {' and '.join(changed)}; "
-            "name another folder, or remove this one"
+            f"finetune.distillation.stored_path = {str(folder)!r}: holds values of another {others}; name another "
+            "folder, or remove this one"
         )
     replace_durably(file, [json.dumps(facts, indent=1).encode()])
-    return [part for part in _parts(folder, facts) if not part.exists()]
+    return [part for part in _parts(folder, facts) if not (part.exists() and _is_whole(part))]
+
+
+def _is_whole(part: Path) -> bool:
+    try:
+        arrays = map_arrays(part, "")[0]
+    except UserError:
+        return False
+    bounds = pairwise([0, *arrays["ends"].tolist()])
+    found = [_checksum((arrays["ids"][low:high], arrays["logprobs"][low:high])) for low, high in bounds]
+    return found == arrays["checksums"].tolist()
 
 
 def _write(part: Path, facts: dict[str, Any], documents: list[AskedDocument], values: list[Values]) -> None:
@@ -145,6 +164,8 @@ class TeacherValues:
         self._files = _parts(folder, self.facts)
         if lacks := [file for file in self._files if not file.exists()]:
             raise UserError(f"{self._stated}: lacks {len(lacks)} of {len(self._files)} parts; {_AGAIN}, which goes on")
+        if damaged := [file for file in self._files if not _is_whole(file)]:
+            raise UserError(f"{damaged[0]}: is damaged; {_AGAIN}, which asks for it again")
         self._parts = [map_arrays(file, f"remove the file, and {_AGAIN}")[0] for file in self._files]
         keys = np.concatenate([part["keys"] for part in self._parts]).view("S16")[:, 0]
         places = [(number, place) for number, part in enumerate(self._parts) for place in range(len(part["ends"]))]
@@ -160,16 +181,18 @@ class TeacherValues:
             of = f"{len(lacks)} of {len(wanted['shards'])} shards of data.sources"
             faults.append(f"lacks {of}, which is other data, or in another chat format")
         if config.top_k > facts["top_k"]:
-            faults.append(f"has {facts['top_k']} tokens of each target, fewer than finetune.distillation.top_k")
+            wrong = f"fewer than finetune.distillation.top_k = {config.top_k}"
+            faults.append(f"has {facts['top_k']} tokens of each target, {wrong}")
         if config.temperature != facts["temperature"]:
-            faults.append(f"is of temperature {facts['temperature']:g}, not of finetune.distillation.temperature")
+            wrong = f"not of finetune.distillation.temperature = {config.temperature:g}"
+            faults.append(f"is of temperature {facts['temperature']:g}, {wrong}")
         remedy = f"restore the key, or name an empty folder and {_AGAIN}"
         if faults:
             raise UserError(*(f"{self._stated}: {fault}; {remedy}" for fault in faults))
 
     def of_batch(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
         """The tokens int64 [B, K, S], `IGNORE` without a target, and their FP32 log-probabilities, there 0. Raises
-        UserError if values are missing or damaged."""
+        UserError if values are missing."""
         numbers, tokens, labels = (batch[name].numpy() for name in ("document_ids", "input_ids", "labels"))
         ids = np.full((*tokens.shape, top_k), IGNORE, np.int64)
         logprobs = np.zeros(ids.shape, np.float32)
@@ -194,7 +217,4 @@ class TeacherValues:
         number, place = self._places[at].tolist()
         part = self._parts[number]
         rows = slice(int(part["ends"][place - 1]) if place else 0, int(part["ends"][place]))
-        found = part["ids"][rows], part["logprobs"][rows]
-        if _checksum(found) != part["checksums"][place]:
-            raise UserError(f"{self._files[number]}: is damaged (checksum); remove the file, and {_AGAIN}")
-        return found
+        return part["ids"][rows], part["logprobs"][rows]

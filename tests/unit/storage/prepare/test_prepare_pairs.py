@@ -118,7 +118,7 @@ def test_a_marker_inside_a_text_begins_no_half(prepare):
 
 @pytest.mark.parametrize("row, reason", [
     ({"prompt": "Hi", "chosen": "Hello!"}, "no rejected"),
-    ({"prompt": "Hi", "chosen": "", "rejected": "No."}, "no chosen"),
+    ({"prompt": "Hi", "chosen": "", "rejected": "No."}, "empty chosen"),
     ({"chosen": "Hello!", "rejected": "What?"}, "no prompt"),
     (pair([], [say("a")], [say("b")]), "no prompt"),
     ({"chosen": [ASK, say("a")], "rejected": [{**ASK, "content": "Why?"}, say("b")]}, "different prompts"),

@@ -148,6 +148,7 @@ def test_a_server_that_refuses_is_a_message(start, tmp_path, capsys):
             ((few.url,), ("--dtype", "float32"), "--dtype: has no effect with --server; remove it"),
             ((few.url,), ("--finetune.distillation.temperature", "2.0"), "temperature = 2: --server"),
             (("http://127.0.0.1:9",), (), "start it, or correct the address"),
+            (("127.0.0.1:9",), (), "--server: 127.0.0.1:9 is not the address of a server; write http://HOST:PORT"),
         ]
         for urls, options, said in cases:
             servers = [word for url in urls for word in ("--server", url)]
@@ -187,8 +188,12 @@ def test_other_values_are_refused_before_work(start, stored, tmp_path, capsys):
     """By a run, and by the verb, with the key, what differs, and what to do."""
     prepare_changed(tmp_path)
     cases = [
-        ({"top_k": TOP_K + 1}, {}, ["has 6 tokens of each target, fewer than finetune.distillation.top_k", "teach'"]),
-        ({"temperature": 2.0}, {}, ["is of temperature 1, not of finetune.distillation.temperature"]),
+        (
+            {"top_k": TOP_K + 1},
+            {},
+            ["has 6 tokens of each target, fewer than finetune.distillation.top_k = 7", "teach'"],
+        ),
+        ({"temperature": 2.0}, {}, ["is of temperature 1, not of finetune.distillation.temperature = 2"]),
         ({"stored_path": str(tmp_path / "none")}, {}, ["holds no values of a teacher; run 'python -m glm46 teach'"]),
         (
             {},
@@ -234,7 +239,7 @@ def test_another_teacher_is_refused_by_the_verb_and_other_values_by_a_resume(sta
     config = learner(start, tmp_path / "out", stored)
     other = "--checkpoint", str(step_of(start / "base", 2)), "--dtype", "float32"
     assert run_teach(config, tmp_path, *other) == 2
-    assert "holds values of another teacher; name another folder" in capsys.readouterr().err
+    assert "another teacher (" in capsys.readouterr().err
     assert train(config) == 0
     copy = learner(start, tmp_path / "out", tmp_path / "values")
     assert run_teach(copy, tmp_path, *other) == 0
@@ -244,17 +249,24 @@ def test_another_teacher_is_refused_by_the_verb_and_other_values_by_a_resume(sta
 
 
 @pytest.mark.slow
-def test_damaged_and_missing_values_are_refused(start, stored, tmp_path):
+def test_damaged_and_missing_values_are_refused(start, stored, tmp_path, capsys):
     folder = tmp_path / "values"
     shutil.copytree(stored, folder)
     part = sorted(folder.glob("part-*"))[0]
     content = bytearray(part.read_bytes())
     content[-300] ^= 1  # a log-probability or a token
     part.write_bytes(content)
+    cut = sorted(folder.glob("part-*"))[1]
+    cut.write_bytes(cut.read_bytes()[:-100])
+    config = learner(start, tmp_path / "out", folder)
+    with pytest.raises(UserError, match=r"part-00000.safetensors: is damaged; run .* teach.*, which asks for it again"):
+        train(config)
+    assert not (tmp_path / "out/checkpoint").exists()
+    parts = len(sorted(stored.glob("part-*")))
+    assert run_teach(config, tmp_path, *of_teacher(start)) == 0
+    assert f"{parts - 2} of {parts} parts are there" in capsys.readouterr().out
     values = TeacherValues(folder)
-    with pytest.raises(UserError, match=r"part-00000.safetensors: is damaged .checksum.; remove the file"):
-        for document in all_documents(start):
-            values.of(document)
+    check_equal(start, values, TeacherValues(stored))
     with pytest.raises(UserError, match=r"has no values of a document of 4 tokens; name an empty folder"):
         values.of(teacher_values.AskedDocument(np.arange(4), np.array([False, True, True, False])))
 
