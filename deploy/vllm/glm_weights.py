@@ -169,4 +169,7 @@ class Receiver:
                 raise RuntimeError(f"version {self.version}: no weights came within {self._seconds:g} s")
             if not self._watch.is_alive():
                 raise RuntimeError(f"version {self.version}: the trainer has ended this update")
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:  # of the library, which may be as quick
+            raise RuntimeError(f"version {self.version}: no weights came: {error}") from error

@@ -103,14 +103,9 @@ def in_compute_type(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -
     if base_dtype == "float8":
         blocks = weight.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, columns))
         return blocks.mul_(scales.view(torch.float32).unsqueeze(-1)).flatten(-2)
-    whole_shape = *weight.shape[:-1], columns_of(weight, scales)
-    if _one_kernel is not None:
-        levels, packed = _levels(base_dtype, weight.device), weight.unflatten(-1, (-1, columns // 2)).flatten(0, -2)
-        of_groups = scales.flatten()
-        compat.let_size_vary(packed, 0)
-        compat.let_size_vary(of_groups, 0)
-        return _one_kernel(packed, of_groups, *levels, dtype).view(whole_shape)
-    whole = weight.new_empty(whole_shape, dtype=dtype)
+    if _one_kernel is not None and weight.is_cuda:  # a CPU is quicker by the table of values
+        return in_one_kernel(weight, scales, dtype)
+    whole = weight.new_empty((*weight.shape[:-1], columns_of(weight, scales)), dtype=dtype)
     pairs = _pairs(base_dtype, weight.device)
     # Indices of 4 bytes, and values in FP32: of some rows at a time.
     rows = max(1, DECODED_AT_ONCE // max(1, whole.shape[-1]))
@@ -129,6 +124,16 @@ def let_conversions_compile() -> None:
     the compute type, with the same bits as the operators that it replaces."""
     global _one_kernel
     _one_kernel = torch.compile(converted, fullgraph=True)
+
+
+def in_one_kernel(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`in_compute_type` of a weight of 4 bits, behind `let_conversions_compile`."""
+    assert _one_kernel is not None
+    packed = weight.unflatten(-1, (-1, format_of(scales).columns // 2)).flatten(0, -2)
+    of_groups, levels = scales.flatten(), _levels(base_dtype_of(scales), weight.device)
+    compat.let_size_vary(packed, 0)
+    compat.let_size_vary(of_groups, 0)
+    return _one_kernel(packed, of_groups, *levels, dtype).view(*weight.shape[:-1], columns_of(weight, scales))
 
 
 def converted(packed: Tensor, scales: Tensor, levels: Tensor, shifts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -41,8 +41,7 @@ def apply(
     compat.let_longest_run_vary()
     if splits_backward:
         compat.let_backward_run_twice()
-    if torch.cuda.is_available():  # a CPU is quicker by the table of values
-        let_conversions_compile()
+    let_conversions_compile()
     ahead: list[Any] = [*model.mtp.values()]
     for layer in (*model.layers.values(), *(each.block if inner_layers else each for each in ahead)):
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)

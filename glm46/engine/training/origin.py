@@ -161,6 +161,10 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             f"{keys}_in_hf = true for a Hugging Face one"
         )
     saved, is_reference = saved_run(path), keys != "checkpoint.initial_load"
+    if not is_reference and not config.checkpoint.initial_load_exclude:
+        from glm46.storage.huggingface.folder_check import check_tokenizer
+
+        check_tokenizer(path, config.model.tokenizer_path)
     if (is_reference or not config.checkpoint.initial_load_exclude) and saved is not None:
         if saved.adapter is not None:
             raise UserError(

@@ -175,7 +175,7 @@ def _parse(folder: Path) -> Manifest:
         kind = "a file, not a folder of shards" if folder.is_file() else "no such folder"
         state = f"no {FILE_NAME} in it" if folder.is_dir() else kind
         raise UserError(
-            f"{folder}: {state}; make it with 'python -m glm46 prepare --config' and this file, or correct the path"
+            f"{folder}: {state}; make it with 'python -m glm46 prepare' and the config of the run, or correct the path"
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

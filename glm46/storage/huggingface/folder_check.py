@@ -12,9 +12,11 @@ from glm46.config.adapter import BASE_FORMATS
 from glm46.config.errors import UserError, raise_if
 from glm46.config.faults import counted, show
 from glm46.config.model import ModelShape
+from glm46.files.file_content import read_json_object
 from glm46.run.parameters import PARAMETERS, base_families
 from glm46.storage.checkpoint.folder_kind import Kind, kind_of
-from glm46.storage.data.tokenizer import load_tokenizer, tokenizer_file
+from glm46.storage.checkpoint.integrity import META
+from glm46.storage.data.tokenizer import TOKENIZER_KEY, load_tokenizer, tokenizer_file
 from glm46.storage.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.storage.huggingface.dcp_folder import DcpFolder
 from glm46.storage.huggingface.folder_tensors import Places, find_tensors
@@ -138,11 +140,18 @@ def check_base(folder: Path, shape: ModelShape, base_dtype: str | None) -> Check
 
 
 def check_tokenizer(folder: Path, path: str) -> None:
-    """Raise UserError if the tokenizer of a folder, where tiktoken can represent it, has other ids for tokens that the
-    one of a path has too."""
+    """Raise UserError if the tokenizer of a Hugging Face folder, where tiktoken can represent it, has other ids for
+    tokens that the one of a path has too; or if a step folder is of another tokenizer."""
+    ours, meta = load_tokenizer(path), folder / META
+    if meta.is_file() and read_json_object(meta, "take another checkpoint").get(TOKENIZER_KEY, ours.fingerprint) != (
+        ours.fingerprint
+    ):
+        raise UserError(
+            f"{folder}: was trained with another tokenizer than model.tokenizer_path = {path!r}; set it to that of the "
+            "run that saved it, or leave embedding and head out with checkpoint.initial_load_exclude"
+        )
     if not tokenizer_file(str(folder)).is_file():
         return
-    ours = load_tokenizer(path)
     try:
         theirs = load_tokenizer(str(folder))
     except UserError:

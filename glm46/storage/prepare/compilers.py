@@ -14,7 +14,7 @@ from pathlib import Path
 
 from glm46.config.errors import UserError
 from glm46.storage.prepare.equal_results import math_verify_version
-from glm46.storage.prepare.jail import NO_JAIL, jailed
+from glm46.storage.prepare.jail import FIRST_FOLDER, NO_JAIL, jailed
 from glm46.storage.prepare.landlock import Access
 from glm46.storage.prepare.limited import run_limited
 
@@ -115,7 +115,7 @@ def _status(command: list[str], folder: str) -> int | None:
         most.append((resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES))
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with jailed(NO_JAIL, command, folder, Access(), most, b"") as start:
-        process = subprocess.Popen(start.words, cwd=folder, start_new_session=True, **quiet)
+        process = subprocess.Popen(start.words, cwd=FIRST_FOLDER, start_new_session=True, **quiet)
     try:
         return process.wait(WAIT_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:

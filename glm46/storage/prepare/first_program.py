@@ -41,6 +41,8 @@ def main() -> None:
         ):
             socket.send_fds(trainer, [b"1"], [listener.fileno()])
     for what, value in limits["most"]:
+        hard = resource.getrlimit(what)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(what, (value, value))
     _check(libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     if limits["ruleset"] >= 0:
@@ -51,10 +53,13 @@ def main() -> None:
     if steps := bytes.fromhex(limits["filter"]):
         program = _Filter(len(steps) // 8, steps)
         _check(libc.prctl(_SECCOMP, _SECCOMP_FILTER, ctypes.addressof(program), 0, 0))
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and then by what it becomes
+        signal.signal(ignored, signal.SIG_DFL)
     try:
+        os.chdir(limits["folder"])
         os.execvp(words[0], words)
     except OSError as error:
-        sys.exit(f"{words[0]}: {error.strerror}; a sandbox shows system folders, Python and rl.environment.allow")
+        sys.exit(f"{words[0]}: {error.strerror}{limits['remedy']}")
 
 
 def _check(status: int) -> None:

@@ -25,7 +25,13 @@ from typing import NamedTuple, TypedDict
 from glm46.config.errors import UserError
 from glm46.files.local_disk import real_path
 from glm46.storage.prepare import first_program
-from glm46.storage.prepare.landlock import Access, filter_of_sockets, landlock_version, ruleset_of
+from glm46.storage.prepare.landlock import (
+    Access,
+    filter_of_sockets,
+    filter_without_processes,
+    landlock_version,
+    ruleset_of,
+)
 
 NO_JAIL, LANDLOCK, BUBBLEWRAP = "none", "landlock", "bubblewrap"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", *(f"/etc/{name}" for name in (
@@ -34,6 +40,9 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/st
 )))  # fmt: skip
 _TEMPORARY_BYTES, _MOST_PROCESSES = 2**30, 1024
 _PROBE_SECONDS = 20.0
+_SHOWN = "; its sandbox shows system folders, Python and rl.environment.allow"
+FIRST_FOLDER = "/"
+"""Where programs are started; `Limits.folder` is where they run."""
 
 
 class JailedStart(NamedTuple):
@@ -49,6 +58,11 @@ class JailedStart(NamedTuple):
 class Limits(TypedDict):
     """Limits that `first_program.py` takes on."""
 
+    folder: str
+    """Of the program. Its first program is started elsewhere: the loader of libraries looks into the current folder if
+    LD_LIBRARY_PATH has an empty element, and there it would do so without limits."""
+    remedy: str
+    """Behind the reason why a program cannot be executed."""
     parent: int
     """The process that the program ends with, to be precise with the thread of it that started it; 0: bubblewrap."""
     most: list[tuple[int, int]]
@@ -82,7 +96,8 @@ def jailed(
         filter_: of system calls; None: what the sandbox needs, for programs that start others.
     """
     limits: Limits = {
-        "parent": os.getpid(), "most": [*most], "filter": "", "ruleset": -1, "port": 0, "channel": -1
+        "folder": folder, "remedy": "" if jail == NO_JAIL else _SHOWN, "parent": os.getpid(), "most": [*most],
+        "filter": "", "ruleset": -1, "port": 0, "channel": -1,
     }  # fmt: skip
     given, channel = [], None
     with ExitStack() as stack:
@@ -95,9 +110,7 @@ def jailed(
         elif jail == BUBBLEWRAP:
             limits["parent"] = 0
             if filter_ is None:
-                most_here = resource.getrlimit(resource.RLIMIT_NPROC)[1]  # -1: any number
-                processes = min(_MOST_PROCESSES, most_here) if most_here >= 0 else _MOST_PROCESSES
-                limits["most"].append((resource.RLIMIT_NPROC, processes))
+                limits["most"].append((resource.RLIMIT_NPROC, _MOST_PROCESSES))
                 if access.port is not None and not access.has_network:
                     channel, theirs = (stack.enter_context(one) for one in socket.socketpair())
                     limits["port"], limits["channel"] = access.port, theirs.fileno()
@@ -149,20 +162,29 @@ def _is_private(folder: Path) -> bool:
 
 
 @cache
-def has_bubblewrap() -> bool:
-    """True if it starts a Python here. Many containers have no user namespaces."""
+def _starts(jail: str) -> bool:
+    """True if a Python starts here with the limits of programs and of code."""
     words = [sys.executable, "-I", "-S", "-c", "pass"]
+    return _ends_well(jail, words, None) and _ends_well(jail, words, filter_without_processes())
+
+
+def _ends_well(jail: str, words: Sequence[str], filter_: bytes | None) -> bool:
     with (
         tempfile.TemporaryDirectory() as folder,
-        jailed(BUBBLEWRAP, words, folder, Access()) as start,
+        jailed(jail, words, folder, Access(places_of(words)), filter_=filter_) as start,
         suppress(OSError, subprocess.TimeoutExpired),
     ):
         ended = subprocess.run(
-            start.words, pass_fds=start.descriptors, stdin=subprocess.DEVNULL,
+            start.words, cwd=FIRST_FOLDER, pass_fds=start.descriptors, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_PROBE_SECONDS,
         )  # fmt: skip
         return ended.returncode == 0
     return False
+
+
+def has_bubblewrap() -> bool:
+    """True if it works here. Many containers have no user namespaces."""
+    return _starts(BUBBLEWRAP)
 
 
 def jail_of_programs() -> str:
@@ -173,7 +195,13 @@ def jail_of_programs() -> str:
 def jail_of_code() -> str:
     """The sandbox for programs that start none and connect to nothing: there Landlock, which costs nothing, holds as
     much as bubblewrap does."""
-    return LANDLOCK if landlock_version() else BUBBLEWRAP if has_bubblewrap() else NO_JAIL
+    if landlock_version() and _starts(LANDLOCK):
+        return LANDLOCK
+    if has_bubblewrap():
+        return BUBBLEWRAP
+    if not _starts(NO_JAIL):  # a fault of this machine would count as one of each program
+        raise UserError("programs that nobody has read: this machine refuses their limits (seccomp); take another one")
+    return NO_JAIL
 
 
 def require_jail(jail: str, key: str, sandbox: object) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from glm46.storage.prepare.jail import BUBBLEWRAP, jail_of_code, jailed, places_of
+from glm46.storage.prepare.jail import BUBBLEWRAP, FIRST_FOLDER, jail_of_code, jailed, places_of
 from glm46.storage.prepare.landlock import Access, filter_without_processes
 
 _OUTPUT_BYTES = 2**21
@@ -92,7 +92,7 @@ def limited_process(
     access = Access(places_of(words))
     with jailed(jail_of_code(), words, folder, access, most, filter_without_processes()) as start:
         files["pass_fds"] = (*files.get("pass_fds", ()), *start.descriptors)
-        process = subprocess.Popen(start.words, cwd=folder, env={}, start_new_session=True, **files)
+        process = subprocess.Popen(start.words, cwd=FIRST_FOLDER, env={}, start_new_session=True, **files)
     try:
         yield process
     finally:

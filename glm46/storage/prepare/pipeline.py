@@ -124,7 +124,7 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe, report: Callable[[str
     defaults |= {"deduplicate": recipe.duplicates, "input": list(recipe.input)}
     faults = [
         f"{manifest.folder}: made with {key} = {old!r}, the recipe says {new!r}; remove the "
-        "folder, give another path, or say the same"
+        "folder, give another path, or give the recipe that value"
         for key, new in _settings(recipe).items()
         # A key that was added after the shards were made had its default.
         if (old := manifest.settings.get(key, defaults[key])) != new

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.config.finetune import DistillationConfig
+from glm46.engine.reliability.run_lock import writing
 from glm46.files.array_file import map_arrays, write_arrays
 from glm46.files.durable import replace_durably
 from glm46.files.file_content import read_json_object
@@ -30,6 +31,7 @@ from glm46.storage.data.packing import open_tokens
 from glm46.storage.data.shards import NOT_A_TARGET
 
 _FORMAT, _AGAIN = "glm46-teacher-1", "run 'python -m glm46 teach' with this config"
+_KEY = "finetune.distillation.stored_path"
 _LEAST_DOCUMENTS, _MOST_PARTS = 64, 512
 """Of a part, which a kill loses; of a folder: a run opens them all, and a process may have about a thousand files."""
 
@@ -103,7 +105,6 @@ def store(
 
 
 def _begin(folder: Path, facts: dict[str, Any]) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / FILE_NAME
     known = read_json_object(file, f"remove the folder, and {_AGAIN}") if file.exists() else facts
     if changed := [name for name in facts if known.get(name) != facts[name]]:
@@ -112,10 +113,11 @@ def _begin(folder: Path, facts: dict[str, Any]) -> list[Path]:
         }
         others = " and ".join(name + both.get(name, "") for name in changed)
         raise UserError(
-            f"finetune.distillation.stored_path = {str(folder)!r}: holds values of another {others}; name another "
-            "folder, or remove this one"
+            f"{_KEY} = {str(folder)!r}: holds values of another {others}; name another folder, or remove this one"
         )
-    replace_durably(file, [json.dumps(facts, indent=1).encode()])
+    with writing(folder, key=_KEY):
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_durably(file, [json.dumps(facts, indent=1).encode()])
     return [part for part in _parts(folder, facts) if not (part.exists() and _is_whole(part))]
 
 
@@ -143,7 +145,8 @@ def _write(part: Path, facts: dict[str, Any], documents: list[AskedDocument], va
         "ids": ids, "logprobs": logprobs, "checksums": np.array([*map(_checksum, values)], np.uint32),
         "keys": np.frombuffer(b"".join(each.key for each in documents), np.uint8).reshape(-1, 16),
     }  # fmt: skip
-    write_arrays(part, arrays, {"format": _FORMAT})
+    with writing(part.parent, key=_KEY):
+        write_arrays(part, arrays, {"format": _FORMAT})
 
 
 def _checksum(values: Values) -> int:
@@ -155,11 +158,12 @@ class TeacherValues:
 
     def __init__(self, folder: Path):
         """Raises UserError if there are none, or not all."""
-        self._stated = f"finetune.distillation.stored_path = {str(folder)!r}"
+        self._stated = f"{_KEY} = {str(folder)!r}"
         if not (folder / FILE_NAME).is_file():
             raise UserError(f"{self._stated}: holds no values of a teacher; {_AGAIN} first")
         self.facts = read_json_object(folder / FILE_NAME, f"remove the folder, and {_AGAIN}")
-        if self.facts.get("format") != _FORMAT:
+        names = {"format", "teacher", "tokenizer", "top_k", "temperature", "documents", "shards", "parts"}
+        if self.facts.get("format") != _FORMAT or not names <= self.facts.keys() or not self.facts["parts"]:
             raise UserError(f"{self._stated}: holds other data than values of a teacher; name another folder")
         self._files = _parts(folder, self.facts)
         if lacks := [file for file in self._files if not file.exists()]:

@@ -131,7 +131,7 @@ class Reinforcement(Task):
         self._stop = stop
         if progress.step == 0 and "critic" in self.networks:
             self._start_critic()
-        if progress is not self._progress:  # at the start, and behind a rollback
+        if progress is not self._progress:  # at the start
             self._progress, self._steps = progress, self._loop.steps(progress)
         self._step = next(self._steps)
         return {} if self._step is None else self._step.columns

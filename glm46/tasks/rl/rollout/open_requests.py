@@ -31,6 +31,7 @@ class OpenRequest:
     generated: Completion = NOTHING
     """At the last halt."""
     failed_on: list[ServerState] = field(default_factory=list)
+    """Since the last halt."""
 
 
 class Requests(Protocol):
@@ -138,6 +139,8 @@ class OpenRequests:
         self._halted_at, self._look_at = math.inf, 0.0
         try:
             self._pool.join_again()
+            for one in asked:
+                one.failed_on.clear()  # servers have recovered, or have other weights
             self._waiting += _by_prompt(asked)
             while self._waiting or self._sent or (stays and self._halted_at == math.inf):
                 if self._halt.is_set():

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from glm46.compute.distributed.environment import set_variables
-from glm46.storage.prepare.jail import NO_JAIL, jail_of_programs, jailed, places_of
+from glm46.storage.prepare.jail import FIRST_FOLDER, NO_JAIL, jail_of_programs, jailed, places_of
 from glm46.storage.prepare.landlock import Access
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 
@@ -67,12 +67,12 @@ class Programs:
             start = stack.enter_context(jailed(self._jail, command, folder, access, most))
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *start.words, cwd=folder, env=environment, start_new_session=True, pass_fds=start.descriptors,
+                    *start.words, cwd=FIRST_FOLDER, env=environment, start_new_session=True, pass_fds=start.descriptors,
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                 )  # fmt: skip
             except (OSError, ValueError) as error:
-                return ProgramOutcome(f"{command[0]}: {error}", "")
+                return ProgramOutcome(f"{start.words[0]}: {error}", "")
             connecting = asyncio.create_task(_serve_inside(start.channel and start.channel.dup(), policy))
         said = bytearray()
         reading = asyncio.create_task(_exchange(process, given, said))

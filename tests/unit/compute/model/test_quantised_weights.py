@@ -10,7 +10,13 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from glm46.compute.model import quantised_weights
 from glm46.compute.model.adapters import add_adapters, without_adapters
-from glm46.compute.model.quantised_weights import NF4_LEVELS, encode_nf4, in_compute_type, let_conversions_compile
+from glm46.compute.model.quantised_weights import (
+    NF4_LEVELS,
+    encode_nf4,
+    in_compute_type,
+    in_one_kernel,
+    let_conversions_compile,
+)
 from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.magnitudes import Magnitudes
 from glm46.config.adapter import BASE_FORMATS, AdapterConfig
@@ -244,7 +250,7 @@ def test_one_kernel_converts_to_the_same_bits_and_is_compiled_once(base_dtype, d
     compiled()
     for call, (weight, expected) in enumerate(zip(weights, plain, strict=True)):
         with torch.compiler.set_stance("default" if call == 0 else "fail_on_recompile"):
-            found = in_compute_type(*weight, dtype)
+            found = in_one_kernel(*weight, dtype)
         width = {4: torch.int32, 2: torch.int16}[found.element_size()]
         both_nan = found.isnan() & expected.isnan()
         assert found.shape == expected.shape

@@ -47,3 +47,12 @@ def test_a_base_whose_tokenizer_has_other_ids_is_refused(tmp_path):
     check_tokenizer(tmp_path, str(more))
     (tmp_path / "tokenizer.json").write_text("{}")  # of a kind that tiktoken cannot represent
     check_tokenizer(tmp_path, "builtin")
+
+
+def test_a_step_folder_of_another_tokenizer_is_refused(tmp_path):
+    for fingerprint in (load_tokenizer("builtin").fingerprint, None):
+        (tmp_path / "meta.json").write_text(json.dumps({} if fingerprint is None else {"tokenizer": fingerprint}))
+        check_tokenizer(tmp_path, "builtin")
+    (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": "0" * 64}))
+    with pytest.raises(UserError, match="was trained with another tokenizer than model.tokenizer_path = 'builtin'"):
+        check_tokenizer(tmp_path, "builtin")

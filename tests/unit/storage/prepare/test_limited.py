@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -57,6 +59,19 @@ def test_files_and_processes_of_others_are_out_of_reach(kind, monkeypatch, tmp_p
 def test_system_calls_that_start_a_process_fail_without_libc_too(flags):
     for number in (56, 57, 58, 435, 0x40000000 | 57):  # clone, fork, vfork, clone3, fork by another number
         assert run_limited(CLONE.format(number, flags), **LIMITS)[:2] == (0, "-1\n")
+
+
+def test_a_lower_hard_limit_of_the_job_stays(tmp_path):
+    """A limit that could not be taken on would be a verdict on each program."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+        "from glm46.storage.prepare.compilers import run_fault\n"
+        "print(run_fault('print(1)'), run_fault('open(\"a\", \"wb\").write(bytes(2**21))'))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert ended.stdout == "None ends with OSError\n", ended.stderr
 
 
 def test_threads_input_and_output_are_there():

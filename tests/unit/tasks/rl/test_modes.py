@@ -4,7 +4,6 @@ import errno
 import json
 import re
 import time
-from collections import Counter
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from glm46.commands.rl import _token_lines, rl_command
 from glm46.config.errors import UserError
 from glm46.engine.reliability.run_lock import refuse_small_disk
 from glm46.engine.reliability.stop import EXIT_STOPPED, Diverged, StopRequest
-from glm46.engine.training import loop as training_loop
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
@@ -57,34 +55,6 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
     torch.seed()
     assert train(stopped) == 0 and len(generated) == 3
     assert contents(stopped, 3) == contents(whole, 3)
-
-
-@pytest.mark.slow
-def test_a_run_that_rolls_back_goes_on_with_the_rollout_of_the_journal(make_run, monkeypatch):
-    """In the middle of which a step was bad; its samples are left out then."""
-    calls = Counter()
-
-    def counted(name, original):
-        def call(*arguments, **options):
-            calls[name] += 1
-            outcome = original(*arguments, **options)
-            return outcome._replace(fault="it is bad") if name == "train_step" and calls[name] == 4 else outcome
-
-        return call
-
-    monkeypatch.setattr(training_loop, "train_step", counted("train_step", training_loop.train_step))
-    monkeypatch.setattr(loop, "generate_rollout", counted("generate_rollout", loop.generate_rollout))
-    training = {
-        "global_batch_size": 4,
-        "local_batch_size": 1,
-        "seq_len": 32,
-        "max_skipped_steps": 0,
-        "max_rollbacks": 1,
-    }
-    checkpoint = {"interval": 2, "async_mode": "disabled"}
-    config = make_run("run", 4, training=training, checkpoint=checkpoint)
-    assert train(config) == 0 and calls == {"train_step": 6, "generate_rollout": 2}
-    assert [row["step"] for row in rows(config) if "loss" in row] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -2,8 +2,12 @@
 
 import asyncio
 import os
+import resource
 import select
+import shutil
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,6 +88,40 @@ def test_a_program_reaches_the_policy_and_its_own_folder_and_exit_codes_are_told
     assert run(kind, "import sys\nsys.exit('a reason')").fault == "it ended with code 1: a reason"
     starts = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)"
     assert run(kind, starts).fault == ""
+
+
+@pytest.mark.parametrize("kind", [UNDER_LANDLOCK])
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not on this machine")
+def test_a_library_that_a_program_leaves_in_its_folder_is_not_loaded_outside_of_the_sandbox(
+    run, kind, tmp_path, monkeypatch
+):
+    """An empty element of LD_LIBRARY_PATH is the current folder to the loader, before any line of Python runs."""
+    escaped, source = tmp_path / "escaped", tmp_path / "planted.c"
+    source.write_text(
+        "#include <fcntl.h>\n__attribute__((constructor)) static void loaded(void) "
+        f'{{ open("{escaped}", O_CREAT | O_WRONLY, 0600); }}'
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", run.folder / "libm.so.6"], check=True)
+    subprocess.run([sys.executable, "-c", ""], cwd=run.folder, env={"LD_LIBRARY_PATH": ":"})
+    if not escaped.exists():
+        pytest.skip("this Python loads no libm")
+    escaped.unlink()
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/lib:")
+    run(kind, "print('starts')")
+    assert not escaped.exists()
+
+
+def test_signals_and_limits_of_a_program_are_not_those_of_its_first_one(tmp_path, loop, monkeypatch):
+    """Python ignores two signals, which exec would keep; and a limit above the hard one is none that can be set."""
+    monkeypatch.setattr(programs, "jail_of_programs", lambda: NO_JAIL)
+    command = ["bash", "-c", "yes | head -n 1 > /dev/null; echo ${PIPESTATUS[0]}; ulimit -c"]
+    hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard[1]))
+    ended = loop.run_until_complete(Programs((), ()).run(command, str(tmp_path), {}, 100.0, b""))
+    resource.setrlimit(resource.RLIMIT_CORE, hard)
+    assert ended == ("", f"{128 + signal.SIGPIPE}\n0\n")
+    missing = loop.run_until_complete(Programs((), ()).run(["no-such-program"], str(tmp_path), {}, 100.0, b""))
+    assert missing.fault == "it ended with code 1: no-such-program: No such file or directory"
 
 
 @SANDBOXES

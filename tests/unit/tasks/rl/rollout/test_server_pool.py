@@ -8,10 +8,10 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import open_requests, server_pool
-from glm46.tasks.rl.rollout.open_requests import answers
-from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, answers
+from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
-from glm46.tasks.rl.rollout.server_state import EngineError, Weights
+from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from tests.processes import wait_until
@@ -143,6 +143,16 @@ def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, f
         answers(pool, REQUESTS, RULES)
     assert time.monotonic() - began < 60 and len(error.value.faults) == 1
     assert stubs[0].url in str(error.value) and "checkpoint" in str(error.value)
+
+
+def test_failures_before_a_halt_do_not_count_behind_it(make_pool, weights, stubs):
+    """A completion of hours may meet many servers that restart."""
+    pool = make_pool(servers=stubs[:1])
+    pool.update(weights(1))
+    found: list[Completion] = []
+    asked = OpenRequest(REQUESTS[0], found.append, failed_on=[pool.ready()[0]] * (MOST_FAILURES - 1))
+    OpenRequests(pool, RULES).run([asked], stays=False)
+    assert asked.failed_on == []
 
 
 @both_kinds
