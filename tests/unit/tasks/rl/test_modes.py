@@ -60,7 +60,7 @@ def test_a_stop_between_a_rollout_and_its_first_step_loses_no_prompt(make_run, m
 
 
 @pytest.mark.slow
-def test_a_run_that_rolls_back_goes_on_with_the_rollout_of_the_journal(make_run, monkeypatch):
+def test_a_run_that_rolls_back_goes_on_with_the_rollout_of_the_journal(make_run, monkeypatch, capsys):
     """In the middle of which a step was bad; its samples are left out then."""
     calls = Counter()
 
@@ -85,6 +85,8 @@ def test_a_run_that_rolls_back_goes_on_with_the_rollout_of_the_journal(make_run,
     config = make_run("run", 4, training=training, checkpoint=checkpoint)
     assert train(config) == 0 and calls == {"train_step": 6, "generate_rollout": 2}
     assert [row["step"] for row in rows(config) if "loss" in row] == [1, 2, 3, 4]
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rollout: ")]
+    assert said.startswith("rollout: steps 3 to 4 are read from the journal"), "a new run says nothing"
 
 
 @pytest.mark.slow
