@@ -25,7 +25,7 @@ _VERSION = "import sys, importlib.metadata as of; print(of.version(sys.argv[1]))
 
 
 def task_of(prompt: Prompt, keys: PromptsConfig) -> str:
-    """What a program gets of a prompt: its row without the label, as JSON."""
+    """The row of a prompt without its label, as JSON, for its program."""
     return json.dumps(without(prompt.row, keys.label_key), default=str)
 
 

@@ -186,13 +186,11 @@ def test_the_output_of_a_failed_program_can_be_read_afterwards(make_sampler, len
     )
     of.generate_groups(0, 1)
     assert (tmp_path / "failed/failure_000001.txt").read_text().endswith("much\n")
-    of.episodes._folder, of.episodes._failures, of.episodes._say = (
-        tmp_path / "failed/failure_000001.txt",
-        0,
-        said.append,
-    )
-    of.generate_groups(0, 1)
-    assert "its output cannot be written: " in said[-1] and "Not a directory" in said[-1] or "File exists" in said[-1]
+    of.episodes._folder, of.episodes._failures, of.episodes._say = tmp_path / "no folder", 0, said.append
+    of.episodes._folder.touch()
+    samples = of.generate_groups(0, 1)
+    assert said[3].startswith("rl.environment.score_command: ") and "no folder" in said[3] and len(said) == 5
+    assert "(try 1 of 1; failure 1; its output cannot be written: " in said[3] and all(one.fault for one in samples)
 
 
 def test_a_row_too_large_for_a_variable_is_refused_before_work(tmp_path):
@@ -201,18 +199,19 @@ def test_a_row_too_large_for_a_variable_is_refused_before_work(tmp_path):
     prompts = [Prompt([1], "", None, f"p.jsonl:{line}", {"files": "x", "label": "y" * 10**6}) for line in (1, 2)]
     require_episodes(table.environment, table.prompts, prompts)  # the label is not handed over
     most = 32 * os.sysconf("SC_PAGE_SIZE") - len(f"{TASK_NAME}=") - 1 - len(json.dumps({"files": ""}))
-    for size, starts in ((most, True), (most + 1, False)):
-        prompts[1] = prompts[1]._replace(row={"files": "x" * size})
-        start = lambda: subprocess.run(["true"], env={TASK_NAME: task_of(prompts[1], table.prompts)}, check=True)  # noqa: E731
-        if starts:
-            start()
-            require_episodes(table.environment, table.prompts, prompts)
-        else:
-            pytest.raises(OSError, start)
-            with pytest.raises(
-                UserError, match=rf"^p.jsonl:2: .*{size + 13:,} bytes .*\(1 of 2 rows.*leave large values"
-            ):
-                require_episodes(table.environment, table.prompts, prompts)
+
+    def start() -> int:
+        return subprocess.run(["true"], env={TASK_NAME: task_of(prompts[1], table.prompts)}).returncode
+
+    prompts[1] = prompts[1]._replace(row={"files": "x" * most})
+    require_episodes(table.environment, table.prompts, prompts)
+    assert start() == 0
+    prompts[1] = prompts[1]._replace(row={"files": "x" * (most + 1)})
+    with pytest.raises(OSError, match="too long"):
+        start()
+    said = rf"^p.jsonl:2: the row has {most + 14:,} bytes .*\(1 of 2 rows .*leave large values out"
+    with pytest.raises(UserError, match=said):
+        require_episodes(table.environment, table.prompts, prompts)
 
 
 @pytest.mark.parametrize(

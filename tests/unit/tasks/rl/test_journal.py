@@ -82,7 +82,7 @@ def test_a_start_says_which_rollouts_it_reads(journal_of):
         made.figures["staleness_max"] = int(step == 5)
         written(journal, made)
 
-    def steps(journal: Journal, *at: int) -> list[int]:
+    def check_steps(journal: Journal, *at: int) -> list[int]:
         """Those that `read` takes, after which the line is checked."""
         step, within, prompt = at
         found, first = [], step - within
@@ -95,11 +95,13 @@ def test_a_start_says_which_rollouts_it_reads(journal_of):
             assert f"none is read from the journal {journal.folder}: it has none for step {step + 1}" in line
         return found
 
-    assert steps(journal, 3, 0, 6) == [3, 4, 5], "that of step 6 is missing"
-    assert steps(journal, 3, 0, 7) == steps(journal, 6, 0, 12) == [] and steps(journal, 7, 0, 14) == [7]
-    assert steps(journal_of({}, {"max_staleness": 0}), 3, 0, 6) == [3, 4], "the next one has older samples"
+    assert check_steps(journal, 3, 0, 6) == [3, 4, 5], "that of step 6 is missing"
+    assert check_steps(journal, 3, 0, 7) == check_steps(journal, 6, 0, 12) == [] and check_steps(journal, 7, 0, 14) == [
+        7
+    ]
+    assert check_steps(journal_of({}, {"max_staleness": 0}), 3, 0, 6) == [3, 4], "the next one has older samples"
     other = journal_of({}, {"temperature": 0.5})
-    assert steps(other, 3, 0, 6) == []
+    assert check_steps(other, 3, 0, 6) == []
     two_steps = {"steps": 6, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 32}
     inside = journal_of({}, {"temperature": 0.5}, training=two_steps).outlook(4, 1, 8)
     assert inside.startswith("rollout: steps 5 to 5 are read"), "weights have been trained on that of step 3"

@@ -17,7 +17,7 @@ from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.prepare.jail import BUBBLEWRAP, NO_JAIL, has_bubblewrap
-from glm46.tasks.rl.episode_checks import require_episodes
+from glm46.tasks.rl.episode_checks import declared_packages, require_episodes
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
@@ -113,3 +113,4 @@ def test_a_python_with_verifiers_is_not_refused():
     environment = {"kind": "command", "command": [PYTHON, str(WORKER), "--taskset", "second_try"]}
     config = RLConfig.model_validate({"prompts_per_rollout": 1, "environment": environment})
     require_episodes(config.environment, config.prompts, [])
+    assert [one.name for one in declared_packages(WORKER)] == ["verifiers"]
