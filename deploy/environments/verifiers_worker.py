@@ -1,3 +1,6 @@
+# /// script
+# dependencies = ["verifiers>=0.4,<0.5"]
+# ///
 """One episode of an environment of verifiers (0.4) against the policy: the program of `[rl.environment]`, run by a
 Python that has verifiers.
 

@@ -185,6 +185,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("engine/inference", 5, "a reward model says what it is"),
     ("operate/launch", 2, "how to ask chats and adapters at the end of a run"),
     ("operate/models", 11, "adapters of a quantised base say so"),
+    ("tasks/rl", 59, "rollouts that a start reads; output, rows and packages of programs; groups without a baseline"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_811

@@ -79,16 +79,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward", "1", "reward", "Mean reward of the samples of the rollout."),
     Metric("reward_std", "1", "reward", "Standard deviation of these rewards."),
     Metric("reward_part", "1", "reward", "Mean of one part of the reward, before its weight.", "reward"),
-    Metric(
-        "overlong_penalty", "1", "reward",
-        "Mean of what the samples lose for their length (rl.overlong_share); 0 to -1, not in reward.",
-    ),
+    Metric("overlong_penalty", "1", "reward", "Mean penalty for length (rl.overlong_share); 0 to -1, not in reward."),
     Metric("completion_tokens", "tokens", "reward", "Mean length of these completions."),
     Metric("completion_tokens_max", "tokens", "reward", "Length of the longest one."),
     Metric("truncated_ratio", "ratio", "reward", "Completions that were cut at the longest length."),
     Metric("equal_groups_ratio", "ratio", "reward", "Groups whose rewards are all equal."),
     Metric("generated_samples", "samples", "reward", "Samples generated for the rollout."),
     Metric("dropped_samples", "samples", "reward", "Samples left out because a reward failed."),
+    Metric("dropped_groups", "", "reward", "Groups left out: dropped samples leave fewer than a baseline needs."),
     Metric(
         "draft_acceptance_ratio", "ratio", "reward",
         "Drafted tokens of the rollout that were kept, with rollout.speculative (spec_accept_rate of SGLang).",

@@ -190,7 +190,7 @@ def _folder_of(source: int | Path, checkpoints: CheckpointManager) -> Path:
 def _other_text(task: Task, folder: Path) -> str:
     changed = "; ".join(differences(task.identity_keys, task.plan.config, folder))
     return (
-        f"{changed or 'data.sources: the shards hold other text than before'}. The checkpoint of {folder} was trained "
+        f"{changed or task.other_text}. The checkpoint of {folder} was trained "
         "on other data, or in another order; restore it, or start a new run from its weights: set another "
         f"job.dump_folder and checkpoint.initial_load_path = {str(folder)!r}"
     )

@@ -168,7 +168,8 @@ def _of_document(
         except RefusedError as error:
             raise UserError(
                 f"--server {server.url}: {error}; for documents of {len(tokens):,} tokens and {top_k} tokens of each "
-                f"target start vLLM with --max-logprobs {top_k} --max-model-len {len(tokens) + 1} or more"
+                f"target start vLLM with --max-logprobs {top_k} --max-model-len {len(tokens) + 1} or more; or take "
+                "another --kind"
             ) from None
         except CallError as error:
             reason = f"--server {server.url}: {error}; the same command goes on when it answers"

@@ -212,6 +212,7 @@ class Distillation(FineTuning):
 
     keeps_prediction_layers = True
     identity_keys = (*FineTuning.identity_keys, "finetune.distillation.stored_path")
+    other_text = "data.sources, finetune.distillation.stored_path: hold other text, or values of another teacher"
     _stored: TeacherValues | None = None
 
     def __init__(self, plan: Plan, cluster: Cluster):

@@ -107,7 +107,10 @@ def store(
 def _begin(folder: Path, facts: dict[str, Any]) -> list[Path]:
     file = folder / FILE_NAME
     known = read_json_object(file, f"remove the folder, and {_AGAIN}") if file.exists() else facts
-    if changed := [name for name in facts if known.get(name) != facts[name]]:
+    if known.get("format") != _FORMAT:
+        raise UserError(f"{_KEY} = {str(folder)!r}: holds other data than values of a teacher; name another folder")
+    changed = [name for name in facts if known.get(name) != facts[name]]
+    if changed and any(folder.glob("part-*")):
         both = {
             name: f" ({known.get(name)} there, {facts[name]} asked)" for name in ("teacher", "top_k", "temperature")
         }

@@ -35,12 +35,9 @@ _ADDED = 0.05
 
 
 def build_engine(
-    policy: Network,
-    tokenizer: Tokenizer,
-    prompts: Sequence[list[int]],
-    rules: SamplingRules,
+    policy: Network, tokenizer: Tokenizer, prompts: Sequence[list[int]], rules: SamplingRules,
     is_stopped: Callable[[], bool],
-) -> Engine:
+) -> Engine:  # fmt: skip
     """The engine of a policy, without weights before its first update.
 
     Args:
@@ -62,22 +59,16 @@ def build_engine(
     dtype, scheme = getattr(torch, config.training.mixed_precision_param), FP8_SCHEMES.get(section.weights_dtype)
     weights = real_path(Path(config.job.dump_folder, "rollout_weights"))
     write = write_adapters if section.send_adapters else partial(write_policy, scheme=scheme)
+    base = base_folder(policy, Path(section.weights_folder or weights)) if section.send_adapters else None
+    served = ServedPolicy(
+        export=lambda folder: write(policy, tokenizer, folder, dtype), tensors=lambda: served_tensors(policy, scheme),
+        score=partial(score, policy), routed_score=partial(routed_score, policy), changed=lambda: changed(policy),
+    )  # fmt: skip
     return ServerEngine(
-        section,
-        folder=weights,
-        base=base_folder(policy, Path(section.weights_folder or weights)) if section.send_adapters else None,
-        policy=ServedPolicy(
-            export=lambda folder: write(policy, tokenizer, folder, dtype),
-            tensors=lambda: served_tensors(policy, scheme),
-            score=partial(score, policy),
-            routed_score=partial(routed_score, policy),
-            changed=lambda: changed(policy),
-        ),
-        prompts=prompts,
-        rules=rules,
+        section, folder=weights, base=base, policy=served, prompts=prompts, rules=rules,
         padding=range(tokenizer.vocab_size, policy.plan.shape.vocab_size),
         routed=(moe_layers(policy.plan.shape), policy.plan.shape.num_experts_per_tok),
-    )
+    )  # fmt: skip
 
 
 @contextmanager

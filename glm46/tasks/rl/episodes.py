@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.storage.data.tokenizer import Tokenizer
+from glm46.tasks.rl.episode_checks import TASK_NAME, kept_failure, task_of
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.function_pool import found_program
 from glm46.tasks.rl.rollout.background import Member
@@ -66,6 +68,7 @@ class CommandEpisodes:
 
     Args:
         is_stopped: asked on rank 0 while programs run.
+        folder: for the output of failed episodes.
         say: takes a line for the log, on rank 0.
 
     Raises:
@@ -74,7 +77,7 @@ class CommandEpisodes:
 
     def __init__(
         self, table: EnvironmentConfig, prompts: PromptsConfig, tokenizer: Tokenizer, engine: Engine,
-        is_stopped: Callable[[], bool], say: Callable[[str], None] = print,
+        is_stopped: Callable[[], bool], folder: Path, say: Callable[[str], None] = print,
     ):  # fmt: skip
         self._table, self._prompts, self._tokenizer, self._engine = table, prompts, tokenizer, engine
         self._is_stopped, self._say, self._tries, self._seconds = is_stopped, say, table.tries, table.seconds
@@ -84,7 +87,7 @@ class CommandEpisodes:
         self._tasks: list[asyncio.Task[EpisodeEnd]] = []
         self._background = set[asyncio.Task[None]]()
         self._round, self._taken = _Round(), list[OpenRequest]()
-        self._last_change, self._failures = 0.0, 0
+        self._last_change, self._failures, self._folder = 0.0, 0, folder
 
     def run(self, asked: Sequence[tuple[Prompt, Request]], rules: SamplingRules) -> list[EpisodeEnd] | None:
         """The ends of an episode for each prompt; None if a stop was requested. Collective."""
@@ -216,7 +219,7 @@ class CommandEpisodes:
                 request = request._replace(seed=(request.seed + _SEED_OF_TRY) % 2**63)
                 self._failures += 1
                 if self._failures.bit_count() == 1:
-                    self._say(f"{end.fault} (try {number} of {self._tries}; failure {self._failures})")
+                    self._say(kept_failure(self._folder, self._failures, f"try {number} of {self._tries}", prompt, end))
         return end
 
     async def _try(self, prompt: Prompt, session: Session, requests: Requests) -> EpisodeEnd:
@@ -226,7 +229,7 @@ class CommandEpisodes:
         variables = {
             "OPENAI_BASE_URL": url, "OPENAI_API_KEY": episode.key,
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": episode.key,
-            "GLM46_TASK": json.dumps(without(prompt.row, self._prompts.label_key), default=str),
+            TASK_NAME: task_of(prompt, self._prompts),
         }  # fmt: skip
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             try:
@@ -242,11 +245,10 @@ class CommandEpisodes:
                 samples = []
             fault = episode.fault or ("" if episode.is_truncated and samples else ended.fault)
             if fault or not samples:
-                return EpisodeEnd([], f"rl.environment: {fault or 'the program asked for nothing'}")
+                return EpisodeEnd([], f"rl.environment: {fault or 'the program asked nothing'}", output=ended.output)
             if episode.is_truncated:
                 first, *others = samples
-                cut = first.completion._replace(finish="length")
-                samples = [first._replace(completion=cut), *others]
+                samples = [first._replace(completion=first.completion._replace(finish="length")), *others]
             if not self._scoring:
                 score = _last_number(ended.output, is_cut=bool(ended.fault))
                 return EpisodeEnd(samples, "", score)
@@ -254,12 +256,12 @@ class CommandEpisodes:
 
     async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:
         """The end of an episode, with the number of the scoring command."""
-        given = {"row": prompt.row, "messages": session.conversation()}
-        content, seconds = json.dumps(given, default=str).encode(), self._table.timeout_seconds
-        ended = await self._programs.run(self._scoring, folder, {}, seconds, content)
+        content = json.dumps({"row": prompt.row, "messages": session.conversation()}, default=str).encode()
+        ended = await self._programs.run(self._scoring, folder, {}, self._table.timeout_seconds, content)
         score = _last_number(ended.output)
         if ended.fault or score is None:
-            return EpisodeEnd([], f"rl.environment.score_command: {ended.fault or 'its last line is no number'}")
+            fault = f"rl.environment.score_command: {ended.fault or 'its last line is no number'}"
+            return EpisodeEnd([], fault, output=ended.output)
         return EpisodeEnd(samples, "", score)
 
 
@@ -271,13 +273,3 @@ def _last_number(output: str, *, is_cut: bool = False) -> float | None:
         if not is_cut:
             break
     return None
-
-
-def without(row: Any, key: str) -> Any:
-    """A row without what a key, or a path with dots, leads to."""
-    if not isinstance(row, dict):
-        return row
-    if key in row:
-        return {name: value for name, value in row.items() if name != key}
-    head, _, rest = key.partition(".")
-    return row | {head: without(row[head], rest)} if rest and head in row else row

@@ -15,15 +15,9 @@ Baseline = Literal["group_std", "group_mean", "leave_one_out"]
 
 
 def training_fields(
-    given: Mapping[str, Tensor],
-    sample: Tensor,
-    rewards: Tensor,
-    groups: Tensor,
-    ends: Sequence[int],
-    config: ResolvedRL,
-    longest: int,
-    episodes: Tensor | None = None,
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+    given: Mapping[str, Tensor], sample: Tensor, rewards: Tensor, groups: Tensor, ends: Sequence[int],
+    config: ResolvedRL, longest: int, episodes: Tensor | None = None,
+) -> tuple[dict[str, Tensor], dict[str, float]]:  # fmt: skip
     """Fields of each token that `PolicyGradient` and `ValueLoss` read.
 
     Args:

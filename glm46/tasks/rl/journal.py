@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,22 @@ class Journal:
             return found
         is_new = found.is_demonstration or found.arrays["versions"].min(initial=step) >= step - self._oldest
         return found if is_new and found.first_prompt == first_prompt else None
+
+    def outlook(self, step: int, within: int, first_prompt: int) -> str:
+        """A line on the rollouts in a row that `read` takes, by their manifests, from the one that holds a step on,
+        ``within`` of whose steps are made; empty in a new run. On the first rank alone."""
+        end, found = step - within, 0
+        with suppress(OSError, ValueError, KeyError):  # `read` says what is wrong with them
+            while facts := json.loads(_paths(self.folder, end)[1].read_text(encoding="utf-8")):
+                is_new = facts["figures"].get("staleness_max", 0) <= self._oldest
+                is_same = (facts["identity"], facts["first_prompt"]) == (self._identity, first_prompt)
+                if not (is_same and is_new) and (found or not within):
+                    break
+                found, end, first_prompt = found + 1, end + steps_per_rollout(self._plan), facts["next_prompt"]
+        if found:
+            return f"rollout: steps {step + 1} to {end} are read from the journal {self.folder}, not generated again"
+        none = f"rollout: none is read from the journal {self.folder}: it has none for step {step + 1} of these prompts"
+        return f"{none}, programs and keys" if step or rollout_steps(self.folder) else ""
 
     def waiting_before(self, step: int) -> list[list[int]]:
         """`Rollout.waiting` of the rollout before that of a step; empty if there is none."""

@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import read_on_first_rank
 from glm46.compute.model.routes import compact_routes
@@ -45,14 +46,9 @@ class RolloutLoop:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        sampler: Sampler,
-        policy: PolicyGradient,
-        builder: StepBuilder,
-        journal: Journal,
+        self, plan: Plan, sampler: Sampler, policy: PolicyGradient, builder: StepBuilder, journal: Journal,
         is_stopped: Callable[[], bool],
-    ):
+    ):  # fmt: skip
         self._plan, self._config, self._sampler = plan, sampler.config, sampler
         self._policy, self._builder, self._journal = policy, builder, journal
         self._is_on_policy = self._config.is_on_policy(plan.config.training.global_batch_size)
@@ -82,14 +78,21 @@ class RolloutLoop:
             UserError: files of the journal are damaged or missing, or too many rewards failed.
         """
         self._waiting = None
+        self._journal.finish()
+        within, prompts = self._within(progress), progress.prompts
+        if dist.get_rank() == 0 and (line := self._journal.outlook(progress.step, within, prompts)):
+            self._sampler.say(line)
         while True:
             yield from self.rollout(progress)
 
+    def _within(self, progress: Progress) -> int:
+        """Steps that are made of a rollout that is begun."""
+        samples = progress.samples % self._config.samples_per_rollout
+        return samples // int(self._plan.config.training.global_batch_size)
+
     def rollout(self, progress: Progress) -> Iterator[RolloutStep | None]:
         """See `steps`: those of one rollout that are not made yet."""
-        within = (
-            progress.samples % self._config.samples_per_rollout // int(self._plan.config.training.global_batch_size)
-        )
+        within = self._within(progress)
         first = progress.step - within
         self._journal.finish()
         self.write_fields()  # of the rollout before, while the next one is generated

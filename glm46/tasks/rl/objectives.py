@@ -207,12 +207,10 @@ class PolicyGradient:
             "old_kl": kl_estimate(old, logprobs, "k3"),
             "ratio_square": (ratio - 1).square() * is_token,
             "ratio_far": ((ratio > _FAR) | (ratio < 1 / _FAR)) & is_token,
-            "entropy": entropy,
-            "mismatch_kl": kl_estimate(batch["rollout_logprobs"], old, "k3"),
-            "mismatch": (old - batch["rollout_logprobs"]).abs(),
-            "correction": batch["correction"],
+            "mismatch_kl": kl_estimate(batch["rollout_logprobs"], old, "k3"), "entropy": entropy,
+            "mismatch": (old - batch["rollout_logprobs"]).abs(), "correction": batch["correction"],
             "dropped": (batch["correction"] == 0) & is_token,
-        }
+        }  # fmt: skip
         if self._config.has_reference:
             figures["reference_kl"] = kl_estimate(logprobs, batch["reference_logprobs"], "k3")
         share = self._network.cluster.layout.ranks_per_dp_rank
@@ -224,17 +222,11 @@ class PolicyGradient:
         mean = {name: value / max(totals["targets"], 1) for name, value in of.items()}
         weighted = {"loss": of["loss"], "kl": of["policy_kl"], "entropy": of["policy_entropy"]}
         row = {
-            "loss": self._total(weighted, totals),
-            "clip_fraction": mean["clipped"],
-            "old_policy_kl": mean["old_kl"],
-            "ratio_deviation": mean["ratio_square"] ** 0.5,
-            "ratio_far": mean["ratio_far"],
-            "entropy": mean["entropy"],
-            "mismatch_kl": mean["mismatch_kl"],
-            "mismatch_logprob": mean["mismatch"],
-            "correction_mean": mean["correction"],
-            "correction_dropped": mean["dropped"],
-        }
+            "loss": self._total(weighted, totals), "clip_fraction": mean["clipped"], "old_policy_kl": mean["old_kl"],
+            "ratio_deviation": mean["ratio_square"] ** 0.5, "ratio_far": mean["ratio_far"], "entropy": mean["entropy"],
+            "mismatch_kl": mean["mismatch_kl"], "mismatch_logprob": mean["mismatch"],
+            "correction_mean": mean["correction"], "correction_dropped": mean["dropped"],
+        }  # fmt: skip
         if self._config.has_reference:
             row["reference_kl"] = mean["reference_kl"]
         if any(totals["mtp_targets"]):

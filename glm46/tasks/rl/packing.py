@@ -62,9 +62,8 @@ def items_of(rollout: Rollout, samples: range, shape: PackShape) -> list[Item]:
         routes, shared = rollout.routes(sample), prompts[sample] - 1
         # The samples of an episode may have different prompts.
         key = (rollout.prompt(sample).tobytes(), b"" if routes is None else routes[:shared].tobytes())
-        number = (
-            numbers.setdefault((groups[sample], *key), len(numbers)) if shape.shares_prompts and shared else -1 - sample
-        )
+        of = (groups[sample], *key)
+        number = numbers.setdefault(of, len(numbers)) if shape.shares_prompts and shared else -1 - sample
         items.append(Item(number, shared, completions[sample]))  # the last token is only a label
     return items
 
@@ -79,27 +78,19 @@ def pack(items: Sequence[Item], shape: PackShape) -> list[list[list[list[int]]]]
     rows = _rows(items, shape.seq_len)
     parts = [_documents(row, items) for row in rows]
     cost = [sum((end - begin) * (shape.seq_len + end) for _, begin, end, _ in of_row) for of_row in parts]
-    count = len(rows)
-    batches, height = shape.micro_batches, shape.rows
+    count, batches, height = len(rows), shape.micro_batches, shape.rows
     if batches is None:
         least = -(-max(count, 1) // shape.ranks)
         batches = -(-least // shape.rows)
         height = -(-least // batches)
     per_rank = batches * height
-    of_ranks: list[list[int]] = [[] for _ in range(shape.ranks)]
-    loads = [0] * shape.ranks
+    of_ranks, loads = [list[int]() for _ in range(shape.ranks)], [0] * shape.ranks
     for row in sorted(range(count), key=lambda row: -cost[row]):
         rank = min((r for r in range(shape.ranks) if len(of_ranks[r]) < per_rank), key=loads.__getitem__)
         of_ranks[rank].append(row)
         loads[rank] += cost[row]
-    return [
-        [
-            [rows[row] for row in of_rank[first : first + height]]
-            + [[] for _ in range(height - len(of_rank[first : first + height]))]
-            for first in range(0, per_rank, height)
-        ]
-        for of_rank in of_ranks
-    ]
+    dealt = [[rows[row] for row in of_rank] + [[] for _ in range(per_rank - len(of_rank))] for of_rank in of_ranks]
+    return [[of_rank[first : first + height] for first in range(0, per_rank, height)] for of_rank in dealt]
 
 
 def join(
@@ -221,15 +212,10 @@ def build_batch(
     place = generated(1)
     is_first = np.diff(of["episodes"], prepend=-1) != 0
     found = {
-        "input_ids": tokens[source(0)],
-        "positions": position,
-        "document_ids": document,
-        "prefix_ids": prefix,
-        "labels": labels(place),
-        "sample": np.where(place >= 0, sample, -1),
+        "input_ids": tokens[source(0)], "positions": position, "document_ids": document, "prefix_ids": prefix,
+        "labels": labels(place), "place": place, "sample": np.where(place >= 0, sample, -1),
         "episode": np.where((place >= 0) & is_first[number], sample, -1),
-        "place": place,
-    }
+    }  # fmt: skip
     if "routes" in of:  # one fewer of each sample than tokens
         found["routes"] = of["routes"][prompt_starts[number] + starts[number] - number + position]
     if depths:

@@ -65,13 +65,9 @@ def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def sequence_ratio(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    sample: Tensor,
-    sample_tokens: Tensor,
-    samples: int,
+    logprobs: Tensor, old_logprobs: Tensor, sample: Tensor, sample_tokens: Tensor, samples: int,
     sum_parts: Callable[[Tensor], Tensor] = lambda sums: sums,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Geometric mean of the ratios of a sample, at each of its tokens (GSPO, arXiv 2507.18071). Its gradient is that of
     the paper's GSPO-token, s_i * grad(logprob) at each token: that of the mean itself wherever the loss weighs the
     tokens of a sample alike, and each token's own where advantages or corrections differ.
@@ -130,11 +126,9 @@ SumOverSamples = Callable[[Tensor], Tensor]
 
 
 def correction_weights(
-    log_ratio: Tensor,
-    sums: SumOverSamples,
-    of: CorrectionConfig,
+    log_ratio: Tensor, sums: SumOverSamples, of: CorrectionConfig,
     normalised: Callable[[Tensor], Tensor] = lambda weights: weights,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The factor of the policy loss of each token.
 
     Args:

@@ -1,6 +1,7 @@
 """Rollouts from prompts, and validations: samples with their rewards, and the columns of metrics that they give."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import comb
 from typing import NamedTuple
@@ -61,7 +62,7 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
             f"{counted(len(samples), 'sample')}",
         )
     names = tuple(reward.name for reward in config.rewards)
-    arrays, columns = to_arrays(samples, names), _columns(scored, names) | seconds
+    arrays, columns = to_arrays(samples, names), _columns(scored, names, sampler.least_samples) | seconds
     ages = step - arrays["versions"]
     columns |= {"staleness": float(ages.mean()), "staleness_max": int(ages.max())} if len(ages) else {}
     return Rollout(step, first_prompt, next_prompt, names, False, arrays, columns)
@@ -94,33 +95,28 @@ def _rewarded(samples: Sequence[Sample]) -> list[Sample]:
     key, remedy = "rl.rewards", "correct the reward or its label, or raise its timeout_seconds"
     if fault.startswith("rl.environment"):
         key, remedy = "rl.environment", "mend its program or function, or give it more time"
-    raise UserError(
-        *on_first_rank(
-            f"{key}: {len(samples) - len(rewarded)} of {len(samples)} samples have no reward, the first one because of "
-            f"{fault}; {remedy}"
-        )
-    )
+    lost = f"{len(samples) - len(rewarded)} of {len(samples)} samples have no reward"
+    raise UserError(*on_first_rank(f"{key}: {lost}, the first one because of {fault}; {remedy}"))
 
 
-def _columns(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]:
-    """Columns of metrics of all samples that were scored."""
+def _columns(samples: Sequence[Sample], names: Sequence[str], least: int) -> dict[str, float]:
+    """Columns of metrics of all samples that were scored, in groups that need a number of them."""
     kept = [one for one in samples if one.reward is not None]
     rewards, groups = rewards_and_groups(kept)
+    sizes = Counter(one.group for one in kept)
     lengths = np.array([len(one.completion.tokens) for one in kept])
     differing = set(groups[differing_groups(rewards, groups)].tolist())
     drafted, accepted = (sum(getattr(one.completion, key) for one in samples) for key in ("drafted", "accepted"))
     return {
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std(correction=0).item(),
+        "reward": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
         **{f"reward_part/{name}": float(np.mean([one.parts[name] for one in kept])) for name in names},
-        "completion_tokens": float(lengths.mean()),
-        "completion_tokens_max": int(lengths.max()),
+        "completion_tokens": float(lengths.mean()), "completion_tokens_max": int(lengths.max()),
         "truncated_ratio": float(np.mean([one.completion.finish == "length" for one in kept])),
-        "equal_groups_ratio": 1.0 - len(differing) / len({one.group for one in kept}),
-        "dropped_samples": len(samples) - len(kept),
-        "generated_samples": len(samples),
+        "equal_groups_ratio": 1.0 - len(differing) / len(sizes),
+        "dropped_samples": len(samples) - len(kept), "generated_samples": len(samples),
+        "dropped_groups": sum(sizes[group] < least for group in {one.group for one in samples}),
         **({"draft_acceptance_ratio": accepted / drafted} if drafted else {}),
-    }
+    }  # fmt: skip
 
 
 class PromptSet(NamedTuple):

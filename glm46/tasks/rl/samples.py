@@ -138,19 +138,14 @@ def to_arrays(samples: Sequence[Sample], part_names: Sequence[str]) -> dict[str,
     of_tokens = {"routes": np.concatenate(routes)} if routes else {}
     of_tokens |= {} if np.array_equal(inputs, tokens) else {"inputs": inputs}
     return of_tokens | {
-        "prompt_tokens": joined(prompts, np.int32),
-        "prompt_lengths": np.array(list(map(len, prompts)), np.int64),
-        "tokens": tokens,
-        "lengths": lengths,
+        "prompt_tokens": joined(prompts, np.int32), "prompt_lengths": np.array(list(map(len, prompts)), np.int64),
+        "tokens": tokens, "lengths": lengths, "versions": versions, "is_reply": is_reply,
         "logprobs": joined([one.logprobs for one in completions], np.float32),
-        "versions": versions,
-        "is_reply": is_reply,
-        "groups": np.array([sample.group for sample in samples], np.int64),
-        "episodes": np.array(numbers, np.int64),
+        "groups": np.array([sample.group for sample in samples], np.int64), "episodes": np.array(numbers, np.int64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
         "parts": np.array([[s.parts[name] for name in part_names] for s in samples]).reshape(-1, len(part_names)),
         "finish": np.array([FINISHES.index(one.finish) for one in completions], np.uint8),
-    }
+    }  # fmt: skip
 
 
 def rewards_and_groups(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:

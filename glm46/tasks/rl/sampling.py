@@ -50,6 +50,11 @@ class Sampler:
     """Takes a line for the log, on rank 0."""
     _times: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def least_samples(self) -> int:
+        """Of a group that is worth a step: one alone has no baseline."""
+        return 2 if self.config.group_size > 1 and self.config.advantage in get_args(Baseline) else 1
+
     def tell(self, cause: str, line: str) -> None:
         """Say a line the first, second, fourth, eighth time and so on that a cause occurs in a run."""
         self._times[cause] += 1
@@ -128,9 +133,8 @@ class Sampler:
 
     def worth_a_step(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples of the groups that have a baseline, and that dynamic sampling and the filter keep."""
-        if self.config.group_size > 1 and self.config.advantage in get_args(Baseline):
-            sizes = Counter(one.group for one in samples)
-            samples = [one for one in samples if sizes[one.group] > 1]
+        sizes = Counter(one.group for one in samples)
+        samples = [one for one in samples if sizes[one.group] >= self.least_samples]
         if self.config.dynamic_sampling:
             differs = differing_groups(*rewards_and_groups(samples)).tolist()
             samples = [one for one, is_kept in zip(samples, differs, strict=True) if is_kept]

@@ -57,15 +57,12 @@ class StepBuilder:
         is_trained = any(values_of(plan.config.mtp.loss_weight))
         depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
         self._shape = PackShape(
-            seq_len=training.seq_len,
-            rows=training.local_batch_size,
-            ranks=layout.dp_degree,
+            seq_len=training.seq_len, rows=training.local_batch_size, ranks=layout.dp_degree, mtp_depth=depth,
             micro_batches=int(training.global_batch_size) // plan.rows_per_micro_batch if is_pipeline else None,
-            mtp_depth=depth,
             model=plan.shape if config.routing_replay else None,
             # The second prediction layer would read completions at the end of a shared prompt.
             shares_prompts=layout.cp == 1 and networks["policy"].shape.sliding_window is None and depth <= 1,
-        )
+        )  # fmt: skip
 
     def route_at(self, clock: int) -> None:
         """Have samples be of the function that the first step on them learns with.

@@ -29,6 +29,7 @@ from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
 from glm46.tasks.rl.engines import build_engine
+from glm46.tasks.rl.episode_checks import require_episodes
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.loop import RolloutLoop, RolloutStep
@@ -67,14 +68,15 @@ class Reinforcement(Task):
         for some in (prompts, *(one.prompts for one in self._sets)):
             read_on_first_rank(partial(require_reachable_labels, some, rewards, thinking=self._config.prompts.thinking))
         environment = run_on_all_ranks(lambda: None if table is None else environment_pool(table))
+        if table is not None and table.kind == "command":
+            every = [*prompts, *(one for some in self._sets for one in some.prompts)]
+            read_on_first_rank(partial(require_episodes, table, self._config.prompts, every))
         filter_ = run_on_all_ranks(lambda: None if name is None else filter_pool(name))
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster, on_samples=True)}
         policy = PolicyGradient(
-            self.networks["policy"],
-            self._config,
-            plan.config.rollout.temperature,
+            self.networks["policy"], self._config, plan.config.rollout.temperature,
             is_on_policy=self._config.is_on_policy(plan.config.training.global_batch_size),
-        )
+        )  # fmt: skip
         self.objectives: dict[str, Objective] = {"policy": policy}
         if self._config.has_reference and not plan.config.is_reference_in_policy:
             self.networks["reference"] = build_frozen_network(reference_plan(plan), cluster, on_samples=True)
@@ -85,11 +87,9 @@ class Reinforcement(Task):
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value", on_samples=True)
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
         rules = SamplingRules(
-            plan.config.rollout.temperature,
-            frozenset(stop_ids(self.tokenizer)),
-            self.tokenizer.vocab_size,
+            plan.config.rollout.temperature, frozenset(stop_ids(self.tokenizer)), self.tokenizer.vocab_size,
             self._config.routing_replay,
-        )
+        )  # fmt: skip
         tokens = [one.tokens for some in (prompts, *(own for _, own in self._sets)) for one in some]
         self._stop: StopRequest | None = None
         self._progress: Progress | None = None
@@ -100,11 +100,11 @@ class Reinforcement(Task):
             rewards, environment, filter_,
             None if judged is None else partial(last_values, self.networks["reward"]),
         )  # fmt: skip
-        if table is not None and table.kind == "command":
-            keys, sampler = self._config.prompts, self._sampler
-            make = partial(CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, sampler.say)
-            sampler.episodes = run_on_all_ranks(make)
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
+        if table is not None and table.kind == "command":
+            keys, sampler, failed = self._config.prompts, self._sampler, self._journal.folder / "failed"
+            make = partial(CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, failed, sampler.say)
+            sampler.episodes = run_on_all_ranks(make)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)
         self._loop = RolloutLoop(plan, self._sampler, policy, builder, self._journal, self._is_stopped)
 

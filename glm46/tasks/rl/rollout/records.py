@@ -103,6 +103,8 @@ class EpisodeEnd(NamedTuple):
     """Of the scoring command, or of the program where there is none."""
     is_part: bool = False
     """True if it has not ended: the samples are its tokens or turns so far, from which it continues."""
+    output: str = ""
+    """Of a failed program, its end. It is not sent to other ranks and not kept."""
 
 
 def appended_routes(first: np.ndarray | None, then: np.ndarray | None) -> np.ndarray | None:
@@ -167,11 +169,8 @@ _LISTS = ("tokens", "logprobs", "spans", "replies", "contradicted")
 def pack(completions: Sequence[Completion], **more: np.ndarray) -> bytes:
     """Completions, and more arrays, as bytes."""
     counts = [
-        (
-            len(one.tokens), FINISHES.index(one.finish), len(one.spans), len(one.replies), len(one.contradicted),
-            one.drafted, one.accepted,
-        )
-        for one in completions
+        (len(one.tokens), FINISHES.index(one.finish), len(one.spans), len(one.replies), len(one.contradicted),
+         one.drafted, one.accepted) for one in completions
     ]  # fmt: skip
     arrays = more | {"counts": np.array(counts, np.int64).reshape(-1, 7)}
     for name in _LISTS:

@@ -241,6 +241,18 @@ def test_another_teacher_is_refused_by_the_verb_and_other_values_by_a_resume(sta
     assert run_teach(config, tmp_path, *other) == 2
     assert "another teacher (" in capsys.readouterr().err
     assert train(config) == 0
+    again = tmp_path / "again"  # without parts no work would be lost
+    shutil.copytree(stored, again, ignore=shutil.ignore_patterns("part-*"))
+    assert run_teach(learner(start, tmp_path / "out", again), tmp_path, *other) == 0
+    (tmp_path / "file").touch()
+    for name, said in (
+        (tmp_path / "file", "cannot be"),
+        (start / "chats", "holds other data than values of a teacher"),
+    ):
+        assert run_teach(learner(start, tmp_path / "out", name), tmp_path, *other) == 2
+        assert (
+            f"finetune.distillation.stored_path = {str(name)!r}: " in (err := capsys.readouterr().err) and said in err
+        )
     copy = learner(start, tmp_path / "out", tmp_path / "values")
     assert run_teach(copy, tmp_path, *other) == 0
     shutil.rmtree(step_of(tmp_path / "out", 4))

@@ -58,6 +58,9 @@ def main(kind: str) -> None:
         if is_first():
             sys.exit(3)
         kind = "cut"
+    if kind == "fails":
+        print("it begins", flush=True)
+        raise ValueError("no tool")
     if kind == "slow":
         time.sleep(float(os.environ["SLOW_SECONDS"]))
         kind = "cut"

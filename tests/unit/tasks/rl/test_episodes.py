@@ -1,6 +1,8 @@
 """Episodes of programs: they learn as a function does, and a hostile one ends its own episode and nothing else."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,8 @@ from glm46.storage.chats.conversation import Message
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.jail import NO_JAIL
 from glm46.tasks.rl import episodes
-from glm46.tasks.rl.episodes import CommandEpisodes, without
+from glm46.tasks.rl.episode_checks import TASK_NAME, require_episodes, task_of, without
+from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool, found_program
@@ -56,7 +59,7 @@ class Echo:
 
 
 @pytest.fixture
-def make_sampler(tokenizer, request):
+def make_sampler(tokenizer, request, tmp_path):
     def make(kinds: list[str], environment: dict, rewards: tuple[str, ...] = ("length",)) -> Sampler:
         table = {"max_turns": 2, **environment}
         config = RLConfig.model_validate({
@@ -68,13 +71,15 @@ def make_sampler(tokenizer, request):
         for number, kind in enumerate(kinds):
             tokens = chat_prompt(tokenizer, [Message("user", f"Say {number}")], thinking=False)
             row = {"prompt": f"Say {number}", "label": str(number), "kind": kind}
-            prompts.append(Prompt(tokens, row["prompt"], row["label"], row=row))
+            prompts.append(Prompt(tokens, row["prompt"], row["label"], f"p.jsonl:{number + 1}", row))
         made = Sampler(
             config, RolloutSection.model_validate({"max_new_tokens": 200}), tokenizer, engine, prompts, rules, 0,
             FunctionPool([RewardRule(name) for name in rewards]),
         )  # fmt: skip
         if config.environment.kind == "command":
-            made.episodes = CommandEpisodes(config.environment, config.prompts, tokenizer, engine, lambda: False)
+            made.episodes = CommandEpisodes(
+                config.environment, config.prompts, tokenizer, engine, lambda: False, tmp_path / "failed"
+            )  # fmt: skip
             request.addfinalizer(made.episodes.close)
         return made
 
@@ -147,10 +152,10 @@ def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampl
     said = []
     of = make_sampler(["fails once"] * 2, command(variables=["STEPS_FOLDER"]))
     of.episodes._say = said.append
-    assert not any(one.fault for one in of.generate_groups(0, 2)) and len(list(tmp_path.iterdir())) == 2
+    assert not any(one.fault for one in of.generate_groups(0, 2)) and len(list(tmp_path.glob("marks-*"))) == 2
     assert said[0].startswith("rl.environment: it ended with code 3 (try 1 of 2") and len(said) == 2
     # Each prompt fails once more, and has no other try.
-    for path in tmp_path.iterdir():
+    for path in tmp_path.glob("marks-*"):
         path.unlink()
     of = make_sampler(["fails once", "cut"], command(variables=["STEPS_FOLDER"], tries=1))
     taken = of.generate_groups(0, 2)
@@ -158,6 +163,79 @@ def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampl
     rollout = generate_rollout(of, lambda *_: taken, 7, 0)
     (left,) = {one.group for one in taken if one.prompt.row["kind"] == "cut"}
     assert rollout.arrays["groups"].tolist() == [left] * 2 and rollout.figures["dropped_samples"] == 1
+    assert rollout.figures["dropped_groups"] == 1, "its other sample has a reward, but no baseline"
+    undisturbed = generate_rollout(of, lambda *_: [one for one in taken if one.group == left], 7, 0)
+    assert undisturbed.figures["dropped_groups"] == 0
+
+
+def test_the_output_of_a_failed_program_can_be_read_afterwards(make_sampler, length, tmp_path):
+    said = []
+    of = make_sampler(["fails"], command(tries=5))
+    of.config, of.episodes._say = of.config.model_copy(update={"group_size": 1}), said.append
+    of.generate_groups(0, 1)
+    files = sorted((tmp_path / "failed").iterdir())
+    assert [file.name for file in files] == [f"failure_{number:06d}.txt" for number in (1, 2, 4)]
+    assert all(str(file) in line for file, line in zip(files, said, strict=True))
+    content = files[2].read_text()
+    assert "it ended with code 1: ValueError: no tool" in content and "try 4 of 5; failure 4" in content
+    assert "it begins\n" in content and "Traceback" in content and 'raise ValueError("no tool")' in content
+    assert "p.jsonl:1" in content
+    # A program that scores: its own output. A folder that cannot be written ends nothing.
+    of = make_sampler(
+        ["two tries"], command(score_command=[sys.executable, "-c", "print('much')"], tries=1), ("score",)
+    )
+    of.generate_groups(0, 1)
+    assert (tmp_path / "failed/failure_000001.txt").read_text().endswith("much\n")
+    of.episodes._folder, of.episodes._failures, of.episodes._say = tmp_path / "no folder", 0, said.append
+    of.episodes._folder.touch()
+    samples = of.generate_groups(0, 1)
+    assert said[3].startswith("rl.environment.score_command: ") and "no folder" in said[3] and len(said) == 5
+    assert "(try 1 of 1; failure 1; its output cannot be written: " in said[3] and all(one.fault for one in samples)
+
+
+def test_a_row_too_large_for_a_variable_is_refused_before_work(tmp_path):
+    given = {"prompts_per_rollout": 1, "prompts": {"file": "p.jsonl"}, "environment": command()}
+    table = RLConfig.model_validate(given)
+    prompts = [Prompt([1], "", None, f"p.jsonl:{line}", {"files": "x", "label": "y" * 10**6}) for line in (1, 2)]
+    require_episodes(table.environment, table.prompts, prompts)  # the label is not handed over
+    most = 32 * os.sysconf("SC_PAGE_SIZE") - len(f"{TASK_NAME}=") - 1 - len(json.dumps({"files": ""}))
+
+    def start() -> int:
+        return subprocess.run(["true"], env={TASK_NAME: task_of(prompts[1], table.prompts)}).returncode
+
+    prompts[1] = prompts[1]._replace(row={"files": "x" * most})
+    require_episodes(table.environment, table.prompts, prompts)
+    assert start() == 0
+    prompts[1] = prompts[1]._replace(row={"files": "x" * (most + 1)})
+    with pytest.raises(OSError, match="too long"):
+        start()
+    said = rf"^p.jsonl:2: the row has {most + 14:,} bytes .*\(1 of 2 rows .*leave large values out"
+    with pytest.raises(UserError, match=said):
+        require_episodes(table.environment, table.prompts, prompts)
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("", ""),
+        ('# /// script\n# dependencies = ["numpy>=1", "no-such-package; sys_platform == \'win32\'"]\n# ///\n', ""),
+        ('# /// script\n# dependencies = [\n#     "no-such-package>=2",\n# ]\n# ///\n',
+         "agent.py declares 'no-such-package>=2', and .*PackageNotFoundError.*install it for that Python"),
+        ('# /// script\n# dependencies = ["numpy<1"]\n# ///\n', f"'numpy<1', and .* its version: {np.__version__};"),
+        ('# /// script\n# dependencies = ["numpy<"]\n# ///\n', "agent.py: .*PEP 723.*; correct it"),
+        ('# /// script\n# dependencies = [\n# ///\n', "agent.py: .*PEP 723.*; correct it"),
+    ],
+)  # fmt: skip
+def test_packages_that_a_script_declares_are_looked_for_before_work(head, said, tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(f"#!/usr/bin/env python3\n{head}raise SystemExit('it must not run')\n")
+    for words in ([sys.executable, "-u", str(file)], [sys.executable, "-c", "pass", str(file)]):
+        table = RLConfig.model_validate({"prompts_per_rollout": 1, "environment": command(command=words)})
+        if said and "-c" not in words:
+            with pytest.raises(UserError, match=said):
+                require_episodes(table.environment, table.prompts, [])
+        else:
+            require_episodes(table.environment, table.prompts, [])
 
 
 def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_neither(make_sampler, monkeypatch):

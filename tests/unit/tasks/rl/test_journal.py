@@ -72,6 +72,41 @@ def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journ
     assert journal_of(steps=6, **fixed).ahead_folder == journal_of(steps=7, **fixed).ahead_folder
 
 
+def test_a_start_says_which_rollouts_it_reads(journal_of):
+    journal = journal_of({}, {"max_staleness": 2})
+    assert journal.outlook(0, 0, 0) == "", "a new run"
+    for step in (3, 4, 5, 7):
+        answer = Completion([7], [-1.0], "length", [VersionSpan(0, step - (step == 5))], None)
+        sample = Sample(Prompt([5], "", None), 8, EpisodeEnd([SessionSample([5], answer)]), 1.0, {"format": 1.0})
+        made = Rollout(step, 2 * step, 2 * step + 2, ("format",), False, to_arrays([sample], ["format"]))
+        made.figures["staleness_max"] = int(step == 5)
+        written(journal, made)
+
+    def check_steps(journal: Journal, *at: int) -> list[int]:
+        """Those that `read` takes, after which the line is checked."""
+        step, within, prompt = at
+        found, first = [], step - within
+        while (one := journal.read(first, is_inside=within > 0 and not found, first_prompt=prompt)) is not None:
+            found, first, prompt = [*found, first], first + 1, one.next_prompt
+        line = journal.outlook(*at)
+        if found:
+            assert line.startswith(f"rollout: steps {step + 1} to {found[-1] + 1} are read from the journal"), line
+        else:
+            assert f"none is read from the journal {journal.folder}: it has none for step {step + 1}" in line
+        return found
+
+    assert check_steps(journal, 3, 0, 6) == [3, 4, 5], "that of step 6 is missing"
+    assert check_steps(journal, 3, 0, 7) == check_steps(journal, 6, 0, 12) == [] and check_steps(journal, 7, 0, 14) == [
+        7
+    ]
+    assert check_steps(journal_of({}, {"max_staleness": 0}), 3, 0, 6) == [3, 4], "the next one has older samples"
+    other = journal_of({}, {"temperature": 0.5})
+    assert check_steps(other, 3, 0, 6) == []
+    two_steps = {"steps": 6, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 32}
+    inside = journal_of({}, {"temperature": 0.5}, training=two_steps).outlook(4, 1, 8)
+    assert inside.startswith("rollout: steps 5 to 5 are read"), "weights have been trained on that of step 3"
+
+
 def test_a_rollout_with_older_samples_than_allowed_is_generated_anew(journal_of):
     versions = [VersionSpan(0, 2), VersionSpan(1, 4)]
     completion = Completion([7, 9], [-1.0, -1.0], "length", versions, None)

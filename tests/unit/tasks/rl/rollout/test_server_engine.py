@@ -102,7 +102,7 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
     )
     table = EnvironmentConfig(kind="command", command=(sys.executable, "-S", str(PROGRAM)), max_turns=2, seconds=100.0)
     keys = PromptsConfig(file="p.jsonl")
-    episodes = CommandEpisodes(table, keys, tokenizer, engine, lambda: False)
+    episodes = CommandEpisodes(table, keys, tokenizer, engine, lambda: False, tmp_path)
     row = {"prompt": "Hi", "kind": "cut"}
     asked = [(Prompt(prompt, "Hi", None, row=row), Request(prompt, seed, 50)) for seed in range(4)]
     try:
@@ -133,7 +133,7 @@ def test_a_turn_goes_on_through_an_update_and_its_program_only_waits(stubs, tmp_
         config, folder=tmp_path / "weights", policy=served, prompts=[prompt], rules=RULES, padding=range(50, 52)
     )
     table = EnvironmentConfig(kind="command", command=(sys.executable, "-S", str(PROGRAM)), max_turns=2, seconds=100.0)
-    episodes = CommandEpisodes(table, PromptsConfig(file="p.jsonl"), tokenizer, engine, lambda: False)
+    episodes = CommandEpisodes(table, PromptsConfig(file="p.jsonl"), tokenizer, engine, lambda: False, tmp_path)
     row = {"prompt": "Hi", "kind": "cut"}
     begin = partial(episodes.begin, lambda number: Prompt(prompt, "Hi", None, row=row))
     try:

@@ -11,10 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from glm46.config.errors import UserError
+from glm46.config.rl import RLConfig
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.prepare.jail import BUBBLEWRAP, NO_JAIL, has_bubblewrap
+from glm46.tasks.rl.episode_checks import declared_packages, require_episodes
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
@@ -99,3 +102,15 @@ def test_a_python_without_verifiers_is_told_the_remedy(tmp_path):
     words = [sys.executable, "-S", str(WORKER), "--taskset", "second_try"]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 1 and "pip install 'verifiers>=0.4,<0.5'" in ended.stderr
+    environment = {"kind": "command", "command": words}
+    config = RLConfig.model_validate({"prompts_per_rollout": 1, "environment": environment})
+    with pytest.raises(UserError, match=r"verifiers_worker.py declares 'verifiers<0.5,>=0.4', and .*install it"):
+        require_episodes(config.environment, config.prompts, [])
+
+
+@needs_verifiers
+def test_a_python_with_verifiers_is_not_refused():
+    environment = {"kind": "command", "command": [PYTHON, str(WORKER), "--taskset", "second_try"]}
+    config = RLConfig.model_validate({"prompts_per_rollout": 1, "environment": environment})
+    require_episodes(config.environment, config.prompts, [])
+    assert [one.name for one in declared_packages(WORKER)] == ["verifiers"]
