@@ -27,7 +27,7 @@ def write_answers(folder: Path, answers: list[tuple[AskedDocument, Values]], par
     groups = iter([answers[at : at + size] for at in range(0, len(answers), size)])
     facts = {
         "format": "glm46-teacher-1", "documents": len(answers), "parts": parts, "top_k": answers[0][1][0].shape[1],
-        "teacher": "of tests", "temperature": 1.0,
+        "teacher": "of tests", "temperature": 1.0, "tokenizer": "", "shards": [],
     }  # fmt: skip
 
     def ask(asked: list[AskedDocument]) -> list[Values]:
