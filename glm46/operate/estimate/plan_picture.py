@@ -29,7 +29,7 @@ def draw_plan(run: RunPlan, output: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    timeline = None if run.cost is None else run.cost.longest.largest.timeline
+    timeline = run.cost.longest.largest.timeline
     figure = Figure(figsize=(12, 8.5 if timeline else 4.5), dpi=110, layout="constrained")
     rows = figure.subplots(2 if timeline else 1, 1, squeeze=False)[:, 0]
     config = run.plan.config

@@ -41,10 +41,10 @@ class RunPlan:
     memory: list[MemoryPlan]
     """Of the rank that needs most, by stage of text."""
     verdict: Verdict
-    cost: RunCost | None
-    """None if the run does not fit."""
+    cost: RunCost
+    """Also of a run that does not fit."""
     sensitivity: dict[str, tuple[float, float]]
-    """See `sensitivity`; empty if it does not fit."""
+    """See `sensitivity`."""
     rollouts: Rollouts | None
     """Of a run with [rl] that fits."""
 
@@ -53,10 +53,9 @@ def plan_run(plan: Plan, cluster: TargetCluster, order_of: OrderOf, engines: Eng
     """Plan a run on a cluster; arguments of `step_time` and `plan_rollouts`."""
     gpu = Gpu(cluster.gpu.name, cluster.gpu.memory_bytes)
     verdict = judge(plan, Machine(_PLENTY, _PLENTY, _PLENTY, (gpu,), nodes=cluster.gpus))
-    cost = run_cost(plan, cluster, order_of) if verdict.fits else None
-    days = {} if cost is None else sensitivity(plan, cost)
-    rollouts = None if cost is None or plan.config.rl is None else plan_rollouts(plan, cost, engines or EngineOptions())
-    return RunPlan(plan, cluster, stage_memory(plan), verdict, cost, days, rollouts)
+    cost, has_rollouts = run_cost(plan, cluster, order_of), verdict.fits and plan.config.rl is not None
+    rollouts = plan_rollouts(plan, cost, engines or EngineOptions()) if has_rollouts else None
+    return RunPlan(plan, cluster, stage_memory(plan), verdict, cost, sensitivity(plan, cost), rollouts)
 
 
 def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
@@ -81,8 +80,7 @@ def plan_text(run: RunPlan, here: tuple[Machine, Verdict] | None = None) -> str:
     if here is not None:
         machine, verdict = here
         sections[f"does it fit on this machine ({machine.describe()})"] = verdict.lines
-    if run.cost is not None:
-        sections |= _time_sections(run, run.cost)
+    sections |= _time_sections(run, run.cost)
     if run.rollouts is not None:
         sections |= rollout_lines(run.rollouts)
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
@@ -106,32 +104,31 @@ def plan_numbers(run: RunPlan) -> dict:
         "checkpoint": asdict(size) | {"seconds": run.cluster.writing_seconds(size.total)},
         "memory": [asdict(memory) | {"total": memory.total} for memory in run.memory],
     }
-    if cost is not None:
-        longest, (low, high, widest) = cost.stages.index(cost.longest), cost.spread
-        numbers |= {
-            "limits": limits(plan, longest, cost.longest.largest, run.cluster),
-            "efficiencies": run.cluster.efficiencies.numbers(),
-            "steps": cost.steps,
-            "days": cost.days,
-            "days_low": low * cost.days,
-            "days_high": high * cost.days,
-            "tokens_per_second_low": cost.tokens_per_second / high,
-            "tokens_per_second_high": cost.tokens_per_second / low,
-            "range_mostly_from": widest,
-            "gpu_hours": cost.gpu_hours,
-            "dollars": cost.dollars,
-            "megawatt_hours": cost.megawatt_hours,
-            "days_with_efficiency": {name: {"less": a, "more": b} for name, (a, b) in run.sensitivity.items()},
-            "tokens_per_second": cost.tokens_per_second,
-            "mfu": cost.mfu,
-            "effective_time": None if (effective := effective_time(plan, cost)) is None else asdict(effective),
-            "rollouts": None if run.rollouts is None else rollout_numbers(run.rollouts),
-            "stages": [
-                {"steps": stage.steps, "days": stage.seconds / SECONDS_PER_DAY, "step_seconds": stage.largest.seconds}
-                | {"parts": stage.largest.parts, "mfu": stage.largest.mfu}
-                for stage in cost.stages
-            ],
-        }
+    longest, (low, high, widest) = cost.stages.index(cost.longest), cost.spread
+    numbers |= {
+        "limits": limits(plan, longest, cost.longest.largest, run.cluster),
+        "efficiencies": run.cluster.efficiencies.numbers(),
+        "steps": cost.steps,
+        "days": cost.days,
+        "days_low": low * cost.days,
+        "days_high": high * cost.days,
+        "tokens_per_second_low": cost.tokens_per_second / high,
+        "tokens_per_second_high": cost.tokens_per_second / low,
+        "range_mostly_from": widest,
+        "gpu_hours": cost.gpu_hours,
+        "dollars": cost.dollars,
+        "megawatt_hours": cost.megawatt_hours,
+        "days_with_efficiency": {name: {"less": a, "more": b} for name, (a, b) in run.sensitivity.items()},
+        "tokens_per_second": cost.tokens_per_second,
+        "mfu": cost.mfu,
+        "effective_time": None if (effective := effective_time(plan, cost)) is None else asdict(effective),
+        "rollouts": None if run.rollouts is None else rollout_numbers(run.rollouts),
+        "stages": [
+            {"steps": stage.steps, "days": stage.seconds / SECONDS_PER_DAY, "step_seconds": stage.largest.seconds}
+            | {"parts": stage.largest.parts, "mfu": stage.largest.mfu}
+            for stage in cost.stages
+        ],
+    }
     return numbers
 
 
@@ -192,6 +189,7 @@ def _time_sections(run: RunPlan, cost: RunCost) -> dict[str, list[str]]:
     if plan.config.rl is not None:
         title += "; without generation, of samples that fill training.seq_len: shorter ones are packed"
     title += f", stage {index + 1}" if len(cost.stages) > 1 else ""
+    title += "" if run.verdict.fits else "; it does not fit, as said above"
     parts = sorted(step.parts.items(), key=lambda part: -part[1])
     energy, money = "", list[str]()
     if (dollars := cost.dollars) is not None:

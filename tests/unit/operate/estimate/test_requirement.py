@@ -152,7 +152,7 @@ def test_a_plan_states_its_assumptions():
 
 
 def test_a_plan_says_whether_it_fits_and_by_how_much():
-    """Against the GPU that is named and the machine that is given. No days for a run that does not fit."""
+    """Against the GPU that is named and the machine that is given. The time of a run that does not fit is marked."""
     config = _run("GLM-4.6", seq_len=512)
     for world, words in ((8, "no: each GPU needs"), (512, "yes: each GPU needs")):
         total = plan_memory(config, world).total
@@ -160,7 +160,7 @@ def test_a_plan_says_whether_it_fits_and_by_how_much():
         text = _planned(config, "H200", world)
         assert f"does it fit on {world} x H200\n  {words} {total / _GIB:,.1f} GiB, and 128.8 GiB of 140.0 GiB" in text
         assert f": {spare:,.1f} GiB {'to spare' if words[0] == 'y' else 'too much'}" in text
-        assert ("days" in text) == (words[0] == "y")
+        assert "GPU-hours" in text and ("it does not fit, as said above" in text) == (words[0] == "n")
     text = _planned(_run("debug", seq_len=512), here=SMALL)
     assert "does it fit on this machine (no GPU, 2 cores)\n  yes: one process needs" in text
     text = _planned(_run("GLM-4.6"), here=NODE)
