@@ -41,7 +41,8 @@ def apply(
     compat.let_longest_run_vary()
     if splits_backward:
         compat.let_backward_run_twice()
-    let_conversions_compile()
+    if torch.cuda.is_available():
+        let_conversions_compile()
     ahead: list[Any] = [*model.mtp.values()]
     for layer in (*model.layers.values(), *(each.block if inner_layers else each for each in ahead)):
         layer.forward = _for_any_layout(torch.compile(layer.forward, fullgraph=whole_graphs), sizes_vary=sizes_vary)
