@@ -48,7 +48,7 @@ LINE_BUDGETS = {
     "storage/huggingface": 3071,
     "engine/observe": 2562, "engine/reliability": 1245, "engine/inference": 1765, "engine/training": 2808,
     "engine/evaluation": 1560, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2850,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2705, "operate/estimate": 3757, "operate/launch": 2709,
+    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2705, "operate/estimate": 3755, "operate/launch": 2709,
     "operate/ablation": 940, "operate/benchmark": 168, "operate/cluster": 2355, "operate/models": 1435,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
@@ -194,11 +194,12 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/finetune", 46, "the loss, its reference or teacher are said; damaged values are found before work"),
     ("tasks/rl/rollout", 2, "failures of a request count per stretch"),
     ("operate/models", 10, "teach says what is there, and which address is none"),
+    ("compute/parallelize", 1, "conversions of 4 bits are compiled with the layers"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 56_809
+MOST_LINES = 56_807
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 18_693
+MOST_COURT_LINES = 18_694
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
 MOST_OVERSIZED = 32
