@@ -191,7 +191,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("storage/prepare", 33, "programs start outside of their folder; each sandbox is tried before it is taken"),
     ("storage/huggingface", 9, "the tokenizer of a step folder is compared with the run's"),
     ("engine/training", 5, "the tokenizer of a step folder, what a resume over other text says"),
-    ("tasks/finetune", 46, "the loss, its reference or teacher are said; damaged values are found before work"),
+    ("tasks/finetune", 48, "the loss, its reference or teacher are said; damaged values are found before work"),
     ("tasks/rl/rollout", 2, "failures of a request count per stretch"),
     ("operate/models", 10, "teach says what is there, and which address is none"),
     ("compute/parallelize", 1, "conversions of 4 bits are compiled with the layers"),

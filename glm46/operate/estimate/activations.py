@@ -68,7 +68,7 @@ class LayerBytes:
     hops: tuple[float, ...] = ()
     """Rows of a token in exchanges of two levels (`Plan.hops`)."""
     recompute: tuple[str, ...] = ()
-    """What "selective" does not keep."""
+    """Of the results that "selective" does not keep."""
 
     def layer(self, block: str, frozen: Frozen | None = None, mode: str = "none") -> float:
         """Bytes that forward keeps of a block under a mode of activation checkpointing."""

@@ -121,17 +121,18 @@ def _begin(folder: Path, facts: dict[str, Any]) -> list[Path]:
     with writing(folder, key=_KEY):
         folder.mkdir(parents=True, exist_ok=True)
         replace_durably(file, [json.dumps(facts, indent=1).encode()])
-    return [part for part in _parts(folder, facts) if not (part.exists() and _is_whole(part))]
+    return [part for part in _parts(folder, facts) if not part.exists() or _whole(part) is None]
 
 
-def _is_whole(part: Path) -> bool:
+def _whole(part: Path) -> dict[str, np.ndarray] | None:
+    """The arrays of a part; None if it is damaged."""
     try:
         arrays = map_arrays(part, "")[0]
     except UserError:
-        return False
+        return None
     bounds = pairwise([0, *arrays["ends"].tolist()])
     found = [_checksum((arrays["ids"][low:high], arrays["logprobs"][low:high])) for low, high in bounds]
-    return found == arrays["checksums"].tolist()
+    return arrays if found == arrays["checksums"].tolist() else None
 
 
 def _write(part: Path, facts: dict[str, Any], documents: list[AskedDocument], values: list[Values]) -> None:
@@ -168,12 +169,13 @@ class TeacherValues:
         names = {"format", "teacher", "tokenizer", "top_k", "temperature", "documents", "shards", "parts"}
         if self.facts.get("format") != _FORMAT or not names <= self.facts.keys() or not self.facts["parts"]:
             raise UserError(f"{self._stated}: holds other data than values of a teacher; name another folder")
-        self._files = _parts(folder, self.facts)
-        if lacks := [file for file in self._files if not file.exists()]:
-            raise UserError(f"{self._stated}: lacks {len(lacks)} of {len(self._files)} parts; {_AGAIN}, which goes on")
-        if damaged := [file for file in self._files if not _is_whole(file)]:
+        files = _parts(folder, self.facts)
+        if lacks := [file for file in files if not file.exists()]:
+            raise UserError(f"{self._stated}: lacks {len(lacks)} of {len(files)} parts; {_AGAIN}, which goes on")
+        found = {file: _whole(file) for file in files}
+        if damaged := [file for file, arrays in found.items() if arrays is None]:
             raise UserError(f"{damaged[0]}: is damaged; {_AGAIN}, which asks for it again")
-        self._parts = [map_arrays(file, f"remove the file, and {_AGAIN}")[0] for file in self._files]
+        self._parts = [arrays for arrays in found.values() if arrays is not None]
         keys = np.concatenate([part["keys"] for part in self._parts]).view("S16")[:, 0]
         places = [(number, place) for number, part in enumerate(self._parts) for place in range(len(part["ends"]))]
         order = np.argsort(keys)

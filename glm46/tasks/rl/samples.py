@@ -43,7 +43,7 @@ class Rollout:
     stale: list[int] = field(default_factory=list)
     """Numbers of prompts that were dropped before it, because their groups were too old (rollout.when_stale)."""
     about: dict[str, Any] = field(default_factory=dict)
-    """How it was generated: what another run that trains on it must share."""
+    """Facts of its generation, which another run that trains on it must share."""
 
     def __post_init__(self) -> None:
         self.arrays.setdefault("episodes", np.arange(len(self.arrays["lengths"])))
