@@ -3,7 +3,7 @@
 
 def test_a_signal_at_any_moment_loses_nothing_and_a_second_one_ends_at_once(server):
     rows = {row["moment"]: row for row in server.rows("stops.main")}
-    for moment in ("step", "start", "load", "validation", "save"):
+    for moment in ("step", "start", "load", "count", "sum", "validation", "save"):
         row = rows[moment]
         assert row["code"] == 75, row
         assert row["saved"] == row["step"] >= 3, row  # what was computed is saved; nothing before it is lost

@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from glm46.config.errors import UserError
 
@@ -90,7 +90,7 @@ class StopRequest:
 
     Attributes:
         signal_name: name of the first signal; None if there was none.
-        has_started: set by the trainer when all ranks have started; from then on a stop saves first.
+        has_started: True from the first exchange of all ranks on; from then on a stop saves first.
         has_ended: set by the trainer after the last save; from then on signals are ignored. Torchrun signals the
             remaining ranks when the first one exits.
     """
@@ -106,13 +106,29 @@ class StopRequest:
         """Restore the previous signal handlers."""
         self._listener.restore()
 
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around each exchange of stop requests. A signal in the first one does not end this process, because another
+        rank may have left it and be training; but if it fails, a rank before it has ended on the signal."""
+        is_first, self.has_started = not self.has_started, True
+        try:
+            yield
+        except RuntimeError:
+            if is_first and self.signal_name:
+                self._end_before_training(signal.Signals[self.signal_name])
+            raise
+
+    def _end_before_training(self, number: int) -> None:
+        name = signal.Signals(number).name
+        exit_now(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
+
     def _on_signal(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
         self.signal_name = self.signal_name or name
         if self.has_ended:
             return
         if not self.has_started:
-            exit_now(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
+            self._end_before_training(number)
         if not self._first_at:
             self._first_at = now
         elif now - self._first_at > REPEAT_SECONDS:

@@ -123,11 +123,10 @@ def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:
     services.watchdog.operation("agreeing on the step")
     totals = count_step(task, batches.micro_batches if batches else [])
     counts = to_tensors(totals)
-    sums = sum_on_host(counts | services.requests(has_failed=error is not None))
+    with services.stop.exchange():
+        sums = sum_on_host(counts | services.requests(has_failed=error is not None))
     if sums["errors"]:
         raise_on_all_ranks(error)
-    if not services.stop.has_started:  # after the first exchange of all ranks: before it there is nothing to save
-        services.stop.has_started = True
     if sums["non_finite"]:
         raise RollbackNeeded
     if sums["unsaved"]:
