@@ -164,7 +164,7 @@ def first_logits(model, tokens, **options):
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 65])
 @pytest.mark.parametrize("packed_from", [0, 2**16])
 def test_the_cpu_kernel_equals_the_general_path(rows, packed_from, monkeypatch):
-    model = random_model(vocab_size=61, n_group=2, topk_group=1)
+    model = random_model(vocab_size=61)
     tokens = torch.randint(0, 61, (rows, 1))
     monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
     monkeypatch.setattr(few_tokens, "_PACKED_FROM_ROWS", 3)
