@@ -4,7 +4,6 @@ Formats: rows of JSON, one per line, in an array or over several lines; Parquet;
 compressed.
 """
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -121,7 +120,7 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be read: {os.strerror(error.errno)}; leave it out, or bring it back and grant access"
+            f"{file}: cannot be read: {error.strerror or error}; leave it out, or bring it back and grant access"
         ) from error
 
 
