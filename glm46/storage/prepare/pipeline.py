@@ -201,12 +201,11 @@ def _prepare(
             f"{held_out_remedy(count, recipe.held_out)}; or set held_out = 0, and validation.enable = false in its runs"
         )
     counts = {reason: number for table in (tally.bad, tally.filtered) for reason, (number, _) in table.items()}
-    noted = {what: number for what, (number, _) in sorted(tally.noted.items())}
     save_manifest(
         Manifest(
             folder=partial, source=name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id, splits=splits, settings=settings, dropped=dict(sorted(counts.items())),
-            noted=noted,
+            noted={what: number for what, (number, _) in sorted(tally.noted.items())},
         )
     )  # fmt: skip
     _publish(partial, output)
