@@ -4,6 +4,7 @@ Formats: rows of JSON, one per line, in an array or over several lines; Parquet;
 compressed.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -119,9 +120,8 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{file}: cannot be read: {error.strerror or error}; leave it out, or bring it back and grant access"
-        ) from error
+        why = os.strerror(error.errno) if error.errno else error  # Parquet's own text repeats the path
+        raise UserError(f"{file}: cannot be read: {why}; leave it out, or bring it back and grant access") from error
 
 
 def _kind(file: Path, fields: Fields) -> str:
