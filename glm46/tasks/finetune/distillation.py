@@ -46,9 +46,9 @@ _LEAST_REST = 1e-6
 def check_teacher(config: DistillationConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError if the folder of the teacher has another tokenizer. One without a tokenizer is taken."""
     folder, fingerprint = real_path(config.load_path or "."), None
-    if config.load_path is not None and config.load_in_hf and (folder / "tokenizer.json").is_file():
+    if config.load_path is not None and (folder / "tokenizer.json").is_file():
         fingerprint = load_tokenizer(str(folder)).fingerprint
-    elif config.load_path is not None and not config.load_in_hf and (folder / META).is_file():
+    elif config.load_path is not None and (folder / META).is_file():
         fingerprint = json.loads((folder / META).read_bytes()).get(TOKENIZER_KEY)
     if fingerprint not in (None, tokenizer.fingerprint):
         raise UserError(
