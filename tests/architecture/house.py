@@ -14,21 +14,21 @@ PACKAGE = "glm46"
 # A room may import rooms of a strictly lower layer, and itself. Rooms of one layer meet through arguments. The wings
 # `compute` to `operate` hold rooms; the others are rooms themselves.
 LAYERS = {
-    "config": 0, "compat": 0,
+    "config": -28, "compat": 0,
     "files": 1,
     "run": 2,
-    "compute/distributed": 3, "compute/model": 3,
-    "compute/optim": 4, "compute/parallelize": 4,
+    "compute/distributed": 3, "compute/model": -6,
+    "compute/optim": -5, "compute/parallelize": 4,
     "storage/data": 5, "storage/checkpoint": 5,
     "storage/chats": 6,
     "storage/prepare": 7, "storage/huggingface": 7,
-    "engine/observe": 8, "engine/inference": 8,
+    "engine/observe": -4, "engine/inference": 8,
     "engine/reliability": 9,
-    "engine/training": 10, "engine/evaluation": 10,
+    "engine/training": 4, "engine/evaluation": 10,
     "tasks/pretrain": 11, "tasks/rl/rewards": 11, "tasks/rl/rollout": 11,
     "tasks/finetune": 12, "tasks/rl": 12,
     "operate/estimate": 13,
-    "operate/launch": 14,
+    "operate/launch": 11,
     "operate/ablation": 15, "operate/benchmark": 15, "operate/cluster": 15, "operate/models": 15,
     "commands": 16,
     "cli": 17,
@@ -195,11 +195,15 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 2, "failures of a request count per stretch"),
     ("operate/models", 10, "teach says what is there, and which address is none"),
     ("compute/parallelize", 1, "conversions of 4 bits are compiled with the layers"),
+    ("engine/reliability", 16, "a signal while ranks leave their first exchange ends all of them alike"),
+    ("run", 2, "checkpoints whose meta has keys of earlier versions"),
+    ("storage/prepare", 17, "types that mypy holds"),
+    ("tasks/finetune", 30, "types that mypy holds"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 56_807
+MOST_LINES = 56_740
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 18_694
+MOST_COURT_LINES = 18_688
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
 MOST_OVERSIZED = 32
