@@ -14,21 +14,21 @@ PACKAGE = "glm46"
 # A room may import rooms of a strictly lower layer, and itself. Rooms of one layer meet through arguments. The wings
 # `compute` to `operate` hold rooms; the others are rooms themselves.
 LAYERS = {
-    "config": -28, "compat": 0,
+    "config": 0, "compat": 0,
     "files": 1,
     "run": 2,
-    "compute/distributed": 3, "compute/model": -6,
-    "compute/optim": -5, "compute/parallelize": 4,
+    "compute/distributed": 3, "compute/model": 3,
+    "compute/optim": 4, "compute/parallelize": 4,
     "storage/data": 5, "storage/checkpoint": 5,
     "storage/chats": 6,
     "storage/prepare": 7, "storage/huggingface": 7,
-    "engine/observe": -4, "engine/inference": 8,
+    "engine/observe": 8, "engine/inference": 8,
     "engine/reliability": 9,
-    "engine/training": 4, "engine/evaluation": 10,
+    "engine/training": 10, "engine/evaluation": 10,
     "tasks/pretrain": 11, "tasks/rl/rewards": 11, "tasks/rl/rollout": 11,
     "tasks/finetune": 12, "tasks/rl": 12,
     "operate/estimate": 13,
-    "operate/launch": 11,
+    "operate/launch": 14,
     "operate/ablation": 15, "operate/benchmark": 15, "operate/cluster": 15, "operate/models": 15,
     "commands": 16,
     "cli": 17,
@@ -42,13 +42,13 @@ COURT = (
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. A person chose these
 # numbers, and they fall when code goes. `RAISED` holds what was added to them, with its reason.
 LINE_BUDGETS = {
-    "": 20, "__main__": 26, "cli": 104, "commands": 1285, "compat": 500, "config": 4861, "files": 718, "run": 1284,
-    "compute/distributed": 1228, "compute/model": 2689, "compute/optim": 1981, "compute/parallelize": 1610,
+    "": 20, "__main__": 26, "cli": 104, "commands": 1285, "compat": 500, "config": 4833, "files": 718, "run": 1284,
+    "compute/distributed": 1228, "compute/model": 2680, "compute/optim": 1972, "compute/parallelize": 1610,
     "storage/data": 1880, "storage/checkpoint": 1876, "storage/chats": 945, "storage/prepare": 3310,
     "storage/huggingface": 3071,
-    "engine/observe": 2562, "engine/reliability": 1245, "engine/inference": 1765, "engine/training": 2808,
+    "engine/observe": 2550, "engine/reliability": 1245, "engine/inference": 1715, "engine/training": 2802,
     "engine/evaluation": 1560, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2850,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2705, "operate/estimate": 3755, "operate/launch": 2709,
+    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2705, "operate/estimate": 3755, "operate/launch": 2706,
     "operate/ablation": 940, "operate/benchmark": 168, "operate/cluster": 2355, "operate/models": 1435,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
@@ -201,7 +201,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/finetune", 30, "types that mypy holds"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 56_740
+MOST_LINES = 56_690
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
 MOST_COURT_LINES = 18_688
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that

@@ -51,7 +51,7 @@ class FineTuning(Pretraining):
             UserError: the data, the samples or the layout do not match the configuration.
         """
         super().__init__(plan, cluster)
-        self._config = cast(FineTuneConfig, plan.config.finetune)
+        self._config: FineTuneConfig = cast(FineTuneConfig, plan.config.finetune)
         self._prompts = run_on_all_ranks(self._sample_prompts)
 
     def _sample_prompts(self) -> list[list[int]]:
