@@ -54,9 +54,6 @@ class DistillationConfig(Section):
     """The teacher: a step folder of a checkpoint, or a Hugging Face folder, or ``hf://owner/name`` of the hub. Absent:
     the weights that the run begins with; under [adapter] the student without its adapters, which takes no memory."""
 
-    load_in_hf: Annotated[bool, Needs("load_path")] = False
-    """True if ``load_path`` is a Hugging Face folder."""
-
     flavor: Annotated[str | None, Needs("load_path")] = None
     """Preset of the teacher's shape (glm46/config/presets.py). Absent: the shape of [model]."""
 

@@ -58,15 +58,6 @@ class ModelShape(Section):
     n_shared_experts: int = Field(ge=0)
     """Experts that every token uses, stored as one expert of this many times the width."""
 
-    n_group: int = Field(1, ge=1)
-    """Groups of experts; a token may use only ``topk_group`` of them. 1: no limit."""
-
-    topk_group: int = Field(1, ge=1)
-    """Groups a token may use."""
-
-    norm_topk_prob: bool = True
-    """Divide the chosen scores by their sum."""
-
     routed_scaling_factor: float = Field(gt=0.0)
     """Factor on the routed experts' output."""
 

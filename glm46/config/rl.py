@@ -90,9 +90,6 @@ class ReferenceConfig(Section):
     load_path: Annotated[ModelFolder, OnHub("model")]
     """A step folder of a checkpoint, or a Hugging Face folder, or ``hf://owner/name`` of the hub."""
 
-    load_in_hf: bool = False
-    """True if ``load_path`` is a Hugging Face folder."""
-
 
 class CriticConfig(Section):
     """[rl.critic]: the value network of algorithms with advantage = "gae"."""

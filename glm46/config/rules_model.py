@@ -70,30 +70,10 @@ def dense_layers_exist(shape: ModelShape) -> Faults:
 
 
 @rule
-def expert_groups_are_even(shape: ModelShape) -> Faults:
-    """Groups hold the same number of experts, and a group is scored by its best two."""
-    experts, groups = shape.n_routed_experts, shape.n_group
-    if experts % groups:
-        near = near_values(groups, max(experts // 2, 1), lambda n: experts % n == 0)
-        yield fault(f"`model.n_group`: must divide `model.n_routed_experts`; {near}")
-    elif groups > 1 and experts // groups < 2:
-        yield fault(
-            "`model.n_group`: leaves one expert per group, and a group is scored by its best two; lower it",
-            "model.n_routed_experts",
-        )
-    if shape.topk_group > groups:
-        yield fault("`model.topk_group`: there are only `model.n_group` groups; lower it")
-
-
-@rule
 def token_finds_enough_experts(shape: ModelShape) -> Faults:
-    """Top-k needs k experts inside the groups that a token may use."""
-    reachable = shape.n_routed_experts * min(shape.topk_group, shape.n_group) // shape.n_group
-    if shape.num_experts_per_tok > reachable:
-        yield fault(
-            f"`model.num_experts_per_tok`: a token can reach only {reachable} of `model.n_routed_experts`; lower it",
-            "model.n_group", "model.topk_group",
-        )  # fmt: skip
+    """Top-k needs k experts."""
+    if shape.num_experts_per_tok > shape.n_routed_experts:
+        yield fault("`model.num_experts_per_tok`: there are only `model.n_routed_experts`; lower it")
 
 
 @rule

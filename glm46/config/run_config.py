@@ -27,7 +27,7 @@ from glm46.config.parallelism import (
 from glm46.config.profiling import ProfilingConfig
 from glm46.config.rl import RLConfig
 from glm46.config.rollout import RolloutConfig
-from glm46.config.section import OF_TEXT, LocalPath, Needs, Section
+from glm46.config.section import OF_TEXT, LocalPath, Needs, Section, is_huggingface
 from glm46.config.training import DebugConfig, TrainingConfig, ValidationConfig
 
 
@@ -107,7 +107,7 @@ class RunConfig(Section):
             model = ModelConfig(flavor=of.flavor, attention_kernel=model.attention_kernel)
         model = model.model_copy(update={"num_nextn_predict_layers": 0})
         if of.load_path is not None:
-            start = {"initial_load_path": of.load_path, "initial_load_in_hf": of.load_in_hf}
+            start = {"initial_load_path": of.load_path, "initial_load_in_hf": is_huggingface(of.load_path)}
             checkpoint = checkpoint.model_copy(update=start)
         update = {"model": model, "checkpoint": checkpoint, "adapter": None, "finetune": None}
         return self.model_copy(update=update)
@@ -161,16 +161,17 @@ class RunConfig(Section):
     @property
     def read_weights(self) -> dict[str, tuple[Path, bool]]:
         """Weights that a run begins with or reads at every start: path, and whether it is a Hugging Face folder, by the
-        beginning of their keys, which end in ``_path`` and ``_in_hf``."""
+        beginning of their keys, which end in ``_path``."""
         checkpoint, distillation = self.checkpoint, self.distillation
         reference = None if self.rl is None else self.rl.reference
         found: dict[str, tuple[Path, bool]] = {}
         if checkpoint.initial_load_path is not None:
             found["checkpoint.initial_load"] = Path(checkpoint.initial_load_path), checkpoint.initial_load_in_hf
         if reference is not None:
-            found["rl.reference.load"] = Path(reference.load_path), reference.load_in_hf
+            found["rl.reference.load"] = Path(reference.load_path), is_huggingface(reference.load_path)
         if distillation is not None and distillation.load_path is not None:
-            found["finetune.distillation.load"] = Path(distillation.load_path), distillation.load_in_hf
+            path = distillation.load_path
+            found["finetune.distillation.load"] = Path(path), is_huggingface(path)
         if self.rl is not None and self.rl.reward_model is not None:
             found["rl.rewards.options.load"] = Path(str(self.rl.reward_model.options.get("load_path"))), False
         return found

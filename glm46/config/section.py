@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
@@ -93,6 +94,11 @@ CountOrAll = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 def is_hub_address(stated: str) -> bool:
     """True if a text, or a `Path` with one slash of two, is an address of the Hugging Face hub, right or mistyped."""
     return _HUB_ADDRESS.match(stated) is not None
+
+
+def is_huggingface(stated: str) -> bool:
+    """True if weights are in Hugging Face's format: an id of the hub, or a folder with a config.json."""
+    return is_hub_address(stated) or Path(stated, "config.json").is_file()
 
 
 _HUB_ADDRESS = re.compile(r"(hf|huggingface):|(https?:/+)?(www\.)?(huggingface\.co|hf\.co)/", re.IGNORECASE)

@@ -35,7 +35,9 @@ def function_of_meta(meta: Mapping[str, Any]) -> NetworkFunction:
     """The function of a checkpoint's model in its last step. Checkpoints of earlier versions, and imported ones, have
     the shape of [model] and the temperature of the next step."""
     if _SHAPE_KEY in meta:
-        shape = ModelShape.model_validate(meta[_SHAPE_KEY])
+        # Earlier versions stored keys that have one value in all of GLM's models, such as n_group.
+        known = {name: value for name, value in meta[_SHAPE_KEY].items() if name in ModelShape.model_fields}
+        shape = ModelShape.model_validate(known)
     else:
         shape = resolve_shape(ModelConfig.model_validate(tomli.loads(meta["config"])["model"]))
     return NetworkFunction(shape, meta.get(_TEMPERATURE_KEY) or next_temperature(meta))

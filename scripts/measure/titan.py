@@ -40,7 +40,7 @@ class TitanMoE(nn.Module):
         self.moe = configs.make_moe_config(
             num_experts=experts,
             router=configs.make_router_config(
-                **chosen, gate_param_init={}, route_norm=shape.norm_topk_prob, route_scale=shape.routed_scaling_factor
+                **chosen, gate_param_init={}, route_norm=True, route_scale=shape.routed_scaling_factor
             ),
             routed_experts=configs.make_routed_experts_config(
                 **chosen, hidden_dim=width, param_init={}, comm_backend="standard"

@@ -42,13 +42,13 @@ COURT = (
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. A person chose these
 # numbers, and they fall when code goes. `RAISED` holds what was added to them, with its reason.
 LINE_BUDGETS = {
-    "": 20, "__main__": 26, "cli": 104, "commands": 1285, "compat": 500, "config": 4861, "files": 718, "run": 1284,
-    "compute/distributed": 1228, "compute/model": 2689, "compute/optim": 1981, "compute/parallelize": 1610,
+    "": 20, "__main__": 26, "cli": 104, "commands": 1285, "compat": 500, "config": 4833, "files": 718, "run": 1284,
+    "compute/distributed": 1228, "compute/model": 2680, "compute/optim": 1972, "compute/parallelize": 1610,
     "storage/data": 1880, "storage/checkpoint": 1876, "storage/chats": 945, "storage/prepare": 3310,
     "storage/huggingface": 3071,
-    "engine/observe": 2562, "engine/reliability": 1245, "engine/inference": 1765, "engine/training": 2808,
+    "engine/observe": 2550, "engine/reliability": 1245, "engine/inference": 1715, "engine/training": 2802,
     "engine/evaluation": 1560, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2850,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2705, "operate/estimate": 3755, "operate/launch": 2709,
+    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2705, "operate/estimate": 3755, "operate/launch": 2706,
     "operate/ablation": 940, "operate/benchmark": 168, "operate/cluster": 2355, "operate/models": 1435,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
@@ -195,11 +195,15 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 2, "failures of a request count per stretch"),
     ("operate/models", 10, "teach says what is there, and which address is none"),
     ("compute/parallelize", 1, "conversions of 4 bits are compiled with the layers"),
+    ("engine/reliability", 16, "a signal while ranks leave their first exchange ends all of them alike"),
+    ("run", 2, "checkpoints whose meta has keys of earlier versions"),
+    ("storage/prepare", 17, "types that mypy holds"),
+    ("tasks/finetune", 30, "types that mypy holds"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 56_807
+MOST_LINES = 56_690
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 18_694
+MOST_COURT_LINES = 18_688
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
 MOST_OVERSIZED = 32

@@ -4,7 +4,6 @@ Everything is FP32, whatever the dtype of the model: in BF16 scores of experts t
 different layouts.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -130,9 +129,7 @@ class Router(nn.Module):
         if routes_BSA is not None:
             experts_TA = replay(routes_BSA, experts_TA, self.shape.n_routed_experts)
         weights_TA = scores_TE.gather(1, experts_TA)
-        if self.shape.norm_topk_prob:
-            weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
-        weights_TA = weights_TA * self.shape.routed_scaling_factor
+        weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20) * self.shape.routed_scaling_factor
         if is_real is None and options.capacity_factor is None and not options.statistics:
             return Routing(weights_TA, experts_TA, None)
 
@@ -156,13 +153,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def select(self, choice_TE: Tensor) -> Tensor:
-        """The A best experts of each token within its best groups; int64 [T, A]."""
-        if self.shape.n_group > 1:
-            grouped = choice_TE.view(choice_TE.shape[0], self.shape.n_group, -1)
-            group_scores = grouped.topk(2, dim=-1).values.sum(-1)
-            best = group_scores.topk(self.shape.topk_group, dim=-1).indices
-            allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
-            choice_TE = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).view_as(choice_TE)
+        """The A best experts of each token; int64 [T, A]."""
         return choice_TE.topk(self.shape.num_experts_per_tok, dim=-1).indices
 
     def _within_capacity(self, experts_TA: Tensor, kept_TA: Tensor, factor: float) -> Tensor:

@@ -14,11 +14,8 @@ import torch
 
 from glm46.compute.optim.compact_state import State, copy_states, packed_bytes, views_like
 from glm46.compute.optim.muon_layout import Zeros, zeros_in_host_memory, zeros_on_device
-from glm46.compute.optim.state_file import StateFile
-from glm46.compute.optim.state_ring import StateRing
+from glm46.compute.optim.state_file import StateFile, StateRing
 from glm46.run.sizes import OFFLOAD_SLOTS
-
-# One is copied in, one is updated, one is copied out.
 
 StatePlace = Literal["none", "cpu"] | StateFile
 """Where states are between steps: on the device, in host memory, or in a file."""

@@ -49,7 +49,6 @@ def run(config: RunConfig, build_task: Callable[[Plan, Cluster], Task], stop: St
     """
     die_with_parent()
     times = StartTimes.inherited(set_variables([START_TIMES]))
-    times.ends("interpreter and config")
     stop = stop or StopRequest()
     dump_folder, locks = Path(config.job.dump_folder), RunLocks()
     use_attention_kernel(config.model.attention_kernel)
@@ -73,14 +72,11 @@ def run(config: RunConfig, build_task: Callable[[Plan, Cluster], Task], stop: St
                 start_seconds=config.comm.init_timeout_seconds,
             )
             heartbeat = Heartbeat(dump_folder, is_main=process.is_main)
-        times.ends("process group")
         try:
             plan = resolve_plan(config, process.world_size, host_ranks=ranks_of_every_host())
             task, checkpoints = build_task(plan, build_cluster(plan, process)), build_checkpoints(plan)
             ends.callback(task.close)
-            times.ends("model and data")
             progress, meta = resume.start(task, checkpoints)
-            times.ends("weights")
 
             def write_config() -> None:
                 (dump_folder / "config.toml").write_text(dump_config(config), encoding="utf-8")

@@ -65,7 +65,6 @@ def train(task: Task, services: Services, progress: Progress) -> int:
             services.report.message("\n".join(lines))
         gc.collect()
         services.profiler.step_begins(progress.step + 1)
-    services.times.ends("services")
     gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead
     while progress.tokens < plan.budget_tokens:
         columns = prepare_step(task, services, progress)

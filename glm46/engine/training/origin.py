@@ -126,19 +126,20 @@ def _refuse_adapter(model: ModelConfig, adapter: AdapterConfig, path: Path) -> N
 
 
 def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> None:
-    """Args: keys: what the keys of the folder and of its kind begin with."""
-    key = f"{keys}_path = {str(path)!r}"
+    """Args: keys: what the key of the folder begins with, and at the start of a run that of its format too."""
+    key, is_start = f"{keys}_path = {str(path)!r}", keys == "checkpoint.initial_load"
     if not path.exists():
-        is_of_run = path.parent.name == ("huggingface" if in_hf else "checkpoint")
+        is_of_run = path.parent.name in ("huggingface", "checkpoint")
         run = f", or start the run first whose job.dump_folder is {str(path.parent.parent)!r}" if is_of_run else ""
-        raise UserError(f"{key}: no such folder; give a {'Hugging Face' if in_hf else 'step'} folder{run}")
+        wanted = "Hugging Face" if in_hf else "step" if is_start or "rewards" in keys else "Hugging Face or step"
+        raise UserError(f"{key}: no such folder; give a {wanted} folder{run}")
     try:
         kind = require_kind(path, Kind.HUGGING_FACE, Kind.DCP, *(() if in_hf else (Kind.STEP,)))
     except UserError as error:
         raise UserError(*(f"{key}: {fault.removeprefix(f'{path}: ')}" for fault in error.faults)) from error
-    if in_hf and kind is Kind.DCP:
+    if in_hf and kind is Kind.DCP and is_start:
         raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
-    if kind is Kind.DCP and config.checkpoint.initial_load_exclude and keys == "checkpoint.initial_load":
+    if kind is Kind.DCP and config.checkpoint.initial_load_exclude and is_start:
         raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
     if in_hf or kind is Kind.DCP:
         # imports torch, which the other checks do not need
@@ -147,21 +148,20 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         base_dtype = None if config.adapter is None else config.adapter.base_dtype
         try:
             check_base(path, resolve_shape(config.model), base_dtype)
-            if keys == "checkpoint.initial_load":
+            if is_start:
                 check_tokenizer(path, config.model.tokenizer_path)
         except UserError as error:
             at = f'{key}, adapter.base_dtype = "{base_dtype}"' if base_dtype else key
             raise UserError(*(f"{at}: {fault}" for fault in error.faults)) from error
         return
     if kind is Kind.HUGGING_FACE:
-        raise UserError(f"{key}: not a step folder but a Hugging Face folder; set {keys}_in_hf = true")
+        remedy = f"set {keys}_in_hf = true" if is_start else "give a step folder"
+        raise UserError(f"{key}: not a step folder but a Hugging Face folder; {remedy}")
     if not real_path(path).name.removeprefix("step-").isdigit():
-        raise UserError(
-            f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100, or set "
-            f"{keys}_in_hf = true for a Hugging Face one"
-        )
-    saved, is_reference = saved_run(path), keys != "checkpoint.initial_load"
-    if not is_reference and not config.checkpoint.initial_load_exclude:
+        switch = f", or set {keys}_in_hf = true for a Hugging Face one" if is_start else ""
+        raise UserError(f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100{switch}")
+    saved, is_reference = saved_run(path), not is_start
+    if is_start and not config.checkpoint.initial_load_exclude:
         from glm46.storage.huggingface.folder_check import check_tokenizer
 
         check_tokenizer(path, config.model.tokenizer_path)

@@ -29,7 +29,7 @@ _STATES_SECONDS = 60
 """For the optimizer states of a host, read and written once in each step: as long as a step of a large run itself. The
 guide's 7 GB/s is what one drive reads at most, and says nothing about a run."""
 _STATES_THREADS = 2
-"""Of each rank, as in `compute/optim/state_ring.py`."""
+"""Of each rank, as in `compute/optim/state_file.py`."""
 
 
 def run_folders(plan: Plan) -> dict[str, Path]:

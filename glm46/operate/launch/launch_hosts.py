@@ -124,7 +124,6 @@ class _Starts:
                 break
             self._remove(unfit, why)
         training = list(self._places.training)
-        times.ends("answers of all nodes")
         self._code = self.nodes.run(times)
         self.write_state()
         if self.nodes.signal_number is not None and self._code in (EXIT_FAILED_RANK, EXIT_HANG):

@@ -235,7 +235,6 @@ def _train(
     def start(number: int, times: StartTimes) -> End:
         require_free_port(nodes, number)
         wait_for_first(nodes, number, _report)
-        times.ends("preparation")
         with reporting_missing_nodes(nodes, lambda: bool(started_ranks()), _report):
             options = rendezvous_options(nodes, ready.processes, number)
             exporter.starts(number)

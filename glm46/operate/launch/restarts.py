@@ -44,7 +44,6 @@ def keep_running(start: Callable[[int, StartTimes], End], newest_step: Callable[
         if end.code not in (EXIT_FAILED_RANK, EXIT_HANG, EXIT_STOPPED) or end.is_final:
             return end
         times = StartTimes("the failure", end.failed_at)
-        times.ends("end of all ranks")
         newest = newest_step()
         fruitless, best = (0, newest) if newest > best else (fruitless + 1, best)
         where = f"the checkpoint of step {newest}" if newest else "step 0, there is no checkpoint"

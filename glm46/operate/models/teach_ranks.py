@@ -50,7 +50,7 @@ def teach(arguments: argparse.Namespace, config: RunConfig) -> None:
     if of is None or of.stored_path is None:
         raise UserError(
             "finetune.distillation.stored_path: absent; name the folder that the values are stored in, in place of "
-            "load_path, load_in_hf and flavor"
+            "load_path and flavor"
         )
     plan, is_first = resolve_plan(config), not dist.is_initialized() or dist.get_rank() == 0
     tokenizer, manifests = on_all_ranks(lambda: load_text(plan))

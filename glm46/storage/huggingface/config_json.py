@@ -28,7 +28,10 @@ _OURS_ONLY = ("sliding_window",)
 _GROUPED, _LATENT = "glm4_moe", "glm4_moe_lite"
 _ARCHITECTURES = {_GROUPED: ["Glm4MoeForCausalLM"], _LATENT: ["Glm4MoeLiteForCausalLM"]}
 """By model_type: with grouped-query attention, and with latent attention."""
-_FIXED: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0}
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
 """Keys that select a computation -> the only implemented value."""
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_OF_LATENT = ("head_dim", "use_qk_norm")

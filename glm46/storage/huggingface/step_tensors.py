@@ -30,7 +30,22 @@ MODEL_PREFIX = "model."
 """The trainer's prefix for the names of parameters and buffers."""
 
 
-class StepTensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """Named tensors that are made when they are asked for: no other question makes one, unlike with a plain Mapping."""
+
+    names: Mapping[str, object]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class StepTensors(LazyTensors):
     """The model of a step folder: glm46 name -> whole tensor, read from the disk on access. Raises UserError if the
     folder is not a checkpoint, or is damaged.
 
@@ -50,8 +65,8 @@ class StepTensors(Mapping[str, Tensor]):
             raise UserError(*faults)
         self._metadata = metadata
         self.meta: dict[str, Any] = json.loads((folder / META).read_bytes())
-        names = metadata.state_dict_metadata
-        self._names = [name.removeprefix(MODEL_PREFIX) for name in names if name.startswith(MODEL_PREFIX)]
+        stored = metadata.state_dict_metadata
+        self.names = {name.removeprefix(MODEL_PREFIX): None for name in stored if name.startswith(MODEL_PREFIX)}
 
     @property
     def function(self) -> NetworkFunction:
@@ -66,17 +81,8 @@ class StepTensors(Mapping[str, Tensor]):
         """A tensor whose parts are read when they are indexed."""
         return StoredTensor(self._folder, self._metadata, MODEL_PREFIX + name)
 
-    def __contains__(self, name: object) -> bool:  # that of Mapping would read the tensor
-        return name in self._names
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class ReadAhead(Mapping[str, Tensor]):
+class ReadAhead(LazyTensors):
     """Tensors accessed in order; a thread fills each one while the caller uses the previous one.
 
     Two buffers alternate: a tensor is valid until the next one is accessed. Allocating memory for each tensor would
@@ -89,7 +95,7 @@ class ReadAhead(Mapping[str, Tensor]):
 
     def __init__(self, kinds: Mapping[str, TensorKind], fill: Callable[[str, Tensor], None]):
         self._kinds = kinds
-        self._next = dict(zip(kinds, [*list(kinds)[1:], None], strict=True))
+        self.names = self._next = dict(zip(kinds, [*list(kinds)[1:], None], strict=True))
         self._fill = fill
         largest = max(prod(size) * dtype.itemsize for size, dtype in kinds.values())
         self._idle, self._used = np.empty(largest, np.uint8), np.empty(largest, np.uint8)
@@ -121,15 +127,6 @@ class ReadAhead(Mapping[str, Tensor]):
         tensor = torch.frombuffer(memory[:nbytes], dtype=torch.uint8).view(dtype).view(size)
         self._fill(name, tensor)
         return tensor
-
-    def __contains__(self, name: object) -> bool:  # that of Mapping would make the tensor
-        return name in self._next
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._next)
-
-    def __len__(self) -> int:
-        return len(self._next)
 
 
 def write_model(

@@ -110,7 +110,7 @@ def refuse_other_format(file: Path, head: bytes, expected: str) -> None:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[BinaryIO]:
+def opened(file: Path) -> Iterator[io.BufferedReader]:
     """The bytes of a file, decompressed by its ending.
 
     Raises:
@@ -178,7 +178,8 @@ class _Decompressed(io.RawIOBase):
 
     def __init__(self, raw: BinaryIO, kind: str) -> None:
         self._raw, self._kind = raw, kind
-        self._decoder, self._error = None, Exception
+        self._decoder: Any = None
+        self._error = Exception
         self._given, self._text = b"", memoryview(b"")
 
     def readable(self) -> bool:

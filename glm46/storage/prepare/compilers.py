@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from glm46.config.errors import UserError
 from glm46.storage.prepare.equal_results import math_verify_version
@@ -28,7 +29,7 @@ WAIT_LIMIT_SECONDS = 120
 _MEMORY_LIMIT_BYTES = 2 * 2**30
 
 # Of a program that is run: processor time, seconds by the clock, which count its waits too, and memory.
-_RUN_LIMITS = {"cpu_seconds": 10, "seconds": 30, "memory_gib": 1}
+_RUN_LIMITS: dict[str, Any] = {"cpu_seconds": 10, "seconds": 30, "memory_gib": 1}
 
 # Program of each language and the argument lists to try; the last argument is the file name. One success is enough:
 # JavaScript distinguishes scripts from modules only by the file name. Without -e gofmt stops after ten errors.
@@ -62,9 +63,8 @@ def verifier_version(language: str) -> str | None:
         return f"Python {platform.python_version()}"
     if language in ("maths", "steps"):
         return f"math-verify {math_verify_version() or 'absent'}"
-    if language not in COMPILERS:
+    if language not in COMPILERS or (file := shutil.which(COMPILERS[language][0])) is None:
         return None
-    file = shutil.which(COMPILERS[language][0])
     output = subprocess.run([file, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if output.returncode == 0:
         return output.stdout.strip().partition("\n")[0]
@@ -113,7 +113,7 @@ def _status(command: list[str], folder: str) -> int | None:
     most = [(resource.RLIMIT_CPU, CPU_LIMIT_SECONDS), (resource.RLIMIT_CORE, 0)]
     if command[0] != "node":
         most.append((resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES))
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with jailed(NO_JAIL, command, folder, Access(), most, b"") as start:
         process = subprocess.Popen(start.words, cwd=FIRST_FOLDER, start_new_session=True, **quiet)
     try:

@@ -59,10 +59,10 @@ def same_answer(one: str, other: str, seconds: int = 3) -> bool:
     ratio = ratio_of(unit, other_unit) if unit and other_unit else 1
     if not ratio or has_words(f"{first} {second}"):
         return False
-    families = [_INTEGERS.fullmatch(text) for text in (first, second)]
-    if all(families) and families[0][3] == families[1][3]:
-        second = re.sub(_LETTER.format(families[1][2]), families[0][2], families[1][1])
-        first = families[0][1]
+    family, of_second = _INTEGERS.fullmatch(first), _INTEGERS.fullmatch(second)
+    if family and of_second and family[3] == of_second[3]:
+        second = re.sub(_LETTER.format(of_second[2]), family[2], of_second[1])
+        first = family[1]
     if _IGNORED.findall(first) != _IGNORED.findall(second):
         return False
     # A statement about something is no result, though math-verify takes its right side.
@@ -117,11 +117,11 @@ def _compared(one: str, other: str) -> bool | None:
     words = [words_of(one), words_of(other)]
     if None not in words:
         return words[0] == words[1]
-    several = several_of(one), several_of(other)
-    if all(several):
-        return _same_several(*several)
-    if any(several):
-        (part,), rest = filter(None, several), other if several[0] else one
+    several, of_other = several_of(one), several_of(other)
+    if several and of_other:
+        return _same_several(several, of_other)
+    if part := several or of_other:
+        rest = other if several else one
         if words_of(rest) is None and quantity_of(rest) is None:
             return None
         return part.brackets in ("", "{}") and all(_compared(one, rest) for one in part.parts)

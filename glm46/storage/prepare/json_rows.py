@@ -25,6 +25,12 @@ _SPACE = re.compile(r"[ \t\r\n\x1e]*")
 _decode = json.JSONDecoder().raw_decode
 
 
+def _behind_space(text: str, at: int) -> int:
+    """The place of the next character that is no white space."""
+    space = _SPACE.match(text, at)
+    return at if space is None else space.end()
+
+
 class JsonText:
     """The values of a stream of UTF-8, read when they are asked for.
 
@@ -38,7 +44,7 @@ class JsonText:
     def peek(self) -> str:
         """The next character that is no white space; empty at the end."""
         while True:
-            self._at = _SPACE.match(self._text, self._at).end()
+            self._at = _behind_space(self._text, self._at)
             if self._at < len(self._text) or not self._fill():
                 return self._text[self._at : self._at + 1]
 
@@ -74,7 +80,7 @@ class JsonText:
         if "\n" in self._text[self._start : self._at]:
             return False
         while True:
-            end = _SPACE.match(self._text, self._at).end()
+            end = _behind_space(self._text, self._at)
             space, self._at = self._text[self._at : end], end
             if "\n" in space:
                 return True

@@ -97,8 +97,8 @@ def ruleset_of(folder: str, access: Access) -> int:
             if added:
                 raise OSError(ctypes.get_errno(), f"landlock_add_rule: {place}")
     if net and access.port is not None:
-        rule = (ctypes.c_uint64 * 2)(_CONNECT, access.port)
-        call(_ADD_RULE, ruleset, _NET_PORT, ctypes.addressof(rule), 0)
+        of_port = (ctypes.c_uint64 * 2)(_CONNECT, access.port)
+        call(_ADD_RULE, ruleset, _NET_PORT, ctypes.addressof(of_port), 0)
     return ruleset
 
 
@@ -112,6 +112,7 @@ def filter_without_processes() -> bytes:
         return b""
     permission, missing = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
     return _filter(
+        _CALLS,
         (*_CALLS.forks, _CALLS.socket),
         [
             (_EQUAL, 0, 1, _CALLS.clone3), (_RETURN, 0, 0, missing), (_EQUAL, 0, 3, _CALLS.clone),
@@ -128,6 +129,7 @@ def filter_of_sockets() -> bytes:
     domain, kind, protocol = _ARGUMENTS
     permission = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     return _filter(
+        _CALLS,
         (),
         [
             (_EQUAL, 0, 12, _CALLS.socket),
@@ -138,15 +140,15 @@ def filter_of_sockets() -> bytes:
     )  # fmt: skip
 
 
-def _filter(refused: Sequence[int], more: _Steps) -> bytes:
+def _filter(calls: _Calls, refused: Sequence[int], more: _Steps) -> bytes:
     permission = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     if landlock_version() < 3:  # it has no right of its own to be refused
-        refused = (*refused, _CALLS.truncate)
+        refused = (*refused, calls.truncate)
     steps: _Steps = [
-        (_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _CALLS.architecture), permission,
+        (_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, calls.architecture), permission,
         (_LOAD, 0, 0, _CALL), (_AT_LEAST, 0, 1, 0x40000000), permission,  # other numbers of x86-64
     ]  # fmt: skip
-    for number in (*refused, _CALLS.io_uring):
+    for number in (*refused, calls.io_uring):
         steps += [(_EQUAL, 0, 1, number), permission]
     steps += [*more, (_RETURN, 0, 0, _ALLOW)]
-    return bytes((_Step * len(steps))(*steps))
+    return bytes((_Step * len(steps))(*(_Step(*step) for step in steps)))

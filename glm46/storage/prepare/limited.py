@@ -67,8 +67,9 @@ def status_of(process: subprocess.Popen) -> int | None:
     """Exit code of a limited process, or minus the number of the signal that ended it, which bubblewrap adds to 128;
     None while it runs."""
     status = process.poll()
-    is_signal = status is not None and status > 128 and jail_of_code() == BUBBLEWRAP
-    return 128 - status if is_signal else status
+    if status is not None and status > 128 and jail_of_code() == BUBBLEWRAP:
+        return 128 - status
+    return status
 
 
 @contextmanager

@@ -131,8 +131,9 @@ def concluded_result(text: str) -> str | None:
     text = text.strip()
     last = re.split(r"[.。!?]\s+|\n", text.rstrip("."))[-1].strip()
     for whole in (text.rstrip("."), last):
-        values = [_VALUE.fullmatch(part) for part in re.split(r"[,;\n]|\band\b", whole.replace("$", ""))]
-        if all(values) and len({value[1] for value in values}) > 1:
+        parts = re.split(r"[,;\n]|\band\b", whole.replace("$", ""))
+        values = [value for part in parts if (value := _VALUE.fullmatch(part))]
+        if len(values) == len(parts) and len({value[1] for value in values}) > 1:
             return ", ".join(value[0].strip() for value in values)
     if _DOUBTS.search(last):
         return None
@@ -147,7 +148,8 @@ def _of_sentence(stated: str) -> str:
     stated = " ".join(stated.split())
     if match := _DENIED.match(stated):
         return _of_sentence(match[1])
-    stated = stated[_LEADS.match(stated).end() :] if _LEADS.match(stated) else stated
+    if lead := _LEADS.match(stated):
+        stated = stated[lead.end() :]
     if stated.count("$") % 2 == 0:
         stated = stated.replace("$", "")
     stated = re.sub(r"\\[()\[\]]|\*\*|`", "", stated)
@@ -158,7 +160,7 @@ def _of_sentence(stated: str) -> str:
 def last_box(text: str) -> tuple[str | None, str]:
     r"""Return the inside of the last ``\boxed{...}`` and the text behind it. Boxes joined by "or", "and" or a comma are
     one; the inside is empty if the text denies the box or is cut in it, and None without any box."""
-    found, after, following = [], "", 0
+    found, after, following = list[str](), "", 0
     for box in reversed(list(_BOX.finditer(text))):
         inside = _braced(text, box.end() - 1)
         if inside is None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import cast
 
 import numpy as np
 
@@ -45,7 +45,8 @@ class _WorkerState:
     token_bytes: np.ndarray
 
 
-_worker: _WorkerState | None = None
+_worker: _WorkerState
+"""Of this process, once `start_worker` has run in it."""
 
 
 def start_worker(recipe: TextRecipe, key: str, flavor: str) -> None:
@@ -72,10 +73,11 @@ def first_documents(
     _begin(recipe.model_copy(update={"decontaminate": ()}), "", tokenizer)
     fields, left = Fields.of(recipe), count
     parts = parts_of(find_files(recipe.input, "input"), fields) if count else []
-    for document in (one for part in parts for one in read_part(part, fields)):
-        for tokens in () if _is_bad(document, tally) else _made(document, tally)[:left]:
-            left -= 1
-            yield with_line(document.place), tokens
+    for one in (one for part in parts for one in read_part(part, fields)):
+        if (document := _readable(one, tally)) is not None:
+            for tokens in _made(document, tally)[:left]:
+                left -= 1
+                yield with_line(document.place), tokens
         if not left:
             return
 
@@ -125,26 +127,26 @@ def _pieces(part: InputPart, recipe: TextRecipe) -> Iterator[tuple[list[Document
 
     An empty part gives one empty group.
     """
-    documents, size, tally = [], 0, Tally()
+    documents, size, tally = list[Document](), 0, Tally()
     for document in read_part(part, Fields.of(recipe)):
         if size >= PIECE_BYTES:
             yield documents, tally, False
             documents, size, tally = [], 0, Tally()
-        if not _is_bad(document, tally):
-            documents.append(document)
-            size += len(document.text) + DOCUMENT_BYTES
+        if (readable := _readable(document, tally)) is not None:
+            documents.append(readable)
+            size += len(readable.text) + DOCUMENT_BYTES
     yield documents, tally, True
 
 
-def _is_bad(document: Document | BadDocument, tally: Tally) -> TypeGuard[BadDocument]:
-    """True if a document cannot be read, which is counted."""
-    if not isinstance(document, BadDocument):
-        return False
+def _readable(document: Document | BadDocument, tally: Tally) -> Document | None:
+    """A document; None of one that cannot be read, which is counted."""
+    if isinstance(document, Document):
+        return document
     reason, place = document.args
     # Empty files, ties and cut answers are common; unreadable documents may be a mistake in the recipe.
     is_usual = reason in (EMPTY, EQUAL_HALVES, *FORMAT_AS_TEXT)
     tally.count(tally.filtered if is_usual else tally.bad, reason, [place])
-    return True
+    return None
 
 
 def _write_piece(file: Path, documents: list[Document], tally: Tally, is_last: bool) -> None:
@@ -208,6 +210,7 @@ def _text(document: Document, text: str, digest: bytes, tally: Tally) -> list[np
 def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
     """The tokens of each document of a conversation, uint32 [n] with the bit `NOT_A_TARGET`; empty if none is left."""
     recipe, place = _worker.recipe, [document.place]
+    most = cast(int, recipe.max_tokens)  # required of chats
     rendered = render(document.conversations[0], _worker.tokenizer, ChatOptions(recipe.history, recipe.no_reasoning))
     for what, number in rendered.counts.items():
         if what != "no target":
@@ -215,9 +218,9 @@ def _chat(document: Document, tally: Tally) -> list[np.ndarray]:
     kept = []
     for ids, is_target in rendered.documents:
         tokens = np.where(is_target, ids, ids | np.uint32(NOT_A_TARGET))
-        if len(ids) > recipe.max_tokens:
+        if len(ids) > most:
             _raise_if_too_long(document, len(ids))
-            tokens = tokens[: recipe.max_tokens if recipe.too_long == "cut" else 0]
+            tokens = tokens[: most if recipe.too_long == "cut" else 0]
             is_cut = bool(is_target[: len(tokens)].any())
             what = "documents cut to max_tokens" if is_cut else "documents above max_tokens left out"
             tally.count(tally.noted, what, place)
@@ -233,21 +236,22 @@ def _preference(document: Document, tally: Tally) -> list[np.ndarray]:
     """Both halves of a pair as one document, as `_chat`. A labelled answer is one of them, and the other one its first
     token."""
     recipe, place, is_pair = _worker.recipe, [document.place], document.label is None
+    longest = cast(int, recipe.max_tokens)  # required of preferences
     halves = render_pair(document.conversations, _worker.tokenizer, recipe.no_reasoning)
     if not is_pair:
         halves.append(type(halves[0])(halves[0].ids[:1], np.zeros(1, bool)))
         halves = halves if document.label else halves[::-1]
     lengths = [len(half.ids) for half in halves]
-    is_long = sum(lengths) > recipe.max_tokens
+    is_long = sum(lengths) > longest
     if is_long:
         _raise_if_too_long(document, sum(lengths))
         # The longer half loses more, so that the shorter one stays whole where it can.
-        most = [max(recipe.max_tokens // 2, recipe.max_tokens - other) for other in reversed(lengths)]
+        most = [max(longest // 2, longest - other) for other in reversed(lengths)]
         halves = [type(half)(*(part[:size] for part in half)) for half, size in zip(halves, most, strict=True)]
     fault = None
     if is_long and recipe.too_long == "drop":
         fault = "above max_tokens"
-    elif sum(half.is_target.any() for half in halves) < len(document.conversations):
+    elif sum(bool(half.is_target.any()) for half in halves) < len(document.conversations):
         fault = "above max_tokens" if is_long else "no target in chosen or rejected" if is_pair else "no target"
     elif is_pair and np.array_equal(halves[0].ids, halves[1].ids):
         fault = EQUAL_HALVES

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 from glm46.config.data import SourceConfig
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.section import is_hub_address
-from glm46.config.text_recipe import TextRecipe
+from glm46.config.text_recipe import Recipe, TextRecipe
 from glm46.files.durable import sync_folder
 from glm46.files.local_disk import leads_nowhere
 from glm46.files.lock import FileLock
@@ -73,7 +74,8 @@ def prepare_run(plan: Plan, *, report: Callable[[str], None], local_inputs: Loca
 
 def text_recipe(source: SourceConfig, tokenizer: str) -> TextRecipe:
     """The recipe of a source of a run, with what the run states beside it."""
-    return TextRecipe(**source.recipe.model_dump(), output=source.path, name=source.name, tokenizer=tokenizer)
+    recipe = cast(Recipe, source.recipe)
+    return TextRecipe(**recipe.model_dump(), output=source.path, name=source.name, tokenizer=tokenizer)
 
 
 def prepare_text(
@@ -131,9 +133,9 @@ def require_recipe(manifest: Manifest, recipe: TextRecipe, report: Callable[[str
     ]
     if faults:
         raise UserError(*faults)
-    known = manifest.settings.get("files"), manifest.settings.get("bytes")  # older shards have no "bytes"
-    if known[1] is None or any(one.startswith(BUILTIN) or is_hub_address(one) for one in recipe.input):
-        return
+    if "bytes" not in manifest.settings or any(one.startswith(BUILTIN) or is_hub_address(one) for one in recipe.input):
+        return  # older shards have no "bytes"
+    known = manifest.settings["files"], manifest.settings["bytes"]
     with suppress(UserError):  # the text may be gone, or on another machine
         listing = _listing(find_files(recipe.input, "input"))
         now = len(listing), sum(size for _, size, _ in listing)
@@ -167,6 +169,7 @@ def _prepare(
     started = time.monotonic()
     files = find_files(local_inputs(recipe.input), "input")
     output, parts = Path(recipe.output), parts_of(files, Fields.of(recipe))
+    name = recipe.name or output.name
     listing = _listing(files)
     read = {"files": len(files), "bytes": sum(size for _, size, _ in listing)}
     settings = _settings(recipe) | {"pipeline": PIPELINE, **read}
@@ -180,9 +183,9 @@ def _prepare(
     key = _key(settings, tokenizer.fingerprint, listing, evaluation, cuts)
     partial = _partial_folder(output, key)
     total = sum(part.size_bytes for part in parts)
-    report(f"preparing {recipe.name}: {counted(len(files), 'file')}, {amount(total, 'B')}, into {output}")
+    report(f"preparing {name}: {counted(len(files), 'file')}, {amount(total, 'B')}, into {output}")
     pieces, tally = _make_parts(parts, partial, key, recipe, tokenizer.flavor, report)
-    metadata = {"source": recipe.name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
+    metadata = {"source": name, "tokenizer": tokenizer.fingerprint, "eos_id": str(tokenizer.eos_id)}
     splits = write_splits(pieces, partial, recipe, metadata, tally)
     count = sum(split.documents for split in splits.values())
     if not splits["train"].documents:
@@ -190,20 +193,19 @@ def _prepare(
         if not count:
             why = "; ".join(tally.skipped()) or "all are empty"
             raise UserError(
-                f"{recipe.name}: no documents remain of {counted(len(files), 'file')}; {why}; correct the files, or "
+                f"{name}: no documents remain of {counted(len(files), 'file')}; {why}; correct the files, or "
                 f'change format = "{recipe.format}" or the keys of the recipe that filter documents'
             )
         raise UserError(
-            f"{recipe.name}: held_out = {recipe.held_out} holds out {counted(count, 'document')}, which is all; "
+            f"{name}: held_out = {recipe.held_out} holds out {counted(count, 'document')}, which is all; "
             f"{held_out_remedy(count, recipe.held_out)}; or set held_out = 0, and validation.enable = false in its runs"
         )
     counts = {reason: number for table in (tally.bad, tally.filtered) for reason, (number, _) in table.items()}
-    noted = {what: number for what, (number, _) in sorted(tally.noted.items())}
     save_manifest(
         Manifest(
-            folder=partial, source=recipe.name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
+            folder=partial, source=name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id, splits=splits, settings=settings, dropped=dict(sorted(counts.items())),
-            noted=noted,
+            noted={what: number for what, (number, _) in sorted(tally.noted.items())},
         )
     )  # fmt: skip
     _publish(partial, output)
@@ -212,7 +214,7 @@ def _prepare(
     train, held_out = splits["train"], splits["validation"]
     seconds = time.monotonic() - started
     report(
-        f"prepared {recipe.name}: {amount(train.tokens, 'tokens')} of {counted(train.documents, 'document')} to train "
+        f"prepared {name}: {amount(train.tokens, 'tokens')} of {counted(train.documents, 'document')} to train "
         f"on, {amount(held_out.tokens, 'tokens')} held out, {seconds:.1f} s, {amount(total / seconds, 'B')}/s"
     )
     if recipe.held_out and not held_out.documents:

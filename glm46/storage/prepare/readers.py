@@ -120,9 +120,8 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{file}: cannot be read: {os.strerror(error.errno)}; leave it out, or bring it back and grant access"
-        ) from error
+        why = os.strerror(error.errno) if error.errno else error  # Parquet's own text repeats the path
+        raise UserError(f"{file}: cannot be read: {why}; leave it out, or bring it back and grant access") from error
 
 
 def _kind(file: Path, fields: Fields) -> str:

@@ -37,8 +37,8 @@ def without_variable(text: str) -> tuple[str, str]:
         return (match[1] if match[2] != r"\approx" else "", match[3].strip())
     left, sign, right = text.rpartition("=")
     # A right equation of numbers states its right side.
-    sides = quantity_of(left.strip()), quantity_of(right.strip())
-    if all(sides) and sides[0].value != sides[1].value:
+    of_left, of_right = quantity_of(left.strip()), quantity_of(right.strip())
+    if of_left and of_right and of_left.value != of_right.value:
         return "", text
     return ("", right.strip() if sign and not re.search(r"[A-Za-z<>]", re.sub(r"\\[a-z]+", "", left)) else text)
 
@@ -99,12 +99,12 @@ def bounds_of(text: str) -> tuple[str, Several] | None:
         [(bound.strip(), sign in "<>") for is_lower, bound, sign in bounds if is_lower is side]
         for side in (True, False)
     ]
-    ends = [_tightest(*side) for side in zip(sides, (1, -1), (r"-\infty", r"\infty"), strict=True)]
-    if len(variables) > 1 or not all(ends):
+    lowest, highest = _tightest(sides[0], 1, r"-\infty"), _tightest(sides[1], -1, r"\infty")
+    if len(variables) > 1 or lowest is None or highest is None:
         return None
-    (lower, is_open), (upper, is_below) = ends
-    numbers = quantity_of(lower), quantity_of(upper)
-    if all(numbers) and numbers[0].value > numbers[1].value:
+    (lower, is_open), (upper, is_below) = lowest, highest
+    least, most = quantity_of(lower), quantity_of(upper)
+    if least and most and least.value > most.value:
         return None
     return variables.pop(), Several(("(" if is_open else "[") + (")" if is_below else "]"), [lower, upper])
 
@@ -118,8 +118,8 @@ def _tightest(bounds: list[tuple[str, bool]], sign: int, infinity: str) -> tuple
     """
     if len(bounds) < 2:
         return bounds[0] if bounds else (infinity, True)
-    numbers = [quantity_of(bound) for bound, _ in bounds]
-    if not all(numbers):
+    numbers = [number for bound, _ in bounds if (number := quantity_of(bound))]
+    if len(numbers) < len(bounds):
         return None
     return max(zip(numbers, bounds, strict=True), key=lambda pair: (sign * pair[0].value, pair[1][1]))[1]
 

@@ -77,7 +77,7 @@ _NUMBER = re.compile(
     rf"|(?P<one>{_DECIMAL})(?:\s*/\s*(?P<other>{_SIGNED}))?)(?![\d^!])"
 )  # fmt: skip
 _CURRENCIES = "$€£¥"
-_SCALES = {
+_SCALES: dict[str, int | Fraction] = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
     **{name: Fraction(1, number) for number, name in enumerate(
         ["half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"], start=2
@@ -137,7 +137,7 @@ def same_quantity(one: Quantity, other: Quantity) -> bool:
         share, plain = (one, other) if one.unit == "%" else (other, one)
         return not plain.unit and plain.value in (share.value, share.value / 100)
     ratio = ratio_of(one.unit, other.unit) if one.unit and other.unit else 1
-    return bool(ratio) and one.value * ratio == other.value
+    return ratio is not None and one.value * ratio == other.value
 
 
 def without_unit(text: str) -> tuple[str, str]:
@@ -167,9 +167,7 @@ def quantity_of(text: str) -> Quantity | None:
     pieces = re.split(rf"(?<=[A-Za-z]),? (?:{TEXT}?and )?(?=\d)", text) if not unit else [text]
     if len(pieces) > 1 and (whole := _sum([quantity_of(piece) for piece in pieces])):
         return whole
-    match = _NUMBER.match(text)
-    value = None if match is None else _value(match)
-    if value is None:
+    if (match := _NUMBER.match(text)) is None or (value := _value(match)) is None:
         return None
     rest = text[match.end() :].strip()
     while word := re.match(rf"{TEXT}?\s*([a-z]+?)(s?)\b(?!\^)\s*", rest):
@@ -202,15 +200,15 @@ def quantity_of(text: str) -> Quantity | None:
 
 def _sum(parts: list[Quantity | None]) -> Quantity | None:
     """The quantity that is said in several units, from the largest to the smallest, such as 1 hour 30 minutes."""
-    if not all(parts) or parts[0].value < 0:
-        return None
-    whole, limit = Fraction(0), None
+    whole, limit, first = Fraction(0), None, parts[0]
     for part in parts:
-        ratio = ratio_of(part.unit, parts[0].unit) if measured(part.unit)[0] else None
+        if first is None or part is None or first.value < 0:
+            return None
+        ratio = ratio_of(part.unit, first.unit) if measured(part.unit)[0] else None
         if ratio is None or limit is not None and not 0 <= part.value * ratio < limit:
             return None
         whole, limit = whole + part.value * ratio, ratio
-    return Quantity(whole, parts[0].unit)
+    return None if first is None else Quantity(whole, first.unit)
 
 
 def _value(match: re.Match) -> Fraction | None:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 _DEFINITIONS = {
     "m meter": "", "g gram": "", "s sec second": "", "month": "", "A ampere amp": "", "mole": "", "$ dollar usd": "",
@@ -59,7 +59,7 @@ def ratio_of(one: str, other: str) -> Fraction | int | None:
 
 def measured(unit: str) -> tuple[Fraction | None, Counter]:
     """Return the size of a unit in base units, None if it is unknown, and their powers: 1000/3600 and m/s for km/h."""
-    size, powers, sign = Fraction(1), Counter(), 1
+    size, powers, sign = Fraction(1), Counter[str](), 1
     for word in unit.split():
         base, _, exponent = word.partition("^")
         if word == "/":
@@ -94,7 +94,7 @@ for _names, _definition in _DEFINITIONS.items():
     _first, _number = _names.split()[0], _definition.partition(" ")[0]
     _size, _powers = measured(unit_name(_definition.removeprefix(_number)))
     for _name in _names.split():
-        UNITS[_name] = _Unit(_first, _size * Fraction(_number or 1), _powers or {_first: 1})
+        UNITS[_name] = _Unit(_first, cast(Fraction, _size) * Fraction(_number or 1), _powers or {_first: 1})
         for _prefix, _tens in _PREFIXES.items() if _WITH_PREFIX.fullmatch(_name) else ():
             _short, _long = _prefix.split()
             _multiple = (_short if len(_name) < 3 else _long) + _name

@@ -4,11 +4,12 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
 
 from glm46.config.errors import UserError
 
@@ -18,7 +19,7 @@ _BLOCKED_IN_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGU
 
 def call_in_workers(
     workers: int, start: Callable[..., None], arguments: tuple, function: Callable[..., Any], items: Sequence[tuple]
-) -> Iterator[tuple[int, Any]]:
+) -> Generator[tuple[int, Any], None, None]:
     """Call ``function(*item)`` for each item in worker processes that first call ``start(*arguments)``.
 
     A pool of the standard library is not used: its processes and threads outlive a parent that exits abruptly.
@@ -30,7 +31,7 @@ def call_in_workers(
         UserError: a worker was killed. Exceptions of ``start`` and ``function`` are raised here too. The remaining
             workers are killed in each case.
     """
-    processes: dict[Connection, multiprocessing.Process] = {}
+    processes: dict[Any, BaseProcess] = {}
     waiting = iter(enumerate(items))
     try:
         for _, task in zip(range(workers), waiting, strict=False):
@@ -39,18 +40,18 @@ def call_in_workers(
             connection.send(task)
         busy = set(processes)
         while busy:
-            for connection in wait(busy):
+            for connection in cast(list[Connection], wait(busy)):
                 yield _result(connection, processes[connection])
-                if (task := next(waiting, None)) is None:
+                if (following := next(waiting, None)) is None:
                     busy.remove(connection)
                 else:
-                    connection.send(task)
+                    connection.send(following)
     finally:
         for process in processes.values():
             end_worker(process)
 
 
-def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, multiprocessing.Process]:
+def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple[Connection, BaseProcess]:
     """Start a process that calls ``start(*arguments)``, then ``function(*item)`` of each ``(number, item)`` it is sent.
 
     Returns:
@@ -71,20 +72,21 @@ def start_worker(start: Callable, arguments: tuple, function: Callable) -> tuple
     return ours, process
 
 
-def end_worker(process: multiprocessing.Process) -> None:
+def end_worker(process: BaseProcess) -> None:
     """Kill a worker with all programs that it has started and that are in its session."""
     with suppress(ProcessLookupError, PermissionError):  # it has no session yet, or all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(cast(int, process.pid), signal.SIGKILL)
     process.kill()
     process.join()
 
 
-def _result(connection: Connection, process: multiprocessing.Process) -> tuple[int, Any]:
+def _result(connection: Connection, process: BaseProcess) -> tuple[int, Any]:
     try:
         number, result, fault = connection.recv()
     except (EOFError, ConnectionResetError):
         process.join()
-        how = f"exit code {process.exitcode}" if process.exitcode >= 0 else signal.Signals(-process.exitcode).name
+        code = cast(int, process.exitcode)
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         raise UserError(
             f"a worker process was ended by {how}, which happens when memory runs out; set fewer processes and give "
             "the same command again: it continues after the finished parts"
@@ -123,7 +125,7 @@ def _begin_session() -> None:
     """Give this worker a session, which a process beside it ends with the parent. A thread could not: a function that
     holds the interpreter would stop it, and the programs that a worker has started would go on."""
     os.setsid()
-    parent = multiprocessing.parent_process().sentinel
+    parent = cast(BaseProcess, multiprocessing.parent_process()).sentinel
     if os.fork():
         return
     os.closerange(0, parent)  # the parent sees the end of the worker by what the worker has open

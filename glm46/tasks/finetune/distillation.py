@@ -17,6 +17,7 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import copy_to_device
 from glm46.compute.model.cross_entropy import (
     IGNORE,
+    HeadForm,
     HeadOutput,
     VocabularyPart,
     chunk_tokens_of,
@@ -26,6 +27,7 @@ from glm46.compute.model.cross_entropy import (
     token_logprobs,
 )
 from glm46.compute.model.transformer import LossSums
+from glm46.compute.parallelize.pipeline import Fields
 from glm46.config.errors import UserError
 from glm46.config.finetune import DistillationConfig
 from glm46.engine.training.network import Network
@@ -33,6 +35,7 @@ from glm46.files.local_disk import real_path
 from glm46.storage.checkpoint.integrity import META
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, load_tokenizer
+from glm46.tasks.finetune.halves import field_of, with_fields
 from glm46.tasks.pretrain.next_token import count_targets
 
 TEACHER = "teacher_logprobs"
@@ -43,9 +46,9 @@ _LEAST_REST = 1e-6
 def check_teacher(config: DistillationConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError if the folder of the teacher has another tokenizer. One without a tokenizer is taken."""
     folder, fingerprint = real_path(config.load_path or "."), None
-    if config.load_path is not None and config.load_in_hf and (folder / "tokenizer.json").is_file():
+    if config.load_path is not None and (folder / "tokenizer.json").is_file():
         fingerprint = load_tokenizer(str(folder)).fingerprint
-    elif config.load_path is not None and not config.load_in_hf and (folder / META).is_file():
+    elif config.load_path is not None and (folder / META).is_file():
         fingerprint = json.loads((folder / META).read_bytes()).get(TOKENIZER_KEY)
     if fingerprint not in (None, tokenizer.fingerprint):
         raise UserError(
@@ -114,14 +117,15 @@ def _kl(of: Tensor, other: Tensor) -> Tensor:
 
 def with_values(batch: Batch, ids: Tensor, logprobs: Tensor) -> Batch:
     """A batch of the loader with ``teacher_logprobs`` [B, K, S], and its tokens behind each target."""
-    return batch | {"labels": torch.cat([batch["labels"].unsqueeze(1), ids], 1), TEACHER: logprobs}
+    return with_fields(batch, {"labels": torch.cat([batch["labels"].unsqueeze(1), ids], 1), TEACHER: logprobs})
 
 
 class DistillationLoss:
     """The objective of a student: the mean divergence over targets, and the weighted cross-entropy of the targets. Its
     total: ``targets``."""
 
-    fields = (TEACHER,)
+    form: HeadForm
+    fields: tuple[str, ...] = (TEACHER,)
 
     def __init__(self, network: Network, config: DistillationConfig):
         self._network, self._config = network, config
@@ -136,6 +140,7 @@ class DistillationLoss:
         """`token_logprobs` of the target itself, and at the temperature those of the teacher's tokens."""
         target = token_logprobs(hidden, weight, labels[:, 0], part)
         others = token_logprobs(hidden, weight, labels[:, 1:], part, temperature=self._config.temperature)
+        assert target.logprobs is not None and others.logprobs is not None
         return target._replace(logprobs=torch.cat([target.logprobs.unsqueeze(1), others.logprobs], 1))
 
     def completed(self, batch: Batch, teacher: LossSums | None) -> Batch:
@@ -160,8 +165,9 @@ class DistillationLoss:
         """See `Objective.count`."""
         return {"targets": count_targets(micro_batches, 0)["targets"]}
 
-    def loss(self, output: LossSums, batch: Mapping[str, Tensor], totals: Mapping[str, Any], clock: int) -> Tensor:
+    def loss(self, output: LossSums, batch: Fields, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`."""
+        assert output.logprobs is not None, "the form is `token_logprobs`"
         figures = self._figures(output.logprobs, batch[TEACHER])
         return self._total(figures, totals).float()
 
@@ -181,7 +187,7 @@ class DistillationLoss:
         """See `Objective.sums`. Collective under context parallelism."""
         assert output.logprobs is not None, "the form is `token_logprobs`"
         rows = self._network.whole_rows(output.logprobs.transpose(0, 1), batch).transpose(0, 1)
-        figures = self._figures(rows, copy_to_device(batch[TEACHER], rows.device))
+        figures = self._figures(rows, copy_to_device(field_of(batch, TEACHER), rows.device))
         figures["loss"] = self._total(figures, {"targets": 1})
         return {name: value / self._network.cluster.layout.ranks_per_dp_rank for name, value in figures.items()}
 

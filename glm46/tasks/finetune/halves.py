@@ -1,14 +1,25 @@
 """Halves of pairs in rows of tokens: where they are, sums over their tokens, and completions of other prompts."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from glm46.compute.model.cross_entropy import IGNORE
+from glm46.compute.parallelize.pipeline import Fields
 from glm46.storage.data.batches import Batch
 
 HALF = "pair_half"
+
+
+def with_fields(batch: Batch, fields: Fields) -> Batch:
+    """A batch with fields of these tasks, in place of its own or beside them."""
+    return cast(Batch, {**batch, **fields})
+
+
+def field_of(batch: Batch, name: str) -> Tensor:
+    """A field of these tasks."""
+    return cast(Fields, batch)[name]
 
 
 def split_pairs(batch: Batch, begin_id: int) -> Batch:
@@ -26,11 +37,12 @@ def split_pairs(batch: Batch, begin_id: int) -> Batch:
     places = torch.arange(begins.shape[1]).expand_as(halves)
     first = torch.where(begins, places, 0).cummax(1).values
     before = halves[:, -1:].cumsum(0) - halves[:, -1:]
-    return batch | {
+    fields = {
         "document_ids": torch.where(is_real, halves - 1, -1),
         "positions": torch.where(is_real, places - first, 0),
         HALF: torch.where(batch["labels"] != IGNORE, before + halves - 1, -1),
     }
+    return with_fields(batch, fields)
 
 
 def only_ends(batch: Batch) -> Batch:
@@ -40,11 +52,11 @@ def only_ends(batch: Batch) -> Batch:
     Args:
         batch: as `split_pairs` gives it.
     """
-    half = batch[HALF]
+    half = field_of(batch, HALF)
     none = torch.iinfo(half.dtype).max
     later = half.where(half >= 0, none)[:, 1:].flip(1).cummin(1).values.flip(1)  # the next number behind each position
     later = torch.cat([later, torch.full_like(half[:, :1], none)], 1)
-    return batch | {HALF: half.where(half != later, -1)}
+    return with_fields(batch, {HALF: half.where(half != later, -1)})
 
 
 def mismatch_completions(batch: Batch) -> tuple[Batch, int]:
@@ -58,13 +70,15 @@ def mismatch_completions(batch: Batch) -> tuple[Batch, int]:
         The rows, with the fields of the loader that a forward pass reads, and the number of examples in them. A row
         with one pair gives none: both of its completions answer one prompt.
     """
-    names = ("input_ids", "labels", "positions", "document_ids")
-    made: Batch = {name: torch.zeros_like(batch[name]) for name in names}
-    made["labels"].fill_(IGNORE)
-    made["document_ids"].fill_(-1)
+    made: Batch = {
+        "input_ids": torch.zeros_like(batch["input_ids"]),
+        "labels": torch.full_like(batch["labels"], IGNORE),
+        "positions": torch.zeros_like(batch["positions"]),
+        "document_ids": torch.full_like(batch["document_ids"], -1),
+    }
     count = 0
     for row in range(len(batch["input_ids"])):
-        ids, labels, half = (batch[name][row] for name in ("input_ids", "labels", HALF))
+        ids, labels, half = (field_of(batch, name)[row] for name in ("input_ids", "labels", HALF))
         examples = half[half >= 0].unique().tolist()
         if len({example // 2 for example in examples}) < 2:
             continue

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from glm46.compute.distributed.collectives import sum_over_ranks
 from glm46.compute.distributed.local_tensor import copy_to_device
-from glm46.compute.model.cross_entropy import token_logprobs
+from glm46.compute.model.cross_entropy import HeadForm, token_logprobs
 from glm46.compute.model.transformer import LossSums
+from glm46.compute.parallelize.pipeline import Fields
 from glm46.config.finetune import PreferenceConfig
 from glm46.engine.training.network import Network
 from glm46.storage.data.batches import Batch
-from glm46.tasks.finetune.halves import HALF, PairSums, sum_pairs
+from glm46.tasks.finetune.halves import HALF, PairSums, field_of, sum_pairs
 
 REFERENCE, KL = "reference_logprobs", "kl"
 
@@ -75,7 +76,8 @@ class PreferenceLoss:
     """The objective of pairs and labelled examples. Its totals: ``targets``, the pairs, or the examples of KTO;
     ``chosen`` and ``rejected``, the halves; ``chosen_targets``, the labels of chosen halves."""
 
-    form = staticmethod(token_logprobs)
+    form: HeadForm = staticmethod(token_logprobs)
+    fields: tuple[str, ...]
 
     def __init__(self, network: Network, config: PreferenceConfig):
         self._network, self._config, self._losses = network, config, LOSSES[config.loss_type]
@@ -87,7 +89,7 @@ class PreferenceLoss:
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
-        halves = [batch[HALF] for batch in micro_batches]
+        halves = [field_of(batch, HALF) for batch in micro_batches]
         found = torch.cat([torch.empty(0, dtype=torch.int64), *(half[half >= 0].unique() for half in halves)])
         rejected = int((found % 2).sum())
         chosen = len(found) - rejected
@@ -98,7 +100,7 @@ class PreferenceLoss:
             "chosen_targets": sum(int(_is_chosen(half).sum()) for half in halves),
         }
 
-    def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
+    def loss(self, output: LossSums, batch: Fields, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`. Collective under context parallelism, whose ranks hold parts of a half: each rank
         returns its share of the loss of the pairs."""
         cluster, half = self._network.cluster, batch[HALF]
@@ -116,13 +118,15 @@ class PreferenceLoss:
 
     def _scores(self, output: LossSums) -> Tensor:
         """FP32 [B, S]: log-probabilities, or values of a reward model."""
-        return output.values if self._of_values else output.logprobs
+        scores = output.values if self._of_values else output.logprobs
+        assert scores is not None, "the head gives them"
+        return scores
 
     def _scored(self, sums: PairSums) -> PairSums:
         """The figures of rewards and log-probabilities: sums, and means per token without a reference."""
         return sums if self._config.has_reference else sums.means()
 
-    def _existing(self, scored: PairSums, batch: Batch) -> Tensor:
+    def _existing(self, scored: PairSums, batch: Fields) -> Tensor:
         """The losses of pairs or examples, zero where there is none."""
         losses = self._losses(scored, self._config, batch[KL][0, 0].double() if self._of_examples else 0.0)
         return losses * (scored.exists if self._of_examples else scored.exists[:, 0])
@@ -137,7 +141,7 @@ class PreferenceLoss:
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.sums`. Collective under context parallelism."""
         logprobs = self._network.whole_rows(self._scores(output).unsqueeze(0), batch)[0]
-        here = {name: copy_to_device(batch[name], logprobs.device) for name in self.fields}
+        here = {name: copy_to_device(field_of(batch, name), logprobs.device) for name in self.fields}
         half = here[HALF]
         sums = sum_pairs(logprobs, here.get(REFERENCE, 0.0), half, 2 * half.numel())
         scored = self._scored(sums)

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -11,7 +11,7 @@ from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.config.errors import UserError
-from glm46.config.finetune import FineTuneConfig, PreferenceConfig
+from glm46.config.finetune import DistillationConfig, FineTuneConfig, PreferenceConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
@@ -28,7 +28,7 @@ from glm46.storage.data.batches import Batch
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.tasks.finetune.distillation import DistillationLoss, check_teacher, with_values
-from glm46.tasks.finetune.halves import mismatch_completions, only_ends, split_pairs
+from glm46.tasks.finetune.halves import mismatch_completions, only_ends, split_pairs, with_fields
 from glm46.tasks.finetune.preference_loss import KL, REFERENCE, PreferenceLoss
 from glm46.tasks.finetune.teacher_values import TeacherValues
 from glm46.tasks.pretrain.network_rows import greedy_answers, tokens_at_once
@@ -51,7 +51,7 @@ class FineTuning(Pretraining):
             UserError: the data, the samples or the layout do not match the configuration.
         """
         super().__init__(plan, cluster)
-        self._config: FineTuneConfig = plan.config.finetune
+        self._config: FineTuneConfig = cast(FineTuneConfig, plan.config.finetune)
         self._prompts = run_on_all_ranks(self._sample_prompts)
 
     def _sample_prompts(self) -> list[list[int]]:
@@ -100,7 +100,7 @@ class FineTuning(Pretraining):
         """A batch of the loader as the objective reads it."""
         return batch
 
-    def _held_out(self, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+    def _held_out(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Sums and totals of the objective over a source's held-out documents, FP64, over all ranks. Collective."""
         objective, network = self.objectives["model"], self.network
         sums = objective.empty_sums()
@@ -128,18 +128,20 @@ class PreferenceTuning(FineTuning):
     def __init__(self, plan: Plan, cluster: Cluster):
         """See `FineTuning`; builds the reference too. Collective."""
         super().__init__(plan, cluster)
-        self._prefer(plan.config.preference)
+        self._prefer(cast(PreferenceConfig, plan.config.preference))
 
     def _prefer(self, config: PreferenceConfig) -> None:
-        self._begin_id, self._reference = self.tokenizer.special[BEGIN], self.network
+        self._preference, self._begin_id = config, self.tokenizer.special[BEGIN]
+        self._reference = cast(Network, self.network)
         if config.has_reference and self.plan.config.adapter is None:
-            self._reference = self.networks["reference"] = build_frozen_network(self.plan, self.cluster)
+            self._reference = build_frozen_network(self.plan, self.cluster)
             self._reference.attend_as(self.plan.stage_after(0).shape)
+            self.networks = {**self.networks, "reference": self._reference}
         self.objectives = {"model": PreferenceLoss(self.network, config)}
 
     def describe(self) -> list[str]:
         """See `Task.describe`; with the loss and its reference."""
-        config, start = self.plan.config.preference, self.plan.config.checkpoint.initial_load_path
+        config, start = self._preference, self.plan.config.checkpoint.initial_load_path
         reference = start if self.plan.config.adapter is None else "the model without its adapters"
         of = f"; reference {reference}" if config.has_reference else ", without a reference"
         return [*super().describe(), f"preference   {config.loss_type}{of}"]
@@ -157,16 +159,16 @@ class PreferenceTuning(FineTuning):
 
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: the log-probabilities of the reference, and for KTO the divergence from it."""
-        fields = self.objectives["model"].fields
-        if REFERENCE not in fields:
+        needed = self.objectives["model"].fields
+        if REFERENCE not in needed:
             return micro_batches
         of_reference = self._logprobs(self._reference, micro_batches, adapted=False)
-        completed = [batch | {REFERENCE: found} for batch, found in zip(micro_batches, of_reference, strict=True)]
-        if KL in fields:
+        added = [{REFERENCE: found} for found in of_reference]
+        if KL in needed:
             divergence = self._divergence(micro_batches)
-            completed = [batch | {KL: torch.full_like(batch[REFERENCE], divergence)} for batch in completed]
+            added = [each | {KL: torch.full_like(each[REFERENCE], divergence)} for each in added]
         self._reference.release()
-        return completed
+        return [with_fields(batch, fields) for batch, fields in zip(micro_batches, added, strict=True)]
 
     def _divergence(self, micro_batches: list[Batch]) -> float:
         """KTO's estimate of the divergence of the policy from the reference: the mean log-ratio of the completions of
@@ -178,9 +180,9 @@ class PreferenceTuning(FineTuning):
         ratios = zip(self._logprobs(self.network, rows), of_reference, strict=True)
         self.network.release()
         # Each rank has the values of whole rows, as have those that read the same rows.
-        total = sum((policy.double() - reference).sum() for policy, reference in ratios) / layout.ranks_per_dp_rank
+        log_ratios = torch.stack([(policy.double() - reference).sum() for policy, reference in ratios])
         count = torch.tensor(sum(count for _, count in mismatched) / layout.non_dp_degree, dtype=torch.float64)
-        sums = sum_over_all_ranks({"total": total, "count": count})
+        sums = sum_over_all_ranks({"total": log_ratios.sum() / layout.ranks_per_dp_rank, "count": count})
         return max((sums["total"] / sums["count"].clamp(min=1)).item(), 0.0)
 
     def _logprobs(self, network: Network, batches: list[Batch], *, adapted: bool = True) -> list[torch.Tensor]:
@@ -188,7 +190,7 @@ class PreferenceTuning(FineTuning):
         found = []
         for batch in batches:
             output, logprobs = network.evaluate(batch, token_logprobs, adapted=adapted), None
-            if output is not None:  # sync: batches are on the CPU
+            if output is not None and output.logprobs is not None:  # sync: batches are on the CPU
                 logprobs = network.whole_rows(output.logprobs.unsqueeze(0), batch)[0].cpu()
             found.append(torch.zeros(batch["labels"].shape) if logprobs is None else logprobs)
         return found
@@ -197,9 +199,10 @@ class PreferenceTuning(FineTuning):
         """See `Task.validate`: the loss of held-out pairs or examples, and what `PreferenceLoss` says of their rewards.
         KTO estimates its divergence at each batch."""
         of_sources = {name: self._held_out(manifest) for name, manifest in self.manifests.items()}
-        total = {key: sum(sums[key] for sums in of_sources.values()) for key in next(iter(of_sources.values()))}
+        names = next(iter(of_sources.values()))
+        total = {name: torch.stack([sums[name] for sums in of_sources.values()]).sum(0) for name in names}
         self.network.release()
-        columns = {}
+        columns: dict[str, float] = {}
         for suffix, sums in (("", total), *((f"/{name}", sums) for name, sums in of_sources.items())):
             found = self.objectives["model"].metrics(sums, {name: value.tolist() for name, value in sums.items()}, 0)
             columns |= {f"validation_{key}{suffix}": found[key] for key in _VALIDATED if key in found}
@@ -222,26 +225,28 @@ class Distillation(FineTuning):
 
     def _check_chats(self) -> None:
         super()._check_chats()
-        config = self.plan.config.distillation
+        config = self._keys
         if config.stored_path is not None:
             self._stored = TeacherValues(Path(config.stored_path))
             self._stored.check(config, [*self.manifests.values()])
         check_teacher(config, self.tokenizer)
 
+    @property
+    def _keys(self) -> DistillationConfig:
+        return cast(DistillationConfig, self.plan.config.distillation)
+
     def _learn_from_teacher(self) -> None:
-        self._teacher, plan, config = self.network, self.plan, self.plan.config
-        if config.teacher is not None:
-            of_teacher = resolve_plan(config.teacher, plan.layout.world_size, host_ranks=plan.host_ranks)
-            self._teacher = self.networks["teacher"] = build_frozen_network(of_teacher, self.cluster)
-        self._distillation = DistillationLoss(self.network, config.distillation)
+        self._teacher, plan = cast(Network, self.network), self.plan
+        if (teacher := plan.config.teacher) is not None:
+            of_teacher = resolve_plan(teacher, plan.layout.world_size, host_ranks=plan.host_ranks)
+            self._teacher = build_frozen_network(of_teacher, self.cluster)
+            self.networks = {**self.networks, "teacher": self._teacher}
+        self._distillation = DistillationLoss(self.network, self._keys)
         self.objectives = {"model": self._distillation}
 
     def describe(self) -> list[str]:
         """See `Task.describe`; with the divergence and the teacher."""
-        config, of = (
-            self.plan.config.distillation,
-            "" if self._stored is None else f" of {self._stored.facts['teacher']}",
-        )
+        config, of = self._keys, "" if self._stored is None else f" of {self._stored.facts['teacher']}"
         begin = "the weights of the start" if self.plan.config.adapter is None else "the model without its adapters"
         teacher = f"{config.load_path or config.stored_path or begin}{of}"
         keys = f"beta {config.beta:g}, temperature {config.temperature:g}, top_k {config.top_k}"
@@ -255,8 +260,7 @@ class Distillation(FineTuning):
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: the teacher's most likely tokens."""
         if (stored := self._stored) is not None:
-            top_k = self.plan.config.distillation.top_k
-            values = run_on_all_ranks(lambda: [stored.of_batch(batch, top_k) for batch in micro_batches])
+            values = run_on_all_ranks(lambda: [stored.of_batch(batch, self._keys.top_k) for batch in micro_batches])
             return [with_values(batch, *of_batch) for batch, of_batch in zip(micro_batches, values, strict=True)]
         of = self._distillation
         outputs = (self._teacher.evaluate(batch, of.of_teacher, adapted=False) for batch in micro_batches)

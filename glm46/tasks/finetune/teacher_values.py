@@ -10,6 +10,7 @@ and targets, so that no packing, order or layout can give a value to another tok
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
@@ -98,7 +99,8 @@ def store(
             documents = [document for document in islice(found, size) if document.is_target.any()]
             if part in missing:
                 values = ask(documents)
-                agree(lambda: writes and _write(part, facts, documents, values))  # noqa: B023
+                write = partial(_write, part, facts, documents, values)
+                agree(write if writes else lambda: None)
                 yield from zip(documents, values, strict=True)
 
     return len(missing), stored()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shlex
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class Pretraining(Task):
     """One network that learns to predict the next token of the text in data.sources. See `Task`."""
 
     name = "pretrain"
-    identity_keys = (
+    identity_keys: ClassVar[tuple[str, ...]] = (
         "data.sources", "data.stages", "training.seq_len", "debug.seed", "model.num_nextn_predict_layers"
     )  # fmt: skip
 

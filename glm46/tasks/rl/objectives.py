@@ -13,7 +13,7 @@ from glm46.compute.distributed.local_tensor import copy_to_device
 from glm46.compute.model.cross_entropy import IGNORE, summed_loss, token_logprobs
 from glm46.compute.model.transformer import LossSums
 from glm46.config.rl import ResolvedRL
-from glm46.config.section import Section
+from glm46.config.section import Section, is_huggingface
 from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
@@ -51,7 +51,7 @@ def reference_plan(plan: Plan) -> Plan:
     [rl.reference]."""
     checkpoint, of, training = plan.config.checkpoint, plan.config.rl.reference, plan.config.training
     if of is not None:
-        update = {"initial_load_path": of.load_path, "initial_load_in_hf": of.load_in_hf}
+        update = {"initial_load_path": of.load_path, "initial_load_in_hf": is_huggingface(of.load_path)}
         checkpoint = checkpoint.model_copy(update=update)
     if plan.config.rl.reference_offload:
         training = training.model_copy(update={"parameter_offload": True})

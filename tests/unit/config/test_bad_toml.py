@@ -228,10 +228,7 @@ BAD = {
         ("model.rope_scaling.original_max_position_embeddings", 'required for rope_type = "yarn", but absent',
          "set the length of the previous training")),
     "more dense layers than layers": ("first_k_dense_replace = 5", ("model.first_k_dense_replace = 5", "lower it")),
-    "uneven groups of experts": ("n_group = 3", ("model.n_group = 3", "take 2 or 4")),
-    "groups of one expert": ("n_group = 16\ntopk_group = 8", ("model.n_group = 16", "lower it")),
-    "more groups used than there are": ("topk_group = 2", ("model.topk_group = 2", "lower it")),
-    "more experts used than reachable": ("n_group = 8\ntopk_group = 1", ("model.num_experts_per_tok = 4", "lower it")),
+    "more experts used than there are": ("n_routed_experts = 2", ("model.num_experts_per_tok = 4", "lower it")),
     "expert rows that grouped matmul refuses": ("moe_intermediate_size = 100",
         ("model.moe_intermediate_size = 100", "take 104")),
     "FP8 kernels in float32": (

@@ -23,9 +23,6 @@ BAD = {
     "no teacher of new adapters": (
         (TEACHER, "", "[training]", LORA + "[training]"), ["learns nothing", "set sft_weight above 0"],
     ),
-    "kind of no folder": (
-        (TEACHER, "sft_weight = 1.0\nload_in_hf = true"), ["distillation.load_in_hf", "no effect without", "load_path"],
-    ),
     "shape of no folder": (
         (TEACHER, 'sft_weight = 1.0\nflavor = "GLM-4.6"'), ["distillation.flavor", "no effect without", "load_path"],
     ),

@@ -33,6 +33,7 @@ from glm46.storage.huggingface.merge_adapter import merge_adapter
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.peft_export import export_adapter
 from glm46.storage.huggingface.schemes import quantised_names
+from glm46.storage.huggingface.step_tensors import LazyTensors
 
 _SMALL_BYTES = 4 * 2**20
 """Of whole tensors that are gathered in one call, which takes up to 2 ms on a CPU however small they are."""
@@ -210,25 +211,16 @@ def write_policy(
     merge_adapter(base_folder(policy, folder.parent), adapter, folder, target=dtype)
 
 
-class _InOrder(Mapping[str, Tensor]):
+class _InOrder(LazyTensors):
     """Tensors of an iterator, each asked for once and in turn."""
 
     def __init__(self, names: Mapping[str, object], tensors: Iterator[tuple[str, Tensor]]):
-        self._names, self._tensors = names, tensors
+        self.names, self._tensors = names, tensors
 
     def __getitem__(self, name: str) -> Tensor:
         found, tensor = next(self._tensors)
         assert found == name, (found, name)
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _write_quantised(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, scheme: Fp8) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from glm46.compute.distributed.host_memory import host_tensor
 from glm46.compute.optim.muon_layout import zeros_in_host_memory
-from glm46.compute.optim.state_ring import StateRing
+from glm46.compute.optim.state_file import StateRing
 from glm46.run.sizes import OFFLOAD_SLOTS
 from glm46.storage.checkpoint import background
 

@@ -7,9 +7,8 @@ import torch
 
 from glm46.compute.optim.compact_state import Quantized
 from glm46.compute.optim.muon import Muon
-from glm46.compute.optim.state_file import StateFile
+from glm46.compute.optim.state_file import StateFile, StateRing
 from glm46.compute.optim.state_offload import StateStream
-from glm46.compute.optim.state_ring import StateRing
 from glm46.config.errors import UserError
 from glm46.files.local_disk import local_disk_fault
 from glm46.run.sizes import OFFLOAD_SLOTS

@@ -1,13 +1,11 @@
 """Generation with a cache, in batches, with drafts and by the command line, against generation without a cache."""
 
 import io
-import re
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.cells import cell_len
 from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -24,10 +22,11 @@ from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.inference import decoder as decoder_module
-from glm46.engine.inference import display, few_tokens, sampling
+from glm46.engine.inference import few_tokens, sampling
 from glm46.engine.inference.decoder import Decoder
 from glm46.engine.inference.generation import Continuation, Generation, continue_tokens, decoder_for
 from glm46.engine.inference.sampling import Sampling
+from glm46.files import progress
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.huggingface.config_json import config_of
@@ -164,7 +163,7 @@ def first_logits(model, tokens, **options):
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 65])
 @pytest.mark.parametrize("packed_from", [0, 2**16])
 def test_the_cpu_kernel_equals_the_general_path(rows, packed_from, monkeypatch):
-    model = random_model(vocab_size=61, n_group=2, topk_group=1)
+    model = random_model(vocab_size=61)
     tokens = torch.randint(0, 61, (rows, 1))
     monkeypatch.setattr(few_tokens, "_PACKED_FROM", packed_from)
     monkeypatch.setattr(few_tokens, "_PACKED_FROM_ROWS", 3)
@@ -447,24 +446,18 @@ def test_progress_of_a_batch_is_shown_and_does_not_change_its_text(where, folder
     assert main(command) == 0
     plain = capsys.readouterr()
     assert plain.err.count("\n") == 2 and plain.out.count("--- prompt ") == 3
-    monkeypatch.setattr(display, "_SECONDS_PER_VIEW", 0.0)
-    monkeypatch.setattr(display, "_SECONDS_PER_LINE", 0.0)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
     stream = Terminal() if where == "terminal" else io.StringIO()
-    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "stderr", stream)
     assert main(command) == 0
     shown = stream.getvalue()
     assert capsys.readouterr().out == plain.out
-    assert "6 tokens of at most 36, " in shown and "at most 0 s left, 0 of 3 prompts done" in shown
-    assert "36 tokens, first after " in shown.splitlines()[-1] and "3 of 3 prompts done" in shown
+    assert "36 tokens, first after " in shown.splitlines()[-1]
     if where == "terminal":
-        text = plain.out.split("--- prompt 2\n")[1].split("\n--- prompt 3")[0]
-        assert (
-            "".join(c if c.isprintable() else " " for c in text).rstrip()[-20:] in shown
-        )  # the end of a row, last drawn
-        assert all(cell_len(line) <= 100 for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()[:-1])
+        assert "generating" in shown and "\x1b" in shown
     else:
-        assert len(shown.splitlines()) == 14 and "\x1b" not in shown
+        assert "generating: 6 of 36 tokens, " in shown and "generating: 36 of 36 tokens, " in shown
+        assert "\x1b" not in shown
 
 
 def test_a_row_ends_at_a_stop_token(folders, capsys):

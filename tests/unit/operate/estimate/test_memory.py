@@ -431,7 +431,7 @@ def test_a_file_of_states_has_the_planned_size_and_a_step_moves_it_once_each_way
                 moved[{(True, False): "written", (False, True): "read"}[tuple(ends)]] += of.nbytes
         copy_states(targets, sources)
 
-    monkeypatch.setattr("glm46.compute.optim.state_ring.copy_states", counted)
+    monkeypatch.setattr("glm46.compute.optim.state_file.copy_states", counted)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     for _ in range(2):

@@ -191,7 +191,7 @@ def test_a_reference_of_another_shape_is_refused_before_ranks_start(stated, is_r
     step.mkdir(parents=True)
     (step / "meta.json").write_text(json.dumps({"config": dump_config(load_config(recipe))}))
     config = load_config(recipe, stated)
-    teacher = ReferenceConfig(load_path=str(step), load_in_hf=False)
+    teacher = ReferenceConfig(load_path=str(step))
     rl = config.rl.model_copy(update={"reference": teacher})
     start = config.checkpoint.model_copy(update={"initial_load_path": None})
     config = config.model_copy(
@@ -242,10 +242,10 @@ def test_folders_of_other_kinds_are_refused_before_ranks_start(kind, said, key, 
             update={"checkpoint": config.checkpoint.model_copy(update={"initial_load_path": "base"})}
         )
         (path / "meta.json").write_text(json.dumps({"config": dump_config(saved)}))
-        said = "this is a step folder" if in_hf else said
+        said = "this is a step folder" if in_hf and not key.startswith("rl.") else said
     start, rl = {"initial_load_path": None, "initial_load_in_hf": False}, config.rl
     if key.startswith("rl."):
-        rl = rl.model_copy(update={"reference": ReferenceConfig(load_path=str(path), load_in_hf=in_hf)})
+        rl = rl.model_copy(update={"reference": ReferenceConfig(load_path=str(path))})
     else:
         start = {"initial_load_path": str(path), "initial_load_in_hf": in_hf}
     checkpoint, job = (

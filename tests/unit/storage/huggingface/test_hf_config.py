@@ -161,7 +161,8 @@ def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
         ({"layer_types": ["full_attention", "sliding_attention"] * 46}, ["layer_types"]),
         ({"mlp_layer_types": ["sparse"] * 92}, ["mlp_layer_types"]),
         ({"hidden_size": "5120"}, ["hidden_size = '5120'"]),
-        ({"hidden_size": -1, "n_group": 0}, ["hidden_size = -1", "n_group = 0"]),
+        ({"hidden_size": -1, "head_dim": 0}, ["hidden_size = -1", "head_dim = 0"]),
+        ({"n_group": 8, "norm_topk_prob": False}, ["n_group = 8", "expected 1", "norm_topk_prob = False"]),
     ],
     ids=str,
 )

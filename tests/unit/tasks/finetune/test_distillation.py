@@ -51,7 +51,7 @@ def tuned(start: Path, dump_folder: Path, kind: str, **tables):
 
 def taught(start: Path, in_hf: bool = False, **keys) -> dict:
     path = start / "hf" if in_hf else step_of(start / "teacher", 8)
-    return {"finetune": {"distillation": {"load_path": str(path), "load_in_hf": in_hf, "top_k": 8192} | keys}}
+    return {"finetune": {"distillation": {"load_path": str(path), "top_k": 8192} | keys}}
 
 
 @pytest.mark.slow

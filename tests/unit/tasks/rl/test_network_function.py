@@ -43,7 +43,7 @@ from glm46.tasks.rl.rollout.weights import served_tensors, whole_weights
 from glm46.tasks.rl.task import train as rl_train
 from tests.small_run import TINY
 
-MODEL = {"num_hidden_layers": 3, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "use_qk_norm": True}
+MODEL = {"num_hidden_layers": 3, "n_shared_experts": 1, "use_qk_norm": True}
 ADAPTER = {"name": "lora", "rank": 8, "alpha": 8.0}
 FROZEN = {"bias_update_rate": 0.0, "sequence_aux_loss_weight": 0.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
@@ -59,7 +59,7 @@ KEYS = {
         "num_attention_heads": _SIZE, "num_nextn_predict_layers": _SIZE, "q_lora_rank": _SIZE, "kv_lora_rank": _SIZE,
         "qk_nope_head_dim": _SIZE, "qk_rope_head_dim": _SIZE, "v_head_dim": _SIZE,
         "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 2, "num_key_value_heads": 2,
-        "num_experts_per_tok": 1, "n_group": 1, "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.5,
+        "num_experts_per_tok": 1, "routed_scaling_factor": 1.5,
         "partial_rotary_factor": 1.0, "rope_theta": 50.0, "sliding_window": 3, "rms_norm_eps": 0.1,
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
         "initializer_range": "the initial weights, which are then stored",
@@ -367,6 +367,8 @@ def test_checkpoints_of_earlier_versions_have_the_temperature_of_their_schedule(
     assert function_of_meta(meta).router_temperature == 1.5 == next_temperature(meta)
     assert gate_factor(meta, 1.5) == 1.0 and gate_factor(meta, 3.0) == 2.0 and gate_factor(None, 1.5) == 1.5
     assert function_of_meta({"config": '[model]\nflavor = "debug"\n'}).router_temperature == 1.0
+    shape = function_of_meta(meta).shape
+    assert function_of_meta(meta | {"shape": shape.model_dump() | {"n_group": 1}}).shape == shape
 
 
 @pytest.mark.slow
