@@ -1,5 +1,7 @@
 """Waits of the tests, for an event, with a limit that only ends a hang; and what is known of a process."""
 
+import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -27,11 +29,29 @@ def wait_until(find: Callable[[], Found], said: str | Callable[[], str] = "", se
     return found
 
 
-def free_port() -> str:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+_RESERVED: list[socket.socket] = []
+_PORTS_OF_A_RUN = 10
+"""A launcher takes the next port at each restart."""
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on, with free ones behind it, and that no other test gets.
+
+    It is below those that the system gives to connections, one of which could have it when it is used.
+    """
+    candidates = range(10_000, 29_000, _PORTS_OF_A_RUN)
+    for port in random.Random(os.urandom(8)).sample(candidates, len(candidates)):
+        reserved = socket.socket(socket.AF_UNIX)
+        try:
+            reserved.bind(f"\0glm46-test-port-{port}")  # held until this process and its forks have ended
+            for number in range(port, port + _PORTS_OF_A_RUN):
+                socket.create_server(("", number)).close()
+        except OSError:
+            reserved.close()
+            continue
+        _RESERVED.append(reserved)
+        return port
+    raise AssertionError("no port is free")
 
 
 def children_of(process: int) -> list[int]:
