@@ -137,7 +137,7 @@ def test_a_folder_in_which_another_run_trains_is_refused_without_taking_it(key, 
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom glm46.engine.reliability.run_lock import lock_run\n"
         f"held = lock_run(Path(sys.argv[1]), {{{key!r}: Path(sys.argv[2])}})\nprint('locked', flush=True)\n"
-        "time.sleep(60)"
+        "time.sleep(1000)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "theirs"), str(tmp_path / "apart")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
