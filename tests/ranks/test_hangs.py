@@ -53,8 +53,9 @@ def check_saver(row: dict) -> None:
     """An error in the writer thread of one rank: reported at the next step, and the next save works."""
     assert row["codes"] == [0, 0], row["said"]
     (told,) = (int(step) for step in re.findall(r"step (\d+): .*rank 1, saving step 20: SystemExit: 3", row["log"]))
-    # The other thread learns it in its next exchange, and training when it polls after a step.
-    assert row["raised_in_step"] <= told <= row["raised_in_step"] + 3, row
+    # The other thread learns it in its next exchange, for which steps do not wait, and training when it polls after a
+    # step: before the next save.
+    assert row["raised_in_step"] <= told < 40, row
     assert (row["saved"][0], row["saved"][-1]) == (40, 110)
     assert row["failed_saves"] == [0] * told + [1] * (110 - told)
 

@@ -106,7 +106,9 @@ def test_storage_that_hangs_leaves_no_thread_that_the_end_of_the_program_would_w
     checks = {"folders": lambda subject: probe_folder("job.dump_folder", tmp_path, 0, 2**20, threads=3)}
     [found] = run_checks(Subject(machine=Machine(2, 16 * GIB, GIB), processes=1), checks, 0.3)
     assert found.verdict == FAIL and "no answer" in found.value
-    assert all(writes.acquire(timeout=HANG_SECONDS) for _ in range(3))  # a busy machine starts them after the time is over
+    assert all(
+        writes.acquire(timeout=HANG_SECONDS) for _ in range(3)
+    )  # a busy machine starts them after the time is over
     left = set(threading.enumerate()) - before
     assert len(left) == 4 and all(thread.daemon for thread in left)
     answers.set()

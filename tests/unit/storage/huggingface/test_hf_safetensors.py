@@ -243,7 +243,7 @@ def cut_tensor(draw):
 
 @pytest.mark.slow
 @given(cut_tensor(), st.integers(1, 6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_boxes_of_a_rank_are_what_indexing_gives(tmp_path_factory, case, most):
     """For any held indices, read and write move exactly the values that both sides hold, each once."""
     size, part, held = case
