@@ -66,6 +66,7 @@ def end_with(work: Callable[[], int]) -> None:
 def call_program(program: str, count: str, arguments: str) -> int:
     """Call ``file.function`` of this folder, in this process or on so many ranks; its exit code."""
     module, name = program.split(".")
+    del sys.argv[1:]  # as of a program that is started without arguments
     function = getattr(importlib.import_module(f"tests.ranks.{module}"), name)
     if count == "0":
         return function(*json.loads(arguments)) or 0
