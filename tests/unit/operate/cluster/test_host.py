@@ -13,6 +13,7 @@ from glm46.config.errors import UserError
 from glm46.operate.cluster import host, network
 from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, Subject, run_checks, run_program
 from glm46.operate.estimate.machine import Gpu, Machine
+from tests.processes import free_port
 
 GIB = 2**30
 
@@ -60,8 +61,8 @@ def test_names_that_nobody_knows_or_that_mean_another_host(monkeypatch):
 
 
 def test_a_port_that_another_program_has_is_named():
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("", port)):
         ports = {"MASTER_PORT": port, "metrics.prometheus_port": port}
         found = list(host.ports(subject(ports=ports)))
         assert [result.verdict for result in found] == [FAIL, WARN] and str(port) in found[0].value
