@@ -38,6 +38,7 @@ from glm46.run.flops import batch_flops, newton_schulz_flops
 from glm46.run.parameters import adapter_rows, named_rows
 from glm46.tasks.pretrain.task import train
 from tests.processes import wait_until
+from tests.ranks.profiles import wait_for_request
 from tests.small_run import TINY
 
 
@@ -378,13 +379,14 @@ def test_a_run_is_profiled_and_computes_the_same(make_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_without_profiling_is_traced_on_request_and_computes_the_same(make_config, tmp_path):
+def test_a_run_without_profiling_is_traced_on_request_and_computes_the_same(make_config, tmp_path, monkeypatch):
     losses = []
     for name in ("plain", "requested"):
         folder = tmp_path / name
         folder.mkdir()
         if name == "requested":
             (folder / REQUEST_FILE).touch()
+            monkeypatch.setattr(Profiler, "is_requested", wait_for_request())
         assert train(make_config(job={"dump_folder": str(folder)}, profiling={"profiler_warmup": 0})) == 0
         losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
     assert losses[0] == losses[1] and len(losses[0]) == 4
