@@ -30,26 +30,29 @@ def wait_until(find: Callable[[], Found], said: str | Callable[[], str] = "", se
 
 
 _RESERVED: list[socket.socket] = []
-_PORTS_OF_A_RUN = 10
-"""A launcher takes the next port at each restart."""
+"""Addresses without a file, one of each port, held until this process and its forks have ended."""
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on, with free ones behind it, and that no other test gets.
+def free_port(behind: int = 0) -> int:
+    """A port of this machine that nothing listens on and that no other test gets, now or after a pause.
 
     It is below those that the system gives to connections, one of which could have it when it is used.
+
+    Args:
+        behind: so many ports behind it are kept as well: a launcher takes the next one at each restart.
     """
-    candidates = range(10_000, 29_000, _PORTS_OF_A_RUN)
-    for port in random.Random(os.urandom(8)).sample(candidates, len(candidates)):
-        reserved = socket.socket(socket.AF_UNIX)
+    for port in random.Random(os.urandom(8)).sample(range(10_000, 29_000), 1000):
+        reserved = []
         try:
-            reserved.bind(f"\0glm46-test-port-{port}")  # held until this process and its forks have ended
-            for number in range(port, port + _PORTS_OF_A_RUN):
+            for number in range(port, port + behind + 1):
+                reserved.append(socket.socket(socket.AF_UNIX))
+                reserved[-1].bind(f"\0glm46-test-port-{number}")
                 socket.create_server(("", number)).close()
         except OSError:
-            reserved.close()
+            for one in reserved:
+                one.close()
             continue
-        _RESERVED.append(reserved)
+        _RESERVED.extend(reserved)
         return port
     raise AssertionError("no port is free")
 

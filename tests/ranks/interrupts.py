@@ -61,7 +61,7 @@ def phases(base: Path, outputs: Path) -> dict[str, Phase]:
         lines = (json.dumps({"text": " ".join(random.choices(["one", "two", "three", "four", "five"], k=400))}) + "\n"
                  for _ in range(20_000))  # fmt: skip
         text.write_text("".join(lines))
-    config, port = base / "run.toml", str(free_port())
+    config, port = base / "run.toml", str(free_port(behind=9))
     if not config.exists():
         (base / "ready").mkdir()
         config.write_text(

@@ -34,7 +34,7 @@ def start(tmp_path):
         (tmp_path / "run.toml").write_text(dump_config(config))
         variables = {
             "PATH": f"{shell}{os.pathsep}{path}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: mark,
-            "HOSTFILE": "hosts", "CONFIG_FILE": "run.toml", "MASTER_PORT": str(free_port()),
+            "HOSTFILE": "hosts", "CONFIG_FILE": "run.toml", "MASTER_PORT": str(free_port(behind=40)),
         }  # fmt: skip
         overrides = [token for key, value in keys.items() for token in (f"--{key.replace('__', '.')}", str(value))]
         with (tmp_path / "output").open("w") as file:

@@ -249,7 +249,7 @@ def test_a_signal_to_the_launchers_of_two_nodes_has_one_code_on_both(slow, make_
     """As `srun` passes it on, which then takes the highest code. The ranks of one node exit later than the launcher of
     the other one, which may hold the store."""
     config = make_config(training={"steps": 100_000}, checkpoint={"interval": 100_000})
-    names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port(behind=9))}
     nodes = [
         start.by_fork(
             config, "--nproc", "1", environment=names | {"NODE_RANK": str(rank), EXIT_SECONDS: str(2 * (rank == slow))}
@@ -268,7 +268,7 @@ def test_a_node_ends_when_the_first_node_answers_no_more(make_config, start):
     """As after a cut of the network: neither the ranks nor the launcher of the first node answer, and no connection is
     reset."""
     config = make_config(training={"steps": 100_000}, checkpoint={"enable": False}, comm={"hang_seconds": 5.0})
-    names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    names = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port(behind=9))}
     nodes = [start.by_fork(config, "--nproc", "1", environment=names | {"NODE_RANK": str(rank)}) for rank in range(2)]
     wait_for_step(config, 30, nodes[0])
     first = [nodes[0].pid, *children_of(nodes[0].pid)]
@@ -287,7 +287,7 @@ def test_a_node_ends_when_the_first_node_answers_no_more(make_config, start):
 
 
 def test_two_nodes_train_as_two_ranks_of_one(make_config, start, tmp_path):
-    port, found = str(free_port()), []
+    port, found = str(free_port(behind=9)), []
     for folder, count in (("one", 1), ("two", 2)):
         config = make_config(job={"dump_folder": str(tmp_path / folder)}, training={"steps": 4})
         names = {"NNODES": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": port} if count > 1 else {}

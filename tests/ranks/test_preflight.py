@@ -17,7 +17,7 @@ def start(server, port: str, node: int, *argv: str, **variables: str):
 def test_two_hosts_meet_and_the_one_with_a_fault_is_named(server, make_config, tmp_path):
     config = make_config(checkpoint={"interval": 2})
     (tmp_path / "run.toml").write_text(dump_config(config))
-    port = str(free_port())
+    port = str(free_port(behind=9))
     options = ("--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json"))
     first, second = start(server, port, 0, *options), start(server, port, 1, *options, NCCL_ALGO="Tree")
     assert [first.wait(), second.wait()] == [1, 1], first.output.read_text()
