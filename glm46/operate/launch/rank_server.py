@@ -86,8 +86,7 @@ class RankServer:
         self._modules = list(modules)
         self._ranks: dict[int, RankProcess] = {}
         self.failed_at: float | None = None
-        self.first_failed = 0
-        self._follow_until = float("inf")
+        self.first_failed, self._follow_until = 0, float("inf")
         self._begin()
 
     def begin_start(self) -> None:

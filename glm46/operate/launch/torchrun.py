@@ -194,6 +194,5 @@ def describe_exit(exit_code: int) -> str:
     """The end of a rank in words; negative codes are signals."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}; its output is above."
-    name = signal.Signals(-exit_code).name
-    remark = " The usual reason is that memory ran out." if name == "SIGKILL" else ""
-    return f"was ended by {name}.{remark}"
+    remark = " The usual reason is that memory ran out." if -exit_code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-exit_code).name}.{remark}"
