@@ -136,9 +136,9 @@ def ask_to_stop(config, base: Path, chance: random.Random) -> tuple[list[int], s
             os.kill(process, number)
         os.kill(child, signal.SIGCONT)
     codes = end(children)
-    if codes == [0, 0]:
-        return codes, "too late"
     saved = max(published_steps(config.checkpoint_folder), default=0)
+    if set(codes) <= {0, -number} and saved == config.training.steps:  # a rank that has trained has no handlers
+        return codes, "too late"
     # The step in which it arrived is finished.
     if codes != [EXIT_STOPPED] * 2 or not seen <= saved <= seen + 2:
         raise SystemExit(
