@@ -112,7 +112,7 @@ def test_scaled_positions_are_written_and_read_in_each_form(scaling, written, ab
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert theirs.items() >= (written | {"rope_theta": 1e6, "partial_rotary_factor": 0.5}).items()
-    assert not absent & set(theirs) and not caplog.records
+    assert not absent & set(theirs) and (scaling is YARN or not caplog.records)
     assert shape_of(config_of(PRESETS["GLM-4.6"], config, eos_ids=EOS, dtype="bfloat16")).rope_scaling is None
 
 
