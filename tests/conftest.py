@@ -6,243 +6,103 @@ A test is in the first tier unless it takes long for what it adds; of a long tab
 import pytest
 
 EVERY = {
-    "tests/ranks/test_bandwidth.py": {
-        "test_the_probe_writes_rows_of_its_groups_and_changes_no_loss": 0,
-    },
-    "tests/ranks/test_changed_meshes.py": {
-        "test_a_run_continues_on_another_mesh": 13,
-    },
-    "tests/ranks/test_curriculum.py": {
-        "test_the_debug_curriculum_trains_from_end_to_end": 0,
-    },
-    "tests/ranks/test_damaged_text.py": {
-        "test_damaged_text_ends_all_ranks_before_the_step_that_would_use_it": 0,
-    },
-    "tests/ranks/test_edge_cases.py": {
-        "test_a_case_equals_one_process": 9,
-    },
-    "tests/ranks/test_finetuning.py": {
-        "test_chats_train_the_same_on_any_layout_and_adapters_resume_over_their_base": 0,
-    },
-    "tests/ranks/test_float8_layouts.py": {
-        "test_a_layout_in_fp8_equals_one_process": 6,
-    },
-    "tests/ranks/test_hangs.py": {
-        "test_a_hung_rank_is_found_named_and_ended": 0,
-    },
-    "tests/ranks/test_hf_ranks.py": {
-        "test_every_mesh_reads_and_writes_the_same_folder": 0,
-    },
-    "tests/ranks/test_hosts.py": {
-        "test_a_signal_saves_on_all_nodes_and_the_same_command_goes_on": 0,
-        "test_faults_are_found_on_all_nodes_before_one_starts": 0,
-        "test_lost_nodes_are_replaced_by_a_spare_and_then_by_fewer_replicas": 0,
-    },
-    "tests/ranks/test_interrupts.py": {
-        "test_a_signal_ends_all_that_was_started": 4,
-    },
-    "tests/ranks/test_launch.py": {
-        "test_a_failing_rank_ends_the_run_with_its_traceback": 0,
-        "test_a_killed_rank_is_named_and_the_saved_run_goes_on": 0,
-        "test_a_signal_saves_and_the_same_command_goes_on": 3,
-        "test_two_ranks_report_what_one_process_reports": 6,
-    },
-    "tests/ranks/test_muon_ranks.py": {
-        "test_a_mesh_equals_one_process": 64,
-    },
-    "tests/ranks/test_planned_steps.py": {
-        "test_8192_ranks_are_planned_to_the_byte": 3,
-        "test_planned_traffic_is_what_a_step_sends": 15,
-    },
-    "tests/ranks/test_policy_gradients.py": {
-        "test_a_layout_equals_one_process": 4,
-    },
-    "tests/ranks/test_preference_layouts.py": {
-        "test_a_layout_equals_one_process": 7,
-    },
-    "tests/ranks/test_pretend_gpu.py": {
-        "test_a_layout_with_its_tensors_on_a_device_equals_one_process": 0,
-    },
-    "tests/ranks/test_profiles.py": {
-        "test_chosen_ranks_record_their_part_of_the_step": 0,
-    },
-    "tests/ranks/test_reinforcement.py": {
-        "test_ranks_agree_and_kills_lose_nothing": 0,
-    },
-    "tests/ranks/test_rollouts.py": {
-        "test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs": 0,
-    },
-    "tests/ranks/test_sharded_layouts.py": {
-        "test_a_layout_equals_one_process": 11,
-    },
-    "tests/ranks/test_stale_rollouts.py": {
-        "test_a_kill_in_a_rollout_loses_no_finished_group_and_changes_nothing": 0,
-    },
-    "tests/ranks/test_stops.py": {
-        "test_a_signal_at_any_moment_loses_nothing_and_a_second_one_ends_at_once": 0,
-    },
-    "tests/ranks/test_three_networks.py": {
-        "test_a_policy_a_reference_and_a_critic_train_on_any_layout_and_resume_bit_for_bit": 0,
-    },
-    "tests/ranks/test_traffic.py": {
-        "test_collectives_and_bytes_are_those_of_the_table": 4,
-    },
-    "tests/ranks/test_tutorial.py": {
-        "test_every_command_of_the_tutorial_prints_what_the_page_shows": 0,
-    },
-    "tests/ranks/test_validation_tasks.py": {
-        "test_every_layout_validates_what_one_process_does": 0,
-    },
-    "tests/unit/commands/test_ablate.py": {
-        "test_a_signal_stops_the_run_and_the_next_call_goes_on": 2,
-        "test_the_recipes_are_really_trained": 0,
-    },
-    "tests/unit/commands/test_convert.py": {
-        "test_the_export_has_the_tokenizer_of_the_run": 3,
-    },
-    "tests/unit/commands/test_folder_kinds.py": {
-        "test_a_hugging_face_folder_is_quantised_as_its_step_folder_is": 3,
-        "test_a_verb_says_what_a_folder_of_another_kind_is": 3,
-    },
-    "tests/unit/commands/test_gpu_report.py": {
-        "test_a_dry_run_runs_every_part": 0,
-    },
-    "tests/unit/commands/test_measure_conversion.py": {
-        "test_a_rank_reads_and_holds_only_what_it_keeps": 0,
-    },
-    "tests/unit/compute/model/test_attention.py": {
-        "test_packed_micro_batches_meet_few_plans": 3,
-        "test_runs_equal_the_mask_of_all_pairs": 4,
-    },
-    "tests/unit/compute/model/test_attention_cost.py": {
-        "test_memory_grows_with_the_row_and_falls_with_the_ranks": 0,
-    },
-    "tests/unit/compute/model/test_compile.py": {
-        "test_compiled_block_equals_eager_without_break_or_recompilation": 2,
-        "test_rollouts_compile_no_layer_again": 2,
-    },
-    "tests/unit/compute/model/test_quantised_weights.py": {
-        "test_forward_keeps_no_converted_weight": 2,
-    },
-    "tests/unit/compute/model/test_h100_code.py": {
-        "test_a_part_of_the_step_compiles_for_an_h100": 0,
-    },
-    "tests/unit/compute/model/test_kernel_counts.py": {
-        "test_bytes_and_kernels_only_fall": 3,
-    },
-    "tests/unit/engine/evaluation/test_measures.py": {
-        "test_a_model_that_is_trained_for_it_finds_the_needle_and_greedy_decoding_writes_it": 0,
-    },
-    "tests/unit/engine/evaluation/test_standard_tasks.py": {
-        "test_chats_and_texts_are_those_of_the_hf_backend": 6,
-    },
-    "tests/unit/engine/inference/test_attention_shapes.py": {
-        "test_a_long_generation_meets_few_shapes_and_no_groups_of_heads_with_a_mask": 7,
-    },
-    "tests/unit/engine/observe/test_monitoring_stack.py": {
-        "test_a_program_that_reads_its_data_for_long_is_not_ended": 0,
-        "test_grafana_and_dcgm_exporter_start_with_these_arguments": 4,
-    },
-    "tests/unit/engine/reliability/test_alarm.py": {
-        "test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks": 2,
-    },
-    "tests/unit/engine/training/test_float8_run.py": {
-        "test_a_checkpoint_goes_from_fp8_to_higher_precision_and_back": 2,
-    },
-    "tests/unit/engine/training/test_library_messages.py": {
-        "test_a_run_with_eight_bit_states_and_many_workers_and_a_benchmark_write_no_errors": 0,
-    },
-    "tests/unit/engine/training/test_offload_run.py": {
-        "test_an_offloaded_run_resumes_without_and_back": 2,
-    },
-    "tests/unit/engine/training/test_trainer.py": {
-        "test_a_compiled_run_reports_what_an_eager_one_reports": 0,
-        "test_a_run_whose_files_are_deleted_says_so_once_and_goes_on": 4,
-        "test_a_step_is_published_after_its_row_however_slow_the_storage_of_rows": 2,
-        "test_ruined_weights_are_never_published_and_end_the_run_as_diverged": 2,
-        "test_stopping_after_any_step_and_starting_again_changes_no_bit": 4,
-    },
-    "tests/unit/engine/training/test_types.py": {
-        "test_a_size_that_the_rules_accept_trains": 11,
-        "test_adapters_obey_every_pair_of_types": 2,
-        "test_every_pair_of_types_is_obeyed": 48,
-    },
-    "tests/unit/operate/cluster/test_setup_cluster.py": {
-        "test_a_cluster_is_set_up_and_again_gives_the_same": 3,
-    },
-    "tests/unit/operate/estimate/test_memory.py": {
-        "test_a_file_of_states_has_the_planned_size_and_a_step_moves_it_once_each_way": 2,
-        "test_activations_of_a_frozen_layer_with_adapters_match_what_autograd_keeps": 4,
-    },
-    "tests/unit/operate/estimate/test_stage_table.py": {
-        "test_the_bubble_is_that_of_torchs_order": 3,
-    },
-    "tests/unit/operate/estimate/test_step_time.py": {
-        "test_bytes_and_kernels_of_a_layer_are_those_of_the_model": 6,
-    },
-    "tests/unit/operate/launch/test_hosts.py": {
-        "test_a_node_that_was_silent_before_a_failure_is_lost_at_once": 0,
-    },
-    "tests/unit/storage/chats/test_chat_template.py": {
-        "test_arguments_as_json_text_are_those_of_the_object": 0,
-        "test_documents_and_prompts_equal_apply_chat_template": 3,
-    },
-    "tests/unit/storage/huggingface/test_hf_names.py": {
-        "test_real_shapes_give_the_tensor_and_parameter_counts_of_the_releases": 3,
-    },
-    "tests/unit/storage/huggingface/test_hub.py": {
-        "test_ranks_get_the_folders_that_were_fetched_once": 2,
-    },
-    "tests/unit/storage/prepare/test_duplicates.py": {
-        "test_memory_stays_within_the_setting_for_ten_times_the_documents": 0,
-    },
-    "tests/unit/storage/prepare/test_prepare.py": {
-        "test_killed_at_random_moments_it_ends_with_the_same_bytes": 0,
-    },
-    "tests/unit/tasks/finetune/test_adapter_runs.py": {
-        "test_a_quantised_base_trains_as_the_converted_one_and_a_resume_changes_no_bit": 2,
-        "test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from": 2,
-    },
-    "tests/unit/tasks/finetune/test_preferences.py": {
-        "test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit": 2,
-    },
-    "tests/unit/tasks/finetune/test_task.py": {
-        "test_answers_end_if_and_only_if_the_marker_behind_them_is_a_target": 2,
-    },
-    "tests/unit/tasks/pretrain/test_data_stream.py": {
-        "test_a_new_stage_with_a_higher_loss_is_no_spike": 0,
-    },
-    "tests/unit/tasks/pretrain/test_stage_attention.py": {
-        "test_stages_equal_runs_with_the_keys_of_each_stage": 2,
-    },
-    "tests/unit/tasks/rl/rewards/test_code.py": {
-        "test_a_label_that_a_program_without_an_answer_passes_is_refused": 4,
-        "test_a_program_that_does_not_answer_right_has_not_passed": 7,
-        "test_a_right_program_passes": 5,
-    },
-    "tests/unit/tasks/rl/rollout/test_server_pool.py": {
-        "test_server_that_comes_back_with_a_fault_does_not_end_the_run": 3,
-    },
-    "tests/unit/tasks/rl/rollout/test_weight_group.py": {
-        "test_update_after_one_that_broke_anywhere_succeeds": 6,
-        "test_worker_waits_no_longer_for_a_trainer_that_is_stopped": 3,
-    },
-    "tests/unit/tasks/rl/test_modes.py": {
-        "test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from_them": 0,
-    },
-    "tests/unit/tasks/rl/test_network_function.py": {
-        "test_a_phase_goes_on_with_the_function_of_the_one_before": 3,
-        "test_all_consumers_compute_what_a_key_of_adapters_says": 7,
-        "test_all_consumers_compute_what_a_key_says": 7,
-    },
-    "tests/unit/tasks/rl/test_prompts.py": {
-        "test_a_label_that_no_answer_reaches_is_refused": 4,
-    },
-    "tests/ranks/test_verbs.py": {
-        "test_answers_to_lm_eval_do_not_depend_on_the_ranks": 0,
-    },
+    "test_bandwidth::test_the_probe_writes_rows_of_its_groups_and_changes_no_loss": 0,
+    "test_changed_meshes::test_a_run_continues_on_another_mesh": 13,
+    "test_curriculum::test_the_debug_curriculum_trains_from_end_to_end": 0,
+    "test_damaged_text::test_damaged_text_ends_all_ranks_before_the_step_that_would_use_it": 0,
+    "test_edge_cases::test_a_case_equals_one_process": 9,
+    "test_finetuning::test_chats_train_the_same_on_any_layout_and_adapters_resume_over_their_base": 0,
+    "test_float8_layouts::test_a_layout_in_fp8_equals_one_process": 6,
+    "test_hangs::test_a_hung_rank_is_found_named_and_ended": 0,
+    "test_hf_ranks::test_every_mesh_reads_and_writes_the_same_folder": 0,
+    "test_hosts::test_a_signal_saves_on_all_nodes_and_the_same_command_goes_on": 0,
+    "test_hosts::test_faults_are_found_on_all_nodes_before_one_starts": 0,
+    "test_hosts::test_lost_nodes_are_replaced_by_a_spare_and_then_by_fewer_replicas": 0,
+    "test_interrupts::test_a_signal_ends_all_that_was_started": 4,
+    "test_launch::test_a_failing_rank_ends_the_run_with_its_traceback": 0,
+    "test_launch::test_a_killed_rank_is_named_and_the_saved_run_goes_on": 0,
+    "test_launch::test_a_signal_saves_and_the_same_command_goes_on": 3,
+    "test_launch::test_two_ranks_report_what_one_process_reports": 6,
+    "test_muon_ranks::test_a_mesh_equals_one_process": 64,
+    "test_planned_steps::test_8192_ranks_are_planned_to_the_byte": 3,
+    "test_planned_steps::test_planned_traffic_is_what_a_step_sends": 15,
+    "test_policy_gradients::test_a_layout_equals_one_process": 4,
+    "test_preference_layouts::test_a_layout_equals_one_process": 7,
+    "test_pretend_gpu::test_a_layout_with_its_tensors_on_a_device_equals_one_process": 0,
+    "test_profiles::test_chosen_ranks_record_their_part_of_the_step": 0,
+    "test_reinforcement::test_ranks_agree_and_kills_lose_nothing": 0,
+    "test_rollouts::test_every_layout_draws_what_one_rank_draws_with_the_trainers_logprobs": 0,
+    "test_sharded_layouts::test_a_layout_equals_one_process": 11,
+    "test_stale_rollouts::test_a_kill_in_a_rollout_loses_no_finished_group_and_changes_nothing": 0,
+    "test_stops::test_a_signal_at_any_moment_loses_nothing_and_a_second_one_ends_at_once": 0,
+    "test_three_networks::test_a_policy_a_reference_and_a_critic_train_on_any_layout_and_resume_bit_for_bit": 0,
+    "test_traffic::test_collectives_and_bytes_are_those_of_the_table": 4,
+    "test_tutorial::test_every_command_of_the_tutorial_prints_what_the_page_shows": 0,
+    "test_validation_tasks::test_every_layout_validates_what_one_process_does": 0,
+    "test_ablate::test_a_signal_stops_the_run_and_the_next_call_goes_on": 2,
+    "test_ablate::test_the_recipes_are_really_trained": 0,
+    "test_convert::test_the_export_has_the_tokenizer_of_the_run": 3,
+    "test_folder_kinds::test_a_hugging_face_folder_is_quantised_as_its_step_folder_is": 3,
+    "test_folder_kinds::test_a_verb_says_what_a_folder_of_another_kind_is": 3,
+    "test_gpu_report::test_a_dry_run_runs_every_part": 0,
+    "test_measure_conversion::test_a_rank_reads_and_holds_only_what_it_keeps": 0,
+    "test_attention::test_packed_micro_batches_meet_few_plans": 3,
+    "test_attention::test_runs_equal_the_mask_of_all_pairs": 4,
+    "test_attention_cost::test_memory_grows_with_the_row_and_falls_with_the_ranks": 0,
+    "test_compile::test_compiled_block_equals_eager_without_break_or_recompilation": 2,
+    "test_compile::test_rollouts_compile_no_layer_again": 2,
+    "test_quantised_weights::test_forward_keeps_no_converted_weight": 2,
+    "test_h100_code::test_a_part_of_the_step_compiles_for_an_h100": 0,
+    "test_kernel_counts::test_bytes_and_kernels_only_fall": 3,
+    "test_measures::test_a_model_that_is_trained_for_it_finds_the_needle_and_greedy_decoding_writes_it": 0,
+    "test_standard_tasks::test_chats_and_texts_are_those_of_the_hf_backend": 6,
+    "test_attention_shapes::test_a_long_generation_meets_few_shapes_and_no_groups_of_heads_with_a_mask": 7,
+    "test_monitoring_stack::test_a_program_that_reads_its_data_for_long_is_not_ended": 0,
+    "test_monitoring_stack::test_grafana_and_dcgm_exporter_start_with_these_arguments": 4,
+    "test_alarm::test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks": 2,
+    "test_float8_run::test_a_checkpoint_goes_from_fp8_to_higher_precision_and_back": 2,
+    "test_library_messages::test_a_run_with_eight_bit_states_and_many_workers_and_a_benchmark_write_no_errors": 0,
+    "test_offload_run::test_an_offloaded_run_resumes_without_and_back": 2,
+    "test_trainer::test_a_compiled_run_reports_what_an_eager_one_reports": 0,
+    "test_trainer::test_a_run_whose_files_are_deleted_says_so_once_and_goes_on": 4,
+    "test_trainer::test_a_step_is_published_after_its_row_however_slow_the_storage_of_rows": 2,
+    "test_trainer::test_ruined_weights_are_never_published_and_end_the_run_as_diverged": 2,
+    "test_trainer::test_stopping_after_any_step_and_starting_again_changes_no_bit": 4,
+    "test_types::test_a_size_that_the_rules_accept_trains": 11,
+    "test_types::test_adapters_obey_every_pair_of_types": 2,
+    "test_types::test_every_pair_of_types_is_obeyed": 48,
+    "test_setup_cluster::test_a_cluster_is_set_up_and_again_gives_the_same": 3,
+    "test_memory::test_a_file_of_states_has_the_planned_size_and_a_step_moves_it_once_each_way": 2,
+    "test_memory::test_activations_of_a_frozen_layer_with_adapters_match_what_autograd_keeps": 4,
+    "test_stage_table::test_the_bubble_is_that_of_torchs_order": 3,
+    "test_step_time::test_bytes_and_kernels_of_a_layer_are_those_of_the_model": 6,
+    "test_hosts::test_a_node_that_was_silent_before_a_failure_is_lost_at_once": 0,
+    "test_chat_template::test_arguments_as_json_text_are_those_of_the_object": 0,
+    "test_chat_template::test_documents_and_prompts_equal_apply_chat_template": 3,
+    "test_hf_names::test_real_shapes_give_the_tensor_and_parameter_counts_of_the_releases": 3,
+    "test_hub::test_ranks_get_the_folders_that_were_fetched_once": 2,
+    "test_duplicates::test_memory_stays_within_the_setting_for_ten_times_the_documents": 0,
+    "test_prepare::test_killed_at_random_moments_it_ends_with_the_same_bytes": 0,
+    "test_adapter_runs::test_a_quantised_base_trains_as_the_converted_one_and_a_resume_changes_no_bit": 2,
+    "test_adapter_runs::test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from": 2,
+    "test_preferences::test_a_run_begins_at_ln_2_learns_and_resumes_bit_for_bit": 2,
+    "test_task::test_answers_end_if_and_only_if_the_marker_behind_them_is_a_target": 2,
+    "test_data_stream::test_a_new_stage_with_a_higher_loss_is_no_spike": 0,
+    "test_stage_attention::test_stages_equal_runs_with_the_keys_of_each_stage": 2,
+    "test_code::test_a_label_that_a_program_without_an_answer_passes_is_refused": 4,
+    "test_code::test_a_program_that_does_not_answer_right_has_not_passed": 7,
+    "test_code::test_a_right_program_passes": 5,
+    "test_server_pool::test_server_that_comes_back_with_a_fault_does_not_end_the_run": 3,
+    "test_weight_group::test_update_after_one_that_broke_anywhere_succeeds": 6,
+    "test_weight_group::test_worker_waits_no_longer_for_a_trainer_that_is_stopped": 3,
+    "test_modes::test_prediction_layers_learn_from_samples_and_the_policy_does_not_learn_from_them": 0,
+    "test_network_function::test_a_phase_goes_on_with_the_function_of_the_one_before": 3,
+    "test_network_function::test_all_consumers_compute_what_a_key_of_adapters_says": 7,
+    "test_network_function::test_all_consumers_compute_what_a_key_says": 7,
+    "test_prompts::test_a_label_that_no_answer_reaches_is_refused": 4,
+    "test_verbs::test_answers_to_lm_eval_do_not_depend_on_the_ranks": 0,
 }
-"""By file and test: of its rows, the first and each n-th after it run in the first tier; 0: none."""
+"""By name of a file and test: of its rows, the first and each n-th after it run in the first tier; 0: none."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -250,9 +110,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the rows of the second tier."""
     seen: dict[str, int] = {}
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        file, _, name = test.partition("::")
-        if (step := EVERY.get(file, {}).get(name)) is not None:
+        test = f"{item.path.stem}::{item.name.partition('[')[0]}"
+        if (step := EVERY.get(test)) is not None:
             number = seen[test] = seen.get(test, -1) + 1
             if not step or number % step:
                 item.add_marker("thorough")

@@ -1,5 +1,7 @@
 """Waits of the tests, for an event, with a limit that only ends a hang; and what is known of a process."""
 
+import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -27,11 +29,32 @@ def wait_until(find: Callable[[], Found], said: str | Callable[[], str] = "", se
     return found
 
 
-def free_port() -> str:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+_RESERVED: list[socket.socket] = []
+"""Addresses without a file, one of each port, held until this process and its forks have ended."""
+
+
+def free_port(behind: int = 0) -> int:
+    """A port of this machine that nothing listens on and that no other test gets, now or after a pause.
+
+    It is below those that the system gives to connections, one of which could have it when it is used.
+
+    Args:
+        behind: so many ports behind it are kept as well: a launcher takes the next one at each restart.
+    """
+    for port in random.Random(os.urandom(8)).sample(range(10_000, 29_000), 1000):
+        reserved = []
+        try:
+            for number in range(port, port + behind + 1):
+                reserved.append(socket.socket(socket.AF_UNIX))
+                reserved[-1].bind(f"\0glm46-test-port-{number}")
+                socket.create_server(("", number)).close()
+        except OSError:
+            for one in reserved:
+                one.close()
+            continue
+        _RESERVED.extend(reserved)
+        return port
+    raise AssertionError("no port is free")
 
 
 def children_of(process: int) -> list[int]:

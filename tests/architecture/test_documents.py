@@ -14,8 +14,9 @@ from tests.architecture import house
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/configuration.md", "docs/api.md",
+    "docs/infrastructure.md", "docs/nccl.md", "docs/preflight.md", "docs/troubleshooting.md",
 )  # fmt: skip
-FOLDERS = "glm46|docs|tests|scripts|train_configs"
+FOLDERS = "glm46|docs|tests|scripts|train_configs|deploy"
 VERBS = {
     path.stem.replace("_", "-")
     for path in (ROOT / "glm46" / "commands").glob("*.py")
@@ -29,6 +30,8 @@ def test_named_files_and_verbs_exist(document):
     paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w/.-]*\w/?", text) + re.findall(r"\./([\w/]+\.sh)", text)
     paths = [path for path in paths if not re.search(r"\b(ROOM|WING|NAME)\b", path)]  # what a reader fills in
     assert [path for path in paths if not (ROOT / path).exists()] == []
+    anchors = re.findall(r"`(docs/[\w/.-]+\.md)#([\w-]+)", text)
+    assert [name for page, name in anchors if name not in headings(ROOT / page)] == []
     verbs = re.findall(r"python -m glm46 ([a-z][\w-]*)", text)
     assert set(verbs) - VERBS == set()
 

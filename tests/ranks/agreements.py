@@ -17,9 +17,9 @@ import torch.distributed as dist
 from glm46.compute.distributed.agreement import awaited, combine_on_host
 from glm46.engine.training.named_sums import spread_over_ranks, sum_on_host
 from tests.processes import wait_until
-from tests.ranks.forked_ranks import await_ranks, start_ranks
+from tests.ranks.forked_ranks import await_ranks, in_halves, start_ranks
 
-RANKS, VICTIM, TIMEOUT = 6, 5, 10.0
+RANKS, VICTIM, TIMEOUT = 6, 5, 30.0
 """The victim is a child of rank 4, which is one of rank 0."""
 FAULTS = ("dead", "late")
 NAMES = ["a", "b", "c"]
@@ -51,14 +51,17 @@ def work(rank: int, fault: str, folder: Path) -> int:
 
 
 def main() -> None:
-    """Both faults, one after the other."""
-    for fault in FAULTS:
+    """Both faults, beside each other."""
+
+    def run(fault: str) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             ranks = start_ranks(RANKS, folder / "log-", partial(work, fault=fault, folder=folder))
             codes = await_ranks(ranks)
             rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
             print(json.dumps({"name": fault, "codes": codes, "ranks": rows}), flush=True)
+
+    in_halves(FAULTS, run)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from glm46.storage.checkpoint.manager import CheckpointManager
+from tests.processes import HANG_SECONDS
 from tests.ranks.forked_ranks import die_in_sync
 
 SECONDS_TO_NOTICE = 60  # gloo notices a closed connection at once; the rest is for a busy machine
@@ -100,7 +101,7 @@ def run_round(base: Path, number: int, chance: random.Random) -> str:
         for rank, child in enumerate(ranks):
             if victim in (rank, "all"):
                 os.kill(child, signal.SIGKILL)
-    end = time.monotonic() + SECONDS_TO_NOTICE + 10
+    end = time.monotonic() + HANG_SECONDS
     left, codes = set(ranks), []
     while left:
         if codes and not all(store.with_suffix(f".ready{rank}").exists() for rank in range(2)):

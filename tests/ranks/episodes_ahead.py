@@ -65,7 +65,7 @@ class Case:
     def __init__(self, base: Path):
         self.base, self.steps, self.record = base, base / "steps", base / "record.jsonl"
         self.steps.mkdir(parents=True)
-        self._port, self._starts = int(free_port()), 0
+        self._port, self._starts = free_port(), 0
         self._server = start_ranks(1, base / "log-server", lambda _: self._serve())
 
     def _serve(self) -> None:

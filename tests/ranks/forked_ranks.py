@@ -1,6 +1,7 @@
 """Ranks of a small run by fork: the imports are paid once, so that hundreds of starts and ends take minutes."""
 
 import ctypes
+import importlib
 import json
 import math
 import os
@@ -60,6 +61,17 @@ def end_with(work: Callable[[], int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def call_program(program: str, count: str, arguments: str) -> int:
+    """Call ``file.function`` of this folder, in this process or on so many ranks; its exit code."""
+    module, name = program.split(".")
+    del sys.argv[1:]  # as of a program that is started without arguments
+    function = getattr(importlib.import_module(f"tests.ranks.{module}"), name)
+    if count == "0":
+        return function(*json.loads(arguments)) or 0
+    run_ranks(int(count), lambda: function(*json.loads(arguments)))
+    return 0
 
 
 def start_ranks(count: int, log: Path, work: Callable[[int], int]) -> list[int]:

@@ -7,6 +7,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,17 +42,18 @@ SLOW_FROM, LAST_STEP = 60, 110
 def hampered_work(rank: int, config, moment: Path) -> int:
     """Train while the writer thread of rank 1 raises SystemExit in one save; later rank 0 is slowed in every step."""
     torch.set_num_threads(1)
-    step, train_step, write, times = 0, loop.train_step, save.write_tensors, []
+    step, train_step, write = 0, loop.train_step, save.write_tensors
+    times = deque[float](maxlen=20)
 
     def counted(*arguments):
         nonlocal step
         step += 1
-        began = time.perf_counter()
         if rank == 0 and step >= SLOW_FROM:
-            time.sleep(max(2 * statistics.median(times), 0.1))  # much, because other work may share the cores
+            # Much, because other work may share the cores, and more if they become slower.
+            time.sleep(max(3 * statistics.median(times), 0.1))
+        began = time.perf_counter()
         outcome = train_step(*arguments)
-        if step in range(SLOW_FROM - 20, SLOW_FROM):
-            times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - began)
         return outcome
 
     def write_tensors(folder: Path, *arguments):

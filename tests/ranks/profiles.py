@@ -4,11 +4,14 @@ PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/profiles.py
 """
 
 import json
+from collections.abc import Callable
+from itertools import count
 
 import torch
 
-from glm46.engine.observe.profiler import REQUEST_FILE
+from glm46.engine.observe.profiler import REQUEST_FILE, Profiler
 from glm46.tasks.pretrain.task import train
+from tests.processes import wait_until
 from tests.ranks.forked_ranks import in_halves, run_whole
 from tests.small_run import folder_with_source, small_config
 
@@ -20,6 +23,18 @@ LAYOUTS = {
     "requested": ({}, "none", [1]),
 }
 """Degrees, activation checkpointing and profiled ranks."""
+
+
+def wait_for_request(is_requested: Callable[[Profiler], bool] = Profiler.is_requested) -> Callable[[Profiler], bool]:
+    """In place of `Profiler.is_requested` in a short run: the first call waits until the thread has seen the file."""
+    calls = count()
+
+    def waiting(profiler: Profiler) -> bool:
+        if profiler._request is not None and next(calls) == 0:
+            wait_until(profiler._request._is_seen.is_set)
+        return is_requested(profiler)
+
+    return waiting
 
 
 def main() -> None:
@@ -42,6 +57,8 @@ def main() -> None:
 
             def work(rank: int) -> int:
                 torch.set_num_threads(1)
+                if label == "requested":
+                    Profiler.is_requested = wait_for_request()
                 return train(config)
 
             log = base / f"log-{label}-"

@@ -1,19 +1,17 @@
-"""Programs of these tests by fork: a process that has imported torch and glm46 once, which takes seconds of a core.
-
-This is the tests' side, the fixture `server`; the other one is serving.py.
-"""
+"""Programs of these tests by fork, as the fixture `server`: functions of the files beside this one."""
 
 import json
 import os
+import select
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from socket import socket
 
+from tests.fork_server import ROOT, ForkServer, read_line
 from tests.processes import PROGRAM_SECONDS
 
-ROOT = Path(__file__).parents[2]
+_CALL = "import sys; from tests.ranks.forked_ranks import call_program; sys.exit(call_program(*sys.argv[1:]))"
 
 
 def differences(row: dict, bounds: dict[str, float]) -> list[str]:
@@ -28,23 +26,21 @@ def differences(row: dict, bounds: dict[str, float]) -> list[str]:
 class Forked:
     """A started program, in a session of its own; of what `subprocess.Popen` has, what the tests use."""
 
-    def __init__(self, server: "Server", process: int, output: Path):
+    def __init__(self, process: int, connection: socket, output: Path):
         self.pid, self.output, self.returncode = process, output, None
-        self._server = server
+        self._connection = connection
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._server.ask(poll=self.pid)
+    def poll(self, seconds: float = 0.0) -> int | None:
+        """Its exit code, for which this waits so long."""
+        if self.returncode is None and select.select([self._connection], [], [], seconds)[0]:
+            self.returncode = int(read_line(self._connection))
         return self.returncode
 
     def wait(self) -> int:
         """Its exit code; if it hangs, it is killed, with all its ranks, and the test fails."""
-        end = time.monotonic() + PROGRAM_SECONDS
-        while self.poll() is None:
-            if time.monotonic() > end:
-                os.killpg(self.pid, signal.SIGKILL)
-                raise AssertionError(f"not through after {PROGRAM_SECONDS} s\n{self.output.read_text()[-4000:]}")
-            time.sleep(0.02)
+        if self.poll(PROGRAM_SECONDS) is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise AssertionError(f"not through after {PROGRAM_SECONDS} s\n{self.output.read_text()[-4000:]}")
         return self.returncode
 
     def text(self) -> str:
@@ -64,7 +60,7 @@ class CaseRows:
     def row(self, name: str) -> dict:
         """The row of a case; waits until it is printed, and fails the test if the ranks of this case failed."""
         while name not in self._rows:
-            code = self._started.poll()  # before the output is read: it is complete if the program has ended
+            code = self._started.poll(0.05)  # before the output is read: it is complete if the program has ended
             lines = self._started.output.read_text().rpartition("\n")[0].splitlines()
             self._rows = {row["name"]: row for row in map(json.loads, (x for x in lines if x.startswith("{")))}
             if name in self._rows:
@@ -73,7 +69,6 @@ class CaseRows:
                 self._kill()
                 state = "is too slow" if code is None else f"ended with exit code {code}"
                 raise AssertionError(f"{name}: no result, the program {state}\n" + "\n".join(lines)[-4000:])
-            time.sleep(0.05)
         if "failed" in self._rows[name]:
             raise AssertionError(f"{name}: its ranks failed\n{self._rows[name]['failed'][-8000:]}")
         return self._rows[name]
@@ -90,33 +85,33 @@ class CaseRows:
 
 
 class Server:
-    """The process that forks, as the tests see it."""
+    """The server of forks with what these programs need."""
 
     def __init__(self, folder: Path):
         self._folder, self._started = folder, 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks.serving"],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        compiles = "torch._dynamo.backends.debugging", "torch._inductor.compile_fx"  # 2 s in each rank
+        self._server = ForkServer(
+            folder, *compiles, "glm46.storage.prepare.pipeline", "glm46.tasks.pretrain.task", "tests.small_run"
         )
+        self.close = self._server.close
 
-    def ask(self, **task) -> int | None:
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def start(self, program: str, *arguments: str | int, **options) -> Forked:
+    def start(
+        self, program: str, *arguments: str | int, ranks: int = 0, environment: dict[str, str] | None = None
+    ) -> Forked:
         """Call ``program``, a function of a file beside this one as ``file.function``.
 
-        Options: ``ranks``, on so many of which it is called; ``environment``, variables.
+        Args:
+            ranks: on so many of which it is called; 0: in the process that is started.
+            environment: further variables.
         """
         self._started += 1
-        output = self._folder / f"{self._started}-{program}"
-        output.touch()
-        return Forked(self, self.ask(program=program, arguments=arguments, output=str(output), **options), output)
+        output, words = (
+            self._folder / f"{self._started}-{program}",
+            ["-c", _CALL, program, str(ranks), json.dumps(arguments)],
+        )
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+        with output.open("wb") as file:
+            return Forked(*self._server.start(words, file, variables), output)
 
     def text(self, program: str, *arguments: str | int, **options) -> str:
         """What a program says that must end with 0."""
@@ -126,7 +121,3 @@ class Server:
         """The JSON objects that it prints, one per line."""
         text = self.text(program, *arguments, **options)
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()

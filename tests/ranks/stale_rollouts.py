@@ -116,7 +116,7 @@ def work(rank: int, config, moment: str, seen: Path) -> int:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         base, codes, kept, said = Path(name), [], {}, []
-        port = int(free_port())
+        port = free_port()
         server = start_ranks(1, base / "log-server", lambda _: serve(port))
         config = config_of(base, "run", port, steps=STEPS, max_staleness=STALENESS)
         folder = base / "run" / FOLDER
@@ -164,7 +164,7 @@ def work_in_turn(rank: int, config, fatal: int | None, seen: Path) -> int:
 
 def in_turn() -> None:
     with tempfile.TemporaryDirectory() as name:
-        base, ports, found = Path(name), [int(free_port()), int(free_port())], {}
+        base, ports, found = Path(name), [free_port(), free_port()], {}
         servers = start_ranks(2, base / "log-server", lambda number: serve(ports[number], together=False))
         moved = {"deadline_seconds": 60.0, "keep_latest_k": 5}
         runs = (("whole", 0, None, {}), ("killed", 0, PROMPTS + 3, {}), ("killed", 1, None, moved))

@@ -21,7 +21,7 @@ from glm46.engine.training import loop, resume
 from glm46.engine.training.saving import Saver
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.pretrain import task
-from tests.processes import is_alive, wait_until
+from tests.processes import HANG_SECONDS, is_alive, wait_until
 from tests.ranks.forked_launch import fork_launch
 from tests.small_run import folder_with_source, small_config
 
@@ -105,7 +105,7 @@ def attempt(config, base: Path, moment: str, number: signal.Signals, chance: ran
         os.kill(launcher, number)
     if moment == "second":
         began = time.monotonic()
-        while is_alive(launcher) and time.monotonic() - began < 60:  # a busy launcher may take two signals for one
+        while is_alive(launcher) and time.monotonic() - began < HANG_SECONDS:  # a busy one may take two for one
             time.sleep(1.5)
             os.kill(launcher, number)
     with suppress(AssertionError):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import is_rank, wait_until
 from tests.ranks.interrupts import left_behind
-from tests.ranks.test_hosts import log, lose, start, wait_for_resumes
+from tests.ranks.test_hosts import kill_all, log, lose, start, wait_for_resumes
 from tests.ranks.test_launch import end, losses, wait_for_step
 
 __all__ = ["start"]
@@ -142,8 +142,7 @@ def test_twenty_faults_leave_the_losses_of_an_undisturbed_run(make_config, start
     faults.wait_for_step(steps)
     disturbed = time.monotonic() - began
     output = end(process)
-    for stopped in left_behind(process.mark):
-        os.kill(stopped, signal.SIGKILL)
+    kill_all(left_behind(process.mark))
     assert process.returncode == 0, output
     step_seconds = faults.trained["seconds"] / faults.trained["steps"]
     share = steps * step_seconds / disturbed

@@ -5,6 +5,7 @@ import re
 import socket
 
 from glm46.engine.reliability.hang_report import find_culprits
+from tests.processes import HANG_SECONDS
 from tests.ranks.hangs import VICTIMS
 
 
@@ -19,7 +20,7 @@ def test_a_hung_rank_is_found_named_and_ended(server):
     host = socket.gethostname()
     # The store's host does not answer while the ranks run: each ends on its own.
     # The one that ends first breaks the connection of the other, which ends by that error with the same code.
-    assert cut_off["codes"] == [76, 76] and cut_off["seconds"] < 60.0, cut_off
+    assert cut_off["codes"] == [76, 76] and cut_off["seconds"] < HANG_SECONDS, cut_off
     for rank in range(2):
         assert f"rank {rank} on {host} has had no answer from the store" in cut_off["said"], cut_off
     check_saver(hampered)
@@ -30,9 +31,9 @@ def test_a_hung_rank_is_found_named_and_ended(server):
         # The other rank kills one that cannot run.
         is_mute = row["hang"] in ("stopped", "blocked")
         assert row["codes"][other] == 76 and row["codes"][victim] == (-9 if is_mute else 76), row
-        assert row["seconds"] < 60.0, row  # without an end it waits until the program is killed
-        # Found at the limit, which follows the steps of this run; a busy machine delays one look by seconds.
-        assert row["found_seconds"] < max(5.0, 5 * row["slowest_step"]) + 20.0, row
+        assert row["seconds"] < HANG_SECONDS, row  # without an end it waits until the program is killed
+        # Found at the limit, which follows the steps of this run; a busy machine delays one look by a minute.
+        assert row["found_seconds"] < max(5.0, 5 * row["slowest_step"]) + 60.0, row
         assert row["said"].count("error: no progress for") == 1, row
         doing, waiting = "training step", "training step"
         if row["hang"] == "no text":
@@ -52,8 +53,9 @@ def check_saver(row: dict) -> None:
     """An error in the writer thread of one rank: reported at the next step, and the next save works."""
     assert row["codes"] == [0, 0], row["said"]
     (told,) = (int(step) for step in re.findall(r"step (\d+): .*rank 1, saving step 20: SystemExit: 3", row["log"]))
-    # The other thread learns it in its next exchange, and training when it polls after a step.
-    assert row["raised_in_step"] <= told <= row["raised_in_step"] + 3, row
+    # The other thread learns it in its next exchange, for which steps do not wait, and training when it polls after a
+    # step: before the next save.
+    assert row["raised_in_step"] <= told < 40, row
     assert (row["saved"][0], row["saved"][-1]) == (40, 110)
     assert row["failed_saves"] == [0] * told + [1] * (110 - told)
 

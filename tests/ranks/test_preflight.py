@@ -1,12 +1,12 @@
 """`preflight` on two hosts of one rank each, both of which are this machine."""
 
 import json
-import os
 from pathlib import Path
 
 from glm46.config.loader import dump_config
 from glm46.operate.cluster.preflight import RESULTS_FILE
 from glm46.operate.cluster.results import FAIL, PASS
+from tests.processes import free_port
 
 
 def start(server, port: str, node: int, *argv: str, **variables: str):
@@ -17,8 +17,7 @@ def start(server, port: str, node: int, *argv: str, **variables: str):
 def test_two_hosts_meet_and_the_one_with_a_fault_is_named(server, make_config, tmp_path):
     config = make_config(checkpoint={"interval": 2})
     (tmp_path / "run.toml").write_text(dump_config(config))
-    # Below the ports that the system gives to connections, one of which could be the next port.
-    port = str(20_000 + 2 * (os.getpid() % 5000))
+    port = str(free_port(behind=9))
     options = ("--config", str(tmp_path / "run.toml"), "--json", str(tmp_path / "found.json"))
     first, second = start(server, port, 0, *options), start(server, port, 1, *options, NCCL_ALGO="Tree")
     assert [first.wait(), second.wait()] == [1, 1], first.output.read_text()

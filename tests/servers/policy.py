@@ -1,6 +1,5 @@
 """A small policy with an engine, and the server that generates for it."""
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
+from tests.processes import free_port
 from tests.servers.vllm_process import SCRIPT, VllmProcess, reason_to_skip
 
 _REASON = reason_to_skip()
@@ -50,9 +50,7 @@ class Policy:
         self.generator, self.version, self.folder = torch.Generator().manual_seed(0), 0, folder
         self.rules = SamplingRules(1.0, frozenset({self.tokenizer.eos_id, 7}), self.tokenizer.vocab_size)
         self.requests = [Request([3 + n, 50, 1000 + n, 9], seed, 32) for n in range(4) for seed in range(n, n + 4)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.lines: list[str] = []
         urls = [f"http://127.0.0.1:{self.port}"]
         config = RolloutConfig(kind="vllm", max_new_tokens=32, urls=urls, weights=self.weights)

@@ -23,7 +23,7 @@ from glm46.storage.huggingface.merge_adapter import merge_adapter
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.peft_export import export_adapter, is_adaptable
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from scripts.measure.measure_alerts import free_ports
+from tests.processes import free_port
 from tests.servers.vllm_process import PYTHON, VllmProcess, reason_to_skip
 
 _REASON = reason_to_skip()
@@ -91,7 +91,7 @@ def test_the_command_of_the_page_serves_and_the_client_gets_our_answer(model, fo
     (command,) = re.findall(r"^vllm serve (.*?)(?<!\\)$", PAGE, re.M | re.S)
     command = command.replace("\\\n", "").replace("models/mine", str(folder)).replace("-size 8", "-size 1")
     words = shlex.split(command)
-    port = free_ports(1)[0]
+    port = free_port()
     program = [Path(os.environ[PYTHON]).with_name("vllm"), "serve", *words, "--port", str(port), *ON_A_CPU]
     server = VllmProcess(program, port, tmp_path / "server.log", environment)
     try:

@@ -1,7 +1,6 @@
 """Whole runs of reinforcement learning beside a real vLLM on a CPU."""
 
 import json
-import socket
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from glm46.tasks.rl import task
 from glm46.tasks.rl.journal import read_rollout
 from glm46.tasks.rl.stepping import StepBuilder
+from tests.processes import free_port
 from tests.servers.policy import MARKS
 from tests.servers.test_vllm_adapters import OPTIONS
 
@@ -18,9 +18,7 @@ MODEL = {"head_dim": 32}  # vLLM's least on a CPU
 
 def served(*options: str) -> dict:
     """Keys of [rollout] of a run that starts a server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     launch = ["deploy/vllm/serve_cpu.sh", "{folder}", "{port}", "--max-model-len", "64", *options]
     return {"kind": "vllm", "urls": [f"http://127.0.0.1:{port}"], "launch": launch}
 

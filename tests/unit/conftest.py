@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+from tests.fork_server import ForkServer
 from tests.small_run import make_config, small_disk, source_folder, tokenizer
-from tests.warm_python import WarmPython
 
 __all__ = ["make_config", "small_disk", "source_folder", "tokenizer"]
+
+# Limits of time of an example, and of what generates it, would fail on a busy machine; each run has the same examples.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 def pytest_collection_finish() -> None:
@@ -31,7 +36,12 @@ def seeded() -> None:
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory) -> Iterator[str]:
     """Path of a Python whose programs start with torch and glm46 imported."""
-    one = WarmPython(tmp_path_factory.mktemp("warm"))
+    modules = (
+        "glm46.operate.launch.host_group",
+        "glm46.storage.checkpoint.gathering",
+        "glm46.storage.checkpoint.manager",
+    )
+    one = ForkServer(tmp_path_factory.mktemp("warm"), *modules)
     yield str(one.file)
     one.close()
 

@@ -98,8 +98,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self._first_at = 0.0
-        self.has_started = False
-        self.has_ended = False
+        self._is_asked = threading.Event()
+        self.has_started = self.has_ended = False
         self._listener = SignalListener(self._on_signal)
 
     def restore(self) -> None:
@@ -109,29 +109,29 @@ class StopRequest:
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Around each exchange of stop requests. A signal in the first one does not end this process, because another
-        rank may have left it and be training; but if it fails, a rank before it has ended on the signal."""
+        rank may have left it and be training. If it fails, a rank has ended on a signal that may still come here."""
         is_first, self.has_started = not self.has_started, True
         try:
             yield
         except RuntimeError:
-            if is_first and self.signal_name:
+            if is_first and self._is_asked.wait(5 * REPEAT_SECONDS) and self.signal_name:
                 self._end_before_training(signal.Signals[self.signal_name])
             raise
 
     def _end_before_training(self, number: int) -> None:
-        name = signal.Signals(number).name
-        exit_now(code_before_training(number), f"stopped by {name} before training began; nothing is lost")
+        said = f"stopped by {signal.Signals(number).name} before training began; nothing is lost"
+        exit_now(code_before_training(number), said)
 
     def _on_signal(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
         self.signal_name = self.signal_name or name
+        self._is_asked.set()
         if self.has_ended:
             return
         if not self.has_started:
             self._end_before_training(number)
-        if not self._first_at:
-            self._first_at = now
-        elif now - self._first_at > REPEAT_SECONDS:
+        self._first_at = self._first_at or now
+        if now - self._first_at > REPEAT_SECONDS:
             exit_now(EXIT_SIGNAL + number, f"a second signal, {name}: ended at once, without a save")
 
 

@@ -142,9 +142,8 @@ class HostNodes:
         Returns:
             0, or the exit code of the node that failed first; EXIT_STOPPED only if no node ended otherwise.
         """
-        self._is_running, self.hung_ranks, self.failed_at = True, set(), None
+        self._is_running, self.is_final, self.hung_ranks, self.failed_at = True, False, set(), None
         self._asked_at = self._looked_at = time.monotonic()
-        self.is_final = False
         self._send(go=times.to_text())
         for node in self._nodes:
             while node.held:

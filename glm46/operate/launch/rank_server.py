@@ -79,18 +79,19 @@ class RankServer:
 
     Attributes:
         failed_at: `time.time` when the first rank of the last start failed; None before.
+        first_failed: process id of that rank; 0 before.
     """
 
     def __init__(self, modules: Sequence[str]):
         self._modules = list(modules)
         self._ranks: dict[int, RankProcess] = {}
         self.failed_at: float | None = None
-        self._follow_until = float("inf")
+        self.first_failed, self._follow_until = 0, float("inf")
         self._begin()
 
     def begin_start(self) -> None:
         """Forget the ranks of the start before."""
-        self._ranks, self.failed_at, self._follow_until = {}, None, float("inf")
+        self._ranks, self.failed_at, self.first_failed, self._follow_until = {}, None, 0, float("inf")
         if self._process.poll() is not None:
             self._begin()
 
@@ -151,7 +152,7 @@ class RankServer:
 
     def _end(self, rank: RankProcess, code: int) -> None:
         if code not in (0, EXIT_STOPPED) and self.failed_at is None:
-            self.failed_at = time.time()
+            self.failed_at, self.first_failed = time.time(), rank.pid
             self._follow_until = time.monotonic() + (_HANG_FOLLOW_SECONDS if code == EXIT_HANG else _FOLLOW_SECONDS)
         rank.end(code)
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,7 +29,7 @@ from glm46.engine.reliability.stop import (
     started_ranks,
 )
 from glm46.operate.launch.config_options import task_module
-from glm46.operate.launch.rank_server import RankProcess, RankServer
+from glm46.operate.launch.rank_server import RankServer
 
 EXIT_FAILED_RANK = 1
 EXIT_USER_ERROR = 2
@@ -38,9 +38,6 @@ SAVE_SECONDS = 600
 """Time for ranks to save and exit after a signal, before they are killed."""
 _EXIT_SECONDS = 3
 """Time for ranks to exit after a second signal, before they are killed."""
-
-
-_Start = Callable[[tuple[str, ...], dict[str, str]], RankProcess]
 
 
 class End(NamedTuple):
@@ -136,11 +133,12 @@ def run_ranks(
         times: of this start so far; the ranks go on with them.
     """
     server.begin_start()
-    end = _run_torchrun(options, command, signals, lambda words, variables: server.start(words, variables, times))
-    return end._replace(failed_at=server.failed_at)
+    return _run_torchrun(options, command, signals, server, times)._replace(failed_at=server.failed_at)
 
 
-def _run_torchrun(options: Sequence[str], command: Sequence[str], signals: LauncherSignals, start: _Start) -> End:
+def _run_torchrun(
+    options: Sequence[str], command: Sequence[str], signals: LauncherSignals, server: RankServer, times: StartTimes
+) -> End:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -158,7 +156,7 @@ def _run_torchrun(options: Sequence[str], command: Sequence[str], signals: Launc
     # interrupts, and a second signal would end it while ranks save.
     arguments.signals_to_handle = ""
     try:
-        with torchrun_starts(start):
+        with torchrun_starts(lambda words, variables: server.start(words, variables, times)):
             run(arguments)
     except (RendezvousError, DistError) as error:
         cause = f"rendezvous failed: node 0 left or a node did not join: {error}"
@@ -177,6 +175,9 @@ def _run_torchrun(options: Sequence[str], command: Sequence[str], signals: Launc
             return End(EXIT_BROKEN_PIPE, cause)
         if failure.exitcode == EXIT_STOPPED:  # Without a signal to this process: saves failed, or a rank got one.
             return End(EXIT_STOPPED, "the ranks have stopped, to be started again")
+        # Torchrun looks now and then: it may have found the first one together with ranks that lost their neighbour.
+        by_process = {each.pid: (number, each) for number, each in error.failures.items()}
+        rank, failure = by_process.get(server.first_failed, (rank, failure))
         cause = f"rank {rank} {describe_exit(failure.exitcode)}"
         print(f"error: {cause} The other ranks were stopped.", file=sys.stderr)
         is_final = failure.exitcode in (EXIT_USER_ERROR, EXIT_DIVERGED)  # Another start would end in the same way.
@@ -193,6 +194,5 @@ def describe_exit(exit_code: int) -> str:
     """The end of a rank in words; negative codes are signals."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}; its output is above."
-    name = signal.Signals(-exit_code).name
-    remark = " The usual reason is that memory ran out." if name == "SIGKILL" else ""
-    return f"was ended by {name}.{remark}"
+    remark = " The usual reason is that memory ran out." if -exit_code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-exit_code).name}.{remark}"

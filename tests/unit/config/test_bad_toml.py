@@ -567,7 +567,7 @@ def test_a_slip_of_the_hand_is_answered_at_once(override, said, tmp_path):
     began = time.process_time()
     text = SOUND.replace("[[data", "[validation]\nenable = true\n[[data")
     faults = faults_of(text, tmp_path, override)
-    assert said in faults[0] and time.process_time() - began < 20
+    assert said in faults[0] and time.process_time() - began < 60
 
 
 @pytest.mark.parametrize(("number", "noun", "text"), [(1, "step", "1 step"), (0, "step", "0 steps"),

@@ -79,7 +79,7 @@ def without_idle_keys(config: RunConfig) -> RunConfig:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(config=runs())
 def test_dump_loads_again_to_an_equal_run(config, tmp_path):
     path = tmp_path / "config.toml"

@@ -111,14 +111,6 @@ def test_gradients_that_are_deferred_in_vain_are_refused_with_the_reason(lines, 
     )
 
 
-def test_a_chunk_has_tokens(tmp_path):
-    lines = "parallelism.expert_parallel_degree = 2", "training.local_batch_size = 1"
-    lines += "parallelism.expert_exchange_chunks = 2", "parallelism.context_parallel_degree = 8"
-    lines += ("parallelism.tensor_parallel_degree = 2",)
-    with pytest.raises(UserError, match=r"expert_exchange_chunks = 2: a rank has 1 token per micro-batch; take 1"):
-        load_config(write(tmp_path, *lines))
-
-
 def test_an_exchange_without_expert_parallelism_is_one_fault(tmp_path):
     with pytest.raises(UserError) as refused:
         load_config(write(tmp_path, 'parallelism.expert_exchange = "deepep"', "model.hidden_size = 264"))
@@ -165,34 +157,6 @@ def test_samples_do_not_go_by_deepep():
         load_config(path, [*stated, "deepep"])
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ((), "the model has 5 layers, of which it would recompute one; take at most 5"),
-        (("parallelism.pipeline_parallel_degree = 2", "training.global_batch_size = 8"),
-         "a pipeline stage has 3 layers, of which it would recompute one; take at most 3"),
-    ],
-)  # fmt: skip
-def test_every_nth_layer_is_one_of_a_stage(lines, message, tmp_path):
-    lines = (*lines, "training.local_batch_size = 1", 'activation_checkpoint.mode = "full"')
-    with pytest.raises(UserError, match=f"activation_checkpoint.every_n_layers = 9: {message}"):
-        load_config(write(tmp_path, *lines, "activation_checkpoint.every_n_layers = 9"))
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("['experts', 'experts']", r'recompute = \["experts", "experts"\]: "experts" is there twice; remove one'),
-        ("['exchange']", r'no rows come from .* with parallelism.expert_parallel_degree = 1; remove "exchange"'),
-        ("['mlp']", r"activation_checkpoint.recompute\[0\].*core_attn.*experts.*exchange"),
-    ],
-)  # fmt: skip
-def test_names_of_what_is_recomputed_are_checked(names, message, tmp_path):
-    lines = ('activation_checkpoint.mode = "selective"', f"activation_checkpoint.recompute = {names}")
-    with pytest.raises(UserError, match=message):
-        load_config(write(tmp_path, *lines))
-
-
 def test_command_line_switches_off_what_the_file_sets_up(tmp_path):
     """`--optimizer.name AdamW` tries another rule with the same file; the keys of the first one are not in the way."""
     path = write(tmp_path, "optimizer.momentum = 0.9", "validation.enable = true", "validation.freq = 5")
@@ -223,17 +187,30 @@ def test_the_text_key_of_chats_belongs_to_evaluation_text(tmp_path):
     assert read_recipe(None, chats | {"decontaminate": ["exam.jsonl"]}).text_key == "question"
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (("parallelism.expert_parallel_degree = 2",), "expert_parallel_degree = 2: no layer has experts .* take 1"),
-        (
-            ('activation_checkpoint.mode = "selective"', "activation_checkpoint.recompute = ['experts']"),
-            'recompute = .* no layer has experts with model.first_k_dense_replace = 4; remove "experts"',
-        ),
-    ],
-)
-def test_keys_about_experts_need_experts(lines, message, tmp_path):
-    dense = ("model.first_k_dense_replace = 4", "model.num_nextn_predict_layers = 0")
+# Lines of a run, and the message about one of them.
+SELECTIVE, FULL = (f'activation_checkpoint.mode = "{mode}"' for mode in ("selective", "full"))
+ROW, NTH = "training.local_batch_size = 1", "activation_checkpoint.every_n_layers = 9"
+DENSE = "model.first_k_dense_replace = 4", "model.num_nextn_predict_layers = 0"
+UNFIT = [
+    ((ROW, "parallelism.expert_parallel_degree = 2", "parallelism.expert_exchange_chunks = 2",
+      "parallelism.context_parallel_degree = 8", "parallelism.tensor_parallel_degree = 2"),
+     r"expert_exchange_chunks = 2: a rank has 1 token per micro-batch; take 1"),
+    ((ROW, FULL, NTH), f"{NTH}: the model has 5 layers, of which it would recompute one; take at most 5"),
+    ((ROW, FULL, NTH, "parallelism.pipeline_parallel_degree = 2", "training.global_batch_size = 8"),
+     f"{NTH}: a pipeline stage has 3 layers, of which it would recompute one; take at most 3"),
+    ((SELECTIVE, "activation_checkpoint.recompute = ['experts', 'experts']"),
+     r'recompute = \["experts", "experts"\]: "experts" is there twice; remove one'),
+    ((SELECTIVE, "activation_checkpoint.recompute = ['exchange']"),
+     r'no rows come from .* with parallelism.expert_parallel_degree = 1; remove "exchange"'),
+    ((SELECTIVE, "activation_checkpoint.recompute = ['mlp']"),
+     r"activation_checkpoint.recompute\[0\].*core_attn.*experts.*exchange"),
+    ((*DENSE, "parallelism.expert_parallel_degree = 2"), "expert_parallel_degree = 2: no layer has experts .* take 1"),
+    ((*DENSE, SELECTIVE, "activation_checkpoint.recompute = ['experts']"),
+     'recompute = .* no layer has experts with model.first_k_dense_replace = 4; remove "experts"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "message"), UNFIT)
+def test_a_key_that_does_not_fit_the_others_is_refused(lines, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        load_config(write(tmp_path, *dense, *lines))
+        load_config(write(tmp_path, *lines))

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 from glm46.files.lock import FileLock
 
@@ -59,12 +58,9 @@ def test_a_process_that_waited_for_a_removed_file_locks_the_new_one(tmp_path):
     path = tmp_path / "lock"
     first = FileLock(path)
     assert first.acquire(0.0)
-    waiting = subprocess.Popen(
-        [sys.executable, "-c", _HOLD.replace("acquire(0.0)", "acquire(300.0)"), str(path), "alone"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    time.sleep(0.5)
+    program = _HOLD.replace("acquire(0.0)", 'acquire(0.0) or print("waits", flush=True) or lock.acquire(300.0)')
+    waiting = subprocess.Popen([sys.executable, "-c", program, path, "alone"], stdout=subprocess.PIPE, text=True)
+    assert waiting.stdout.readline() == "waits\n"
     first.release(remove=True)
     try:
         assert waiting.stdout.readline().strip() == "held"

@@ -72,36 +72,27 @@ def _sum(rows, shape):
     return sum(row.hf_tensors(shape) for row in rows), sum(row.numel(shape) for row in rows)
 
 
-@pytest.mark.parametrize("flavor", ["GLM-4.5", "GLM-4.6"])
-def test_counts_of_the_355b_models(flavor):
+# Tensors and numbers of a dense layer, of one with experts, of all but the prediction layer, and of that; their sums;
+# numbers as published, with repetitions in that layer; and billions that a token uses: of all but the prediction layer,
+# without the embedding, without the head too, and of the prediction layer.
+LARGE = [(14, 325_083_392), (496, 3_935_625_632), (44_189, 352_797_829_024), (500, 3_988_069_792),
+         (44_689, 356_785_898_816), 358_337_791_296, (33.63, 32.86, 32.08, 0.402)]  # fmt: skip
+AIR = [(12, 243_554_304), (398, 2_341_492_864), (17_925, 106_852_251_264), (402, 2_375_059_584),
+       (18_327, 109_227_310_848), 110_468_824_832, (13.42, 12.80, 12.18, 0.299)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flavor", "counts"), [("GLM-4.5", LARGE), ("GLM-4.6", LARGE), ("GLM-4.5-Air", AIR)])
+def test_counts_of_the_published_models(flavor, counts):
     shape = PRESETS[flavor]
     count = count_parameters(shape)
-    assert _sum(layer_rows(shape, "dense"), shape) == (14, 325_083_392)
-    assert _sum(layer_rows(shape, "moe"), shape) == (496, 3_935_625_632)
-    assert (count.main_tensors, count.main) == (44_189, 352_797_829_024)
-    assert (count.mtp_tensors, count.mtp) == (500, 3_988_069_792)
-    assert (count.main_tensors + count.mtp_tensors, count.total) == (44_689, 356_785_898_816)
-    assert count.total + count.embedding + count.head == 358_337_791_296  # published with repetitions in the MTP layer
-    assert round(count.active / 1e9, 2) == 33.63
-    assert round((count.active - count.embedding) / 1e9, 2) == 32.86
-    assert round((count.active - count.embedding - count.head) / 1e9, 2) == 32.08
-    assert round(count.mtp_active / 1e9, 3) == 0.402
-    assert count.buffers == 90 * 160
-
-
-def test_counts_of_air():
-    shape = PRESETS["GLM-4.5-Air"]
-    count = count_parameters(shape)
-    assert _sum(layer_rows(shape, "dense"), shape) == (12, 243_554_304)
-    assert _sum(layer_rows(shape, "moe"), shape) == (398, 2_341_492_864)
-    assert (count.main_tensors, count.main) == (17_925, 106_852_251_264)
-    assert (count.mtp_tensors, count.mtp) == (402, 2_375_059_584)
-    assert (count.main_tensors + count.mtp_tensors, count.total) == (18_327, 109_227_310_848)
-    assert count.total + count.embedding + count.head == 110_468_824_832  # published with repetitions in the MTP layer
-    assert round(count.active / 1e9, 2) == 13.42
-    assert round((count.active - count.embedding) / 1e9, 2) == 12.80
-    assert round((count.active - count.embedding - count.head) / 1e9, 2) == 12.18
-    assert round(count.mtp_active / 1e9, 3) == 0.299
+    used = count.active, count.active - count.embedding, count.active - count.embedding - count.head
+    assert [
+        _sum(layer_rows(shape, "dense"), shape), _sum(layer_rows(shape, "moe"), shape),
+        (count.main_tensors, count.main), (count.mtp_tensors, count.mtp),
+        (count.main_tensors + count.mtp_tensors, count.total), count.total + count.embedding + count.head,
+        (*(round(number / 1e9, 2) for number in used), round(count.mtp_active / 1e9, 3)),
+    ] == counts  # fmt: skip
+    assert flavor == "GLM-4.5-Air" or count.buffers == 90 * 160
 
 
 def test_counts_of_flash():

@@ -33,7 +33,7 @@ def test_92_layers_on_16_stages():
     assert sorted(map(len, split)) == [1, *[6] * 14, 7] and max(costs) / (sum(costs) / 16) < 1.13
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layers=st.integers(1, 9), dense=st.integers(0, 3), stages=st.integers(1, 9), vocab=st.sampled_from([64, 4096]))
 def test_no_split_has_a_cheaper_dearest_stage(layers, dense, stages, vocab):
     """Against all splits, one by one."""

@@ -10,6 +10,7 @@ import torch
 
 from glm46.compute.distributed import agreement
 from glm46.run.tree import neighbours, rounds
+from tests.processes import HANG_SECONDS
 
 
 class Threads:
@@ -34,7 +35,7 @@ class Threads:
         arrived = self._queues[peer, self.own.rank]
 
         def wait():
-            found, clock = arrived.get(timeout=60)
+            found, clock = arrived.get(timeout=HANG_SECONDS)
             tensor.copy_(found)
             self.own.clock = max(self.own.clock, clock)
 

@@ -52,7 +52,7 @@ def test_the_busiest_rank_has_hardly_more_to_do_than_the_mean(packing, ranks, wi
     assert found.max() / found.mean() < 1.005
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60),
     ranks=st.sampled_from([1, 2, 3, 4, 8]),

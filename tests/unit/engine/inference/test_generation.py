@@ -33,7 +33,6 @@ from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.peft_export import export_adapter
 from glm46.storage.huggingface.tokenizer_files import files_beside_weights, stop_ids
-from scripts.measure import speed_with_peers
 from tests.unit.storage.huggingface.adapters import adapters
 
 TABLE = dict(
@@ -467,19 +466,6 @@ def test_a_row_ends_at_a_stop_token(folders, capsys):
     assert first and main([*command, "12", "--stop-token", "<think>", "--stop-token", first]) == 0
     said = capsys.readouterr()
     assert said.out == "\n" and said.err.splitlines()[1].startswith("0 tokens")
-
-
-def test_the_benchmark_runs_a_folder_on_text_with_and_without_drafts(folders, capsys):
-    step, hf, _ = folders
-    for folder in (step, hf):
-        command = ["generate", "--model", str(folder), "--batch", "2", "--new-tokens", "4"]
-        assert speed_with_peers.main([*command, "--speculative", "--rounds", "1", "--threads", "1"]) == 0
-        out = capsys.readouterr().out
-        assert f"greedy decoding of {folder}, batch 2" in out and "drafts accepted" in out
-    assert speed_with_peers.main([*command, "--samples", "2", "--rounds", "1", "--threads", "1"]) == 0
-    assert f"2 samples per prompt at temperature 1 of {folder}, batch 2" in capsys.readouterr().out
-    assert speed_with_peers.main([*command, "--samples", "3"]) == 2
-    assert "--batch 2: must be a multiple of --samples 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, words", [

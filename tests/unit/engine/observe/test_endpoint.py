@@ -17,7 +17,7 @@ from glm46.engine.observe.endpoint import Endpoint
 from glm46.engine.observe.exporter import RunCollector
 from glm46.engine.reliability.stop import before_exit
 from glm46.operate.launch.exporting import exporting
-from tests.processes import HANG_SECONDS
+from tests.processes import HANG_SECONDS, free_port
 from tests.unit.engine.observe.test_exporter import begin
 
 
@@ -28,10 +28,7 @@ def serve(tmp_path):
 
     def start(folder="run", **keys):
         said = []
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        keys = {"prometheus_port": port, "prometheus_sd_folder": str(tmp_path / "targets")} | keys
+        keys = {"prometheus_port": free_port(), "prometheus_sd_folder": str(tmp_path / "targets")} | keys
         (tmp_path / folder).mkdir(exist_ok=True)
         endpoint = Endpoint(MetricsConfig(**keys), tmp_path / folder, RunCollector(tmp_path / folder), said.append)
         started.append(endpoint)
@@ -102,9 +99,7 @@ def test_a_folder_of_targets_that_cannot_be_written(serve, tmp_path):
 
 @pytest.mark.parametrize("code, stays", [(0, False), (2, False), (75, False), (1, True), (76, True), (77, True)])
 def test_prometheus_goes_on_asking_for_a_run_that_failed(make_config, tmp_path, capsys, code, stays):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     keys = {"prometheus_port": port, "prometheus_sd_folder": str(tmp_path / "targets")}
     with exporting(make_config(metrics=keys)) as exporter:
         assert not (tmp_path / "targets").exists()

@@ -21,8 +21,7 @@ from glm46.config.checkpoint import MetricsConfig
 from glm46.engine.observe.endpoint import Endpoint
 from glm46.engine.observe.exporter import RunCollector, exported_names
 from scripts import make_dashboards
-from scripts.measure.measure_alerts import free_ports
-from tests.processes import wait_until
+from tests.processes import free_port, wait_until
 from tests.unit.engine.observe.test_alerts import ALERTS, FOLDER, INSPECTOR, RECORDED, ROOT
 from tests.unit.engine.observe.test_exporter import begin, full_row, write_rows
 
@@ -51,6 +50,15 @@ def setup(*options, folder, programs: Path | None = None):
     command = ["bash", str(SCRIPT), *options, "--folder", str(folder)]
     path = os.environ["PATH"] if programs is None else f"{programs}:{os.environ['PATH']}"
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": path})
+
+
+def ports_of() -> dict[str, int]:
+    """A free port for each program."""
+    return {name: free_port() for name in NAMES}
+
+
+def port_options(ports: dict[str, int]) -> list[str]:
+    return [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -89,7 +97,7 @@ def test_a_port_in_use_and_a_dry_run_change_nothing(tmp_path):
         port = str(taken.getsockname()[1])
         done = setup("--start", "--prometheus-port", port, folder=tmp_path / "state")
     assert done.returncode == 2 and port in done.stderr and "free one" in done.stderr, done
-    ports = [word for name, port in zip(NAMES, free_ports(5), strict=True) for word in (f"--{name}-port", str(port))]
+    ports = port_options(ports_of())
     done = setup("--start", "--dry-run", *ports, folder=tmp_path / "state")
     assert done.returncode == 0 and f"127.0.0.1:{ports[1]}" in done.stdout, done
     assert not (tmp_path / "state").exists()
@@ -106,12 +114,11 @@ def test_services_of_the_system_on_the_ports_are_named_with_the_command_that_end
         bin, "systemctl", "#!/bin/sh\ncase $3 in prometheus | prometheus-node-exporter) exit 0 ;; *) exit 3 ;; esac\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port, others = str(taken.getsockname()[1]), [str(number) for number in free_ports(4)]
-        options = [word for name, free in zip(NAMES[1:], others, strict=True) for word in (f"--{name}-port", free)]
-        of_service = setup("--start", "--prometheus-port", port, *options, folder=tmp_path / "state", programs=bin)
-        options = [word for name, free in zip(("prometheus", *NAMES[2:]), others, strict=True)
-                   for word in (f"--{name}-port", free)]  # fmt: skip
-        of_other = setup("--start", "--alertmanager-port", port, *options, folder=tmp_path / "state", programs=bin)
+        port = taken.getsockname()[1]
+        of_service, of_other = (
+            setup("--start", *port_options(ports_of() | {name: port}), folder=tmp_path / "state", programs=bin)
+            for name in ("prometheus", "alertmanager")
+        )
     assert of_service.returncode == of_other.returncode == 2
     remedy = "systemctl disable --now prometheus prometheus-node-exporter"
     assert f"--prometheus-port {port}: the service prometheus" in of_service.stderr and remedy in of_service.stderr
@@ -124,7 +131,7 @@ def test_rules_and_dashboards_that_cannot_be_read_are_named_and_nothing_is_chang
     (tmp_path / "prometheus.yml").write_text("rule_files: [alerts.yml]\n")
     rules = "groups: [{name: mine, rules: [{alert: Mine, expr: 'training_loss >'}]}]\n"
     (tmp_path / "alerts.yml").write_text(rules)
-    options = [word for name, port in zip(NAMES, free_ports(5), strict=True) for word in (f"--{name}-port", str(port))]
+    options = port_options(ports_of())
     done = setup("--start", *options, folder=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done
     assert all(word in done.stderr for word in (str(tmp_path), "alerts.yml", "Mine", "remove")), done
@@ -165,8 +172,8 @@ ThreadingHTTPServer((address[0], int(address[1])), Ready).serve_forever()
 @pytest.mark.parametrize("grafana", ["grafana-server", "grafana", "podman", None])
 def test_grafana_and_dcgm_exporter_start_with_these_arguments(tmp_path, grafana):
     """Programs of the test in their place: neither a Grafana nor a GPU is at hand."""
-    bin, state, ports = tmp_path / "bin", tmp_path / "state", dict(zip(NAMES, free_ports(5), strict=True))
-    options = [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
+    bin, state, ports = tmp_path / "bin", tmp_path / "state", ports_of()
+    options = port_options(ports)
     started = {"docker": "started", "podman": "started"}.get(grafana, grafana)
     programs = ("prometheus", "prometheus-alertmanager", "prometheus-node-exporter", "dcgm-exporter", started)
     for name in filter(None, programs):
@@ -230,7 +237,7 @@ def test_files_that_cannot_be_checked_are_said(tmp_path):
     for name in ("prometheus.yml", "alertmanager.yml", "dashboards/mine.json"):
         (tmp_path / "state" / name).write_text("{}")
     command = ["bash", str(SCRIPT), "--start", "--dry-run", "--folder", str(tmp_path / "state")]
-    options = [word for name, port in zip(NAMES, free_ports(5), strict=True) for word in (f"--{name}-port", str(port))]
+    options = port_options(ports_of())
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, env={"PATH": str(bin)})
     assert done.returncode == 0, done
     for words in ("promtool: not found", "prometheus.yml is not", "amtool: not found", "python3: not found"):
@@ -257,8 +264,8 @@ class Gpus(BaseHTTPRequestHandler):
 @pytest.mark.slow
 def test_a_program_that_reads_its_data_for_long_is_not_ended(tmp_path):
     """Prometheus answers 503 until it has, which takes minutes with the data of weeks."""
-    bin, state, ports = tmp_path / "bin", tmp_path / "state", dict(zip(NAMES, free_ports(5), strict=True))
-    options = [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
+    bin, state, ports = tmp_path / "bin", tmp_path / "state", ports_of()
+    options = port_options(ports)
     late = "self.send_response(200 if next(asked) > 110 else 503)"  # it is asked ten times a second
     text = STUB.replace("self.send_response(200)", late)
     program(bin, "prometheus", text.replace("class Ready", "asked = iter(range(10**6))\n\nclass Ready"))
@@ -275,13 +282,13 @@ def test_a_program_that_reads_its_data_for_long_is_not_ended(tmp_path):
 @needs_prometheus
 @pytest.mark.slow
 def test_the_stack_starts_shows_a_run_on_every_dashboard_and_stops(tmp_path):
-    state, ports = tmp_path / "state", dict(zip(NAMES, free_ports(5), strict=True))
-    options = [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
+    state, ports = tmp_path / "state", ports_of()
+    options = port_options(ports)
     (tmp_path / "run").mkdir()
     beat = begin(tmp_path / "run")
     beat.saved(1)
     write_rows(tmp_path / "run", full_row())
-    config = MetricsConfig(prometheus_port=free_ports(1)[0], prometheus_sd_folder=str(state / "targets"))
+    config = MetricsConfig(prometheus_port=free_port(), prometheus_sd_folder=str(state / "targets"))
     endpoint = Endpoint(config, tmp_path / "run", RunCollector(tmp_path / "run"), print)
     gpus = ThreadingHTTPServer(("127.0.0.1", 0), Gpus)
     threading.Thread(target=gpus.serve_forever, daemon=True).start()

@@ -38,6 +38,7 @@ from glm46.run.flops import batch_flops, newton_schulz_flops
 from glm46.run.parameters import adapter_rows, named_rows
 from glm46.tasks.pretrain.task import train
 from tests.processes import wait_until
+from tests.ranks.profiles import wait_for_request
 from tests.small_run import TINY
 
 
@@ -348,39 +349,44 @@ def test_memory_snapshots_on_a_cpu_are_refused(make_config):
 
 @pytest.mark.slow
 def test_a_run_is_profiled_and_computes_the_same(make_config, tmp_path):
-    plain = make_config(job={"dump_folder": str(tmp_path / "plain")}, optimizer={"name": "Muon"})
-    settings = {"enable_profiling": True, "profile_freq": 3, "profiler_warmup": 1}
-    profiled = make_config(profiling=settings, optimizer={"name": "Muon"})
+    keys = {"optimizer": {"name": "Muon"}, "training": {"steps": 10}}
+    plain = make_config(job={"dump_folder": str(tmp_path / "plain")}, **keys)
+    profiled = make_config(profiling={"enable_profiling": True, "profile_freq": 3, "profiler_warmup": 1}, **keys)
     (tmp_path / "out").mkdir()
     losses = []
     for config in (plain, profiled):
         assert train(config) == 0
         rows = map(json.loads, (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines())
         losses.append([row["loss"] for row in rows])
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    folder = tmp_path / "out/profile_traces"
-    assert sorted(path.name for path in folder.rglob("*.json")) == ["rank0_modules.json", "rank0_trace.json"]
-    table = json.loads((folder / "step-000003/rank0_modules.json").read_text())
-    rows = {row["kind"]: row for row in table["rows"]}
-    assert rows.keys() == {*KINDS, REST}
-    assert sum(row["ms"] for row in rows.values()) == pytest.approx(table["step_ms"])
-    trained = {*KINDS} - {"optimizer"}
-    assert all(rows[kind]["backward_ms"] > 0 for kind in trained) and rows["optimizer"]["backward_ms"] == 0
-    assert rows["optimizer"]["gflop"] > 0 and rows["norms"]["gflop"] is None
-    # The rest of a step: reading text, the all-reduce of counts, the row of metrics, the engine of autograd.
-    assert rows[REST]["share"] < 0.6
+    assert losses[0] == losses[1] and len(losses[0]) == 10
+    folders, rests = sorted((tmp_path / "out/profile_traces").iterdir()), []
+    assert [folder.name for folder in folders] == ["step-000003", "step-000006", "step-000009"]
+    for folder in folders:
+        assert sorted(path.name for path in folder.iterdir()) == ["rank0_modules.json", "rank0_trace.json"]
+        table = json.loads((folder / "rank0_modules.json").read_text())
+        rows = {row["kind"]: row for row in table["rows"]}
+        assert rows.keys() == {*KINDS, REST}
+        assert sum(row["ms"] for row in rows.values()) == pytest.approx(table["step_ms"])
+        trained = {*KINDS} - {"optimizer"}
+        assert all(rows[kind]["backward_ms"] > 0 for kind in trained) and rows["optimizer"]["backward_ms"] == 0
+        assert rows["optimizer"]["gflop"] > 0 and rows["norms"]["gflop"] is None
+        rests.append(rows[REST]["share"])
+    # The rest of a step: reading text, the all-reduce of counts, the row of metrics, the engine of autograd. Another
+    # program may take the core in the middle of one step.
+    assert min(rests) < 0.6
     log = (tmp_path / "out/log.txt").read_text()
     assert log.count("profile of step 3, rank 0 (CPU)") == 1 and "attention core" in log
 
 
 @pytest.mark.slow
-def test_a_run_without_profiling_is_traced_on_request_and_computes_the_same(make_config, tmp_path):
+def test_a_run_without_profiling_is_traced_on_request_and_computes_the_same(make_config, tmp_path, monkeypatch):
     losses = []
     for name in ("plain", "requested"):
         folder = tmp_path / name
         folder.mkdir()
         if name == "requested":
             (folder / REQUEST_FILE).touch()
+            monkeypatch.setattr(Profiler, "is_requested", wait_for_request())
         assert train(make_config(job={"dump_folder": str(folder)}, profiling={"profiler_warmup": 0})) == 0
         losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
     assert losses[0] == losses[1] and len(losses[0]) == 4

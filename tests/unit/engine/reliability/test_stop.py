@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 # A signal ends the process while its main thread sees that a process of it was killed, and makes an error of that.
 PROGRAM = """
@@ -31,6 +33,27 @@ raise SystemExit(cli.main(["launch"]))
 """
 
 
-def test_an_error_that_follows_from_the_end_does_not_become_its_exit_code():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (75, "cleaned\n", "stopped\n")
+# A rank has ended on a signal; the connection to it breaks before the signal has come here.
+IN_THE_FIRST_EXCHANGE = """
+import os, signal, threading
+from glm46.engine.reliability.stop import StopRequest
+
+class Late(threading.Event):
+    def wait(self, seconds):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().wait(seconds)
+
+request = StopRequest()
+request._is_asked = Late()
+with request.exchange():
+    raise RuntimeError("connection closed by peer")
+"""
+
+
+@pytest.mark.parametrize(("program", "said"), [
+    (PROGRAM, ("cleaned\n", "stopped\n")),
+    (IN_THE_FIRST_EXCHANGE, ("", "stopped by SIGTERM before training began; nothing is lost\n")),
+], ids=["of a killed launcher", "of a rank that has left"])  # fmt: skip
+def test_an_error_that_follows_from_the_end_does_not_become_its_exit_code(program, said):
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, (done.stdout, done.stderr)) == (75, said)

@@ -48,7 +48,7 @@ def test_measured_links_join_the_file_of_rates(hosts, measured, tmp_path):
     file.write_text(json.dumps({"products": 0.7, "source": "a GPU"}))
     command = [sys.executable, "-m", "glm46", "benchmark", "links", "--gpu", "CPU:bf16=1,memory=9,bandwidth=99,link=99"]
     names = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // hosts), "MASTER_ADDR": "localhost",
-             "MASTER_PORT": free_port(), "TORCHELASTIC_USE_AGENT_STORE": "False"}  # fmt: skip
+             "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}  # fmt: skip
     ranks = [
         subprocess.Popen(
             [*command, "--json", str(file)], stdout=subprocess.PIPE, text=True,

@@ -218,7 +218,7 @@ def test_a_job_of_pbs_is_submitted_again_where_other_nodes_can_help(pbs, tmp_pat
 
 
 def test_a_job_of_pbs_saves_before_its_walltime_and_is_not_submitted_again_after_qdel(pbs, tmp_path):
-    job = pbs(state="newest_step=7", walltime="00:00:05", SAVE_SECONDS="1", WAITS="1")
+    job = pbs(state="newest_step=7", walltime="00:00:12", SAVE_SECONDS="1", WAITS="1")
     assert job.wait(HANG_SECONDS) == EXIT_STOPPED and (tmp_path / "got").read_text() == "USR1\n"
     assert (tmp_path / "submitted").exists()
     job = pbs(state="newest_step=7", WAITS="1")

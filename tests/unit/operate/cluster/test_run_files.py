@@ -11,6 +11,7 @@ from glm46.operate.cluster.run_files import RUN_CHECKS
 from glm46.operate.cluster.storage import STORAGE_CHECKS, probe_folder
 from glm46.operate.estimate.machine import Machine
 from glm46.run.plan import resolve_plan
+from tests.processes import HANG_SECONDS
 
 GIB = 2**30
 
@@ -18,10 +19,11 @@ GIB = 2**30
 def examine(config, checks, *, ranks: int = 2, free: int = 8 * GIB, is_full: bool = False):
     machine = Machine(2, 16 * GIB, free)
     subject = Subject(machine=machine, processes=ranks, plan=resolve_plan(config, 2), is_full=is_full)
-    return {result.check: result for result in run_checks(subject, checks, 30)}
+    return {result.check: result for result in run_checks(subject, checks, HANG_SECONDS)}
 
 
-def test_a_run_that_can_start_passes(make_config):
+def test_a_run_that_can_start_passes(make_config, monkeypatch):
+    monkeypatch.setattr(storage, "_SYNC_SECONDS", HANG_SECONDS)  # a busy disk takes more than a second
     found = examine(make_config(), RUN_CHECKS | STORAGE_CHECKS)
     assert {result.verdict for result in found.values()} == {PASS}
     assert {"job.dump_folder", "space for checkpoints", "data test", "tokenizer", "layout"} <= set(found)
@@ -100,12 +102,14 @@ def test_states_are_written_as_their_ring_writes_and_must_pass_once_in_a_minute(
 
 def test_storage_that_hangs_leaves_no_thread_that_the_end_of_the_program_would_wait_for(tmp_path, monkeypatch):
     answers, writes = threading.Event(), threading.Semaphore(0)
-    monkeypatch.setattr(storage, "_write", lambda *_: (writes.release(), answers.wait(60)))
+    monkeypatch.setattr(storage, "_write", lambda *_: (writes.release(), answers.wait(600)))
     before = set(threading.enumerate())
     checks = {"folders": lambda subject: probe_folder("job.dump_folder", tmp_path, 0, 2**20, threads=3)}
     [found] = run_checks(Subject(machine=Machine(2, 16 * GIB, GIB), processes=1), checks, 0.3)
     assert found.verdict == FAIL and "no answer" in found.value
-    assert all(writes.acquire(timeout=60) for _ in range(3))  # a busy machine starts them after the time is over
+    assert all(
+        writes.acquire(timeout=HANG_SECONDS) for _ in range(3)
+    )  # a busy machine starts them after the time is over
     left = set(threading.enumerate()) - before
     assert len(left) == 4 and all(thread.daemon for thread in left)
     answers.set()

@@ -23,6 +23,7 @@ from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.traffic import _Step, step_traffic, traffic_of_rank
 from glm46.run.parameters import Parameter
 from glm46.run.plan import resolve_plan
+from tests.processes import HANG_SECONDS
 
 DEBUG = Path(__file__).parents[4] / "train_configs" / "debug.toml"
 GIB = 2**30
@@ -200,13 +201,14 @@ def test_an_interleaved_pipeline_is_tried_with_four_stages_too_where_there_are_l
 
 
 @pytest.mark.slow
-def test_a_search_of_94_layers_on_256_gpus_takes_30_seconds_of_a_processor():
+def test_a_search_of_94_layers_on_256_gpus_takes_less_than_minutes():
+    """Half a minute of a core; `test_a_search_asks_for_each_size_once` counts what it computes."""
     config = run(
         model={"flavor": "GLM-4.6", "num_hidden_layers": 94}, training={"global_batch_size": 2048, "steps": 10}
     )
     start = time.process_time()
     assert search_layouts(config, TargetCluster(accelerator_of("H100"), 256), pipeline_order).best
-    assert time.process_time() - start <= 30
+    assert time.process_time() - start <= HANG_SECONDS
 
 
 def test_a_search_asks_for_each_size_once(monkeypatch):

@@ -137,7 +137,7 @@ def test_a_folder_in_which_another_run_trains_is_refused_without_taking_it(key, 
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom glm46.engine.reliability.run_lock import lock_run\n"
         f"held = lock_run(Path(sys.argv[1]), {{{key!r}: Path(sys.argv[2])}})\nprint('locked', flush=True)\n"
-        "time.sleep(60)"
+        "time.sleep(1000)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "theirs"), str(tmp_path / "apart")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
@@ -425,12 +425,17 @@ def test_one_command_passes_overrides_on():
     ]
 
 
-def test_a_closed_output_of_a_rank_is_the_end_of_the_run(monkeypatch, capsys):
-    """Rank 0 writes to the console; the others end because it has left."""
+@pytest.mark.parametrize(("codes", "expected", "said"), [
+    ((141, 1), 141, "closed the pipe"),  # rank 0 writes to the console; the others end because it has left
+    ((1, 7), 1, "rank 1 ended with exit code 7"), ((1, -9), 1, "rank 1 was ended by SIGKILL"), ((1, 2), 2, "rank 1 "),
+])  # fmt: skip
+def test_the_first_failure_is_the_end_of_the_run_whichever_torchrun_sees_first(
+    codes, expected, said, monkeypatch, capsys
+):
     from torch.distributed.elastic.multiprocessing.api import ProcessFailure
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    failures = {rank: ProcessFailure(rank, 1000 + rank, code, "") for rank, code in enumerate((141, 1))}
+    failures = {rank: ProcessFailure(rank, 1000 + rank, code, "") for rank, code in enumerate(codes)}
 
     def run(_):
         raise ChildFailedError("ranks", failures)
@@ -439,11 +444,11 @@ def test_a_closed_output_of_a_rank_is_the_end_of_the_run(monkeypatch, capsys):
     monkeypatch.setattr("logging.disable", lambda _: None)  # it would stay so for the tests after this one
     signals = LauncherSignals()
     try:
-        server = SimpleNamespace(begin_start=lambda: None, failed_at=None)
+        server = SimpleNamespace(begin_start=lambda: None, failed_at=None, first_failed=1001)
         end = run_ranks(["--nproc-per-node=2"], ["train"], signals, server, StartTimes("the command"))
     finally:
         signals.close()
-    assert end.code == 141 and "closed the pipe" in capsys.readouterr().err
+    assert end.code == expected and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("stated", "words"), [

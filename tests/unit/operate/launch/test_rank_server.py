@@ -41,13 +41,13 @@ def test_ranks_end_with_their_codes_at_once_and_others_may_follow_for_a_while(se
     began = time.time()
     server.begin_start()
     waiting, failing = start(server, "sleep"), start(server, "exit", "7", rank=1)
-    assert failing.wait(HANG_SECONDS) == 7 and waiting.poll() is None
+    assert failing.wait(HANG_SECONDS) == 7 and waiting.poll() is None and server.first_failed == failing.pid
     wait_until(lambda: is_rank(waiting.pid), "a rank got no name")  # it gets it after the fork, maybe later than this
     assert 0 < server.seconds_to_follow() <= HANG_SECONDS and began <= server.failed_at <= time.time()
     os.kill(waiting.pid, signal.SIGKILL)
-    assert waiting.wait(HANG_SECONDS) == -signal.SIGKILL
+    assert waiting.wait(HANG_SECONDS) == -signal.SIGKILL and server.first_failed == failing.pid
     server.begin_start()
-    assert server.failed_at is None
+    assert server.failed_at is None and not server.first_failed
     assert start(server, "exit", "0").wait(HANG_SECONDS) == 0 and server.failed_at is None
 
 

@@ -8,25 +8,19 @@ import pytest
 from glm46.config.errors import UserError
 from glm46.operate.launch import rendezvous
 from glm46.operate.launch.nodes import Nodes
-from tests.processes import HANG_SECONDS
+from tests.processes import HANG_SECONDS, free_port
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def test_a_port_in_use_is_refused_on_the_first_node_only(free_port):
-    with socket.create_server(("localhost", free_port)):
-        with pytest.raises(UserError, match=f"MASTER_PORT = {free_port}: .*in use.*another port"):
-            rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
-        with pytest.raises(UserError, match=f"port {free_port} of this node"):  # of the second start
-            rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port - 1), 1)
-        rendezvous.require_free_port(Nodes(2, 1, "localhost", free_port), 0)
-        rendezvous.require_free_port(Nodes(1, 0, "localhost", free_port), 0)
-    rendezvous.require_free_port(Nodes(2, 0, "localhost", free_port), 0)
+def test_a_port_in_use_is_refused_on_the_first_node_only():
+    port = free_port()
+    with socket.create_server(("localhost", port)):
+        with pytest.raises(UserError, match=f"MASTER_PORT = {port}: .*in use.*another port"):
+            rendezvous.require_free_port(Nodes(2, 0, "localhost", port), 0)
+        with pytest.raises(UserError, match=f"port {port} of this node"):  # of the second start
+            rendezvous.require_free_port(Nodes(2, 0, "localhost", port - 1), 1)
+        rendezvous.require_free_port(Nodes(2, 1, "localhost", port), 0)
+        rendezvous.require_free_port(Nodes(1, 0, "localhost", port), 0)
+    rendezvous.require_free_port(Nodes(2, 0, "localhost", port), 0)
 
 
 @pytest.mark.parametrize(("port", "restarts", "exporter", "words"), [
@@ -44,23 +38,25 @@ def test_ports_of_ranks_are_no_port_of_the_exporter(port, restarts, exporter, wo
         rendezvous.refuse_ports(Nodes(2, 1, "a", port), restarts, exporter)
 
 
-def test_a_node_waits_until_the_first_listens_and_reports_it(free_port, monkeypatch):
+def test_a_node_waits_until_the_first_listens_and_reports_it(monkeypatch):
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.05)
     monkeypatch.setattr(rendezvous, "_RETRY_SECONDS", 0.01)
-    nodes, said, told = Nodes(2, 1, "localhost", free_port), [], threading.Event()
+    port, said, told = free_port(), [], threading.Event()
 
     def report(line):
         said.append(line)
         if len(said) == 3:
             told.set()
 
-    waiting = threading.Thread(target=rendezvous.wait_for_first, args=(nodes, 0, report), daemon=True)
+    waiting = threading.Thread(
+        target=rendezvous.wait_for_first, args=(Nodes(2, 1, "localhost", port), 0, report), daemon=True
+    )
     waiting.start()
     assert told.wait(HANG_SECONDS)
-    with socket.create_server(("localhost", free_port)):
+    with socket.create_server(("localhost", port)):
         waiting.join(HANG_SECONDS)
         assert not waiting.is_alive()
-    assert all(f"node 1 waits for the first node at localhost:{free_port}" in line for line in said)
+    assert all(f"node 1 waits for the first node at localhost:{port}" in line for line in said)
     assert "refused" in said[0]
 
 

@@ -1,7 +1,6 @@
 """What a launcher remembers of checkpoints, and its wait for storage that has gone."""
 
 import shutil
-import threading
 
 import pytest
 
@@ -37,13 +36,12 @@ def test_a_start_waits_until_a_lost_folder_is_back(saved, make_config):
 
     said: list[str] = []
 
-    def mount() -> None:
+    def mount(line: str) -> None:
+        said.append(line)
         folder.rmdir()
         away.rename(folder)
 
-    mounting = threading.Timer(0.2, mount)
-    mounting.start()
-    saved.wait(300, said.append)
+    saved.wait(300, mount)
     assert not away.exists() and len(said) == 1
     assert str(folder) in said[0] and "step 9" in said[0]
     # A rollback has removed a step: the newest that is there counts.

@@ -83,7 +83,7 @@ def chats(draw):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("judge", ["ours", "trl", "original"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(chat=chats(), no_reasoning=st.sampled_from(["nothink", "mask", "train"]))
 def test_documents_and_prompts_equal_apply_chat_template(judge, theirs, chat, no_reasoning):
     if judge not in JUDGES:
@@ -130,7 +130,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     arguments=st.dictionaries(st.text(max_size=4), JSON, max_size=3),
     form=st.sampled_from([{}, {"ensure_ascii": False}, {"separators": (",", ":")}, {"indent": 1}]),

@@ -317,7 +317,7 @@ MESSAGES = st.lists(
 RECORDS = ANYTHING | st.dictionaries(st.sampled_from(KEYS[:9]), ANYTHING | MESSAGES, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(record=RECORDS, format=st.sampled_from(CHAT_FORMATS))
 def test_any_line_is_a_conversation_that_can_be_rendered_or_refused(record, format):
     try:

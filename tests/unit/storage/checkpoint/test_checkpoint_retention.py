@@ -23,7 +23,7 @@ def test_each_rule_keeps_its_steps():
     assert steps_to_remove({1: 2.0, 2: 2.0, 3: 5.0}, Retention(keep_latest_k=1, keep_best_k=1)) == [1]
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(
     st.dictionaries(st.integers(0, 60), LOSS, max_size=20),
     st.integers(1, 5),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from glm46.storage.data.best_fit import best_fit, concatenate, plan_groups
@@ -27,7 +27,6 @@ def slow_best_fit(lengths, capacity):
     return sorted(free)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=80))
 def test_rows_are_as_full_as_by_the_plain_algorithm(lengths):
     row_of, count = best_fit(np.array(lengths, np.int64), 40)
@@ -36,7 +35,6 @@ def test_rows_are_as_full_as_by_the_plain_algorithm(lengths):
     assert sorted((40 - used).astype(int).tolist()) == slow_best_fit(lengths, 40)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
 def test_every_token_is_in_one_row_and_no_document_is_cut_that_fits(lengths):
     capacity, ends = 64, np.cumsum(lengths)

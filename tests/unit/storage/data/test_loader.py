@@ -106,7 +106,7 @@ def reference(sources):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(degree=st.integers(1, 6), rows=st.integers(1, 5), start=st.integers(0, LAST_START))
 def test_any_world_size_and_batch_size_give_one_stream(sources, reference, degree, rows, start):
     other = stream(sources, 40, degree=degree, rows=rows, start=start)

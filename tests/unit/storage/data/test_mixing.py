@@ -9,7 +9,6 @@ from glm46.config.errors import UserError
 from glm46.storage.data.mixing import WEIGHT_TOTAL, integer_weights, mix, order, permute
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3_000), st.text(max_size=5))
 def test_permutation_is_a_bijection(size, key):
     assert np.array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
@@ -39,7 +38,7 @@ def test_permutation_looks_random():
     assert (other == values).sum() < 10
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0.1, 1000.0), min_size=1, max_size=8))
 def test_every_prefix_holds_each_source_within_two_samples_of_its_share(weights):
     whole = integer_weights(weights)

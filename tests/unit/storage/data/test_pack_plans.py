@@ -42,7 +42,7 @@ def never(*_, **__):
     raise AssertionError("planned again")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 90), max_size=60), st.integers(1, 12), st.lists(st.integers(0, 60), max_size=4))
 def test_groups_do_not_depend_on_the_blocks_that_documents_come_in(lengths, group, cuts):
     ends = np.cumsum(lengths, dtype=np.int64)

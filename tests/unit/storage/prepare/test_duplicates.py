@@ -32,7 +32,7 @@ def first_of_similar(bands):
     return lowest == np.arange(bands.shape[1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 2), st.sampled_from([1, 4, 9, 64]), st.integers(1, 9))
 def test_every_document_with_a_known_key_is_linked_once_to_the_first(data, columns, capacity, block):
     numbers = st.integers(0, 3) | st.integers(0, 2**64 - 1)

@@ -189,13 +189,6 @@ def test_only_the_last_answer_is_labelled_and_what_is_left_out_is_counted(prepar
     assert learned.endswith("\nFour.<|user|>") and "Three" not in learned and "<|observation|>" in learned
 
 
-def test_labelled_answers_to_one_prompt_are_in_one_split(prepare):
-    rows = [{"prompt": f"Say {n}.", "completion": f"{k}?", "label": k > 1} for n in range(40) for k in range(3)]
-    prompts = prompts_of(prepare(rows, held_out=0.3, **UNPAIRED))
-    assert len(prompts["train"]) + len(prompts["validation"]) == 120 and prompts["validation"]
-    assert not {*prompts["train"]} & {*prompts["validation"]}
-
-
 def test_a_cut_labelled_answer_fits(prepare):
     rows = [{"prompt": "Hi", "completion": "and so on " * 60, "label": False}]
     manifest = prepare(rows, max_tokens=128, too_long="cut", **UNPAIRED)
@@ -232,9 +225,12 @@ def prompts_of(manifest):
     return prompts
 
 
-def test_pairs_of_one_prompt_are_in_one_split(prepare):
-    rows = [pair(f"Say {n}.", f"{n}!", f"{k}?") for n in range(40) for k in range(3)]
-    prompts = prompts_of(prepare(rows, held_out=0.3))
+@pytest.mark.parametrize(("row", "keys"), [
+    (lambda n, k: pair(f"Say {n}.", f"{n}!", f"{k}?"), {}),
+    (lambda n, k: {"prompt": f"Say {n}.", "completion": f"{k}?", "label": k > 1}, UNPAIRED),
+], ids=["pairs", "labelled answers"])  # fmt: skip
+def test_answers_to_one_prompt_are_in_one_split(prepare, row, keys):
+    prompts = prompts_of(prepare([row(n, k) for n in range(40) for k in range(3)], held_out=0.3, **keys))
     assert len(prompts["train"]) + len(prompts["validation"]) == 120 and prompts["validation"]
     assert not {*prompts["train"]} & {*prompts["validation"]}
 

@@ -63,22 +63,8 @@ def folder_of_processes(tmp_path):
 def test_the_verb_makes_a_source_and_inspect_shows_it(folder_of_processes, tmp_path, capsys):
     write_lines(folder_of_processes / "a.jsonl", [f"story number {i} " * 30 for i in range(40)])
     output = str(tmp_path / "web")
-    assert (
-        main(
-            [
-                "prepare",
-                "--input",
-                str(folder_of_processes),
-                "--output",
-                output,
-                "--held_out",
-                "0.2",
-                "--deduplicate",
-                "exact",
-            ]
-        )
-        == 0
-    )
+    options = ["--input", str(folder_of_processes), "--output", output, "--held_out", "0.2", "--deduplicate", "exact"]
+    assert main(["prepare", *options]) == 0
     manifest = load_manifest(output)
     assert manifest.source == "web"
     assert manifest.splits["train"].documents + manifest.splits["validation"].documents == 40
@@ -293,27 +279,26 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_one_starts_anew(folder
     assert [s.sha256 for s in one.splits["train"].shards] != [s.sha256 for s in other.splits["train"].shards]
 
 
-def test_only_solutions_with_the_known_result_are_kept(folder, tmp_path):
-    rows = [
-        {"problem": "Half of 1? It is \\boxed{\\frac12}.", "result": 0.5},
-        {"problem": "2 + 2? The answer is 5.", "result": "4"},
-        {"problem": "3 + 4? Seven.", "result": "7"},
-        {"problem": "1 + 1?\n#### 2"},
-    ]
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    manifest = prepare(tmp_path, verify="maths", text_key="problem", answer_key="result", deduplicate="exact")
-    assert texts_of(manifest) == [rows[0]["problem"]]
-    assert manifest.dropped == {"wrong answer": 1, "states no final answer": 1, "no answer to check against": 1}
+STEPS = "Step 1: two\nStep 2: four\n#### 4"
+SOLUTIONS = {
+    "maths": ([("Half of 1? It is \\boxed{\\frac12}.", 0.5), ("2 + 2? The answer is 5.", "4"), ("3 + 4? Seven.", "7"),
+               ("1 + 1?\n#### 2", None)],
+              1, {"wrong answer": 1, "states no final answer": 1, "no answer to check against": 1}),
+    "steps": ([(STEPS, 4), (f"Again.\n{STEPS}", None), (f"No.\n{STEPS}", "5"), ("Four.", None)],
+              2, {"wrong answer": 1, "no steps": 1}),
+}  # fmt: skip
+"""By rule: texts with the known result, if there is one, of which the first ones are kept; and causes of the others."""
 
 
-def test_reasoning_in_steps_is_compared_where_a_result_is_known(folder, tmp_path):
-    steps = "Step 1: two\nStep 2: four\n#### 4"
-    rows = [{"text": steps, "answer": 4}, {"text": f"Again.\n{steps}"}, {"text": f"No.\n{steps}", "answer": "5"},
-            {"text": "Four."}]  # fmt: skip
+@pytest.mark.parametrize("rule", SOLUTIONS)
+def test_solutions_are_compared_with_the_known_result(folder, tmp_path, rule):
+    solutions, kept, dropped = SOLUTIONS[rule]
+    keys = {"text_key": "problem", "answer_key": "result"} if rule == "maths" else {}
+    of_text, of_answer = keys.values() or ("text", "answer")
+    rows = [{of_text: text} | ({} if result is None else {of_answer: result}) for text, result in solutions]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    manifest = prepare(tmp_path, verify="steps", deduplicate="exact")
-    assert texts_of(manifest) == [rows[0]["text"], rows[1]["text"]]
-    assert manifest.dropped == {"wrong answer": 1, "no steps": 1}
+    manifest = prepare(tmp_path, verify=rule, deduplicate="exact", **keys)
+    assert texts_of(manifest) == [text for text, _ in solutions[:kept]] and manifest.dropped == dropped
 
 
 @pytest.mark.parametrize("form, kept", [

@@ -218,25 +218,27 @@ def test_a_file_of_rows_needs_the_memory_of_a_row(tmp_path, monkeypatch):
     assert max(held) <= 20_000
 
 
-@pytest.mark.parametrize("name", ["part-00000", "x.txt", "x.jsonl.1", "x.txt.gz"])
-@pytest.mark.parametrize("content", ['{"text": "a"}\n{"text": "b"}\n', '[{"text": "a"}]', '\ufeff{\n"text": "a"}'])
-def test_rows_under_the_ending_of_a_text_are_refused(tmp_path, name, content):
-    data = content.encode()
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    with pytest.raises(
-        UserError, match=f"{name}: holds rows of JSON with 'text', not a text; give it the ending .json"
-    ):
-        read([tmp_path / name])
+JSON_ROWS = "holds rows of JSON with 'text', not a text; give it the ending .json"
+TABLE_ROWS = "holds rows of a table with the columns .*, not a text; write them"
+NO_TEXTS = [
+    ('{"text": "a"}\n{"text": "b"}\n', JSON_ROWS), ('[{"text": "a"}]', JSON_ROWS), ('\ufeff{\n"text": "a"}', JSON_ROWS),
+    ('{"body": "a", "id": 1}\n{"body": "b"}\n', ".*without 'text', .* body, id: set text_key and give it"),
+    ('[{"body": "a"}]', ".*rows of JSON without 'text'"),
+    ('{"body": "a"}\r\n\r\n{"id": 1}\nrubbish', ".*rows of JSON without 'text'"),
+    ('\x1e{"body": "a"}\n\x1e{"body": "b"}\n', ".*rows of JSON without 'text'"),
+    ('{"version": 1, "data": [{"text": "a"}]}', ".*one object without 'text', with 1 rows under 'data'"),
+]  # fmt: skip
+NAMED = [(name, *row) for name in ("part-00000", "x.txt", "x.jsonl.1", "x.txt.gz", "x.txt.xz") for row in NO_TEXTS]
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("x.csv", "id,text\n1,a\n"), ("x.csv", "text\na\n"), ("x.tsv.gz", "prompt\tanswer\na\tb\n"),
-    ("X.CSV", '\ufeff"a, b",c\n1,2'),
+@pytest.mark.parametrize(("name", "content", "message"), [
+    *NAMED, ("x.csv", "id,text\n1,a\n", TABLE_ROWS), ("x.csv", "text\na\n", TABLE_ROWS),
+    ("x.tsv.gz", "prompt\tanswer\na\tb\n", TABLE_ROWS), ("X.CSV", '\ufeff"a, b",c\n1,2', TABLE_ROWS),
 ])  # fmt: skip
-def test_rows_of_a_table_are_no_text(tmp_path, name, content):
-    data = content.encode()
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    with pytest.raises(UserError, match=f"{name}: holds rows of a table with the columns .*, not a text; write them"):
+def test_rows_under_the_ending_of_a_text_are_refused(tmp_path, name, content, message):
+    compress = COMPRESS.get((tmp_path / name).suffix, bytes)
+    (tmp_path / name).write_bytes(compress(content.encode()))
+    with pytest.raises(UserError, match=f"{name}: {message}"):
         read([tmp_path / name])
 
 
@@ -245,21 +247,6 @@ def test_texts_that_begin_as_json_does_stay_texts(tmp_path):
     for number, content in enumerate([*contents, '{"cells": [{"source": "a"}]}', "[]"]):
         (tmp_path / f"{number}.txt").write_text(content)
     assert len(texts_of(read([tmp_path]))) == 8
-
-
-@pytest.mark.parametrize("name", ["part-00000", "x.txt", "x.jsonl.1", "x.txt.xz"])
-@pytest.mark.parametrize("content, message", [
-    ('{"body": "a", "id": 1}\n{"body": "b"}\n', "without 'text', .* body, id: set text_key and give it"),
-    ('[{"body": "a"}]', "rows of JSON without 'text'"),
-    ('{"body": "a"}\r\n\r\n{"id": 1}\nrubbish', "rows of JSON without 'text'"),
-    ('\x1e{"body": "a"}\n\x1e{"body": "b"}\n', "rows of JSON without 'text'"),
-    ('{"version": 1, "data": [{"text": "a"}]}', "one object without 'text', with 1 rows under 'data'"),
-])  # fmt: skip
-def test_rows_under_another_key_are_no_text_either(tmp_path, name, content, message):
-    data = content.encode()
-    (tmp_path / name).write_bytes(lzma.compress(data) if name.endswith(".xz") else data)
-    with pytest.raises(UserError, match=f"{name}: .*{message}"):
-        read([tmp_path / name])
 
 
 @needs_parquet

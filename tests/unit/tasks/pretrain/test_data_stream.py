@@ -113,7 +113,7 @@ def test_samples_do_not_depend_on_ranks_batches_or_resumes(reference):
     config, manifests, expected = reference
     steps = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 5), st.booleans())
 
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=6)
     @given(plan=st.lists(steps, min_size=1, max_size=4))
     def same(plan):
         found, _ = stream(config, manifests, plan)

@@ -1,7 +1,6 @@
 """Runs whose server generates with FP8 weights, and whose base of adapters is in FP8."""
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,14 @@ from torch.torch_version import TorchVersion
 from glm46.cli import main
 from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.tasks.rl.task import train
+from tests.processes import free_port
 from tests.ranks.training_kills import contents
 from tests.unit.tasks.rl.rollout.policy_server import PolicyServer
 
 
 @pytest.mark.slow
 def test_policy_learns_from_samples_of_its_fp8_weights(make_run):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = PolicyServer(port=port)
+    server = PolicyServer(port=free_port())
     rollout = {"kind": "vllm", "urls": [server.url], "weights_dtype": "fp8-channel"}
     config = make_run("fp8", 2, {"correction": {"level": "token"}}, rollout)
     assert train(config) == 0

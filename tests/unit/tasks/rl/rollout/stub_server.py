@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.processes import wait_until
+from tests.processes import free_port, wait_until
 from tests.unit.tasks.rl.rollout.sglang_stub import SglangCalls
 
 _PATH = Path(__file__).parents[5] / "deploy/vllm/glm_weights.py"
@@ -92,7 +92,7 @@ class StubServer(SglangCalls):
         calls: paths in order, with the bodies.
     """
 
-    def __init__(self, *, port: int = 0):
+    def __init__(self, *, port: int | None = None):
         self.fault, self.stale, self.half, self.dies_after = "", False, False, None
         self.dtype, self.context, self.logprobs_mode = "float32", 64, "processed_logprobs"
         self.version, self.name, self.calls = 0, "default", []
@@ -129,7 +129,8 @@ class StubServer(SglangCalls):
             def log_message(self, *_):
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        # One that this server still finds free when it is started again.
+        self._server = ThreadingHTTPServer(("127.0.0.1", port or free_port()), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
@@ -322,5 +323,5 @@ class StubServer(SglangCalls):
 
 
 if __name__ == "__main__":
-    print(StubServer(port=int(sys.argv[1]) if len(sys.argv) > 1 else 0).port, flush=True)
+    print(StubServer(port=int(sys.argv[1]) if len(sys.argv) > 1 else None).port, flush=True)
     threading.Event().wait()
