@@ -26,11 +26,11 @@ class AheadSource:
     """
 
     def __init__(
-        self, sampler: Sampler, *, oldest: int, version: Callable[[], int], is_stopped: Callable[[], bool],
-        drops: bool = False,
+        self, sampler: Sampler, engine: ServerEngine, *, oldest: int, version: Callable[[], int],
+        is_stopped: Callable[[], bool], drops: bool = False,
     ):  # fmt: skip
         self._sampler, self._oldest, self._drops = sampler, oldest, drops
-        self._engine: ServerEngine = sampler.engine
+        self._engine = engine
         self._version, self._is_stopped = version, is_stopped
         self._step = 0
         self.next_prompt = 0

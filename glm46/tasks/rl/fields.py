@@ -120,12 +120,12 @@ def group_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Ten
     """
     _, of, sizes = groups.unique(return_inverse=True, return_counts=True)
     size = sizes[of]
-    centred = rewards - _sum(rewards, of, len(sizes))[of] / size
+    centred = rewards - sum_by_sample(rewards, of, len(sizes))[of] / size
     # Rounding leaves some 1e-17 where all rewards are equal, and the division would blow it up.
     centred = torch.where(differing_groups(rewards, groups), centred, 0.0)
     others = (size - 1).clamp(min=1)
     if baseline == "group_std":
-        return centred / ((_sum(centred.square(), of, len(sizes))[of] / others).sqrt() + 1e-6)
+        return centred / ((sum_by_sample(centred.square(), of, len(sizes))[of] / others).sqrt() + 1e-6)
     return centred * (size / others) if baseline == "leave_one_out" else centred
 
 
@@ -183,7 +183,3 @@ def whiten(values: Tensor) -> Tensor:
     mean = total / max(len(values), 1)
     variance = (squares - mean * total).clamp(min=0) / max(len(values) - 1, 1)
     return (values - mean) * (variance + 1e-8).rsqrt()
-
-
-def _sum(values: Tensor, of: Tensor, groups: int) -> Tensor:
-    return values.new_zeros(groups).index_add(0, of, values)

@@ -24,8 +24,8 @@ from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.engine.reliability.run_lock import writing
+from glm46.files.array_file import map_arrays, write_arrays
 from glm46.files.durable import FileRecord, hash_file, replace_durably
-from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.rl.samples import Samples
@@ -39,7 +39,7 @@ _FACTS = (
     "step", "first_prompt", "next_prompt", "part_names", "is_demonstration", "figures", "waiting", "stale", "about",
 )  # fmt: skip
 """Fields of `Samples` in the manifest."""
-_NOT_OF_ROLLOUTS = {
+_NOT_OF_ROLLOUTS: Any = {
     **dict.fromkeys(
         ("job", "metrics", "comm", "checkpoint", "profiling", "parallelism", "activation_checkpoint", "compile",
          "validation", "inference"), True,
@@ -66,21 +66,20 @@ class Journal:
     """
 
     def __init__(self, plan: Plan, data: str, tokenizer: str):
-        config = plan.config
+        config, (rl, rollout) = plan.config, plan.config.reinforcement
         self.folder = Path(config.job.dump_folder) / FOLDER
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._writes: list[Future[None]] = []
-        self._plan = plan
-        self._oldest = config.rollout.max_staleness * steps_per_rollout(plan)
-        self._about = {"tokenizer": tokenizer, "temperature": config.rollout.temperature}
-        table = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
+        self._plan, self._keep = plan, rollout.keep_latest_k
+        self._oldest = rollout.max_staleness * steps_per_rollout(plan)
+        self._about = {"tokenizer": tokenizer, "temperature": rollout.temperature}
+        keys = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
         # The number of steps decides the rates, and so the weights that generate, if the schedule ends with the run.
         end = config.lr_scheduler.total_tokens or plan.end_tokens
         start = config.ids.get("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
-        environment = config.rl.environment
-        words = () if environment is None else (*environment.command, *environment.score_command)
+        words = () if (table := rl.environment) is None else (*table.command, *table.score_command)
         programs = [hash_file(Path(word)).sha256 for word in words if Path(word).is_file()]
-        facts = [table, end, start, data, *programs]
+        facts = [keys, end, start, data, *programs]
         self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Samples | None:
@@ -147,9 +146,9 @@ class Journal:
             write_rollout(self.folder, samples, self._identity)
             for other in set(self.ahead_folder.parent.glob("*")) - {self.ahead_folder}:
                 shutil.rmtree(other)
-            if keep := self._plan.config.rollout.keep_latest_k:
+            if self._keep:
                 kept = published_steps(self._plan.config.checkpoint_folder)
-                for step in removable(rollout_steps(self.folder), kept, keep):
+                for step in removable(rollout_steps(self.folder), kept, self._keep):
                     remove_rollout(self.folder, step)
             then()
 
@@ -292,18 +291,8 @@ def _paths(folder: Path, step: int) -> tuple[Path, Path]:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> FileRecord:
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
-    header, records = lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-    ordered = sorted(records, key=lambda name: records[name].offset)
-    return replace_durably(path, [header, *(_bytes(tensors[name]) for name in ordered)])
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+    return write_arrays(path, dict(sorted(arrays.items(), key=lambda one: -one[1].itemsize)), {})
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    records = read_records(path)
-    with TensorFile(path, records) as file:
-        return {name: file.read(name, tuple((0, n) for n in record.shape)).numpy() for name, record in records.items()}
+    return {name: values.copy() for name, values in map_arrays(path, _REMEDY)[0].items()}  # to be written to

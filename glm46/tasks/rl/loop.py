@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,11 @@ from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
 from glm46.tasks.rl.rollout.background import begin_samples
+from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollouts import demonstrate, generate_rollout
 from glm46.tasks.rl.samples import Samples
 from glm46.tasks.rl.sampling import Sampler
-from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, step_ends, steps_per_rollout
+from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, samples_per_step, step_ends, steps_per_rollout
 
 
 class RolloutStep(NamedTuple):
@@ -59,16 +60,16 @@ class RolloutLoop:
         """In a row up to now, whose groups all have equal rewards."""
         self._waiting: list[tuple[int, int]] | None = None
         """`Samples.waiting` of the rollout before; None at the start."""
-        section, self._ahead = plan.config.rollout, None
+        section, engine, self._ahead = sampler.section, sampler.engine, None
         self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
-        if section.kind != "local" and (sampler.environment is None or sampler.episodes is not None):
+        if isinstance(engine, ServerEngine) and (sampler.environment is None or sampler.episodes is not None):
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
-                sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
+                sampler, engine, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
             )
             of = sampler.episodes
             begin = begin_samples if of is None else partial(of.begin, sampler.prompt)
-            sampler.engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
+            engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
     def steps(self, progress: Progress) -> Iterator[RolloutStep | None]:
         """Yield each step, from the one that comes next on; the caller makes it, which moves ``progress``, before it
@@ -87,8 +88,7 @@ class RolloutLoop:
 
     def _within(self, progress: Progress) -> int:
         """Steps that are made of a rollout that is begun."""
-        samples = progress.samples % self._config.samples_per_rollout
-        return samples // int(self._plan.config.training.global_batch_size)
+        return progress.samples % self._config.samples_per_rollout // samples_per_step(self._plan)
 
     def rollout(self, progress: Progress) -> Iterator[RolloutStep | None]:
         """See `steps`: those of one rollout that are not made yet."""
@@ -110,8 +110,8 @@ class RolloutLoop:
         else:
             samples.figures |= dict.fromkeys(samples.figures.keys() & {"rollout_seconds", "reward_seconds"}, 0.0)
         self._waiting = samples.waiting
-        if self._staleness and not samples.is_demonstration:
-            self._generate_ahead(progress, samples)
+        if self._ahead is not None and self._staleness and not samples.is_demonstration:
+            self._generate_ahead(self._ahead, progress, samples)
 
         # 3 fields: what networks say of these tokens before the first step, and what follows from rewards
         batches, seconds = self._builder.batches(samples), 0.0
@@ -132,7 +132,9 @@ class RolloutLoop:
         elif not within:
             self._journal.write_fields(first, fields)
         while (number := progress.step - first) < len(batches):
-            own = [batch | {name: spread(x, batch) for name, x in fields.items()} for batch in batches[number]]
+            own: list[Any] = [
+                {**batch, **{name: spread(x, batch) for name, x in fields.items()}} for batch in batches[number]
+            ]
             yield RolloutStep(own, samples.next_prompt, columns, 0.0 if number > within else seconds)
 
     def update_weights(self, version: int) -> None:
@@ -148,7 +150,7 @@ class RolloutLoop:
     def write_fields(self) -> None:
         """Begin to write the fields of a rollout that waited for the old log-probabilities of its only step. No resume
         reads them: it begins before that step or behind it."""
-        if self._unwritten is None:
+        if self._unwritten is None or self._policy.record is None:
             return
         (samples, fields), self._unwritten = self._unwritten, None
         fields["old_logprobs"] = self._policy.record.of_all_ranks()
@@ -158,8 +160,8 @@ class RolloutLoop:
     def _training_fields(
         self, samples: Samples, given: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        longest = self._plan.config.rollout.max_new_tokens
-        fields, columns = training_fields(given, samples, step_ends(self._plan, samples), self._config, longest)
+        longest, ends = self._sampler.section.max_new_tokens, step_ends(self._plan, samples)
+        fields, columns = training_fields(given, samples, ends, self._config, longest)
         if samples.is_demonstration:
             fields["advantages"] = torch.ones_like(fields["advantages"])
         return fields, columns
@@ -199,19 +201,19 @@ class RolloutLoop:
         if self._staleness:  # `_generate_ahead` forgets the groups of this rollout
             self._journal.finish()
 
-    def _generate_ahead(self, progress: Progress, samples: Samples) -> None:
+    def _generate_ahead(self, ahead: AheadSource, progress: Progress, samples: Samples) -> None:
         """Generate what later rollouts need, while this one trains."""
         following = samples.step + steps_per_rollout(self._plan)
         find = partial(self._journal.read, following, is_inside=False, first_prompt=samples.next_prompt)
         if read_on_first_rank(lambda: find() is not None):
             return  # the run was killed after it: what waits on the disk was handed out with it, or after it
         self.update_weights(progress.step)
-        if self._ahead.waiting != dict(samples.waiting):  # it was read from the journal
-            self._ahead.begin(samples.step, samples.next_prompt, samples.waiting)
-        self._ahead.go_on()
+        if ahead.waiting != dict(samples.waiting):  # it was read from the journal
+            ahead.begin(samples.step, samples.next_prompt, samples.waiting)
+        ahead.go_on()
 
     def _later_rollouts(self, progress: Progress) -> int:
         """Rollouts of the run after the one of this step."""
-        training, per_rollout = self._plan.config.training, steps_per_rollout(self._plan)
-        left = (self._plan.budget_tokens - progress.tokens) / (int(training.global_batch_size) * training.seq_len)
+        per_step = samples_per_step(self._plan) * self._plan.config.training.seq_len
+        left, per_rollout = (self._plan.budget_tokens - progress.tokens) / per_step, steps_per_rollout(self._plan)
         return math.ceil((progress.step % per_rollout + math.ceil(left)) / per_rollout) - 1

@@ -1,8 +1,8 @@
 """Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks, with little padding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ def join(
         The same with one row in each micro-batch, and the tokens of a row: as many as the longest one of all needs,
         so that micro-batches have equal shapes.
     """
-    found, longest = [], 1
+    found, longest = list[list[list[list[int]]]](), 1
     for of_rank in of_ranks:
         found.append([])
         for rows in of_rank:
@@ -216,7 +216,7 @@ def build_batch(
         found["mtp_labels"] = np.stack(of_depths, 1)
     for name in arrays.keys() & found.keys():
         arrays[name][row, token - np.searchsorted(row, row)] = found[name]
-    batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    batch: Any = {name: torch.from_numpy(values) for name, values in arrays.items()}
     return batch | {name: batch[name].transpose(1, 2).contiguous() for name in batch if name.startswith("mtp_")}
 
 
@@ -236,12 +236,18 @@ def _documents(samples: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[
         document += 1 + len(of_prompt)
 
 
+def fields_of(batch: Batch) -> Mapping[str, Tensor]:
+    """A batch with the fields that are not of every task."""
+    fields: Mapping[str, Any] = batch
+    return fields
+
+
 def spread(values: Tensor, batch: Batch) -> Tensor:
     """Values of all targets of a rollout, FP32 [G], at their labels in a batch: FP32 [B, S], 0 elsewhere."""
-    return torch.cat([values, values.new_zeros(1)])[batch["place"]]  # -1 is the last one
+    return torch.cat([values, values.new_zeros(1)])[fields_of(batch)["place"]]  # -1 is the last one
 
 
 def collect(values: Tensor, batch: Batch, into: Tensor) -> None:
     """The inverse of `spread`: write the values of a batch's labels, FP32 [B, S], into those of the rollout."""
-    is_label = batch["place"] >= 0
-    into[batch["place"][is_label]] = values[is_label].to(into.dtype)
+    place = fields_of(batch)["place"]
+    into[place[place >= 0]] = values[place >= 0].to(into.dtype)

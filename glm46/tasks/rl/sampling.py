@@ -128,7 +128,7 @@ class Sampler:
         sound = [number for number, one in enumerate(scored) if not one.fault]
         given = _by_shares(scores, [scored[number] for number in sound])
         if self.config.reward_model is not None and self.reward_model is not None and sound:
-            weight, rows = self.config.reward_model.weight, []
+            weight, rows = self.config.reward_model.weight, list[list[int]]()
             for (prompt, completion), *_ in (scored[number].samples for number in sound):
                 rows.append([*prompt, *completion.tokens[: len(completion.tokens) - (completion.finish == "stop")]])
             given = [of.plus(weight, value) for of, value in zip(given, self.reward_model(rows), strict=True)]

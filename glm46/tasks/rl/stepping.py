@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +26,16 @@ Steps = list[list[Batch]]
 """For each optimizer step this rank's micro-batches."""
 
 
+def samples_per_step(plan: Plan) -> int:
+    """Samples of an optimizer step."""
+    size = plan.config.training.global_batch_size
+    assert isinstance(size, int | float), "[rl] has steps of one size"
+    return int(size)
+
+
 def steps_per_rollout(plan: Plan) -> int:
     """Optimizer steps of one rollout."""
-    return plan.config.rl.samples_per_rollout // int(plan.config.training.global_batch_size)
+    return plan.config.reinforcement[0].samples_per_rollout // samples_per_step(plan)
 
 
 def step_ends(plan: Plan, samples: Samples) -> list[int]:
@@ -57,7 +65,7 @@ class StepBuilder:
         depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
         self._shape = PackShape(
             seq_len=training.seq_len, rows=training.local_batch_size, ranks=layout.dp_degree, mtp_depth=depth,
-            micro_batches=int(training.global_batch_size) // plan.rows_per_micro_batch if is_pipeline else None,
+            micro_batches=samples_per_step(plan) // plan.rows_per_micro_batch if is_pipeline else None,
             model=plan.shape if config.routing_replay else None,
             # The second prediction layer would read completions at the end of a shared prompt.
             shares_prompts=layout.cp == 1 and networks["policy"].shape.sliding_window is None and depth <= 1,
@@ -103,7 +111,7 @@ class StepBuilder:
             for batch in chain(*steps):
                 is_replayed = name == "old_logprobs" and self._config.routing_replay  # as in training
                 is_adapted = name != "reference_logprobs"
-                inputs = batch
+                inputs: Any = batch
                 if network.pipeline is None:  # prediction layers are not needed
                     inputs = {key: value for key, value in batch.items() if not key.startswith("mtp_")}
                 output = network.evaluate(inputs, form, replay_routes=is_replayed, adapted=is_adapted)

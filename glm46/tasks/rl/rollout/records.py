@@ -4,7 +4,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -184,7 +184,7 @@ def pack(completions: Sequence[Completion], **more: np.ndarray) -> bytes:
         (len(one.tokens), FINISHES.index(one.finish), len(one.spans), len(one.replies), len(one.contradicted),
          one.drafted, one.accepted) for one in completions
     ]  # fmt: skip
-    arrays = more | {"counts": np.array(counts, np.int64).reshape(-1, 7)}
+    arrays: Any = more | {"counts": np.array(counts, np.int64).reshape(-1, 7)}
     for name in _LISTS:
         values = [value for one in completions for value in getattr(one, name)]
         arrays[name] = np.array(values, np.float64 if name == "logprobs" else np.int64)
