@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.rl import ResolvedRL
-from glm46.config.rollout import RolloutConfig as RolloutSection
+from glm46.config.rollout import RolloutConfig
 from glm46.storage.chats.chat import chat_reply, opened_thought
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class Sampler:
     """Generates samples and scores them. Methods that do so are collective, with equal results on all ranks."""
 
     config: ResolvedRL
-    section: RolloutSection
+    section: RolloutConfig
     tokenizer: Tokenizer
     engine: Engine
     prompts: Sequence[Prompt]
