@@ -156,4 +156,4 @@ def checked(
 def version_of(text: object) -> int:
     """The version that a server names; -1 for a name that no update of ours gave, such as that of a restarted
     server."""
-    return int(text) if str(text).isdecimal() else -1
+    return int(str(text)) if str(text).isdecimal() else -1

@@ -78,7 +78,9 @@ def _tensors(shape: ModelShape) -> list[tuple[str, torch.Size, torch.dtype | Non
     """Name and size of all parameters and buffers of a model, and the type of the buffers."""
     with torch.device("meta"):
         model = Transformer(shape)
-    found = {name: (parameter.shape, None) for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[torch.Size, torch.dtype | None]] = {
+        name: (parameter.shape, None) for name, parameter in model.named_parameters()
+    }
     found |= {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
     return [(name, *found[name]) for name in named_rows(shape)]
 
@@ -97,8 +99,8 @@ def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: t
     """A whole weight on this rank's device, its adapter added. Collective over the ranks that hold its parts."""
     owner, _, key = name.rpartition(".")
     prefix = f"{owner}." if key == "weight" else f"{owner}.{key}_"
-    weight, device = _whole(weights, name, dtype), network.cluster.device
-    if f"{prefix}lora_A" not in weights:
+    weight, device, adapter = _whole(weights, name, dtype), network.cluster.device, network.plan.config.adapter
+    if adapter is None or f"{prefix}lora_A" not in weights:
         return weight.to(device)
     a, b = (_gathered(weights[prefix + part], torch.float32).to(device) for part in ("lora_A", "lora_B"))
     magnitude = weights.get(f"{prefix}magnitude")
@@ -108,7 +110,7 @@ def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: t
     for number, (sums, base, low, high) in enumerate(zip(*matrices, strict=True)):
         rows = magnitude if magnitude is None or magnitude.ndim == 1 else magnitude[number]
         base = base.to(device, torch.float32)
-        sums.copy_(merged_rows(base, low, high, rows, network.plan.config.adapter.scale))
+        sums.copy_(merged_rows(base, low, high, rows, adapter.scale))
     return out
 
 
@@ -126,9 +128,11 @@ def _small_ones(
 ) -> dict[str, Tensor]:
     """The first of these weights and others that are sharded as it is and not ready, whole, gathered in one call; none
     if it is large, has an adapter or scales, or is not sharded along its rows alone. Collective."""
-    kind, bytes_left, names = _sharding(weights, wanted[0][0], wanted[0][2]), _SMALL_BYTES, []
+    kind, bytes_left, names = _sharding(weights, wanted[0][0], wanted[0][2]), _SMALL_BYTES, list[str]()
+    if kind is None:
+        return {}
     for name, size, dtype in wanted:
-        if kind is None or (nbytes := size.numel() * dtype.itemsize) > bytes_left and not names:
+        if (nbytes := size.numel() * dtype.itemsize) > bytes_left and not names:
             return {}
         if nbytes > bytes_left or name in ready or name not in weights:
             continue
@@ -186,7 +190,9 @@ def served_tensors(policy: Network, scheme: Fp8 | None) -> Iterator[tuple[str, T
     for name, whole in whole_weights(policy, policy.shape):
         for part in names.entries[name].parts:
             value = folded(name, whole[part.index()], temperature).to(whole.dtype)
-            stored = scheme.quantise(value.float()) if part.hf_name in quantised else {"": value}
+            stored = {"": value}
+            if scheme is not None and part.hf_name in quantised:
+                stored = scheme.quantise(value.float())
             yield from ((part.hf_name + suffix, tensor) for suffix, tensor in stored.items())
 
 
@@ -251,6 +257,7 @@ def write_adapters(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: t
     if not run_on_all_ranks(base.exists):
         write_weights(policy, tokenizer, base, dtype)
     adapter, own = policy.plan.config.adapter, policy.parameters
+    assert adapter is not None, "of a policy with adapters"
     origin = AdapterOrigin(base_dtype=adapter.base_dtype)
     export_adapter(folder, policy.plan.shape, own, scale=adapter.scale, base=str(base), origin=origin)
 
@@ -258,4 +265,4 @@ def write_adapters(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: t
 def base_folder(policy: Network, versions: Path) -> Path:
     """The Hugging Face folder of the base, in the folder of versions if the run began with another format."""
     start = policy.plan.config.checkpoint
-    return Path(start.initial_load_path) if start.initial_load_in_hf else versions / "base"
+    return Path(start.initial_load_path or "") if start.initial_load_in_hf else versions / "base"
