@@ -71,7 +71,7 @@ class Session:
         """
         keys, tools = tuple(map(self._key, messages)), tuple(tools)
         for turn in self.turns:
-            if turn.asked == keys and turn.tools == tools:
+            if len(turn.asked) == len(keys) and turn.asked == keys and turn.tools == tools:
                 return turn
         if len(self.turns) == self._most_turns:
             raise NoRoom(f"this episode has had its {self._most_turns} turns (rl.environment.max_turns)")
@@ -84,7 +84,7 @@ class Session:
             )
         turn = Turn(parent, keys, tools, Request(prompt, self._first.seed, min(room, most_tokens or room)))
         self.turns.append(turn)
-        known = self._recorded.pop(tuple(prompt), None)
+        known = self._recorded.pop(tuple(prompt), None) if self._recorded else None
         if known is not None and (known.finish == "stop" or len(known.tokens) == turn.request.max_new_tokens):
             self.end(turn, known)
         return turn
@@ -156,8 +156,9 @@ class Session:
 
     def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> Turn | None:
         """The deepest turn that a request continues; of equal ones the latest."""
-        found = [turn for turn in self._ended if turn.tools == tools and turn.keys == keys[: len(turn.keys)]]
-        return max(reversed(found), key=lambda turn: len(turn.keys), default=None)
+        deepest = sorted(reversed(self._ended), key=lambda turn: -len(turn.keys))  # a long one is compared once
+        found = (turn for turn in deepest if turn.tools == tools and turn.keys == keys[: len(turn.keys)])
+        return next(found, None)
 
     def _renders_otherwise(self, turn: Turn, new: Sequence[Message]) -> bool:
         """True if the format writes the tokens up to a turn in another way in front of new messages: a user's removes
