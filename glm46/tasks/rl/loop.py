@@ -61,13 +61,16 @@ class RolloutLoop:
         """`Rollout.waiting` of the rollout before; None at the start."""
         section, self._ahead = plan.config.rollout, None
         self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
-        if section.kind != "local" and (sampler.environment is None or sampler.episodes is not None):
+        if section.kind != "local":
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
                 sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
             )
-            of = sampler.episodes
-            begin = begin_samples if of is None else partial(of.begin, sampler.prompt)
+            begin = begin_samples
+            if sampler.episodes is not None:
+                begin = partial(sampler.episodes.begin, sampler.prompt)
+            elif sampler.environment is not None:
+                begin = sampler.conversations().begin
             sampler.engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
     def steps(self, progress: Progress) -> Iterator[RolloutStep | None]:

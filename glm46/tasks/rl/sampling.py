@@ -4,17 +4,19 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig as RolloutSection
-from glm46.storage.chats.chat import chat_reply, opened_thought
+from glm46.storage.chats.chat import opened_thought
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
+from glm46.tasks.rl.conversations import Conversations, asked_role, turn_behind
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, prompt_at
@@ -24,6 +26,8 @@ from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Reque
 from glm46.tasks.rl.samples import Sample, rewards_and_groups
 
 _Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+_CALLS_OF_A_RANK, _MOST_CALLS = 4, 64
+"""Of the function of [rl.environment] at once, in the background on the first rank."""
 
 
 @dataclass
@@ -63,10 +67,10 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes and free the engine."""
+        self.engine.close()
         for pool in (self.rewards, self.environment, self.filter, self.episodes):
             if pool is not None:
                 pool.close()
-        self.engine.close()
 
     def prompt(self, number: int) -> Prompt:
         """The prompt that is handed out as this number."""
@@ -161,7 +165,7 @@ class Sampler:
         completions, faults = list(self.engine.generate(requests, rules)), {}
         numbers: Sequence[int] = range(len(requests))
         for _ in range(0 if self.environment is None else self.config.environment.max_turns - 1):
-            open_ = [(n, role) for n in numbers if (role := self._asked_role(completions[n])) is not None]
+            open_ = [(n, role) for n in numbers if (role := asked_role(completions[n], self.tokenizer)) is not None]
             replies = _by_shares(
                 lambda share: self.environment.replies([self._answer(prompts[n], completions[n]) for n in share]),
                 [n for n, _ in open_],
@@ -171,12 +175,12 @@ class Sampler:
                 if isinstance(reply, str):
                     faults[number] = f"rl.environment: {reply}"
                 elif reply.text is not None:
-                    thinking, message = self.config.prompts.thinking, Message(role, reply.text)
-                    tokens = chat_reply(self.tokenizer, [message], thinking=thinking)[1:]  # the turn has the marker
-                    of, done = requests[number], completions[number]
-                    left = of.max_new_tokens - len(done.tokens) - len(tokens)
-                    if left > 0:
-                        turns[number] = tokens, Request([*of.prompt, *done.tokens, *tokens], of.seed, left)
+                    done, thinking = completions[number], self.config.prompts.thinking
+                    turn = turn_behind(
+                        requests[number], done, Message(role, reply.text), self.tokenizer, thinking=thinking
+                    )
+                    if turn is not None:
+                        turns[number] = turn
                     else:
                         completions[number] = done._replace(finish="length")
             if not turns:
@@ -192,12 +196,11 @@ class Sampler:
             for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
         ]
 
-    def _asked_role(self, completion: Completion) -> Literal["tool", "user"] | None:
-        """The role that is asked to reply to the last turn."""
-        if completion.finish != "stop":
-            return None
-        markers = self.tokenizer.special
-        return {markers["<|observation|>"]: "tool", markers["<|user|>"]: "user"}.get(completion.tokens[-1])
+    def conversations(self) -> Conversations:
+        """The conversations with the function of [rl.environment], for servers to go on with in the background."""
+        calls = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
+        thinking, turns = self.config.prompts.thinking, self.config.environment.max_turns
+        return Conversations(self.environment, self.tokenizer, thinking, turns, self.prompt, self._answer, calls)
 
     def _answer(self, prompt: Prompt, completion: Completion) -> Answer:
         is_finished, thinking = completion.finish == "stop", self.config.prompts.thinking

@@ -267,6 +267,7 @@ class ServerEngine:
         """Remove the weights from the disk, and end the servers that this run has started."""
         if self.background is not None:
             self.background.halt()
+            self.background.keep((), before=0)  # what functions and programs still say is not written
         self._launched.stop()
         if dist.get_rank() == 0:
             self._remove()
