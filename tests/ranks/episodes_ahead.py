@@ -6,8 +6,9 @@ kill -9 and started again.
 Two ranks train a small GLM for ten steps, two for each rollout, on episodes of two turns that are up to two rollouts
 old; some of them have a rollout of training between their turns, and one of each group that fails once is run again.
 `main`: the run dies while turns are answered, behind a halt for an update, and before the file of an episode is
-written. `functions`: the same with a function. `kills`: it dies N times at random moments. `drops`: the programs of one prompt hang, and it is dropped.
-`speed`: the same steps in turn and ahead, with programs that sleep as long as the steps of a rollout. Each prints JSON.
+written. `functions`: the same with a function. `kills`: it dies N times at random moments. `drops`: the programs of one
+prompt hang, and it is dropped. `speed`: the same steps in turn and ahead, with programs that sleep as long as the steps
+of a rollout. Each prints JSON.
 
 The server writes down each request that it answers, so that tokens and versions of the journal can be compared with it.
 """
