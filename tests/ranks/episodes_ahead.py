@@ -188,6 +188,10 @@ def main(**table) -> None:
         print(json.dumps(case.found() | {"codes": codes}))
 
 
+def functions() -> None:
+    main(environment=FUNCTION, max_new_tokens=120)
+
+
 def kills(number: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         case, codes = Case(Path(name)), []
@@ -231,6 +235,5 @@ def speed(seconds: str = "6") -> None:
 
 
 if __name__ == "__main__":
-    of_name = {"main": main, "functions": lambda: main(environment=FUNCTION, max_new_tokens=120)}
-    of_name |= {"kills": lambda n: kills(int(n)), "drops": drops, "speed": speed}
-    of_name[sys.argv[1]](*sys.argv[2:])
+    named = {"main": main, "functions": functions, "kills": lambda n: kills(int(n)), "drops": drops, "speed": speed}
+    named[sys.argv[1]](*sys.argv[2:])

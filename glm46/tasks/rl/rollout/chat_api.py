@@ -77,7 +77,7 @@ def completion_response(table: Mapping[str, Any], turn: Turn, name: str) -> tupl
     ]  # fmt: skip
     message |= {"tool_calls": calls} if calls else {}
     finish = "tool_calls" if calls and completion.finish == "stop" else completion.finish
-    prompt, own = len(turn.request.prompt), len(completion.tokens)
+    prompt, own = turn.length, len(completion.tokens)
     usage = {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
     about = {"id": name, "created": int(time.time()), "model": str(table.get("model") or "policy")}
     if not table.get("stream"):

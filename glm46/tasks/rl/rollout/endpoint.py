@@ -209,7 +209,7 @@ class PolicyEndpoint:
         if turn.answer is None:
             if turn not in self._waiting:
                 give = partial(asyncio.get_running_loop().call_soon_threadsafe, self._give, turn)
-                self._waiting[turn] = _Waiting(episode, OpenRequest(turn.request, give), asyncio.Event())
+                self._waiting[turn] = _Waiting(episode, OpenRequest(session.request(turn), give), asyncio.Event())
                 episode.engine.ask([self._waiting[turn].asked])
                 self._changed()
             await self._waiting[turn].answered.wait()

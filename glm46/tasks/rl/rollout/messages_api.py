@@ -113,7 +113,7 @@ def message_response(table: Mapping[str, Any], turn: Turn, name: str) -> tuple[s
         )
     reason = "tool_use" if answer.tool_calls else "end_turn"
     end = {"stop_reason": reason if completion.finish == "stop" else "max_tokens", "stop_sequence": None}
-    usage = {"input_tokens": len(turn.request.prompt), "output_tokens": len(completion.tokens)}
+    usage = {"input_tokens": turn.length, "output_tokens": len(completion.tokens)}
     model = str(table.get("model") or "policy")
     message = {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
     if not table.get("stream"):

@@ -5,6 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import numpy as np
 
 from glm46.storage.chats.chat import chat_prompt, chat_reply, opened_thought
 from glm46.storage.chats.chat_template import format_of
@@ -30,7 +33,15 @@ class Turn:
     asked: tuple[Key, ...]
     """The messages of the request."""
     tools: tuple[Mapping, ...]
-    request: Request
+    new: list[int]
+    """The end of its prompt, behind the tokens of the parent but their marker: with all prompts whole, the memory of an
+    episode would grow with the square of its length."""
+    length: int
+    """Tokens of its prompt."""
+    most_tokens: int
+    """Of its completion."""
+    name: int
+    """A hash of its prompt."""
     completion: Completion | None = None
     """None until it is generated."""
     answer: Message | None = None
@@ -58,7 +69,7 @@ class Session:
     ):  # fmt: skip
         self._tokenizer, self._thinking, self._keeps = tokenizer, thinking, keeps_thoughts
         self._first, self._most_turns = first, most_turns
-        self._recorded = {tuple(prompt): completion for prompt, completion in recorded}
+        self._recorded = {name: completion for (name,), completion in recorded}
         self.turns: list[Turn] = []
         self._ended: list[Turn] = []
         """Those that are generated, in the order of their ends."""
@@ -75,41 +86,59 @@ class Session:
                 return turn
         if len(self.turns) == self._most_turns:
             raise NoRoom(f"this episode has had its {self._most_turns} turns (rl.environment.max_turns)")
-        parent, prompt = self._prompt(messages, keys, tools)
-        room = len(self._first.prompt) + self._first.max_new_tokens - len(prompt)
+        before = self._parent(keys, tools)
+        if before is not None:
+            keys = before.keys + keys[len(before.keys) :]  # the same texts, not others for each turn
+        parent, new, length = self._prompt(before, messages, tools)
+        room = len(self._first.prompt) + self._first.max_new_tokens - length
         if room < 1:
             raise NoRoom(
-                f"the prompt has {len(prompt)} tokens, and a conversation has at most {room + len(prompt)}: those of "
-                "the row's prompt and rollout.max_new_tokens"
+                f"the prompt has {length} tokens, and a conversation has at most {room + length}: those of the row's "
+                "prompt and rollout.max_new_tokens"
             )
-        turn = Turn(parent, keys, tools, Request(prompt, self._first.seed, min(room, most_tokens or room)))
+        name = _hash([*new] if parent is None else [parent.name, *parent.completion.tokens, *new])
+        turn = Turn(parent, keys, tools, new, length, min(room, most_tokens or room), name)
         self.turns.append(turn)
-        known = self._recorded.pop(tuple(prompt), None) if self._recorded else None
-        if known is not None and (known.finish == "stop" or len(known.tokens) == turn.request.max_new_tokens):
+        known = self._recorded.pop(name, None)
+        if known is not None and (known.finish == "stop" or len(known.tokens) == turn.most_tokens):
             self.end(turn, known)
         return turn
 
+    def request(self, turn: Turn) -> Request:
+        """What to generate for a turn."""
+        parts, at = [turn.new], turn.parent
+        while at is not None:
+            parts += [_without_marker(at.completion), at.new]
+            at = at.parent
+        prompt: list[int] = []
+        for part in reversed(parts):
+            prompt += part
+        return Request(prompt, self._first.seed, turn.most_tokens, _routed(turn.parent))
+
     def ended(self) -> list[SessionSample]:
-        """The turns so far, for `recorded`."""
-        return [SessionSample(turn.request.prompt, turn.completion) for turn in list(self._ended)]
+        """The turns so far, for `recorded`, with their names as prompts."""
+        return [SessionSample([turn.name], turn.completion) for turn in list(self._ended)]
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> int:
         """Number of tokens of the prompt that `begin` would make."""
-        return len(self._prompt(messages, tuple(map(self._key, messages)), tuple(tools))[1])
+        return self._prompt(self._parent(tuple(map(self._key, messages)), tuple(tools)), messages, tools)[2]
 
     def _prompt(
-        self, messages: Sequence[Message], keys: tuple[Key, ...], tools: tuple[Mapping, ...]
-    ) -> tuple[Turn | None, list[int]]:
-        """The turn that messages continue, and the prompt."""
-        parent = self._parent(keys, tools)
-        new = messages if parent is None else messages[len(parent.keys) :]
-        if parent is None or self._renders_otherwise(parent, new):
-            return None, chat_prompt(
+        self, before: Turn | None, messages: Sequence[Message], tools: Sequence[Mapping]
+    ) -> tuple[Turn | None, list[int], int]:
+        """The turn whose tokens a prompt begins with, the tokens behind them, and the length of the prompt.
+
+        Args:
+            before: the turn that the messages continue.
+        """
+        if before is None or self._renders_otherwise(before, messages[len(before.keys) :]):
+            prompt = chat_prompt(
                 self._tokenizer, messages, tools=tools, thinking=self._thinking, keeps_thoughts=self._keeps
             )
+            return None, prompt, len(prompt)
         # The marker at the end of a turn comes with the message that follows.
-        before = parent.request.prompt + _without_marker(parent.completion)
-        return parent, before + chat_reply(self._tokenizer, new, thinking=self._thinking)
+        new = chat_reply(self._tokenizer, messages[len(before.keys) :], thinking=self._thinking)
+        return before, new, before.length + len(_without_marker(before.completion)) + len(new)
 
     def end(self, turn: Turn, completion: Completion) -> None:
         """Record what was generated for a turn."""
@@ -118,6 +147,8 @@ class Session:
             reader.read(token)
         answer = reader.end()[1]
         calls = tuple(_typed(call, turn.tools) for call in answer.tool_calls)
+        if completion.routes is not None:
+            completion = completion._replace(routes=completion.routes[_routed(turn.parent) :])
         turn.completion, turn.answer = completion, replace(answer, tool_calls=calls)
         turn.keys = (*turn.asked, self._key(turn.answer))
         self._ended.append(turn)
@@ -131,11 +162,7 @@ class Session:
 
     def samples(self) -> list[SessionSample]:
         """The samples, first the one that ends with the last turn; each generated token has its label in the first one
-        that holds it. Empty without turns.
-
-        Raises:
-            ValueError: a prompt is not the tokens before it.
-        """
+        that holds it. Empty without turns."""
         parents = {turn.parent for turn in self._ended}
         trained: set[Turn] = set()
         return [self._path(leaf, trained) for leaf in reversed(self._ended) if leaf not in parents]
@@ -144,15 +171,15 @@ class Session:
         turns = [leaf]
         while turns[0].parent is not None:
             turns.insert(0, turns[0].parent)
-        root, whole = turns[0].request.prompt, None
+        whole: Completion | None = None
         for turn in turns:
             own = turn.completion
             length = len(own.tokens)
             if turn in trained:
                 own = own._replace(logprobs=[0.0] * length, replies=((0, length),), drafted=0, accepted=0)
             trained.add(turn)
-            whole = own if whole is None else _joined(root, whole, turn, own)
-        return SessionSample(root, whole)
+            whole = own if whole is None else _joined(whole, turn.new, own)
+        return SessionSample(turns[0].new, whole)
 
     def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> Turn | None:
         """The deepest turn that a request continues; of equal ones the latest."""
@@ -182,23 +209,32 @@ def _without_marker(completion: Completion) -> list[int]:
     return completion.tokens[: len(completion.tokens) - (completion.finish == "stop")]
 
 
-def _joined(root: list[int], whole: Completion, turn: Turn, own: Completion) -> Completion:
-    """A completion behind the prompt of a root, with the next turn of its path."""
-    prompt, end = turn.request.prompt, len(root) + len(whole.tokens)
-    is_ended = whole.finish == "stop"
-    # Contradicted markers are read as those in the prompt.
-    read = root + whole.tokens
-    for index, marker in whole.contradicted:
-        read[len(root) + index] = marker
-    if prompt[: end - is_ended] != read[: end - is_ended]:
-        raise ValueError("a prompt is not the tokens before it")
-    found = whole.extended(prompt[end:], own)
-    contradicted = whole.contradicted
-    if is_ended and prompt[end - 1] != read[-1]:
-        contradicted += ((end - 1 - len(root), prompt[end - 1]),)
+def _hash(values: Sequence[int]) -> int:
+    """63 bits."""
+    return int.from_bytes(blake2b(np.array(values, np.int64).tobytes(), digest_size=8).digest(), "little") >> 1
+
+
+def _routed(turn: Turn | None) -> int:
+    """Tokens, from the begin of the conversation on, whose experts are known behind a turn."""
+    if turn is None or turn.completion.routes is None:
+        return 0
+    return _routed(turn.parent) + len(turn.completion.routes)
+
+
+def _joined(whole: Completion, new: list[int], own: Completion) -> Completion:
+    """A completion with the next turn of its path.
+
+    Args:
+        new: tokens between both; the first one is the marker that the first ends with, or another role's.
+    """
+    contradicted, is_ended, last = whole.contradicted, whole.finish == "stop", len(whole.tokens) - 1
+    if is_ended and new[0] != whole.tokens[last]:
+        contradicted += ((last, new[0]),)
+    found = whole.extended(new[is_ended:], own._replace(routes=None))
     start = len(found.tokens) - len(own.tokens)
-    replies = (*found.replies, *((start + first, start + last) for first, last in own.replies))
-    return found._replace(contradicted=contradicted, replies=replies)
+    replies = (*found.replies, *((start + first, start + end) for first, end in own.replies))
+    routes = own.routes if whole.routes is None else np.concatenate([whole.routes, own.routes])
+    return found._replace(contradicted=contradicted, replies=replies, routes=routes)
 
 
 def _typed(call: ToolCall, tools: Sequence[Mapping]) -> ToolCall:

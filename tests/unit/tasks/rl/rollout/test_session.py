@@ -62,7 +62,7 @@ def check_trained_once(of: Session, policy: Policy) -> None:
         whole = (*prompt, *inputs[slice(*rollout.bounds(number))].tolist())
         read |= {whole[:n] for n in range(len(prompt), len(whole) + 1)}
         assert all(end <= len(completion.tokens) for _, end in completion.replies)
-    assert all(tuple(turn.request.prompt) in read for turn in of.turns if turn.answer is not None)
+    assert all(tuple(of.request(turn).prompt) in read for turn in of.turns if turn.answer is not None)
 
 
 def arrays_of(samples: list) -> dict[str, np.ndarray]:
@@ -78,7 +78,7 @@ def test_a_tool_cycle_is_one_sample_in_the_tokens_of_the_format():
     assert first.tool_calls == (ToolCall("add", {"n": 5}),), "of the type that the tool describes"
     asked += [first, Message("tool", "36")]
     policy.answer(of, asked, "\n36", "user", TOOLS)
-    assert of.turns[1].request.prompt == chat_prompt(TOKENIZER, asked, tools=TOOLS, thinking=False)
+    assert of.request(of.turns[1]).prompt == chat_prompt(TOKENIZER, asked, tools=TOOLS, thinking=False)
     (sample,) = of.samples()
     assert not sample.completion.contradicted
     check_trained_once(of, policy)
@@ -104,7 +104,7 @@ def test_a_turn_without_a_thought_goes_on_unless_the_format_opens_thoughts(flavo
     assert (answer.content, answer.reasoning) == ("36", "")
     messages = [QUESTION, answer, Message("user", "Sure?")]
     policy.answer(of, messages, text)
-    assert of.turns[1].request.prompt == chat_prompt(tokenizer, messages, thinking=True) or samples == 1
+    assert of.request(of.turns[1]).prompt == chat_prompt(tokenizer, messages, thinking=True) or samples == 1
     assert len(of.samples()) == samples
     check_trained_once(of, policy)
 
@@ -124,7 +124,7 @@ def test_a_marker_that_another_role_contradicts_is_a_label_and_no_input():
     at = len(prompt) + place
     assert batch["labels"][0, at - 1] == MARKERS["observation"] and batch["input_ids"][0, at] == MARKERS["user"]
     assert batch["mtp_input_ids"][0, 0, at - 1] == MARKERS["user"]
-    read = [turn.request.prompt for turn in of.turns][1]
+    read = of.request(of.turns[1]).prompt
     assert batch["input_ids"][0, : len(read)].tolist() == read
 
 
@@ -160,8 +160,8 @@ def test_an_episode_has_its_turns_and_a_conversation_its_room():
         of.begin([QUESTION, first, Message("user", "Sure?")], ())
     assert of.begin([QUESTION], ()) is of.turns[0]
     short = session(room=4)
-    assert short.begin([QUESTION], ()).request.max_new_tokens == 4
-    assert short.begin([Message("user", "?")], (), 2).request.max_new_tokens == 2
+    assert short.begin([QUESTION], ()).most_tokens == 4
+    assert short.begin([Message("user", "?")], (), 2).most_tokens == 2
     with pytest.raises(NoRoom, match=r"rollout\.max_new_tokens"):
         short.begin([Message("user", "12 * 3 and much more than this?")], ())
 
