@@ -238,11 +238,7 @@ class CommandEpisodes:
             finally:
                 self._endpoint.close(episode)
                 self._note_change()
-            try:
-                samples = session.samples()
-            except ValueError as error:
-                episode.fail(str(error))
-                samples = []
+            samples = session.samples()
             fault = episode.fault or ("" if episode.is_truncated and samples else ended.fault)
             if fault or not samples:
                 return EpisodeEnd([], f"rl.environment: {fault or 'the program asked nothing'}", output=ended.output)

@@ -101,7 +101,7 @@ class Session:
         self.turns.append(turn)
         known = self._recorded.pop(name, None)
         if known is not None and (known.finish == "stop" or len(known.tokens) == turn.most_tokens):
-            self.end(turn, known)
+            self._record(turn, known)
         return turn
 
     def request(self, turn: Turn) -> Request:
@@ -142,13 +142,16 @@ class Session:
 
     def end(self, turn: Turn, completion: Completion) -> None:
         """Record what was generated for a turn."""
+        if completion.routes is not None:
+            completion = completion._replace(routes=completion.routes[_routed(turn.parent) :])
+        self._record(turn, completion)
+
+    def _record(self, turn: Turn, completion: Completion) -> None:
         reader = TurnReader(self._tokenizer, in_thought=bool(opened_thought(self._tokenizer, self._thinking)))
         for token in _without_marker(completion):
             reader.read(token)
         answer = reader.end()[1]
         calls = tuple(_typed(call, turn.tools) for call in answer.tool_calls)
-        if completion.routes is not None:
-            completion = completion._replace(routes=completion.routes[_routed(turn.parent) :])
         turn.completion, turn.answer = completion, replace(answer, tool_calls=calls)
         turn.keys = (*turn.asked, self._key(turn.answer))
         self._ended.append(turn)

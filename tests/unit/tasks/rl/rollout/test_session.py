@@ -208,3 +208,24 @@ def test_turns_of_an_earlier_start_are_given_again_until_another_one_is_asked_fo
         first.ended()[0]._replace(completion=first.turns[0].completion._replace(finish="length"))
     ])  # fmt: skip
     assert short.begin([QUESTION], ()).answer is None, "it was cut at another length"
+
+
+def test_experts_of_earlier_turns_are_neither_asked_for_nor_kept_twice():
+    of, messages, turns = session(), [QUESTION], []
+    for value, text in ((1, "\n30"), (2, "\n31"), (3, "\n32")):
+        turn = of.begin(messages, ())
+        request, tokens = of.request(turn), [*TOKENIZER.encode(text).tolist(), MARKERS["user"]]
+        assert request.known == sum(turns) and len(request.prompt) == turn.length
+        fed = len(request.prompt) + len(tokens) - 1
+        routes = np.full((fed, 1, 1), value, np.uint8)
+        of.end(turn, Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 3)], routes))
+        turns.append(fed - request.known)
+        messages = [*messages, turn.answer, QUESTION]
+    again = session()
+    again._recorded = {name: completion for (name,), completion in of.ended()}
+    for number in (1, 3, 5):
+        assert again.begin(messages[:number], ()).answer == messages[number]
+    for one in (of, again):
+        ((prompt, completion),) = one.samples()
+        assert completion.routes[:, 0, 0].tolist() == [1] * turns[0] + [2] * turns[1] + [3] * turns[2]
+        assert len(completion.routes) == len(prompt) + len(completion.tokens) - 1
