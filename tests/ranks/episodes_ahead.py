@@ -5,10 +5,10 @@ kill -9 and started again.
 
 Two ranks train a small GLM for ten steps, two for each rollout, on episodes of two turns that are up to two rollouts
 old; some of them have a rollout of training between their turns, and one of each group that fails once is run again.
-`main`: the run dies while turns are answered, behind a halt for an update, and before the file of an episode is
-written. `functions`: the same with a function. `kills`: it dies N times at random moments. `drops`: the programs of one
-prompt hang, and it is dropped. `speed`: the same steps in turn and ahead, with programs that sleep as long as the steps
-of a rollout. Each prints JSON.
+`main`: the run dies while turns are answered, behind a halt for an update, and before turns or the end of an episode
+are written. `functions`: the same with a function. `kills`: it dies N times at random moments. `drops`: the programs of
+one prompt hang, and it is dropped. `speed`: the same steps in turn and ahead, with programs that sleep as long as the
+steps of a rollout. Each prints JSON.
 
 The server writes down each request that it answers, so that tokens and versions of the journal can be compared with it.
 """
@@ -31,7 +31,7 @@ from glm46.storage.prepare.jail import NO_JAIL
 from glm46.tasks.rl import task
 from glm46.tasks.rl.conversations import _Conversation
 from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
-from glm46.tasks.rl.rollout import programs
+from glm46.tasks.rl.rollout import background, programs
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from tests.processes import free_port
@@ -128,7 +128,7 @@ class Case:
         elif moment == "halt":
             BackgroundGeneration.halt = fatal(2, BackgroundGeneration.halt, after=True)
         elif moment == "write":
-            BackgroundGeneration._write = fatal(5, BackgroundGeneration._write)
+            background.append_durably = fatal(5, background.append_durably)
         return task.train(config)
 
     def end(self, started: list[int], *, is_killed: bool = False) -> list[int]:

@@ -69,10 +69,12 @@ class _Conversation:
     def __init__(self, of: Conversations, member: Member, requests: OpenRequests):
         self._of, self._member, self._requests, self.request = of, member, requests, member.request
         self._prompt, self._asked = of.prompt(member.number), OpenRequest(self.request)
-        self.done = member.end.samples[0].completion if member.end.samples else NOTHING
+        self.done = NOTHING
         """Its whole turns."""
+        for reply, turn in member.end.samples:
+            self.done = self.done.extended(reply, turn)
         self._lock, self._is_open = threading.Lock(), True
-        member.cancel, member.parts = self._cancel, lambda: [self._sample()] if self.done.tokens else []
+        member.cancel = self._cancel
 
     def _sample(self) -> SessionSample:
         return SessionSample(self.request.prompt, self.done)
@@ -90,6 +92,7 @@ class _Conversation:
     def _end_turn(self, reply: list[int], turn: Completion) -> None:
         """Go on behind a turn; in a thread of the engine, which does not wait."""
         self.done = self.done.extended(reply, turn)
+        self._member.note(SessionSample(reply, turn))
         self._of.threads.submit(self.reply)
 
     def reply(self) -> None:

@@ -140,7 +140,7 @@ class CommandEpisodes:
         except Exception as error:
             member.finish(error)
             raise
-        await asyncio.to_thread(member.finish, end)  # it is written, while others are served
+        member.finish(end)
 
     def close(self) -> None:
         """End the programs and the endpoint."""
@@ -204,15 +204,13 @@ class CommandEpisodes:
     ) -> EpisodeEnd:  # fmt: skip
         """Run the programs of an episode, and again if they fail. Its faults are its own."""
         table, keys = self._table, self._prompts
-        recorded = member.end.samples if member is not None else []
+        recorded, note = (member.end.samples, member.note) if member is not None else ([], lambda turn: None)
         async with places:
             for number in range(1, self._tries + 1):
                 session = Session(
                     self._tokenizer, request, thinking=keys.thinking, most_turns=table.max_turns,
-                    keeps_thoughts=keys.keep_thoughts, recorded=recorded,
+                    keeps_thoughts=keys.keep_thoughts, recorded=recorded, note=note,
                 )  # fmt: skip
-                if member is not None:
-                    member.parts = session.ended
                 end, recorded = await self._try(prompt, session, requests), []
                 if not end.fault:
                     break

@@ -2,7 +2,7 @@
 token is trained once."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -60,16 +60,17 @@ class Session:
     Args:
         first: prompt of the row, seed, and the longest completion. No sample is longer than both together.
         keeps_thoughts: past thoughts stay in prompts.
-        recorded: turns of an earlier start: one with the same prompt is not generated again.
+        recorded: turns that `note` got at an earlier start: one with the same prompt is not generated again.
+        note: gets each turn that is generated, with its name in the place of the prompt.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, first: Request, *, thinking: bool, most_turns: int, keeps_thoughts: bool = False,
-        recorded: Sequence[SessionSample] = (),
+        recorded: Sequence[SessionSample] = (), note: Callable[[SessionSample], None] = lambda turn: None,
     ):  # fmt: skip
         self._tokenizer, self._thinking, self._keeps = tokenizer, thinking, keeps_thoughts
         self._first, self._most_turns = first, most_turns
-        self._recorded = {name: completion for (name,), completion in recorded}
+        self._note, self._recorded = note, {name: completion for (name,), completion in recorded}
         self.turns: list[Turn] = []
         self._ended: list[Turn] = []
         """Those that are generated, in the order of their ends."""
@@ -115,10 +116,6 @@ class Session:
             prompt += part
         return Request(prompt, self._first.seed, turn.most_tokens, _routed(turn.parent))
 
-    def ended(self) -> list[SessionSample]:
-        """The turns so far, for `recorded`, with their names as prompts."""
-        return [SessionSample([turn.name], turn.completion) for turn in list(self._ended)]
-
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> int:
         """Number of tokens of the prompt that `begin` would make."""
         return self._prompt(self._parent(tuple(map(self._key, messages)), tuple(tools)), messages, tools)[2]
@@ -145,6 +142,7 @@ class Session:
         if completion.routes is not None:
             completion = completion._replace(routes=completion.routes[_routed(turn.parent) :])
         self._record(turn, completion)
+        self._note(SessionSample([turn.name], completion))
 
     def _record(self, turn: Turn, completion: Completion) -> None:
         reader = TurnReader(self._tokenizer, in_thought=bool(opened_thought(self._tokenizer, self._thinking)))

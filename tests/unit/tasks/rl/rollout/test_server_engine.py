@@ -158,7 +158,7 @@ def test_a_turn_goes_on_through_an_update_and_its_program_only_waits(stubs, tmp_
             after = generate(prompt + before, seed + 3, 3)
             assert first == prompt and completion.tokens[:6] == before + after
             assert completion.spans[:2] == [(0, 3), (3, 4)] and completion.logprobs[3] == logprob(4, after[0])
-        assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000008.npz"]
+        assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000008"]
     finally:
         episodes.close()
         engine.close()

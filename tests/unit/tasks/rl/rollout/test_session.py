@@ -24,9 +24,12 @@ QUESTION = Message("user", "12 * 3?")
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}}}},)
 
 
-def session(*, thinking: bool = False, room: int = 100_000, most_turns: int = 100, keeps: bool = False) -> Session:
+def session(
+    *, thinking: bool = False, room: int = 100_000, most_turns: int = 100, keeps: bool = False, **more
+) -> Session:
     prompt = chat_prompt(TOKENIZER, [QUESTION], thinking=thinking)
-    return Session(TOKENIZER, Request(prompt, 5, room), thinking=thinking, most_turns=most_turns, keeps_thoughts=keeps)
+    options = {"thinking": thinking, "most_turns": most_turns, "keeps_thoughts": keeps}
+    return Session(TOKENIZER, Request(prompt, 5, room), **options, **more)
 
 
 class Policy:
@@ -194,24 +197,24 @@ def test_each_generated_token_of_any_tree_of_messages_is_trained_once(data, thin
 
 
 def test_turns_of_an_earlier_start_are_given_again_until_another_one_is_asked_for():
-    policy, first = Policy(), session()
+    policy, noted, more = Policy(), [], []
+    first = session(note=noted.append)
     answer = policy.answer(first, [QUESTION], "\n30")
     policy.answer(first, [QUESTION, answer, QUESTION], "\n31")
-    prompt = chat_prompt(TOKENIZER, [QUESTION], thinking=False)
-    again = Session(TOKENIZER, Request(prompt, 6, 100_000), thinking=False, most_turns=9, recorded=first.ended())
+    again = session(recorded=noted, note=more.append)
     assert again.begin([QUESTION], ()).answer == answer
     other = policy.answer(again, [QUESTION, answer, Message("user", "Why?")], "\n33")
     assert other.content == "33"
     ((_, completion),) = again.samples()
-    assert "31" not in TOKENIZER.decode(completion.tokens) and len(again.ended()) == 2
-    short = Session(TOKENIZER, Request(prompt, 6, 100_000), thinking=False, most_turns=9, recorded=[
-        first.ended()[0]._replace(completion=first.turns[0].completion._replace(finish="length"))
-    ])  # fmt: skip
+    assert "31" not in TOKENIZER.decode(completion.tokens) and len(noted) == 2 and len(more) == 1
+    cut = noted[0]._replace(completion=noted[0].completion._replace(finish="length"))
+    short = session(recorded=[cut])
     assert short.begin([QUESTION], ()).answer is None, "it was cut at another length"
 
 
 def test_experts_of_earlier_turns_are_neither_asked_for_nor_kept_twice():
-    of, messages, turns = session(), [QUESTION], []
+    noted, messages, turns = [], [QUESTION], []
+    of = session(note=noted.append)
     for value, text in ((1, "\n30"), (2, "\n31"), (3, "\n32")):
         turn = of.begin(messages, ())
         request, tokens = of.request(turn), [*TOKENIZER.encode(text).tolist(), MARKERS["user"]]
@@ -221,8 +224,7 @@ def test_experts_of_earlier_turns_are_neither_asked_for_nor_kept_twice():
         of.end(turn, Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 3)], routes))
         turns.append(fed - request.known)
         messages = [*messages, turn.answer, QUESTION]
-    again = session()
-    again._recorded = {name: completion for (name,), completion in of.ended()}
+    again = session(recorded=noted)
     for number in (1, 3, 5):
         assert again.begin(messages[:number], ()).answer == messages[number]
     for one in (of, again):
