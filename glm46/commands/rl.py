@@ -53,7 +53,7 @@ def describe_rollout(
         UserError: the rollout does not exist, is damaged, or has another tokenizer.
     """
     from glm46.tasks.rl.journal import FOLDER, read_fields, read_rollout, rollout_steps
-    from glm46.tasks.rl.rollout.records import FINISHES
+    from glm46.tasks.rl.samples import OUTCOMES
 
     journal = folder / FOLDER
     steps = rollout_steps(journal)
@@ -61,42 +61,40 @@ def describe_rollout(
         there = f"there are {', '.join(map(str, steps[-10:]))}" if steps else "give job.dump_folder of a run with [rl]"
         raise UserError(f"{journal}: no rollout{f' of step {step}' if steps else ''}; {there}")
     step = steps[-1] if step is None else step
-    rollout = read_rollout(journal, step)
-    assert rollout is not None, "it is among the steps"
-    if rollout.about.get("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
+    found = read_rollout(journal, step)
+    assert found is not None, "it is among the steps"
+    if found.about.get("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
         raise UserError(
-            f"{journal}: generated with the tokenizer {rollout.about['tokenizer'][:12]}…, and this one is "
+            f"{journal}: generated with the tokenizer {found.about['tokenizer'][:12]}…, and this one is "
             f"{tokenizer.fingerprint[:12]}…; give the tokenizer of the run as --tokenizer"
         )
     has_fields = (journal / f"step_{step:06d}.fields").is_file()
     fields = {name: values.numpy() for name, values in read_fields(journal, step).items()} if has_fields else {}
-    kind = "labels as completions" if rollout.is_demonstration else "samples"
+    kind = "labels as completions" if found.is_demonstration else "samples"
     yield (
-        f"rollout of step {step}: {len(rollout):,} {kind} of prompts {rollout.first_prompt:,} to "
-        f"{rollout.next_prompt - 1:,}, {counted(rollout.tokens, 'token')}; "
+        f"rollout of step {step}: {len(found):,} {kind} of prompts {found.first_prompt:,} to "
+        f"{found.next_prompt - 1:,}, {counted(len(found.logprobs), 'target')}; "
         f"{counted(len(steps), 'rollout')} in {journal}"
     )
-    yield "  ".join(f"{name} {value:.4g}" for name, value in rollout.figures.items())
-    for sample in range(min(samples, len(rollout))):
-        place = slice(*rollout.bounds(sample))
-        is_generated = ~rollout.arrays["is_reply"][place]
-        prompt, completion = rollout.prompt(sample), rollout.completion(sample)
-        parts = zip(rollout.part_names, rollout.arrays["parts"][sample].tolist(), strict=True)
-        versions, reward = rollout.arrays["versions"][place], rollout.arrays["rewards"][sample]
+    yield "  ".join(f"{name} {value:.4g}" for name, value in found.figures.items())
+    for sample in range(min(samples, len(found))):
+        is_target = found.targets[slice(*found.bounds(sample))] >= 0
+        own = found.places[slice(*found.bounds(sample))][is_target]  # among all targets
+        episode, prompt, completion = found.episode[sample], found.prompt(sample), found.completion(sample)
+        parts = zip(found.part_names, found.parts[episode].tolist(), strict=True)
         yield ""
         yield (
-            f"── sample {sample}, prompt {rollout.arrays['groups'][sample]}: reward {reward:g} "
+            f"── sample {sample}, prompt {found.group[episode]}: reward {found.reward[episode]:g} "
             f"({', '.join(f'{name} {value:g}' for name, value in parts)}), {len(prompt)} + {len(completion)} tokens, "
-            f"finish {FINISHES[rollout.arrays['finish'][sample]]}, weights {versions.min()} to {versions.max()}"
+            f"{OUTCOMES[found.outcome[episode]]}, weights {found.versions[own].min()} to {found.versions[own].max()}"
         )
-        yield tokenizer.decode(prompt) + _marked(tokenizer, completion, is_generated)
+        yield tokenizer.decode(prompt) + _marked(tokenizer, completion, is_target[len(prompt) :])
         if has_fields:
-            advantages = fields["advantages"][place][is_generated]
+            advantages = fields["advantages"][own]
             yield f"advantage {advantages.mean():.4g} (tokens {advantages.min():.4g} to {advantages.max():.4g})"
         if by_token:
-            columns = _columns(rollout.arrays["logprobs"], fields, place)
-            mask = np.concatenate([np.zeros(len(prompt), np.bool_), is_generated])
-            yield from _token_lines(tokenizer, np.concatenate([prompt, completion]), mask, columns)
+            columns = _columns(found.logprobs, fields, own)
+            yield from _token_lines(tokenizer, np.concatenate([prompt, completion]), is_target, columns)
 
 
 def _tokenizer_of(folder: Path, stated: str | None) -> Tokenizer:
@@ -120,30 +118,27 @@ def _marked(tokenizer: Tokenizer, completion: np.ndarray, is_generated: np.ndarr
     return "".join(f"[[{text}]]" if is_turn else text for text, is_turn in texts)
 
 
-def _columns(logprobs: np.ndarray, fields: dict[str, np.ndarray], place: slice) -> dict[str, np.ndarray]:
-    """Columns of `_COLUMNS` that there are, for the tokens of a sample; those of an environment have any values."""
+def _columns(logprobs: np.ndarray, fields: dict[str, np.ndarray], own: np.ndarray) -> dict[str, np.ndarray]:
+    """Columns of `_COLUMNS` that there are, for the targets of a sample."""
     names = {"old": "old_logprobs", "reference": "reference_logprobs", "advantage": "advantages"}
     names |= {"value": "old_values", "weight": "correction", "logprob": "rollout_logprobs"}
-    columns = {"logprob": logprobs[place]}
-    columns |= {column: fields[name][place] for column, name in names.items() if name in fields}
+    columns = {"logprob": logprobs[own]}
+    columns |= {column: fields[name][own] for column, name in names.items() if name in fields}
     if "old" in columns:
         columns["ratio"] = np.exp(columns["old"] - columns["logprob"])
     return {name: columns[name] for name in _COLUMNS if name in columns}
 
 
 def _token_lines(
-    tokenizer: Tokenizer, tokens: np.ndarray, mask: np.ndarray, columns: dict[str, np.ndarray]
+    tokenizer: Tokenizer, tokens: np.ndarray, is_target: np.ndarray, columns: dict[str, np.ndarray]
 ) -> Iterator[str]:
-    """A line for each token; those outside of the mask (prompt and environment) have no values, because nothing is
+    """A line for each token; those that are no targets (prompt and environment) have no values, because nothing is
     computed for them."""
-    start = len(tokens) - len(columns["logprob"])
     texts = {token: repr(tokenizer.decode([token]))[1:-1] for token in {*tokens.tolist()}}
     width = max(map(cell_len, ("token", *texts.values())))
-    widths = {
-        name: max(len(name), 9, *(len(f"{value:.4f}") for value in of[mask[start:]])) for name, of in columns.items()
-    }
+    widths = {name: max(len(name), 9, *(len(f"{value:.4f}") for value in of)) for name, of in columns.items()}
     yield "    ".join([f"    {'token':<{width}}", "mask", *(f"{name:>{widths[name]}}" for name in columns)])
-    for number, token in enumerate(tokens.tolist()):
+    rows = zip(*([f"{value:{widths[name]}.4f}" for value in of] for name, of in columns.items()), strict=True)
+    for token, has_values in zip(tokens.tolist(), is_target.tolist(), strict=True):
         text = texts[token] + " " * (width - cell_len(texts[token]))
-        values = [f"{of[number - start]:{widths[name]}.4f}" for name, of in columns.items()] if mask[number] else []
-        yield "    ".join([f"    {text}", f"{mask[number]:4d}", *values])
+        yield "    ".join([f"    {text}", f"{has_values:4d}", *(next(rows) if has_values else ())])

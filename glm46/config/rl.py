@@ -238,11 +238,28 @@ class ResolvedKL(KLConfig):
     """[rl.kl] with the keys of the preset."""
 
     weight: float
+    to: Literal["reference", "old"]
+    where: Literal["loss", "reward"]
+    estimator: Literal["k1", "k2", "k3"]
+
+
+class ResolvedCorrection(CorrectionConfig):
+    """[rl.correction] with the keys of the preset."""
+
+    level: Literal["none", "token", "sequence", "geometric"]
+    high: float
 
 
 class ResolvedRL(RLConfig):
     """[rl] with the keys of the preset."""
 
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "returns", "gae"]
+    gamma: float
+    gae_lambda: float
+    reduction: Literal["token_mean", "sample_mean", "constant"]
+    overlong_share: float
+    correction: ResolvedCorrection
+    critic: CriticConfig
     whiten: bool
     """Advantages of all tokens of a rollout get the mean 0 and the deviation 1."""
 

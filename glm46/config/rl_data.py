@@ -67,7 +67,8 @@ class EnvironmentConfig(Section):
     command: Annotated[tuple[str, ...], _COMMAND] = ()
     """The program, as a list of words; paths of files in it lead from the folder that the run was started in. It runs
     on the host of rank 0 in an empty folder, which is removed, with OPENAI_BASE_URL, OPENAI_API_KEY and GLM46_TASK: the
-    row of the prompt without its label, as JSON. Exit code 0 ends the episode well; with another one it has failed."""
+    row of the prompt without its label, as JSON of at most 128 KiB. Exit code 0 ends the episode well; with another one
+    it has failed."""
 
     score_command: Annotated[tuple[str, ...], _COMMAND] = ()
     """A program that runs in the same folder when the first one has ended. Its standard input is JSON: the ``row`` with

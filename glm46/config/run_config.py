@@ -123,6 +123,12 @@ class RunConfig(Section):
         return self.preference is not None and self.preference.has_reference
 
     @property
+    def reinforcement(self) -> tuple[RLConfig, RolloutConfig]:
+        """[rl] and [rollout] of a run that has them."""
+        assert self.rl is not None and self.rollout is not None
+        return self.rl, self.rollout
+
+    @property
     def is_reference_in_policy(self) -> bool:
         """True if the reference of [rl], if it needs one, is the policy without its adapters."""
         return self.adapter is not None and (self.rl is None or self.rl.reference is None)

@@ -76,11 +76,11 @@ def main() -> None:
 
         def told(label: str, codes: list[int]) -> None:
             folder = base / label
-            found = [read_rollout(folder / FOLDER, step).arrays for step in rollout_steps(folder / FOLDER)]
+            found = [read_rollout(folder / FOLDER, step) for step in rollout_steps(folder / FOLDER)]
             steps = published_steps(folder / "checkpoint")
             row = {"name": label, "codes": codes, "steps": steps, "rollouts": len(found)}
-            for key in ("groups", "tokens", "is_reply", "lengths", "rewards"):
-                row[key] = [arrays[key].tolist() for arrays in found]
+            for key in ("group", "tokens", "targets", "ends", "prompt_lengths", "episode", "reward"):
+                row[key] = [getattr(samples, key).tolist() for samples in found]
             row["contents"] = training_kills.contents(
                 SimpleNamespace(checkpoint_folder=folder / "checkpoint"), steps[-1]
             )

@@ -150,21 +150,19 @@ class Case:
         folder = self.base / "run" / FOLDER
         for step in rollout_steps(folder):
             rollout = read_rollout(folder, step)
-            arrays = rollout.arrays
-            used.append(arrays["groups"].tolist())
-            ages += (step - arrays["versions"]).tolist()
+            used.append(rollout.group[rollout.episode].tolist())
+            ages += (step - rollout.versions).tolist()
             waiting, stale = [number for number, _ in rollout.waiting], stale + rollout.stale
             for sample in range(len(rollout)):
                 first, end = rollout.bounds(sample)
-                versions, prompt = arrays["versions"][first:end].tolist(), rollout.prompt(sample).tolist()
-                read = arrays.get("inputs", arrays["tokens"])[first:end].tolist()
-                own = [i for i in range(end - first) if not arrays["is_reply"][first + i]]
+                versions = dict(zip(range(first, end), rollout.versions[rollout.places[first:end]], strict=True))
+                own = [i for i in range(first, end) if rollout.targets[i] >= 0]
                 replied += len(own) < end - first
                 mixed += len({versions[i] for i in own}) > 1
                 trained += len(own)
                 for i in own:
-                    said = f"{arrays['tokens'][first + i]} {versions[i]}"
-                    if said not in generated.get(str(prompt + read[:i]), ()):
+                    said = f"{rollout.targets[i]} {versions[i]}"
+                    if said not in generated.get(str(rollout.tokens[first:i].tolist()), ()):
                         foreign.append([step, sample, i, said])
         lines = map(json.loads, (self.base / "run" / "metrics.jsonl").read_text().splitlines())
         rows = [row for row in lines if "loss" in row]

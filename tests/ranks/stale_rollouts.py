@@ -134,10 +134,10 @@ def main() -> None:
         used, ages, waiting = {}, [], []
         for step in rollout_steps(folder):
             rollout = read_rollout(folder, step)
-            ages += (step - rollout.arrays["versions"]).tolist()
+            ages += (step - rollout.versions).tolist()
             waiting = [number for number, _ in rollout.waiting]
-            for i, number in enumerate(rollout.arrays["groups"].tolist()):
-                logprobs = rollout.arrays["logprobs"][slice(*rollout.bounds(i))]
+            for i, number in enumerate(rollout.group.tolist()):
+                logprobs = rollout.logprobs[rollout.of_targets == i]
                 used.setdefault(number, []).append([rollout.completion(i).tolist(), logprobs.tolist()])
         lines = map(json.loads, (base / "run" / "metrics.jsonl").read_text().splitlines())
         steps = [row["step"] for row in lines if "loss" in row]

@@ -83,7 +83,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("completion_tokens", "tokens", "reward", "Mean length of these completions."),
     Metric("completion_tokens_max", "tokens", "reward", "Length of the longest one."),
     Metric("truncated_ratio", "ratio", "reward", "Completions that were cut at the longest length."),
-    Metric("equal_groups_ratio", "ratio", "reward", "Groups whose rewards are all equal."),
+    Metric("equal_groups_ratio", "ratio", "reward", "Groups whose rewards are all equal, of those with two or more."),
     Metric("generated_samples", "samples", "reward", "Samples generated for the rollout."),
     Metric("dropped_samples", "samples", "reward", "Samples left out because a reward failed."),
     Metric("dropped_groups", "", "reward", "Groups left out: dropped samples leave fewer than a baseline needs."),

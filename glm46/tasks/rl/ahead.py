@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
+from glm46.tasks.rl.rollout.records import EpisodeEnd
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.samples import Rollout, Sample
+from glm46.tasks.rl.samples import Samples
 from glm46.tasks.rl.sampling import Sampler
 
 
@@ -25,11 +26,11 @@ class AheadSource:
     """
 
     def __init__(
-        self, sampler: Sampler, *, oldest: int, version: Callable[[], int], is_stopped: Callable[[], bool],
-        drops: bool = False,
+        self, sampler: Sampler, engine: ServerEngine, *, oldest: int, version: Callable[[], int],
+        is_stopped: Callable[[], bool], drops: bool = False,
     ):  # fmt: skip
         self._sampler, self._oldest, self._drops = sampler, oldest, drops
-        self._engine: ServerEngine = sampler.engine
+        self._engine = engine
         self._version, self._is_stopped = version, is_stopped
         self._step = 0
         self.next_prompt = 0
@@ -49,7 +50,7 @@ class AheadSource:
         new = [number for number, since in self.waiting.items() if known.get(number) != since]
         self._on_first_rank(self.forget_taken, lambda: self._add(new))
 
-    def take(self, first: int, count: int) -> list[Sample] | None:
+    def take(self, first: int, count: int) -> list[EpisodeEnd] | None:
         """See `Take`; groups that wait come first."""
         self.hand_out(count + self._late())
         taken = self._engine.take(count, set(self._due()[:count]), self._is_stopped, waits=not self._drops)
@@ -57,14 +58,13 @@ class AheadSource:
             return None
         for number in taken:
             del self.waiting[number]
-        return [Sample(self._sampler.prompt(number), number, end) for number, ends in taken.items() for end in ends]
+        return [end._replace(group=number) for number, ends in taken.items() for end in ends]
 
-    def describe(self, rollout: Rollout) -> None:
+    def describe(self, samples: Samples) -> None:
         """Write into a rollout which groups it leaves, and which were dropped before it."""
-        rollout.next_prompt, rollout.stale = self.next_prompt, self.stale
-        rollout.waiting = [list(pair) for pair in self.waiting.items()]
+        samples.next_prompt, samples.stale, samples.waiting = self.next_prompt, self.stale, list(self.waiting.items())
         if self._drops:
-            rollout.figures["stale_groups"] = len(self.stale)
+            samples.figures["stale_groups"] = len(self.stale)
 
     def _late(self) -> int:
         """Number of groups that are due and not finished, and that others may replace."""

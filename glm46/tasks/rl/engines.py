@@ -45,18 +45,16 @@ def build_engine(
         rules: of training rollouts.
         is_stopped: asked on each rank before each token of a local engine; true ends its samples with "abort".
     """
-    config = policy.plan.config
-    section = config.rollout
+    config, (rl, section) = policy.plan.config, policy.plan.config.reinforcement
     if section.kind == "local":
         process = policy.cluster.process
         layout = generation_layout(section.degrees, process.world_size)
         mesh = build_model_mesh(layout, process.rank, process.device.type)
-        length, routes = config.training.seq_len, config.rl.routing_replay
         return LocalEngine(
-            policy, max_length=length, mesh=mesh, rows=section.samples_at_once, speculative=section.speculative,
-            routes=routes, is_stopped=is_stopped,
+            policy, max_length=config.training.seq_len, mesh=mesh, rows=section.samples_at_once,
+            speculative=section.speculative, routes=rl.routing_replay, is_stopped=is_stopped,
         )  # fmt: skip
-    dtype, scheme = getattr(torch, config.training.mixed_precision_param), FP8_SCHEMES.get(section.weights_dtype)
+    dtype, scheme = getattr(torch, config.training.mixed_precision_param), FP8_SCHEMES.get(section.weights_dtype or "")
     weights = real_path(Path(config.job.dump_folder, "rollout_weights"))
     write = write_adapters if section.send_adapters else partial(write_policy, scheme=scheme)
     base = base_folder(policy, Path(section.weights_folder or weights)) if section.send_adapters else None
@@ -154,7 +152,7 @@ def _evaluated(
     form = partial(token_logprobs, entropy=True, temperature=temperature)
     output = network.evaluate(batch, form, replay_routes=replay_routes)
     found = torch.full((2, *batch["labels"].shape), -torch.inf)
-    if output is not None:  # other stages of a pipeline have no head
+    if output is not None and output.logprobs is not None and output.entropy is not None:  # other stages have no head
         found = network.whole_rows(torch.stack([output.logprobs, output.entropy]), batch).cpu()
     network.release()
     # The largest, not one rank's: ranks that compute the same rows may differ in the last bits.

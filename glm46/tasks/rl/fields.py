@@ -1,5 +1,5 @@
-"""Fields of the tokens of a rollout that follow from rewards and log-probabilities: advantages, constants of the loss.
-Pure functions of tensors, over all tokens or samples of a rollout."""
+"""Fields of the targets of a rollout that follow from rewards and log-probabilities: advantages, constants of the loss.
+Pure functions, over all targets or samples of a rollout."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,52 +10,43 @@ from torch import Tensor
 
 from glm46.config.rl import ResolvedRL
 from glm46.tasks.rl.policy_loss import correction_weights, kl_estimate, sum_by_sample, sum_over_samples
+from glm46.tasks.rl.samples import Samples
 
 Baseline = Literal["group_std", "group_mean", "leave_one_out"]
 
 
 def training_fields(
-    given: Mapping[str, Tensor], sample: Tensor, rewards: Tensor, groups: Tensor, ends: Sequence[int],
-    config: ResolvedRL, longest: int, episodes: Tensor | None = None,
-) -> tuple[dict[str, Tensor], dict[str, float]]:  # fmt: skip
-    """Fields of each token that `PolicyGradient` and `ValueLoss` read.
+    given: Mapping[str, Tensor], samples: Samples, ends: Sequence[int], config: ResolvedRL, longest: int
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Fields of each target that `PolicyGradient` and `ValueLoss` read.
 
     Args:
-        given: [T] each, in the order of the samples: ``rollout_logprobs``, and what networks computed before the first
-            update: ``old_logprobs`` (not needed under `ResolvedRL.is_on_policy`), ``reference_logprobs`` and
-            ``old_values`` where `ResolvedRL.has_reference` and `ResolvedRL.has_critic` say so.
-        sample: int64 [T]: number of the sample of each token; -1 for tokens without a target, such as replies of an
-            environment.
-        rewards: [N] of the samples; groups: int64 [N], number of the prompt.
+        given: [G] each: ``rollout_logprobs``, and what networks computed before the first update: ``old_logprobs`` (not
+            needed under `ResolvedRL.is_on_policy`), ``reference_logprobs`` and ``old_values`` where
+            `ResolvedRL.has_reference` and `ResolvedRL.has_critic` say so.
         ends: of each optimizer step the number of its last sample + 1.
         config: resolved.
         longest: most tokens of a completion, for the overlong penalty, which is that of the longest sample.
-        episodes: int64 [N], ascending from 0 on: samples with the same number are of one answer, and have its reward.
-            Absent: all differ.
 
     Returns:
-        Fields FP32 [T], 0 for tokens without a target: ``advantages``, ``sample_tokens``, ``episode_tokens``: targets
-        of all samples of the episode, ``old_logprobs`` of old_policy = "rollout", ``correction`` where there are old
-        log-probabilities, with a critic ``returns``. Columns of metrics: with `overlong_share` the mean of that
-        penalty, which is not in the reward of the rollout.
+        Fields FP32 [G]: ``advantages``, ``sample_tokens``, ``episode_tokens``: targets of all samples of the episode,
+        ``old_logprobs`` of old_policy = "rollout", ``correction`` where there are old log-probabilities, with a critic
+        ``returns``. Columns of metrics: with `overlong_share` the mean of that penalty, which is not in the reward of
+        the rollout.
     """
-    is_target, samples = sample >= 0, len(rewards)
-    given = {name: values[is_target].double() for name, values in given.items()}
+    given = {name: values.double() for name, values in given.items()}
     found: dict[str, Tensor] = {}
-    of = sample[is_target]
+    of, episodes, count = samples.of_targets, torch.from_numpy(samples.episode), len(samples.group)
     if config.old_policy == "rollout":
         given["old_logprobs"] = found["old_logprobs"] = given["rollout_logprobs"]
-    lengths = sum_by_sample(torch.ones_like(of, dtype=torch.float64), of, samples)
-    assert bool((lengths > 0).all()), f"samples without tokens: {(lengths == 0).nonzero().flatten().tolist()}"
+    lengths = sum_by_sample(torch.ones_like(of, dtype=torch.float64), of, len(samples))
+    assert bool((lengths > 0).all()), f"samples without targets: {(lengths == 0).nonzero().flatten().tolist()}"
     found["sample_tokens"] = lengths[of]
-    episodes = torch.arange(samples) if episodes is None else episodes
-    is_first = episodes.diff(prepend=episodes.new_full((1,), -1)) != 0
-    count = int(is_first.sum())
-    found["episode_tokens"] = lengths.new_zeros(count).index_add(0, episodes, lengths)[episodes[of]]
+    found["episode_tokens"] = sum_by_sample(lengths, episodes, count)[episodes[of]]
     most = lengths.new_zeros(count).scatter_reduce(0, episodes, lengths, "amax")
     penalty = overlong_penalty(most, longest, round(config.overlong_share * longest))
-    of_episodes = rewards[is_first].double() + penalty
-    advantages, returns = _advantages(given, of, episodes, of_episodes, groups[is_first], config)
+    rewards = torch.from_numpy(samples.reward) + penalty
+    advantages, returns = _advantages(given, of, episodes, rewards, torch.from_numpy(samples.group), config)
     found["advantages"] = whiten(advantages) if config.whiten else advantages
     if returns is not None:
         found["returns"] = returns
@@ -65,14 +56,14 @@ def training_fields(
             of_step = (of >= first) & (of < end)
             step = {name: values[of_step] for name, values in (given | found).items()}
             found["correction"][of_step] = _correction(step, of[of_step] - first, end - first, config)
-    whole = {name: torch.zeros(is_target.shape).masked_scatter(is_target, x.float()) for name, x in found.items()}
-    return whole, {"overlong_penalty": penalty.mean().item()} if config.overlong_share and samples else {}
+    columns = {"overlong_penalty": penalty.mean().item()} if config.overlong_share and count else {}
+    return {name: values.float() for name, values in found.items()}, columns
 
 
 def _advantages(
     given: Mapping[str, Tensor], sample: Tensor, episodes: Tensor, rewards: Tensor, groups: Tensor, config: ResolvedRL
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages of the targets, and with a critic its returns, FP64 [T], from the rewards and groups of episodes."""
+    """Advantages of the targets, and with a critic its returns, FP64 [G], from the rewards and groups of episodes."""
     penalty = torch.zeros(len(sample), dtype=torch.float64)
     if config.kl.weight > 0 and config.kl.where == "reward":
         kl = kl_estimate(given["old_logprobs"], given["reference_logprobs"], config.kl.estimator)
@@ -129,12 +120,12 @@ def group_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Ten
     """
     _, of, sizes = groups.unique(return_inverse=True, return_counts=True)
     size = sizes[of]
-    centred = rewards - _sum(rewards, of, len(sizes))[of] / size
+    centred = rewards - sum_by_sample(rewards, of, len(sizes))[of] / size
     # Rounding leaves some 1e-17 where all rewards are equal, and the division would blow it up.
     centred = torch.where(differing_groups(rewards, groups), centred, 0.0)
     others = (size - 1).clamp(min=1)
     if baseline == "group_std":
-        return centred / ((_sum(centred.square(), of, len(sizes))[of] / others).sqrt() + 1e-6)
+        return centred / ((sum_by_sample(centred.square(), of, len(sizes))[of] / others).sqrt() + 1e-6)
     return centred * (size / others) if baseline == "leave_one_out" else centred
 
 
@@ -192,7 +183,3 @@ def whiten(values: Tensor) -> Tensor:
     mean = total / max(len(values), 1)
     variance = (squares - mean * total).clamp(min=0) / max(len(values) - 1, 1)
     return (values - mean) * (variance + 1e-8).rsqrt()
-
-
-def _sum(values: Tensor, of: Tensor, groups: int) -> Tensor:
-    return values.new_zeros(groups).index_add(0, of, values)

@@ -1,9 +1,11 @@
 """The journal of a run: the files of its rollouts, and which of them it reads, writes and removes.
 
-A rollout is two files in the folder rollouts/ of a run, `step_XXXXXX.safetensors` and, written after it, its manifest
-`step_XXXXXX.json`: without a manifest it does not exist. What networks computed for it is in `step_XXXXXX.fields`.
+A rollout is two files in the folder rollouts/ of a run, `step_XXXXXX.safetensors` with the arrays of its `Samples` and,
+written after it, its manifest `step_XXXXXX.json`: without a manifest it does not exist. What networks computed for its
+targets is in `step_XXXXXX.fields`.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -20,17 +22,24 @@ from torch import Tensor
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.errors import UserError
+from glm46.config.faults import counted
 from glm46.engine.reliability.run_lock import writing
+from glm46.files.array_file import map_arrays, write_arrays
 from glm46.files.durable import FileRecord, hash_file, replace_durably
-from glm46.files.tensor_file import TensorFile, lay_out, read_records
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.integrity import published_steps
-from glm46.tasks.rl.samples import Rollout
+from glm46.tasks.rl.samples import Samples
 from glm46.tasks.rl.stepping import steps_per_rollout
 
 FOLDER = "rollouts"
 _REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
-_NOT_OF_ROLLOUTS = {
+_FORMAT = 2
+"""Of these files; a manifest without the number is of the first one, which had other arrays."""
+_FACTS = (
+    "step", "first_prompt", "next_prompt", "part_names", "is_demonstration", "figures", "waiting", "stale", "about",
+)  # fmt: skip
+"""Fields of `Samples` in the manifest."""
+_NOT_OF_ROLLOUTS: Any = {
     **dict.fromkeys(
         ("job", "metrics", "comm", "checkpoint", "profiling", "parallelism", "activation_checkpoint", "compile",
          "validation", "inference"), True,
@@ -57,24 +66,23 @@ class Journal:
     """
 
     def __init__(self, plan: Plan, data: str, tokenizer: str):
-        config = plan.config
+        config, (rl, rollout) = plan.config, plan.config.reinforcement
         self.folder = Path(config.job.dump_folder) / FOLDER
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._writes: list[Future[None]] = []
-        self._plan = plan
-        self._oldest = config.rollout.max_staleness * steps_per_rollout(plan)
-        self._about = {"tokenizer": tokenizer, "temperature": config.rollout.temperature}
-        table = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
+        self._plan, self._keep = plan, rollout.keep_latest_k
+        self._oldest = rollout.max_staleness * steps_per_rollout(plan)
+        self._about = {"tokenizer": tokenizer, "temperature": rollout.temperature}
+        keys = config.model_dump(mode="json", exclude=_NOT_OF_ROLLOUTS)
         # The number of steps decides the rates, and so the weights that generate, if the schedule ends with the run.
         end = config.lr_scheduler.total_tokens or plan.end_tokens
         start = config.ids.get("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
-        environment = config.rl.environment
-        words = () if environment is None else (*environment.command, *environment.score_command)
+        words = () if (table := rl.environment) is None else (*table.command, *table.score_command)
         programs = [hash_file(Path(word)).sha256 for word in words if Path(word).is_file()]
-        facts = [table, end, start, data, *programs]
+        facts = [keys, end, start, data, *programs]
         self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Rollout | None:
+    def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Samples | None:
         """The rollout that begins at a step; None if it has to be generated.
 
         Args:
@@ -82,66 +90,72 @@ class Journal:
             first_prompt: number of the next prompt.
 
         Raises:
-            UserError: its files are damaged, or missing inside of it.
+            UserError: its files are damaged, or inside of it missing or of another format.
         """
         found = read_rollout(self.folder, step, None if is_inside else self._identity)
         if is_inside and found is None:
             raise missing_inside(self.folder / f"step_{step:06d}.json")
         if found is None or is_inside:
             return found
-        is_new = found.is_demonstration or found.arrays["versions"].min(initial=step) >= step - self._oldest
+        is_new = found.is_demonstration or found.versions.min(initial=step) >= step - self._oldest
         return found if is_new and found.first_prompt == first_prompt else None
 
     def outlook(self, step: int, within: int, first_prompt: int) -> str:
-        """A line on the rollouts in a row that `read` takes, by their manifests, from the one that holds a step on,
-        ``within`` of whose steps are made; empty in a new run. On the first rank alone."""
-        end, found = step - within, 0
-        with suppress(OSError, ValueError, KeyError):  # `read` says what is wrong with them
-            while facts := json.loads(_paths(self.folder, end)[1].read_text(encoding="utf-8")):
+        """A line on what a start takes: rollouts in a row, by their manifests, from the one that holds a step on,
+        ``within`` of whose steps are made, and groups of others. Empty in a new run. On the first rank alone."""
+        end, found, ahead = step - within, 0, []
+        with suppress(UserError, KeyError):  # `read` says what is wrong with them
+            while _paths(self.folder, end)[1].is_file():
+                facts = _manifest(self.folder, end)
+                is_same = facts.get("format") == _FORMAT and facts["identity"] == self._identity
                 is_new = facts["figures"].get("staleness_max", 0) <= self._oldest
-                is_same = (facts["identity"], facts["first_prompt"]) == (self._identity, first_prompt)
-                if not (is_same and is_new) and (found or not within):
+                if not (is_same and is_new and facts["first_prompt"] == first_prompt) and (found or not within):
                     break
                 found, end, first_prompt = found + 1, end + steps_per_rollout(self._plan), facts["next_prompt"]
-        if found:
-            return f"rollout: steps {step + 1} to {end} are read from the journal {self.folder}, not generated again"
-        none = f"rollout: none is read from the journal {self.folder}: it has none for step {step + 1} of these prompts"
-        return f"{none}, programs and keys" if step or rollout_steps(self.folder) else ""
+            waiting = dict(self.waiting_before(end))
+            numbers = [int(path.stem.partition("_")[2]) for path in self.ahead_folder.glob("prompt_*.npz")]
+            ahead = [number for number in numbers if number >= first_prompt or number in waiting]
+        line = f"rollout: steps {step + 1} to {end} are read from the journal {self.folder}, not generated again"
+        if not found:
+            line = f"rollout: none is read from the journal {self.folder}: it has none for step {step + 1} of these "
+            line += "prompts, programs and keys"
+        if ahead:
+            line += f"; {counted(len(ahead), 'group')} in {self.ahead_folder} go on, unless they are too old"
+        return line if step or found or ahead or rollout_steps(self.folder) else ""
 
-    def waiting_before(self, step: int) -> list[list[int]]:
-        """`Rollout.waiting` of the rollout before that of a step; empty if there is none."""
+    def waiting_before(self, step: int) -> list[tuple[int, int]]:
+        """`Samples.waiting` of the rollout before that of a step; empty if there is none."""
         before = [other for other in rollout_steps(self.folder) if other < step][-1:]
-        found = read_rollout(self.folder, before[0]) if before else None
-        return found.waiting if found is not None else []
+        return [tuple(pair) for other in before for pair in _manifest(self.folder, other)["waiting"]]
 
     @property
     def ahead_folder(self) -> Path:
         """Folder of the groups that are generated for later rollouts, of this identity."""
         return self.folder / "ahead" / self._identity[:16]
 
-    def write(self, rollout: Rollout, then: Callable[[], None] = lambda: None) -> None:
+    def write(self, samples: Samples, then: Callable[[], None] = lambda: None) -> None:
         """Begin to write a rollout, and to remove those that no longer matter, and groups of another configuration. It
         must not change before `finish`.
 
         Args:
             then: is called when it is written, on the first rank.
         """
-        rollout.about = self._about
+        samples.about = self._about
 
         def work() -> None:
-            write_rollout(self.folder, rollout, self._identity)
+            write_rollout(self.folder, samples, self._identity)
             for other in set(self.ahead_folder.parent.glob("*")) - {self.ahead_folder}:
                 shutil.rmtree(other)
-            if keep := self._plan.config.rollout.keep_latest_k:
+            if self._keep:
                 kept = published_steps(self._plan.config.checkpoint_folder)
-                for step in removable(rollout_steps(self.folder), kept, keep):
+                for step in removable(rollout_steps(self.folder), kept, self._keep):
                     remove_rollout(self.folder, step)
             then()
 
         self._start(work)
 
     def write_fields(self, step: int, fields: Mapping[str, Tensor]) -> None:
-        """Begin to write the fields of the tokens of a rollout."""
+        """Begin to write the fields of the targets of a rollout."""
         self._start(lambda: write_fields(self.folder, step, fields))
 
     def _start(self, write: Callable[[], None]) -> None:
@@ -185,7 +199,7 @@ def removable(rollouts: Sequence[int], checkpoints: Sequence[int], keep: int) ->
     return [step for step in rollouts if step not in needed and step < newest]
 
 
-def write_rollout(folder: Path, rollout: Rollout, identity: str) -> None:
+def write_rollout(folder: Path, samples: Samples, identity: str) -> None:
     """Write a rollout so that after a kill at any moment it is complete or does not exist.
 
     Args:
@@ -195,46 +209,50 @@ def write_rollout(folder: Path, rollout: Rollout, identity: str) -> None:
         OSError: the disk is full or not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    data, manifest = _paths(folder, rollout.step)
+    data, manifest = _paths(folder, samples.step)
     manifest.unlink(missing_ok=True)
-    record = _write(data, rollout.arrays)
-    facts = {
-        "identity": identity, "step": rollout.step, "first_prompt": rollout.first_prompt,
-        "next_prompt": rollout.next_prompt, "samples": len(rollout), "tokens": rollout.tokens,
-        "part_names": list(rollout.part_names), "is_demonstration": rollout.is_demonstration,
-        "figures": rollout.figures, "about": rollout.about,
-        "waiting": rollout.waiting, "stale": rollout.stale, "bytes": record.bytes, "sha256": record.sha256,
-    }  # fmt: skip
+    fields = {one.name: getattr(samples, one.name) for one in dataclasses.fields(samples)}
+    record = _write(data, {name: value for name, value in fields.items() if isinstance(value, np.ndarray)})
+    facts = {"format": _FORMAT, "identity": identity} | {name: fields[name] for name in _FACTS}
+    facts |= {"bytes": record.bytes, "sha256": record.sha256}
     replace_durably(manifest, [json.dumps(facts, indent=1).encode()])
 
 
-def read_rollout(folder: Path, step: int, identity: str | None = None) -> Rollout | None:
-    """A rollout of the journal; None if it does not exist, or not with this identity.
+def read_rollout(folder: Path, step: int, identity: str | None = None) -> Samples | None:
+    """A rollout of the journal; None if it does not exist, or not with this identity and in this format.
 
     Raises:
-        UserError: its files are damaged.
+        UserError: its files are damaged, or without an identity of another format.
     """
     data, path = _paths(folder, step)
     if not path.is_file():
         return None
+    facts = _manifest(folder, step)
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if identity is not None and facts["identity"] != identity:
+        is_known = facts.get("format") == _FORMAT
+        if identity is not None and not (is_known and facts["identity"] == identity):
             return None
+        if not is_known:
+            raise ValueError("another version of glm46 wrote it, and this one cannot read it; go on with that version")
         record = hash_file(data)
         if (record.bytes, record.sha256) != (facts["bytes"], facts["sha256"]):
             raise ValueError("its bytes are not those that were written")
-        keys = ("step", "first_prompt", "next_prompt", "is_demonstration", "figures", "waiting", "about")
-        return Rollout(
-            **{key: facts[key] for key in keys}, stale=facts.get("stale", []),
-            part_names=tuple(facts["part_names"]), arrays=_read(data),
-        )  # fmt: skip
+        waiting = [tuple(pair) for pair in facts["waiting"]]
+        return Samples(**_read(data), **{name: facts[name] for name in _FACTS} | {"waiting": waiting})
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{data}: {error}; {_REMEDY}") from error
 
 
+def _manifest(folder: Path, step: int) -> dict[str, Any]:
+    path = _paths(folder, step)[1]
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}; {_REMEDY}") from error
+
+
 def write_fields(folder: Path, step: int, fields: Mapping[str, Tensor]) -> None:
-    """Write what networks computed for the tokens of a rollout before its first step, FP32 [T] each."""
+    """Write what networks computed for the targets of a rollout before its first step, FP32 [G] each."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / f"step_{step:06d}.fields", {name: values.numpy() for name, values in fields.items()})
 
@@ -273,18 +291,8 @@ def _paths(folder: Path, step: int) -> tuple[Path, Path]:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> FileRecord:
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
-    header, records = lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-    ordered = sorted(records, key=lambda name: records[name].offset)
-    return replace_durably(path, [header, *(_bytes(tensors[name]) for name in ordered)])
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+    return write_arrays(path, dict(sorted(arrays.items(), key=lambda one: -one[1].itemsize)), {})
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    records = read_records(path)
-    with TensorFile(path, records) as file:
-        return {name: file.read(name, tuple((0, n) for n in record.shape)).numpy() for name, record in records.items()}
+    return {name: values.copy() for name, values in map_arrays(path, _REMEDY)[0].items()}  # to be written to

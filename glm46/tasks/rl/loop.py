@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,11 @@ from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
 from glm46.tasks.rl.rollout.background import begin_samples
+from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollouts import demonstrate, generate_rollout
-from glm46.tasks.rl.samples import Rollout
+from glm46.tasks.rl.samples import Samples
 from glm46.tasks.rl.sampling import Sampler
-from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, step_ends, steps_per_rollout
+from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, samples_per_step, step_ends, steps_per_rollout
 
 
 class RolloutStep(NamedTuple):
@@ -52,26 +53,26 @@ class RolloutLoop:
         self._plan, self._config, self._sampler = plan, sampler.config, sampler
         self._policy, self._builder, self._journal = policy, builder, journal
         self._is_on_policy = self._config.is_on_policy(plan.config.training.global_batch_size)
-        self._unwritten: tuple[Rollout, dict[str, torch.Tensor]] | None = None
+        self._unwritten: tuple[Samples, dict[str, torch.Tensor]] | None = None
         """A rollout whose only step computes the old log-probabilities, and its fields."""
         self._version = -1
         self.equal_rollouts = 0
         """In a row up to now, whose groups all have equal rewards."""
-        self._waiting: list[list[int]] | None = None
-        """`Rollout.waiting` of the rollout before; None at the start."""
-        section, self._ahead = plan.config.rollout, None
+        self._waiting: list[tuple[int, int]] | None = None
+        """`Samples.waiting` of the rollout before; None at the start."""
+        section, engine, self._ahead = sampler.section, sampler.engine, None
         self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
-        if section.kind != "local":
+        if isinstance(engine, ServerEngine):
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
-                sampler, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
+                sampler, engine, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
             )
-            begin = begin_samples
+            begin, conversations = begin_samples, sampler.conversations()
             if sampler.episodes is not None:
                 begin = partial(sampler.episodes.begin, sampler.prompt)
-            elif sampler.environment is not None:
-                begin = sampler.conversations().begin
-            sampler.engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
+            elif conversations is not None:
+                begin = conversations.begin
+            engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
     def steps(self, progress: Progress) -> Iterator[RolloutStep | None]:
         """Yield each step, from the one that comes next on; the caller makes it, which moves ``progress``, before it
@@ -90,8 +91,7 @@ class RolloutLoop:
 
     def _within(self, progress: Progress) -> int:
         """Steps that are made of a rollout that is begun."""
-        samples = progress.samples % self._config.samples_per_rollout
-        return samples // int(self._plan.config.training.global_batch_size)
+        return progress.samples % self._config.samples_per_rollout // samples_per_step(self._plan)
 
     def rollout(self, progress: Progress) -> Iterator[RolloutStep | None]:
         """See `steps`: those of one rollout that are not made yet."""
@@ -103,40 +103,42 @@ class RolloutLoop:
 
         # 1 samples, 2 scores
         read = partial(self._journal.read, first, is_inside=within > 0, first_prompt=progress.prompts)
-        rollout = read_on_first_rank(read)
-        if rollout is None:
-            rollout = self._generate(progress, first)
-            if rollout is None:
+        samples = read_on_first_rank(read)
+        if samples is None:
+            samples = self._generate(progress, first)
+            if samples is None:
                 yield None
                 return
-            self._write(rollout)
+            self._write(samples)
         else:
-            rollout.figures |= dict.fromkeys(rollout.figures.keys() & {"rollout_seconds", "reward_seconds"}, 0.0)
-        self._waiting = rollout.waiting
-        if self._staleness and not rollout.is_demonstration:
-            self._generate_ahead(progress, rollout)
+            samples.figures |= dict.fromkeys(samples.figures.keys() & {"rollout_seconds", "reward_seconds"}, 0.0)
+        self._waiting = samples.waiting
+        if self._ahead is not None and self._staleness and not samples.is_demonstration:
+            self._generate_ahead(self._ahead, progress, samples)
 
         # 3 fields: what networks say of these tokens before the first step, and what follows from rewards
-        batches, seconds = self._builder.batches(rollout), 0.0
+        batches, seconds = self._builder.batches(samples), 0.0
         if within:
             given = read_on_first_rank(partial(read_fields, self._journal.folder, first))
         else:
-            given, seconds = self._builder.evaluate(rollout, batches)
-        fields, columns = self._training_fields(rollout, given)
+            given, seconds = self._builder.evaluate(samples, batches)
+        fields, columns = self._training_fields(samples, given)
         fields = given | fields
-        columns = rollout.figures | {"logprob_seconds": seconds} | columns
+        columns = samples.figures | {"logprob_seconds": seconds} | columns
         self.equal_rollouts = self.equal_rollouts + 1 if columns.get("equal_groups_ratio") == 1.0 else 0
         seconds += columns.get("rollout_seconds", 0.0)
 
         # 4 steps, 5 journal
-        if not within and self._is_on_policy and not rollout.is_demonstration:
-            self._policy.record = TokenRecord(rollout)
-            self._unwritten = rollout, fields
+        if not within and self._is_on_policy and not samples.is_demonstration:
+            self._policy.record = TokenRecord(len(samples.logprobs))
+            self._unwritten = samples, fields
         elif not within:
             self._journal.write_fields(first, fields)
         while (number := progress.step - first) < len(batches):
-            own = [batch | {name: spread(x, batch) for name, x in fields.items()} for batch in batches[number]]
-            yield RolloutStep(own, rollout.next_prompt, columns, 0.0 if number > within else seconds)
+            own: list[Any] = [
+                {**batch, **{name: spread(x, batch) for name, x in fields.items()}} for batch in batches[number]
+            ]
+            yield RolloutStep(own, samples.next_prompt, columns, 0.0 if number > within else seconds)
 
     def update_weights(self, version: int) -> None:
         """6 weights: give the engine those of the policy, if it has others.
@@ -151,26 +153,23 @@ class RolloutLoop:
     def write_fields(self) -> None:
         """Begin to write the fields of a rollout that waited for the old log-probabilities of its only step. No resume
         reads them: it begins before that step or behind it."""
-        if self._unwritten is None:
+        if self._unwritten is None or self._policy.record is None:
             return
-        (rollout, fields), self._unwritten = self._unwritten, None
+        (samples, fields), self._unwritten = self._unwritten, None
         fields["old_logprobs"] = self._policy.record.of_all_ranks()
-        fields["correction"] = self._training_fields(rollout, fields)[0]["correction"]
-        self._journal.write_fields(rollout.step, fields)
+        fields["correction"] = self._training_fields(samples, fields)[0]["correction"]
+        self._journal.write_fields(samples.step, fields)
 
     def _training_fields(
-        self, rollout: Rollout, given: dict[str, torch.Tensor]
+        self, samples: Samples, given: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        names = ("rewards", "groups", "episodes")
-        rewards, groups, episodes = (torch.from_numpy(rollout.arrays[name]) for name in names)
-        sample, ends = rollout.sample_of_tokens(), step_ends(self._plan, rollout)
-        longest = self._plan.config.rollout.max_new_tokens
-        fields, columns = training_fields(given, sample, rewards, groups, ends, self._config, longest, episodes)
-        if rollout.is_demonstration:
-            fields["advantages"] = (sample >= 0).float()
+        longest, ends = self._sampler.section.max_new_tokens, step_ends(self._plan, samples)
+        fields, columns = training_fields(given, samples, ends, self._config, longest)
+        if samples.is_demonstration:
+            fields["advantages"] = torch.ones_like(fields["advantages"])
         return fields, columns
 
-    def _generate(self, progress: Progress, first: int) -> Rollout | None:
+    def _generate(self, progress: Progress, first: int) -> Samples | None:
         """The rollout of a step: labels, samples of the present weights, or groups that are on their way."""
         prompts, ahead = progress.prompts, self._ahead
         if first < self._config.warm_up_rollouts:
@@ -178,7 +177,7 @@ class RolloutLoop:
         if ahead is None or self._version < 0 or not self._staleness:
             self.update_weights(progress.step)
         if ahead is None:
-            rollout = generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
+            samples = generate_rollout(self._sampler, self._sampler.generate_groups, first, prompts)
         else:
             if self._waiting is None:
                 self._waiting = read_on_first_rank(lambda: self._journal.waiting_before(first))
@@ -187,37 +186,37 @@ class RolloutLoop:
             if self._drops:  # a slow group is overtaken from the begin on
                 self.update_weights(progress.step)
                 ahead.hand_out((1 + later) * each)
-            rollout = generate_rollout(self._sampler, ahead.take, first, prompts)
-            if rollout is not None:
+            samples = generate_rollout(self._sampler, ahead.take, first, prompts)
+            if samples is not None:
                 self.update_weights(progress.step)
                 ahead.hand_out(later * each)
-                ahead.describe(rollout)
-        if rollout is not None and "routes" in rollout.arrays:
-            routes = torch.from_numpy(rollout.arrays["routes"])
-            rollout.arrays["routes"] = compact_routes(routes, (len(routes),), self._plan.shape).numpy()
-        return rollout
+                ahead.describe(samples)
+        if samples is not None and samples.routes is not None:
+            routes = torch.from_numpy(samples.routes)
+            samples.routes = compact_routes(routes, (len(routes),), self._plan.shape).numpy()
+        return samples
 
-    def _write(self, rollout: Rollout) -> None:
+    def _write(self, samples: Samples) -> None:
         if self._ahead is not None and not self._staleness:
-            self._journal.write(rollout, self._ahead.forget_taken)
+            self._journal.write(samples, self._ahead.forget_taken)
             return
-        self._journal.write(rollout)
+        self._journal.write(samples)
         if self._staleness:  # `_generate_ahead` forgets the groups of this rollout
             self._journal.finish()
 
-    def _generate_ahead(self, progress: Progress, rollout: Rollout) -> None:
+    def _generate_ahead(self, ahead: AheadSource, progress: Progress, samples: Samples) -> None:
         """Generate what later rollouts need, while this one trains."""
-        following = rollout.step + steps_per_rollout(self._plan)
-        find = partial(self._journal.read, following, is_inside=False, first_prompt=rollout.next_prompt)
+        following = samples.step + steps_per_rollout(self._plan)
+        find = partial(self._journal.read, following, is_inside=False, first_prompt=samples.next_prompt)
         if read_on_first_rank(lambda: find() is not None):
             return  # the run was killed after it: what waits on the disk was handed out with it, or after it
         self.update_weights(progress.step)
-        if self._ahead.waiting != dict(rollout.waiting):  # it was read from the journal
-            self._ahead.begin(rollout.step, rollout.next_prompt, rollout.waiting)
-        self._ahead.go_on()
+        if ahead.waiting != dict(samples.waiting):  # it was read from the journal
+            ahead.begin(samples.step, samples.next_prompt, samples.waiting)
+        ahead.go_on()
 
     def _later_rollouts(self, progress: Progress) -> int:
         """Rollouts of the run after the one of this step."""
-        training, per_rollout = self._plan.config.training, steps_per_rollout(self._plan)
-        left = (self._plan.budget_tokens - progress.tokens) / (int(training.global_batch_size) * training.seq_len)
+        per_step = samples_per_step(self._plan) * self._plan.config.training.seq_len
+        left, per_rollout = (self._plan.budget_tokens - progress.tokens) / per_step, steps_per_rollout(self._plan)
         return math.ceil((progress.step % per_rollout + math.ceil(left)) / per_rollout) - 1

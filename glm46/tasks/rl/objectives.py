@@ -10,8 +10,9 @@ from torch import Tensor
 
 from glm46.compute.distributed.collectives import sum_over_ranks
 from glm46.compute.distributed.local_tensor import copy_to_device
-from glm46.compute.model.cross_entropy import IGNORE, summed_loss, token_logprobs
+from glm46.compute.model.cross_entropy import IGNORE, HeadForm, summed_loss, token_logprobs
 from glm46.compute.model.transformer import LossSums
+from glm46.compute.parallelize.pipeline import Fields
 from glm46.config.rl import ResolvedRL
 from glm46.config.section import Section
 from glm46.engine.training.network import Network
@@ -19,6 +20,7 @@ from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
 from glm46.storage.data.batches import Batch
 from glm46.tasks.pretrain.next_token import count_targets
+from glm46.tasks.rl.packing import fields_of
 from glm46.tasks.rl.policy_loss import (
     TokenLosses,
     clipped_loss,
@@ -40,7 +42,7 @@ _VALUE_CLIP = 0.2  # of the approach of a value to its return, as in slime
 
 def critic_plan(plan: Plan) -> Plan:
     """The plan with which `build_network` builds a critic: with its own learning rate."""
-    lr = plan.config.rl.resolved().critic.lr
+    lr = plan.config.reinforcement[0].resolved().critic.lr
     if lr is None:
         return plan
     return _changed(plan, optimizer=plan.config.optimizer.model_copy(update={"lr": lr}))
@@ -49,11 +51,11 @@ def critic_plan(plan: Plan) -> Plan:
 def reference_plan(plan: Plan) -> Plan:
     """The plan with which `build_network` builds the reference, which is loaded from the start of the run or from
     [rl.reference]."""
-    checkpoint, of, training = plan.config.checkpoint, plan.config.rl.reference, plan.config.training
-    if of is not None:
+    (rl, _), checkpoint, training = plan.config.reinforcement, plan.config.checkpoint, plan.config.training
+    if (of := rl.reference) is not None:
         update = {"initial_load_path": of.load_path, "initial_load_in_hf": of.load_in_hf}
         checkpoint = checkpoint.model_copy(update=update)
-    if plan.config.rl.reference_offload:
+    if rl.reference_offload:
         training = training.model_copy(update={"parameter_offload": True})
     return _changed(plan, checkpoint=checkpoint, adapter=None, training=training)
 
@@ -88,27 +90,28 @@ class PolicyGradient:
         """Takes the log-probabilities of a step on policy, which are the old ones of its rollout."""
         self._network, self._config = network, config
         self._depths = network.plan.shape.num_nextn_predict_layers
-        self.form = partial(token_logprobs, entropy=True, temperature=temperature)
+        self.form: HeadForm = partial(token_logprobs, entropy=True, temperature=temperature)
         self.fields: tuple[str, ...] = ("sample", "sample_tokens", "episode_tokens", "advantages")
         self.fields += ("rollout_logprobs",) if is_on_policy else ("old_logprobs", "correction")
         if config.has_reference:
             self.fields += ("reference_logprobs",)
-        self._own_fields = self.fields
+        self._fields_of_sums = (*self.fields, "rollout_logprobs")
         if config.routing_replay:
             self.fields += ("routes",)  # the model's
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
-        found = {
-            f"{name}s": sum(
-                len(batch[name][(batch["labels"] != IGNORE) & (batch[name] >= 0)].unique()) for batch in micro_batches
-            )
-            for name in ("sample", "episode")
-        }
+
+        def count(name: str) -> int:
+            numbers = [fields_of(batch)[name][batch["labels"] != IGNORE] for batch in micro_batches]
+            return sum(len(of[of >= 0].unique()) for of in numbers)
+
+        found = {"samples": count("sample"), "episodes": count("episode")}
         return count_targets(micro_batches, self._depths) | found
 
-    def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
+    def loss(self, output: LossSums, batch: Fields, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`. Collective under context parallelism."""
+        assert output.logprobs is not None and output.entropy is not None
         sequence = self._network.cluster.meshes.sequence
         # The loss of a token depends on all ranks' parts of its sample.
         sum_parts = partial(sum_over_ranks, group=sequence.group) if sequence is not None else lambda sums: sums
@@ -127,17 +130,17 @@ class PolicyGradient:
             loss = loss + mtp_weight / len(depths) * depth_loss / max(targets, 1)
         return loss
 
-    def _with_old(self, batch: Batch, logprobs: Tensor, samples: int, sum_parts: Callable[[Tensor], Tensor]) -> Batch:
+    def _with_old(self, batch: Fields, logprobs: Tensor, samples: int, sum_parts: Callable[[Tensor], Tensor]) -> Fields:
         """With what `training_fields` computes of old log-probabilities, where they are those of the step itself."""
         if not self._is_on_policy:
             return batch
         old, sample = logprobs.detach(), batch["sample"]
         sums = partial(sum_over_samples, sample=sample, samples=samples, sum_parts=sum_parts)
         weights = correction_weights(old.double() - batch["rollout_logprobs"], sums, self._config.correction)
-        return batch | {"old_logprobs": old, "correction": weights.float().where(sample >= 0, 0.0)}
+        return {**batch, "old_logprobs": old, "correction": weights.float().where(sample >= 0, 0.0)}
 
     def _token_losses(
-        self, logprobs: Tensor, batch: Batch, samples: int, sum_parts: Callable[[Tensor], Tensor]
+        self, logprobs: Tensor, batch: Fields, samples: int, sum_parts: Callable[[Tensor], Tensor]
     ) -> tuple[TokenLosses, Tensor]:
         """Corrected losses of the tokens, and their ratios; of the shape of ``logprobs``."""
         config, clip = self._config, self._config.clip
@@ -154,14 +157,14 @@ class PolicyGradient:
             losses = clipped_loss(ratio, advantages, clip.low, clip.high, clip.dual)
         return losses._replace(loss=losses.loss * batch["correction"]), ratio
 
-    def _penalty(self, logprobs: Tensor, batch: Batch) -> Tensor:
+    def _penalty(self, logprobs: Tensor, batch: Fields) -> Tensor:
         """KL estimate of each token that the loss contains; zeros without one."""
         kl = self._config.kl
         if kl.weight == 0 or kl.where == "reward":
             return torch.zeros_like(logprobs)
         return kl_estimate(logprobs, batch[f"{kl.to}_logprobs"], kl.estimator)
 
-    def _reduced(self, values: Tensor, batch: Batch) -> Tensor:
+    def _reduced(self, values: Tensor, batch: Fields) -> Tensor:
         """Values of tokens with their weights in the sum that `_total` divides."""
         return values / batch["episode_tokens"].clamp(min=1) if self._config.reduction == "sample_mean" else values
 
@@ -188,31 +191,31 @@ class PolicyGradient:
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.sums`. Collective under context parallelism."""
+        assert output.logprobs is not None and output.entropy is not None
         of_mtp = {"mtp_losses": output.mtp_losses} if "mtp_labels" in batch and self._depths else {}
         own = torch.stack([output.logprobs, output.entropy])
         logprobs, entropy = self._network.whole_rows(own, batch)
-        samples = max(int(batch["sample"].max()) + 1, 1)
-        names = (*self._own_fields, "rollout_logprobs")
         if self._is_on_policy and self.record is not None:
             self.record.add(batch, logprobs)
-        batch = {name: copy_to_device(batch[name], logprobs.device) for name in names}
-        batch = self._with_old(batch, logprobs, samples, lambda sums: sums)
-        losses, ratio = self._token_losses(logprobs, batch, samples, lambda sums: sums)
-        is_token, old = batch["sample_tokens"] > 0, batch["old_logprobs"]
+        of = {name: copy_to_device(fields_of(batch)[name], logprobs.device) for name in self._fields_of_sums}
+        samples = max(int(of["sample"].max()) + 1, 1)
+        of = self._with_old(of, logprobs, samples, lambda sums: sums)
+        losses, ratio = self._token_losses(logprobs, of, samples, lambda sums: sums)
+        is_token, old = of["sample_tokens"] > 0, of["old_logprobs"]
         figures = {
-            "loss": self._reduced(losses.loss, batch),
-            "policy_kl": self._reduced(self._penalty(logprobs, batch), batch),
-            "policy_entropy": self._reduced(entropy, batch),
+            "loss": self._reduced(losses.loss, of),
+            "policy_kl": self._reduced(self._penalty(logprobs, of), of),
+            "policy_entropy": self._reduced(entropy, of),
             "clipped": losses.is_clipped & is_token,
             "old_kl": kl_estimate(old, logprobs, "k3"),
             "ratio_square": (ratio - 1).square() * is_token,
             "ratio_far": ((ratio > _FAR) | (ratio < 1 / _FAR)) & is_token,
-            "mismatch_kl": kl_estimate(batch["rollout_logprobs"], old, "k3"), "entropy": entropy,
-            "mismatch": (old - batch["rollout_logprobs"]).abs(), "correction": batch["correction"],
-            "dropped": (batch["correction"] == 0) & is_token,
+            "mismatch_kl": kl_estimate(of["rollout_logprobs"], old, "k3"), "entropy": entropy,
+            "mismatch": (old - of["rollout_logprobs"]).abs(), "correction": of["correction"],
+            "dropped": (of["correction"] == 0) & is_token,
         }  # fmt: skip
         if self._config.has_reference:
-            figures["reference_kl"] = kl_estimate(logprobs, batch["reference_logprobs"], "k3")
+            figures["reference_kl"] = kl_estimate(logprobs, of["reference_logprobs"], "k3")
         share = self._network.cluster.layout.ranks_per_dp_rank
         return {name: value.sum().double() / share for name, value in figures.items()} | of_mtp
 
@@ -239,23 +242,23 @@ class PolicyGradient:
 class ValueLoss:
     """The objective of the critic: clipped squared error at each token with a label. Its total: ``targets``."""
 
-    form = staticmethod(summed_loss)
-    fields = ("old_values", "returns", "sample_tokens")
-
     def __init__(self, network: Network, config: ResolvedRL):
         self._network = network
+        self.form: HeadForm = summed_loss
+        self.fields: tuple[str, ...] = ("old_values", "returns", "sample_tokens")
 
     def count(self, micro_batches: list[Batch]) -> dict[str, Any]:
         """See `Objective.count`."""
         return {"targets": count_targets(micro_batches, 0)["targets"]}
 
-    def _losses(self, values: Tensor, batch: Batch) -> TokenLosses:
+    def _losses(self, values: Tensor, batch: Fields) -> TokenLosses:
         losses = value_loss(values, batch["old_values"], batch["returns"], _VALUE_CLIP)
         is_token = batch["sample_tokens"] > 0
         return TokenLosses(losses.loss * is_token, losses.is_clipped & is_token)
 
-    def loss(self, output: LossSums, batch: Batch, totals: Mapping[str, Any], clock: int) -> Tensor:
+    def loss(self, output: LossSums, batch: Fields, totals: Mapping[str, Any], clock: int) -> Tensor:
         """See `Objective.loss`."""
+        assert output.values is not None
         return self._losses(output.values, batch).loss.sum() / max(totals["targets"], 1)
 
     def empty_sums(self) -> dict[str, Tensor]:
@@ -265,10 +268,11 @@ class ValueLoss:
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.sums`. Collective under context parallelism."""
+        assert output.values is not None
         values = self._network.whole_rows(output.values.unsqueeze(0), batch)[0]
-        batch = {name: copy_to_device(batch[name], values.device) for name in self.fields}
-        losses, returns = self._losses(values, batch), batch["returns"].double()
-        error = (returns - values) * (batch["sample_tokens"] > 0)
+        of = {name: copy_to_device(fields_of(batch)[name], values.device) for name in self.fields}
+        losses, returns = self._losses(values, of), of["returns"].double()
+        error = (returns - values) * (of["sample_tokens"] > 0)
         figures = {
             "loss": losses.loss, "clipped": losses.is_clipped, "error": error, "error_square": error.square(),
             "return": returns, "return_square": returns.square(),

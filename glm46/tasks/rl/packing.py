@@ -1,8 +1,8 @@
 """Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks, with little padding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from glm46.compute.model.routes import no_routes
 from glm46.config.model import ModelShape
 from glm46.run.context_keys import SHARED_KEYS
 from glm46.storage.data.batches import Batch
-from glm46.tasks.rl.samples import Rollout
+from glm46.tasks.rl.samples import Samples
 
 _KEYS_OF_ROW = SHARED_KEYS - 1
 """Most keys that the documents of a row see together, in rows, before the shared prefixes see their own."""
@@ -53,18 +53,19 @@ class Item(NamedTuple):
         return self.shared + self.own
 
 
-def items_of(rollout: Rollout, samples: range, shape: PackShape) -> list[Item]:
-    """Samples of a rollout; each has a prompt of its own unless they share them."""
-    numbers: dict[tuple[int, bytes, bytes], int] = {}
-    groups, prompts, completions = (rollout.arrays[name].tolist() for name in ("groups", "prompt_lengths", "lengths"))
+def items_of(samples: Samples, numbers: range, shape: PackShape) -> list[Item]:
+    """Some samples of a rollout; each has a prompt of its own unless they share them."""
+    prompts: dict[tuple[int, bytes, bytes], int] = {}
     items = []
-    for sample in samples:
-        routes, shared = rollout.routes(sample), prompts[sample] - 1
+    for number in numbers:
+        start, end = samples.bounds(number)
+        shared, routes = int(samples.prompt_lengths[number]) - 1, b""
+        if samples.routes is not None:
+            routes = samples.routes[start - number : start - number + shared].tobytes()
         # The samples of an episode may have different prompts.
-        key = (rollout.prompt(sample).tobytes(), b"" if routes is None else routes[:shared].tobytes())
-        of = (groups[sample], *key)
-        number = numbers.setdefault(of, len(numbers)) if shape.shares_prompts and shared else -1 - sample
-        items.append(Item(number, shared, completions[sample]))  # the last token is only a label
+        key = (int(samples.group[samples.episode[number]]), samples.prompt(number).tobytes(), routes)
+        prompt = prompts.setdefault(key, len(prompts)) if shape.shares_prompts and shared else -1 - number
+        items.append(Item(prompt, shared, end - start - 1 - shared))  # the last token is only a label
     return items
 
 
@@ -107,7 +108,7 @@ def join(
         The same with one row in each micro-batch, and the tokens of a row: as many as the longest one of all needs,
         so that micro-batches have equal shapes.
     """
-    found, longest = [], 1
+    found, longest = list[list[list[list[int]]]](), 1
     for of_rank in of_ranks:
         found.append([])
         for rows in of_rank:
@@ -159,14 +160,14 @@ _PADDING = {"input_ids": 0, "positions": 0, "document_ids": -1, "labels": IGNORE
 
 
 def build_batch(
-    rollout: Rollout, rows: Sequence[Sequence[int]], first: int, shape: PackShape, items: Sequence[Item], width: int
+    samples: Samples, rows: Sequence[Sequence[int]], first: int, shape: PackShape, items: Sequence[Item], width: int
 ) -> Batch:
     """A micro-batch of samples: ``input_ids, positions, document_ids, labels, sample``, ``episode``, which is
-    ``sample`` in the first one of each episode and else -1, and ``place``, the index of each label in the rollout's
-    tokens, int64 [B, S = width]; if samples share prompts ``prefix_ids``, int64 [B, S], see
+    ``sample`` in the first one of each episode and else -1, and ``place``, the number of each label among the rollout's
+    targets, int64 [B, S = width]; if samples share prompts ``prefix_ids``, int64 [B, S], see
     `attention_layout`; under routing replay ``routes``, none where the rollout has none; for prediction layers
     ``mtp_input_ids`` and ``mtp_labels``, int64 [B, K, S], with labels where the main model has one and the token that
-    depth k predicts is generated, too.
+    depth k predicts is a target, too.
 
     Args:
         rows: numbers of samples in the step.
@@ -183,49 +184,39 @@ def build_batch(
         arrays[f"mtp_{name}"] = np.full((len(rows), width, len(depths)), fill[name])
     documents = np.array([
         (row, document, sample, begin, end, -1 if prefix is None else prefix)
-        for row, samples in enumerate(rows)
-        for document, (sample, begin, end, prefix) in enumerate(_documents(samples, items))
+        for row, of_row in enumerate(rows)
+        for document, (sample, begin, end, prefix) in enumerate(_documents(of_row, items))
     ], np.int64).reshape(-1, 6)  # fmt: skip
     lengths = documents[:, 4] - documents[:, 3]
     row, document, sample, begin, _, prefix = documents.repeat(lengths, 0).T
     token = np.arange(len(row))
     position = begin + token - (lengths.cumsum() - lengths).repeat(lengths)
-    of, number, prompts = rollout.arrays, first + sample, len(rollout.arrays["prompt_tokens"])
-    prompt_starts, starts = (of[name].cumsum() - of[name] for name in ("prompt_lengths", "lengths"))
-    label, longest = position + 1 - of["prompt_lengths"][number], of["lengths"][number]  # index in the completion
-    tokens = np.concatenate([of["prompt_tokens"], of.get("inputs", of["tokens"])])
+    number = first + sample
+    last = samples.ends[number] - 1
+    here = samples.ends[number] - samples.lengths[number] + position  # index among all tokens of the rollout
 
-    def source(ahead: int) -> np.ndarray:
-        """Places in ``tokens`` of the tokens so far behind each token, or of the last one of its sample."""
-        index = np.minimum(label - 1 + ahead, longest - 1)
-        return np.where(index >= 0, prompts + starts[number] + index, prompt_starts[number] + position + ahead)
+    def ahead(count: int, values: np.ndarray, none: int | None = None) -> np.ndarray:
+        """Values of the tokens so far behind each token; behind the last one of a sample none, or those of this."""
+        found = values[np.minimum(here + count, last)]
+        return found if none is None else np.where(here + count > last, none, found)
 
-    def generated(ahead: int) -> np.ndarray:
-        """Places in the rollout's tokens of the generated tokens so far behind each token; -1 elsewhere."""
-        place = np.where((label >= 0) & (label + ahead <= longest), source(ahead) - prompts, -1)
-        place[of["is_reply"][place]] = -1
-        return place
-
-    def labels(place: np.ndarray) -> np.ndarray:
-        return np.where(place >= 0, of["tokens"][place], IGNORE)
-
-    place = generated(1)
-    is_first = np.diff(of["episodes"], prepend=-1) != 0
+    place, targets = ahead(1, samples.places, -1), np.where(samples.targets >= 0, samples.targets, IGNORE)
+    is_first = np.diff(samples.episode, prepend=-1) != 0
     found = {
-        "input_ids": tokens[source(0)], "positions": position, "document_ids": document, "prefix_ids": prefix,
-        "labels": labels(place), "place": place, "sample": np.where(place >= 0, sample, -1),
+        "input_ids": samples.tokens[here], "positions": position, "document_ids": document, "prefix_ids": prefix,
+        "labels": ahead(1, targets, IGNORE), "place": place, "sample": np.where(place >= 0, sample, -1),
         "episode": np.where((place >= 0) & is_first[number], sample, -1),
     }  # fmt: skip
-    if "routes" in of:  # one fewer of each sample than tokens
-        found["routes"] = of["routes"][prompt_starts[number] + starts[number] - number + position]
+    if samples.routes is not None:  # one fewer of each sample than tokens
+        found["routes"] = samples.routes[here - number]
     if depths:
-        found["mtp_input_ids"] = np.stack([tokens[source(depth)] for depth in depths], 1)
+        found["mtp_input_ids"] = np.stack([ahead(depth, samples.tokens) for depth in depths], 1)
         # As the main model at these places, so that the loss does not depend on who shares a prompt.
-        targets = [labels(np.where(place >= 0, generated(depth + 1), -1)) for depth in depths]
-        found["mtp_labels"] = np.stack(targets, 1)
+        of_depths = [np.where(place >= 0, ahead(depth + 1, targets, IGNORE), IGNORE) for depth in depths]
+        found["mtp_labels"] = np.stack(of_depths, 1)
     for name in arrays.keys() & found.keys():
         arrays[name][row, token - np.searchsorted(row, row)] = found[name]
-    batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    batch: Any = {name: torch.from_numpy(values) for name, values in arrays.items()}
     return batch | {name: batch[name].transpose(1, 2).contiguous() for name in batch if name.startswith("mtp_")}
 
 
@@ -245,12 +236,18 @@ def _documents(samples: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[
         document += 1 + len(of_prompt)
 
 
+def fields_of(batch: Batch) -> Mapping[str, Tensor]:
+    """A batch with the fields that are not of every task."""
+    fields: Mapping[str, Any] = batch
+    return fields
+
+
 def spread(values: Tensor, batch: Batch) -> Tensor:
-    """Values of all tokens of a rollout, FP32 [T], at their labels in a batch: FP32 [B, S], 0 elsewhere."""
-    return torch.cat([values, values.new_zeros(1)])[batch["place"]]  # -1 is the last one
+    """Values of all targets of a rollout, FP32 [G], at their labels in a batch: FP32 [B, S], 0 elsewhere."""
+    return torch.cat([values, values.new_zeros(1)])[fields_of(batch)["place"]]  # -1 is the last one
 
 
 def collect(values: Tensor, batch: Batch, into: Tensor) -> None:
     """The inverse of `spread`: write the values of a batch's labels, FP32 [B, S], into those of the rollout."""
-    is_label = batch["place"] >= 0
-    into[batch["place"][is_label]] = values[is_label].to(into.dtype)
+    place = fields_of(batch)["place"]
+    into[place[place >= 0]] = values[place >= 0].to(into.dtype)

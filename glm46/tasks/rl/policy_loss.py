@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from glm46.config.rl import CorrectionConfig
+from glm46.config.rl import ResolvedCorrection
 
 LARGEST_LOG_RATIO = 20.0
 """Logarithms of ratios are limited to this: exp of it is far outside of every clip, and finite in FP32. Beyond it a
@@ -126,14 +126,13 @@ SumOverSamples = Callable[[Tensor], Tensor]
 
 
 def correction_weights(
-    log_ratio: Tensor, sums: SumOverSamples, of: CorrectionConfig,
+    log_ratio: Tensor, sums: SumOverSamples, of: ResolvedCorrection,
     normalised: Callable[[Tensor], Tensor] = lambda weights: weights,
 ) -> Tensor:  # fmt: skip
     """The factor of the policy loss of each token.
 
     Args:
         log_ratio: floating, of any shape: old policy of the trainer against that of the rollout; 0 outside of samples.
-        of: resolved.
         normalised: divides the bounded weights by their mean over the step, with `CorrectionConfig.normalize`.
 
     Returns:
@@ -141,13 +140,15 @@ def correction_weights(
     """
     weights = torch.ones_like(log_ratio)
     if of.level != "none":
-        weights, low = _ratio_at_level(log_ratio, sums, of.level), 1 / of.high if of.low is None else of.low
+        weights = _ratio_at_level(log_ratio, sums, of.level)
+        low = 1 / of.high if of.low is None else of.low
         if of.mode == "mask":
             weights = _inside(weights, weights, low, of.high)
         weights = normalised(weights.clamp(low if of.mode == "clip" else None, of.high))
     if of.reject_level != "none":
-        ratio, low = _ratio_at_level(log_ratio, sums, of.reject_level), of.reject_low
-        weights = _inside(weights, ratio, 1 / of.reject_high if low is None else low, of.reject_high)
+        ratio = _ratio_at_level(log_ratio, sums, of.reject_level)
+        low = 1 / of.reject_high if of.reject_low is None else of.reject_low
+        weights = _inside(weights, ratio, low, of.reject_high)
     if of.veto:
         weights = weights.where(sums((log_ratio.exp() < of.veto).to(log_ratio.dtype)) == 0, 0.0)
     return weights

@@ -25,7 +25,7 @@ def last_values(network: Network, rows: Sequence[Sequence[int]]) -> list[float]:
         places, mine = share_of_rows(list(rows[first : first + at_once]), rank, ranks)
         batch = batch_of_rows(mine, length)
         output = network.evaluate(batch)
-        if output is not None:  # other stages of a pipeline have no head
+        if output is not None and output.values is not None:  # other stages of a pipeline have no head
             last = [len(row) - 1 for row in mine]
             values = network.whole_rows(output.values.unsqueeze(0), batch)[0, range(len(mine)), last].cpu()
             found[[first + place for place in places]] = values[: len(places)]

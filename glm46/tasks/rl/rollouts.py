@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import comb
 from typing import NamedTuple
 
@@ -15,20 +15,17 @@ from glm46.config.rl_data import PromptSetConfig
 from glm46.tasks.rl.fields import differing_groups
 from glm46.tasks.rl.prompts import Prompt, answers_of_labels
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SamplingRules, SessionSample
-from glm46.tasks.rl.samples import Rollout, Sample, rewards_and_groups, to_arrays
-from glm46.tasks.rl.sampling import Sampler
+from glm46.tasks.rl.samples import Samples, to_samples
+from glm46.tasks.rl.sampling import Sampler, Take, rewards_and_groups
 
 MOST_ROUNDS = 8
 """Of taking prompts in place of groups that are left out."""
 _MOST_DROPPED = 0.5
 """A larger share of samples whose rewards failed is a fault of the rewards."""
-Take = Callable[[int, int], list[Sample] | None]
-"""Gives the samples of groups from the number of a prompt on, as many as asked for; None if a stop was requested.
-Collective."""
 _SHOWN, _LONGEST_SHOWN = 3, 400
 
 
-def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int) -> Rollout | None:
+def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int) -> Samples | None:
     """Generate and score a rollout; None if a stop was requested. Collective.
 
     Groups that dynamic sampling or a filter leaves out are replaced by groups of the next prompts, in at most
@@ -37,10 +34,11 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
     Raises:
         UserError: too many rewards failed.
     """
-    config, samples, scored, next_prompt = sampler.config, [], [], first_prompt
+    config, next_prompt = sampler.config, first_prompt
+    scored, kept = list[EpisodeEnd](), list[EpisodeEnd]()
     seconds = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
     for _ in range(MOST_ROUNDS if config.replaces_groups else 1):
-        missing = config.prompts_per_rollout - len({one.group for one in samples})
+        missing = config.prompts_per_rollout - len({one.group for one in kept})
         if not missing:
             break
         began = time.perf_counter()
@@ -48,73 +46,76 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
         if taken is None:
             return None
         ended = time.perf_counter()
-        new = sampler.score(taken)
+        new = sampler.score(taken, {one.group: sampler.prompt(one.group) for one in taken})
         seconds["rollout_seconds"] += ended - began
         seconds["reward_seconds"] += time.perf_counter() - ended
         next_prompt += missing
         scored += new
-        samples += sampler.worth_a_step(_rewarded(new))
-    if (kept := len({one.group for one in samples})) < config.prompts_per_rollout and config.replaces_groups:
+        kept += sampler.worth_a_step(_rewarded(new))
+    if (count := len({one.group for one in kept})) < config.prompts_per_rollout and config.replaces_groups:
         sampler.tell(
             "dynamic_sampling",
-            f"rl.dynamic_sampling, rl.filter: after {counted(MOST_ROUNDS, 'round')} only {kept} of "
+            f"rl.dynamic_sampling, rl.filter: after {counted(MOST_ROUNDS, 'round')} only {count} of "
             f"{config.prompts_per_rollout} groups are worth a step; the rollout of step {step} goes on with "
-            f"{counted(len(samples), 'sample')}",
+            f"{counted(len(kept), 'sample')}",
         )
-    names = tuple(reward.name for reward in config.rewards)
-    arrays, columns = to_arrays(samples, names), _columns(scored, names, sampler.least_samples) | seconds
-    ages = step - arrays["versions"]
-    columns |= {"staleness": float(ages.mean()), "staleness_max": int(ages.max())} if len(ages) else {}
-    return Rollout(step, first_prompt, next_prompt, names, False, arrays, columns)
+    names = [reward.name for reward in config.rewards]
+    samples = to_samples(kept, names, step=step, first_prompt=first_prompt, next_prompt=next_prompt)
+    samples.figures = _columns(scored, names, sampler.least_samples) | seconds
+    if len(ages := step - samples.versions):
+        samples.figures |= {"staleness": float(ages.mean()), "staleness_max": int(ages.max())}
+    return samples
 
 
-def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Rollout:
+def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Samples:
     """A rollout whose completions are the labels of the next prompts, one of each. Collective.
 
     Raises:
         UserError: too many rewards failed.
     """
     numbers = range(first_prompt, first_prompt + sampler.config.samples_per_rollout)
-    prompts = [sampler.prompt(number) for number in numbers]
-    answers = answers_of_labels(prompts, sampler.tokenizer)
-    ends = [
-        EpisodeEnd([SessionSample(prompt.tokens, Completion(tokens, [0.0] * len(tokens), "stop", [], None))])
-        for prompt, tokens in zip(prompts, answers, strict=True)
-    ]
-    samples = sampler.score(list(map(Sample, prompts, numbers, ends)))
-    names = tuple(reward.name for reward in sampler.config.rewards)
-    return Rollout(step, first_prompt, numbers.stop, names, True, to_arrays(_rewarded(samples), names))
+    prompts = {number: sampler.prompt(number) for number in numbers}
+    ends = []
+    answers = answers_of_labels(list(prompts.values()), sampler.tokenizer)
+    for (number, prompt), tokens in zip(prompts.items(), answers, strict=True):
+        completion = Completion(tokens, [0.0] * len(tokens), "stop", [], None)
+        ends.append(EpisodeEnd([SessionSample(prompt.tokens, completion)], group=number))
+    return to_samples(
+        _rewarded(sampler.score(ends, prompts)), [reward.name for reward in sampler.config.rewards], step=step,
+        first_prompt=first_prompt, next_prompt=numbers.stop, is_demonstration=True,
+    )  # fmt: skip
 
 
-def _rewarded(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples that have a reward, if enough do."""
-    rewarded = [one for one in samples if one.reward is not None]
-    if len(rewarded) >= (1 - _MOST_DROPPED) * len(samples):
+def _rewarded(scored: Sequence[EpisodeEnd]) -> list[EpisodeEnd]:
+    """The episodes that have a reward, if enough do."""
+    rewarded = [one for one in scored if one.reward is not None]
+    if len(rewarded) >= (1 - _MOST_DROPPED) * len(scored):
         return rewarded
-    fault = next(one.fault for one in samples if one.fault)
+    fault = next(one.fault for one in scored if one.fault)
     key, remedy = "rl.rewards", "correct the reward or its label, or raise its timeout_seconds"
     if fault.startswith("rl.environment"):
         key, remedy = "rl.environment", "mend its program or function, or give it more time"
-    lost = f"{len(samples) - len(rewarded)} of {len(samples)} samples have no reward"
+    lost = f"{len(scored) - len(rewarded)} of {len(scored)} samples have no reward"
     raise UserError(*on_first_rank(f"{key}: {lost}, the first one because of {fault}; {remedy}"))
 
 
-def _columns(samples: Sequence[Sample], names: Sequence[str], least: int) -> dict[str, float]:
-    """Columns of metrics of all samples that were scored, in groups that need a number of them."""
-    kept = [one for one in samples if one.reward is not None]
+def _columns(scored: Sequence[EpisodeEnd], names: Sequence[str], least: int) -> dict[str, float]:
+    """Columns of metrics of all episodes that were scored, in groups that need a number of them."""
+    kept = [one for one in scored if one.reward is not None]
     rewards, groups = rewards_and_groups(kept)
     sizes = Counter(one.group for one in kept)
     lengths = np.array([len(one.completion.tokens) for one in kept])
+    compared = sum(size > 1 for size in sizes.values())  # a sample alone equals none
     differing = set(groups[differing_groups(rewards, groups)].tolist())
-    drafted, accepted = (sum(getattr(one.completion, key) for one in samples) for key in ("drafted", "accepted"))
+    drafted, accepted = (sum(getattr(one.completion, key) for one in scored) for key in ("drafted", "accepted"))
     return {
         "reward": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
         **{f"reward_part/{name}": float(np.mean([one.parts[name] for one in kept])) for name in names},
         "completion_tokens": float(lengths.mean()), "completion_tokens_max": int(lengths.max()),
         "truncated_ratio": float(np.mean([one.completion.finish == "length" for one in kept])),
-        "equal_groups_ratio": 1.0 - len(differing) / len(sizes),
-        "dropped_samples": len(samples) - len(kept), "generated_samples": len(samples),
-        "dropped_groups": sum(sizes[group] < least for group in {one.group for one in samples}),
+        **({"equal_groups_ratio": 1.0 - len(differing) / compared} if compared else {}),
+        "dropped_samples": len(scored) - len(kept), "generated_samples": len(scored),
+        "dropped_groups": sum(sizes[group] < least for group in {one.group for one in scored}),
         **({"draft_acceptance_ratio": accepted / drafted} if drafted else {}),
     }  # fmt: skip
 
@@ -168,15 +169,14 @@ def answered_lines(sampler: Sampler, prompts: Sequence[Prompt], step: int) -> li
         text = sampler.tokenizer.decode(one.completion.tokens).strip()
         reward = f"reward {one.reward:g}" if one.reward is not None else f"no reward: {one.fault}"
         shown = f"assistant: {text[:_LONGEST_SHOWN]}│ {reward}"
-        lines += ["", f"user: {one.prompt.text[:_LONGEST_SHOWN]}", shown]
+        lines += ["", f"user: {prompts[one.group].text[:_LONGEST_SHOWN]}", shown]
     return [*lines, ""]
 
 
 def _answered(
     sampler: Sampler, what: str, prompts: Sequence[Prompt], samples: int, rules: SamplingRules
-) -> list[Sample] | None:
-    """Scored samples of each prompt; None if a stop was requested. Collective."""
-    asked = list(enumerate(prompts))
-    requests = [one for number, prompt in asked for one in sampler.requests(prompt, number, what, samples)]
-    found = sampler.generate([one for one in asked for _ in range(samples)], requests, rules)
-    return None if found is None else sampler.score(found)
+) -> list[EpisodeEnd] | None:
+    """Scored answers to each prompt; None if a stop was requested. Collective."""
+    numbered = dict(enumerate(prompts))
+    found = sampler.generate(numbered, rules, what, samples)
+    return None if found is None else sampler.score(found, numbered)

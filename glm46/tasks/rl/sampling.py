@@ -3,11 +3,12 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar, get_args
 
+import torch
 import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
@@ -21,11 +22,14 @@ from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
-from glm46.tasks.rl.rewards.function_pool import FunctionPool
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Score
 from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Request, SamplingRules, SessionSample
-from glm46.tasks.rl.samples import Sample, rewards_and_groups
 
-_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+Take = Callable[[int, int], list[EpisodeEnd] | None]
+"""Gives the episodes of groups from the number of a prompt on, as many groups as asked for; None if a stop was
+requested. Collective."""
 _CALLS_OF_A_RANK, _MOST_CALLS = 4, 64
 """Of the function of [rl.environment] at once, in the background on the first rank."""
 
@@ -59,6 +63,10 @@ class Sampler:
         """Of a group that is worth a step: one alone has no baseline."""
         return 2 if self.config.group_size > 1 and self.config.advantage in get_args(Baseline) else 1
 
+    @property
+    def _thinking(self) -> bool:
+        return self.config.prompts is not None and self.config.prompts.thinking
+
     def tell(self, cause: str, line: str) -> None:
         """Say a line the first, second, fourth, eighth time and so on that a cause occurs in a run."""
         self._times[cause] += 1
@@ -86,47 +94,50 @@ class Sampler:
         seeds = [self.seed_of(what, number, index) for index in range(count or self.config.group_size)]
         return [Request(prompt.tokens, seed, self.section.max_new_tokens) for seed in seeds]
 
-    def generate_groups(self, first: int, count: int) -> list[Sample] | None:
+    def generate_groups(self, first: int, count: int) -> list[EpisodeEnd] | None:
         """See `Take`: generate with the weights that the engine has."""
-        asked = [(number, self.prompt(number)) for number in range(first, first + count)]
-        requests = [one for number, prompt in asked for one in self.requests(prompt, number)]
-        return self.generate([one for one in asked for _ in range(self.config.group_size)], requests, self.rules)
+        prompts = {number: self.prompt(number) for number in range(first, first + count)}
+        return self.generate(prompts, self.rules)
 
     def generate(
-        self, asked: Sequence[tuple[int, Prompt]], requests: Sequence[Request], rules: SamplingRules
-    ) -> list[Sample] | None:
-        """The samples of requests, of prompts and their numbers, not yet scored; None if a stop was requested."""
-        prompts = [prompt for _, prompt in asked]
-        if self.episodes is not None:
-            ends = self.episodes.run(list(zip(prompts, requests, strict=True)), rules)
-        else:
-            ends = self._converse(prompts, requests, rules)
+        self, prompts: Mapping[int, Prompt], rules: SamplingRules, what: str = "sample", count: int | None = None
+    ) -> list[EpisodeEnd] | None:
+        """Episodes of prompts, by their numbers, not yet scored: of each a group, or as many as asked for; None if a
+        stop was requested."""
+        requests = {number: self.requests(prompt, number, what, count) for number, prompt in prompts.items()}
+        asked = [(prompts[number], request) for number, of in requests.items() for request in of]
+        run = self._converse if self.episodes is None else self.episodes.run
+        ends = run(asked, rules)
         if ends is None:
             return None
-        return [Sample(prompt, number, end) for (number, prompt), end in zip(asked, ends, strict=True)]
+        groups = [number for number, of in requests.items() for _ in of]
+        return [end._replace(group=number) for end, number in zip(ends, groups, strict=True)]
 
-    def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with their rewards, or the reason for none; each rank scores its share.
+    def score(self, ends: Sequence[EpisodeEnd], prompts: Mapping[int, Prompt]) -> list[EpisodeEnd]:
+        """Episodes with their rewards, or the reason for none; each rank scores its share.
+
+        Args:
+            prompts: by their numbers.
 
         Raises:
             UserError: rewards cannot be loaded.
         """
 
-        def scores(share: list[Sample]) -> list:
-            answers = [self._answer(one.prompt, one.completion)._replace(score=one.end.score) for one in share]
+        def scores(share: list[EpisodeEnd]) -> list[Score]:
+            answers = [self._answer(prompts[one.group], one.completion)._replace(score=one.score) for one in share]
             return self.rewards.score(answers)
 
-        scored, given = [], _by_shares(scores, samples)
-        if self.reward_model is not None:
-            lengths = [len(one.completion.tokens) - (one.completion.finish == "stop") for one in samples]
-            rows = [[*one.last.prompt, *one.completion.tokens[:n]] for one, n in zip(samples, lengths, strict=True)]
-            weight = self.config.reward_model.weight
+        aborted = "its server did not finish it (rollout.deadline_seconds)"
+        scored = [one._replace(fault=one.fault or (one.completion.finish == "abort") * aborted) for one in ends]
+        sound = [number for number, one in enumerate(scored) if not one.fault]
+        given = _by_shares(scores, [scored[number] for number in sound])
+        if self.config.reward_model is not None and self.reward_model is not None and sound:
+            weight, rows = self.config.reward_model.weight, list[list[int]]()
+            for (prompt, completion), *_ in (scored[number].samples for number in sound):
+                rows.append([*prompt, *completion.tokens[: len(completion.tokens) - (completion.finish == "stop")]])
             given = [of.plus(weight, value) for of, value in zip(given, self.reward_model(rows), strict=True)]
-        for one, score in zip(samples, given, strict=True):
-            is_aborted = one.completion.finish == "abort"
-            fault = one.fault or is_aborted * "its server did not finish it (rollout.deadline_seconds)"
-            end, reward = one.end._replace(fault=fault or score.fault), None if fault else score.total
-            scored.append(one._replace(end=end, reward=reward, parts={} if fault else score.parts))
+        for number, score in zip(sound, given, strict=True):
+            scored[number] = scored[number]._replace(reward=score.total, parts=score.parts, fault=score.fault)
         # The name of a reward and the type of its error: messages may contain values of their samples.
         causes: dict[str, list[str]] = {}
         for fault in (one.fault for one in scored if one.reward is None):
@@ -135,39 +146,40 @@ class Sampler:
             self.tell(cause, f"{len(found)} of {len(scored)} samples are dropped without reward, because of {found[0]}")
         return scored
 
-    def worth_a_step(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples of the groups that have a baseline, and that dynamic sampling and the filter keep."""
-        sizes = Counter(one.group for one in samples)
-        samples = [one for one in samples if sizes[one.group] >= self.least_samples]
+    def worth_a_step(self, ends: Sequence[EpisodeEnd]) -> list[EpisodeEnd]:
+        """Scored episodes of the groups that have a baseline, and that dynamic sampling and the filter keep."""
+        sizes = Counter(one.group for one in ends)
+        kept = [one for one in ends if sizes[one.group] >= self.least_samples]
         if self.config.dynamic_sampling:
-            differs = differing_groups(*rewards_and_groups(samples)).tolist()
-            samples = [one for one, is_kept in zip(samples, differs, strict=True) if is_kept]
-        if self.filter is None:
-            return list(samples)
-        groups: dict[int, list[Sample]] = {}
-        for one in samples:
+            differs = differing_groups(*rewards_and_groups(kept)).tolist()
+            kept = [one for one, is_kept in zip(kept, differs, strict=True) if is_kept]
+        if (pool := self.filter) is None:
+            return kept
+        groups: dict[int, list[EpisodeEnd]] = {}
+        for one in kept:
             groups.setdefault(one.group, []).append(one)
 
-        def judged(share: list[list[Sample]]) -> list[float | str]:
-            tables = [[Scored(self._answer(one.prompt, one.completion), one.reward) for one in of] for of in share]
-            return self.filter.values(self.config.filter, tables)
+        def scored(one: EpisodeEnd) -> Scored:
+            return Scored(self._answer(self.prompt(one.group), one.completion), one.reward)
+
+        def judged(share: list[list[EpisodeEnd]]) -> list[float | str]:
+            return pool.values(pool.names[0], [list(map(scored, of)) for of in share])
 
         found = dict(zip(groups, _by_shares(judged, list(groups.values())), strict=True))
         for fault in [value for value in found.values() if isinstance(value, str)][:1]:
             self.tell("rl.filter", f"rl.filter = {self.config.filter!r}: a group is left out, because of {fault}")
-        return [one for one in samples if not isinstance(found[one.group], str) and found[one.group]]
+        return [one for one in kept if not isinstance(found[one.group], str) and found[one.group]]
 
-    def _converse(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], rules: SamplingRules
-    ) -> list[EpisodeEnd] | None:
+    def _converse(self, asked: Sequence[tuple[Prompt, Request]], rules: SamplingRules) -> list[EpisodeEnd] | None:
         """Completions of requests, with the replies of the environment and the turns after them, or why it failed; None
         if a stop was requested."""
-        completions, faults = list(self.engine.generate(requests, rules)), {}
-        numbers: Sequence[int] = range(len(requests))
-        for _ in range(0 if self.environment is None else self.config.environment.max_turns - 1):
+        prompts, requests = [prompt for prompt, _ in asked], [request for _, request in asked]
+        completions, faults = list(self.engine.generate(requests, rules)), dict[int, str]()
+        numbers, pool, table = list(range(len(asked))), self.environment, self.config.environment
+        for _ in range(0 if pool is None or table is None else table.max_turns - 1):
             open_ = [(n, role) for n in numbers if (role := asked_role(completions[n], self.tokenizer)) is not None]
             replies = _by_shares(
-                lambda share: self.environment.replies([self._answer(prompts[n], completions[n]) for n in share]),
+                lambda share: pool.replies([self._answer(prompts[n], completions[n]) for n in share]),
                 [n for n, _ in open_],
             )
             turns: dict[int, tuple[list[int], Request]] = {}
@@ -175,10 +187,8 @@ class Sampler:
                 if isinstance(reply, str):
                     faults[number] = f"rl.environment: {reply}"
                 elif reply.text is not None:
-                    done, thinking = completions[number], self.config.prompts.thinking
-                    turn = turn_behind(
-                        requests[number], done, Message(role, reply.text), self.tokenizer, thinking=thinking
-                    )
+                    done, message = completions[number], Message(role, reply.text)
+                    turn = turn_behind(requests[number], done, message, self.tokenizer, thinking=self._thinking)
                     if turn is not None:
                         turns[number] = turn
                     else:
@@ -196,23 +206,32 @@ class Sampler:
             for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
         ]
 
-    def conversations(self) -> Conversations:
-        """The conversations with the function of [rl.environment], for servers to go on with in the background."""
+    def conversations(self) -> Conversations | None:
+        """The conversations with the function of [rl.environment], for servers to go on with in the background; None
+        without a function."""
+        pool, table = self.environment, self.config.environment
+        if pool is None or table is None or self.episodes is not None:
+            return None
         calls = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
-        thinking, turns = self.config.prompts.thinking, self.config.environment.max_turns
-        return Conversations(self.environment, self.tokenizer, thinking, turns, self.prompt, self._answer, calls)
+        turns = table.max_turns
+        return Conversations(pool, self.tokenizer, self._thinking, turns, self.prompt, self._answer, calls)
 
     def _answer(self, prompt: Prompt, completion: Completion) -> Answer:
-        is_finished, thinking = completion.finish == "stop", self.config.prompts.thinking
-        decode, tokens, history, start = self.tokenizer.decode, completion.tokens, [], 0
+        is_finished, history, start = completion.finish == "stop", list[str](), 0
+        decode, tokens = self.tokenizer.decode, completion.tokens
         # A thought that the prompt opens belongs to the turn: rewards read the same text in each chat format.
-        opened = opened_thought(self.tokenizer, thinking)
+        opened = opened_thought(self.tokenizer, self._thinking)
         for first, end in completion.replies:
             last = first - (tokens[first - 1] in self.rules.stop)  # a turn may be cut
             history += [opened + decode(tokens[start:last]), decode(tokens[first:end]).removesuffix(opened)]
             start = end
         text = opened + decode(tokens[start : len(tokens) - is_finished])
-        return Answer(prompt.text, text, prompt.label, thinking, len(tokens), is_finished, tuple(history))
+        return Answer(prompt.text, text, prompt.label, self._thinking, len(tokens), is_finished, tuple(history))
+
+
+def rewards_and_groups(ends: Sequence[EpisodeEnd]) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP64 [E] and int64 [E]."""
+    return torch.tensor([one.reward for one in ends]).double(), torch.tensor([one.group for one in ends])
 
 
 def _by_shares(work: Callable[[list[_Item]], list[_Result]], items: Sequence[_Item]) -> list[_Result]:

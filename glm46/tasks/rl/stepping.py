@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +20,28 @@ from glm46.run.plan import Plan
 from glm46.run.schedule import schedule_value
 from glm46.storage.data.batches import Batch
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of, join, pack
-from glm46.tasks.rl.samples import Rollout
+from glm46.tasks.rl.samples import Samples
 
 Steps = list[list[Batch]]
 """For each optimizer step this rank's micro-batches."""
 
 
+def samples_per_step(plan: Plan) -> int:
+    """Samples of an optimizer step."""
+    size = plan.config.training.global_batch_size
+    assert isinstance(size, int | float), "[rl] has steps of one size"
+    return int(size)
+
+
 def steps_per_rollout(plan: Plan) -> int:
     """Optimizer steps of one rollout."""
-    return plan.config.rl.samples_per_rollout // int(plan.config.training.global_batch_size)
+    return plan.config.reinforcement[0].samples_per_rollout // samples_per_step(plan)
 
 
-def step_ends(plan: Plan, rollout: Rollout) -> list[int]:
+def step_ends(plan: Plan, samples: Samples) -> list[int]:
     """Of each step of a rollout the number of its last sample + 1: equally many episodes each, and all of them."""
-    count, episodes = steps_per_rollout(plan), rollout.arrays["episodes"]
-    total = int(episodes[-1]) + 1 if len(rollout) else 0
-    return [int(np.searchsorted(episodes, total * number // count)) for number in range(1, count + 1)]
+    count, total = steps_per_rollout(plan), len(samples.group)
+    return [int(np.searchsorted(samples.episode, total * number // count)) for number in range(1, count + 1)]
 
 
 class StepBuilder:
@@ -58,7 +65,7 @@ class StepBuilder:
         depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
         self._shape = PackShape(
             seq_len=training.seq_len, rows=training.local_batch_size, ranks=layout.dp_degree, mtp_depth=depth,
-            micro_batches=int(training.global_batch_size) // plan.rows_per_micro_batch if is_pipeline else None,
+            micro_batches=samples_per_step(plan) // plan.rows_per_micro_batch if is_pipeline else None,
             model=plan.shape if config.routing_replay else None,
             # The second prediction layer would read completions at the end of a shared prompt.
             shares_prompts=layout.cp == 1 and networks["policy"].shape.sliding_window is None and depth <= 1,
@@ -73,22 +80,22 @@ class StepBuilder:
         for name in {"policy", "critic"} & self._networks.keys():
             self._networks[name].route_at(schedule_value(self._plan.config.moe.router_temperature, clock))
 
-    def batches(self, rollout: Rollout) -> Steps:
+    def batches(self, samples: Samples) -> Steps:
         """This rank's micro-batches of each step."""
         shape, steps, first = self._shape, [], 0
-        for end in step_ends(self._plan, rollout):
-            items = items_of(rollout, range(first, end), shape)
+        for end in step_ends(self._plan, samples):
+            items = items_of(samples, range(first, end), shape)
             of_ranks, width = pack(items, shape), shape.seq_len
             if not self._has_fixed_rows:
                 multiple = FP8_MULTIPLE * self._plan.layout.tp
                 of_ranks, width = join(of_ranks, items, multiple, shape.rows * shape.seq_len)
             mine = of_ranks[self._cluster.dp_rank]
-            steps.append([build_batch(rollout, rows, first, shape, items, width) for rows in mine])
+            steps.append([build_batch(samples, rows, first, shape, items, width) for rows in mine])
             first = end
         return steps
 
-    def evaluate(self, rollout: Rollout, steps: Steps) -> tuple[dict[str, Tensor], float]:
-        """Log-probabilities and values of all tokens of a rollout by name, FP32 [T], equal on all ranks, and the
+    def evaluate(self, samples: Samples, steps: Steps) -> tuple[dict[str, Tensor], float]:
+        """Log-probabilities and values of all targets of a rollout by name, FP32 [G], equal on all ranks, and the
         seconds of the networks. Collective."""
         wanted: dict[str, tuple[str, HeadForm, str]] = {}
         if self._config.has_reference:
@@ -96,15 +103,15 @@ class StepBuilder:
             wanted["reference_logprobs"] = (holder, self._form, "logprobs")
         if self._config.has_critic:
             wanted["old_values"] = ("critic", summed_loss, "values")
-        if (self._config.old_policy == "trainer" and not self._is_on_policy) or rollout.is_demonstration:
+        if (self._config.old_policy == "trainer" and not self._is_on_policy) or samples.is_demonstration:
             wanted["old_logprobs"] = ("policy", self._form, "logprobs")
         fields, began = {}, time.perf_counter()
         for name, (of, form, column) in wanted.items():
-            network, record = self._networks[of], TokenRecord(rollout)
+            network, record = self._networks[of], TokenRecord(len(samples.logprobs))
             for batch in chain(*steps):
                 is_replayed = name == "old_logprobs" and self._config.routing_replay  # as in training
                 is_adapted = name != "reference_logprobs"
-                inputs = batch
+                inputs: Any = batch
                 if network.pipeline is None:  # prediction layers are not needed
                     inputs = {key: value for key, value in batch.items() if not key.startswith("mtp_")}
                 output = network.evaluate(inputs, form, replay_routes=is_replayed, adapted=is_adapted)
@@ -113,23 +120,23 @@ class StepBuilder:
             network.release()
             fields[name] = record.of_all_ranks()
         seconds = time.perf_counter() - began
-        of_engine = torch.from_numpy(rollout.arrays["logprobs"])
-        fields["rollout_logprobs"] = fields["old_logprobs"] if rollout.is_demonstration else of_engine
+        of_engine = torch.from_numpy(samples.logprobs)
+        fields["rollout_logprobs"] = fields["old_logprobs"] if samples.is_demonstration else of_engine
         return fields, seconds
 
 
 class TokenRecord:
-    """Values of the tokens of a rollout that this rank's micro-batches have."""
+    """Values of the targets of a rollout that this rank's micro-batches have."""
 
-    def __init__(self, rollout: Rollout):
-        self._values = torch.full((rollout.tokens,), -torch.inf)
+    def __init__(self, targets: int):
+        self._values = torch.full((targets,), -torch.inf)
 
     def add(self, batch: Batch, values: Tensor) -> None:
         """Record [B, S], whole rows on any device, of a micro-batch of `StepBuilder.batches`."""
         collect(values.cpu(), batch, self._values)
 
     def of_all_ranks(self) -> Tensor:
-        """FP32 [T], -inf where no rank has a value. Collective."""
+        """FP32 [G]. Collective."""
         # Each rank has the values of its own rows; those that compute the same rows may differ in the last bits.
         dist.all_reduce(self._values, dist.ReduceOp.MAX)
         return self._values

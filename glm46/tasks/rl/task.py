@@ -12,7 +12,7 @@ import torch
 from glm46.compute.distributed.collective_errors import read_on_first_rank, run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
 from glm46.config.rl import ResolvedRL, StopConfig
-from glm46.config.rl_data import WITHOUT_LABELS
+from glm46.config.rl_data import WITHOUT_LABELS, PromptsConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.inference.decoder import describe_kernels
 from glm46.engine.reliability.stop import StopRequest
@@ -60,21 +60,24 @@ class Reinforcement(Task):
             UserError: prompts, rewards or layout do not match the configuration.
         """
         self.plan, self.cluster = plan, cluster
-        self._config: ResolvedRL = plan.config.rl.resolved()
+        section, rollout = plan.config.reinforcement
+        self._config: ResolvedRL = section.resolved()
+        assert self._config.prompts is not None
+        self._keys: PromptsConfig = self._config.prompts
         self.tokenizer, _ = run_on_all_ranks(lambda: load_text(plan))
         prompts, self._sets = run_on_all_ranks(self._read)
         table, name = self._config.environment, self._config.filter
         rewards = run_on_all_ranks(lambda: reward_pool(self._config))
         for some in (prompts, *(one.prompts for one in self._sets)):
-            read_on_first_rank(partial(require_reachable_labels, some, rewards, thinking=self._config.prompts.thinking))
+            read_on_first_rank(partial(require_reachable_labels, some, rewards, thinking=self._keys.thinking))
         environment = run_on_all_ranks(lambda: None if table is None else environment_pool(table))
         if table is not None and table.kind == "command":
             every = [*prompts, *(one for some in self._sets for one in some.prompts)]
-            read_on_first_rank(partial(require_episodes, table, self._config.prompts, every))
+            read_on_first_rank(partial(require_episodes, table, self._keys, every))
         filter_ = run_on_all_ranks(lambda: None if name is None else filter_pool(name))
         self.networks: dict[str, Network] = {"policy": build_network(plan, cluster, on_samples=True)}
         policy = PolicyGradient(
-            self.networks["policy"], self._config, plan.config.rollout.temperature,
+            self.networks["policy"], self._config, rollout.temperature,
             is_on_policy=self._config.is_on_policy(plan.config.training.global_batch_size),
         )  # fmt: skip
         self.objectives: dict[str, Objective] = {"policy": policy}
@@ -87,7 +90,7 @@ class Reinforcement(Task):
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value", on_samples=True)
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
         rules = SamplingRules(
-            plan.config.rollout.temperature, frozenset(stop_ids(self.tokenizer)), self.tokenizer.vocab_size,
+            rollout.temperature, frozenset(stop_ids(self.tokenizer)), self.tokenizer.vocab_size,
             self._config.routing_replay,
         )  # fmt: skip
         tokens = [one.tokens for some in (prompts, *(own for _, own in self._sets)) for one in some]
@@ -96,14 +99,16 @@ class Reinforcement(Task):
         self._step: RolloutStep | None = None
         engine = build_engine(self.networks["policy"], self.tokenizer, tokens, rules, self._is_stopped)
         self._sampler = Sampler(
-            self._config, plan.config.rollout, self.tokenizer, engine, prompts, rules, plan.config.debug.seed,
+            self._config, rollout, self.tokenizer, engine, prompts, rules, plan.config.debug.seed,
             rewards, environment, filter_,
             None if judged is None else partial(last_values, self.networks["reward"]),
         )  # fmt: skip
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
         if table is not None and table.kind == "command":
-            keys, sampler, failed = self._config.prompts, self._sampler, self._journal.folder / "failed"
-            make = partial(CommandEpisodes, table, keys, self.tokenizer, engine, self._is_stopped, failed, sampler.say)
+            sampler, failed = self._sampler, self._journal.folder / "failed"
+            make = partial(
+                CommandEpisodes, table, self._keys, self.tokenizer, engine, self._is_stopped, failed, sampler.say
+            )
             sampler.episodes = run_on_all_ranks(make)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)
         self._loop = RolloutLoop(plan, self._sampler, policy, builder, self._journal, self._is_stopped)
@@ -112,19 +117,16 @@ class Reinforcement(Task):
         return self._stop is not None and self._stop.signal_name is not None
 
     def _read(self) -> tuple[list[Prompt], list[PromptSet]]:
-        config = self.plan.config
+        config, (_, rollout) = self.plan.config, self.plan.config.reinforcement
         needs_label = any(reward.name in READ_LABELS for reward in self._config.rewards)
-        most = config.training.seq_len - config.rollout.max_new_tokens
+        most = config.training.seq_len - rollout.max_new_tokens
         if config.checkpoint.initial_load_in_hf:
             raise_for_model(config.checkpoint.initial_folder, self.tokenizer)
 
         def read(file: str) -> list[Prompt]:
-            keys = self._config.prompts
-            return read_prompts(Path(file), keys, self.tokenizer, most_tokens=most, needs_label=needs_label)
+            return read_prompts(Path(file), self._keys, self.tokenizer, most_tokens=most, needs_label=needs_label)
 
-        return read(self._config.prompts.file), [
-            PromptSet(table, read(table.file)) for table in self._config.validation
-        ]
+        return read(self._keys.file), [PromptSet(table, read(table.file)) for table in self._config.validation]
 
     def prepare(self, progress: Progress, stop: StopRequest) -> dict[str, float]:
         """See `Task.prepare`: at the first step of a rollout, the rollout of the journal, or a new one."""
@@ -157,14 +159,15 @@ class Reinforcement(Task):
     def complete(self, micro_batches: list[Batch]) -> list[Batch]:
         """See `Task.complete`: `prepare` has done it. Only now the rollout's prompts are handed out: at a stop before
         its first step, the checkpoint must lead to the same rollout again."""
-        self._progress.prompts = self._step.next_prompt
+        if self._progress is not None and self._step is not None:
+            self._progress.prompts = self._step.next_prompt
         return micro_batches
 
     def fingerprint(self) -> str:
         """See `Task.fingerprint`."""
         config = self._config
         facts = [
-            hash_file(Path(config.prompts.file)).sha256, config.prompts.model_dump(exclude={"file"}),
+            hash_file(Path(self._keys.file)).sha256, self._keys.model_dump(exclude={"file"}),
             config.prompts_per_rollout, config.group_size, config.warm_up_rollouts,
             self.plan.config.training.global_batch_size, self.plan.config.debug.seed, self.tokenizer.fingerprint,
         ]  # fmt: skip
@@ -193,21 +196,21 @@ class Reinforcement(Task):
         reads_none = WITHOUT_LABELS.issuperset(reward.name for reward in config.rewards)
         unread = [
             f"warning      rl.rewards: none of these reads labels, and {labelled:,} prompts have one under "
-            f"'{config.prompts.label_key}': right answers are worth no more than wrong ones"
+            f"'{self._keys.label_key}': right answers are worth no more than wrong ones"
         ]
         unjudged = [
             "warning      rl.rewards: math-verify is not installed, and math compares expressions as text; "
             "pip install 'glm46[rl]'"
         ]
-        rollout, dtype = self.plan.config.rollout, getattr(torch, self.plan.config.training.mixed_precision_param)
+        dtype = getattr(torch, self.plan.config.training.mixed_precision_param)
         generated = f"generation   {describe_kernels(self.cluster.device, dtype)}"
         has_judge = math_verify_version() is not None or all(reward.name != "math" for reward in config.rewards)
         return [
-            f"prompts      {len(self._sampler.prompts):,} of {config.prompts.file}; {config.prompts_per_rollout} x "
+            f"prompts      {len(self._sampler.prompts):,} of {self._keys.file}; {config.prompts_per_rollout} x "
             f"{config.group_size} samples of a rollout in {steps_per_rollout(self.plan)} steps",
             f"algorithm    {config.algorithm}; reward {names}; networks {', '.join(self.networks)}",
             *(f"sandbox      {line}" for line in sandbox_lines(config)),
-            *([generated] if rollout.kind == "local" else []),
+            *([generated] if self._sampler.section.kind == "local" else []),
             *(unread if labelled and reads_none and not config.warm_up_rollouts else []),
             *([] if has_judge else unjudged),
         ]

@@ -46,8 +46,8 @@ class Scored(NamedTuple):
     reward: float
 
 
-Reward = Callable[[Answer, Mapping[str, Any]], float]
-"""From an answer and the options of the reward. An error of any kind drops the sample."""
+Reward = Callable[[Answer, Mapping[str, Any]], float | None]
+"""From an answer and the options of the reward. None and an error of any kind drop the sample."""
 DEFAULT_SECONDS = 10.0
 _USABLE = 0.9
 

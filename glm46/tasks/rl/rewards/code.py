@@ -160,7 +160,7 @@ def _check_form(cases: Sequence[_Case]) -> None:
 
 def _last_program(text: str) -> str | None:
     """The last fenced block of Python; without one, the last block without a language that is a program."""
-    of_python, plain, lines = [], [], None
+    of_python, plain, lines = list[str](), list[str](), None
     for line in text.splitlines():
         fence = _FENCE.fullmatch(line)
         if lines is None:
@@ -174,7 +174,7 @@ def _last_program(text: str) -> str | None:
             lines = None
         else:
             lines.append(line.removeprefix(indent))
-    return next(iter(reversed(of_python)), None) or next(filter(_is_program, reversed(plain)), None)
+    return next(iter(reversed(of_python)), None) or next((one for one in reversed(plain) if _is_program(one)), None)
 
 
 def _is_program(text: str) -> bool:

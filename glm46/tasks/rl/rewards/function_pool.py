@@ -141,7 +141,7 @@ class FunctionPool:
             end_worker(process)
         self._idle.clear()
 
-    def _score(self, values: Sequence[float | str]) -> Score:
+    def _score(self, values: Sequence[object]) -> Score:
         parts, total, fault = {}, 0.0, ""
         for rule, value in zip(self._rules, values, strict=True):
             if isinstance(value, float):
@@ -190,7 +190,8 @@ class FunctionPool:
                     continue
                 busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds, asked)
             first = min((deadline for _, _, deadline, _ in busy.values()), default=0.0)
-            for connection in wait(list(busy), max(first - time.monotonic(), 0.0)):
+            ready = wait(list(busy), max(first - time.monotonic(), 0.0))
+            for connection in [one for one in busy if one in ready]:
                 process, task, _, asked = busy[connection]
                 try:
                     number, value, _ = connection.recv()
@@ -236,6 +237,7 @@ def environment_pool(table: EnvironmentConfig) -> FunctionPool:
         for command in (table.command, table.score_command):
             found_program(command)
         return FunctionPool([], key="rl.environment")
+    assert table.function is not None, "of kind = function"
     rule = RewardRule(table.function, seconds=table.timeout_seconds, options=table.options, is_environment=True)
     return FunctionPool([rule], key="rl.environment")
 

@@ -44,7 +44,7 @@ def ends_itself(test: str) -> str:
 
 def passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
     """For each test the programs of `meaningless_programs` that pass it; none where there was no time."""
-    found = []
+    found: list[set[str]] = []
     while len(found) < len(tests):
         some = tests[len(found) : len(found) + _TESTS_OF_PROCESS]
         script = str(Path(meaningless_programs.__file__).absolute())

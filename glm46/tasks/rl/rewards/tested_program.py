@@ -49,7 +49,7 @@ class _Peer:
 
     def __init__(self, reading: int, writing: int, operations: dict):
         self._lines, self._writing, self._operations = os.fdopen(reading, "rb"), writing, operations
-        self._objects, self._remotes = [], {}
+        self._objects, self._remotes = list[object](), dict[int, object]()
         for descriptor in (reading, writing):
             os.set_inheritable(descriptor, False)
 
@@ -199,7 +199,7 @@ def asked_names(test: str) -> list[str]:
     Raises:
         SyntaxError: it is not Python.
     """
-    read, own, called, modules = {}, set(), {}, set()
+    read, called, own, modules = dict[str, None](), dict[str, None](), set[str](), set[str]()
     for node in ast.walk(ast.parse(test)):
         if isinstance(node, ast.Name):
             read.setdefault(node.id) if isinstance(node.ctx, ast.Load) else own.add(node.id)
@@ -255,7 +255,7 @@ def _run_test(reading: int, writing: int, verdict: int) -> None:
     test = sys.stdin.read()
     peer = _Peer(reading, writing, {**_OPERATIONS, "get": get})
     peer.ask("bool", True)  # the program has come to its end
-    scope = {"__name__": "__main__"}
+    scope: dict[str, object] = {"__name__": "__main__"}
     scope |= {name: importlib.import_module(module) for name, module in named_modules(test).items()}
     for name in asked_names(test):
         try:

@@ -195,20 +195,17 @@ def _plain(text: str) -> str:
 
 def _decided(text: str, prompt: str, known: set[str], decision: str | None = None) -> str | None:
     """The last decision of a text; None if it is for several letters, taken back or not made."""
-    lines, has_decided, refused, alone = (
-        [line.strip() for line in text.splitlines() if line.strip()],
-        False,
-        set(),
-        set(),
-    )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    has_decided, refused, alone = False, set[str](), set[str]()
     for line in lines:
         option = _OPTION.match(line)
-        is_option = option is not None and not _JUDGED.match(option["rest"])
-        for sentence in _SENTENCE_END.split(option["rest"] if is_option else line):
+        if option is not None and _JUDGED.match(option["rest"]):
+            option = None
+        for sentence in _SENTENCE_END.split(line if option is None else option["rest"]):
             said, denied = _said(sentence[-_LONGEST_SENTENCE:], known)
             refused |= denied
             if match := _ALONE.fullmatch(sentence):
-                alone |= {match["letter"], *(option["letter"] if is_option else "")}
+                alone |= {match["letter"], *("" if option is None else option["letter"])}
                 said |= alone  # several such lines are a list
             if said:
                 has_decided, decision = True, said.pop() if len(said) == 1 else None

@@ -57,8 +57,9 @@ def begin_samples(requests: OpenRequests, members: Sequence[Member]) -> None:
         def sample(completion: Completion) -> list[SessionSample]:
             return [SessionSample(member.request.prompt, completion)]
 
-        parts = (part.completion for part in member.end.samples)
-        asked = OpenRequest(member.request, lambda found: member.finish(EpisodeEnd(sample(found))), *parts)
+        asked = OpenRequest(
+            member.request, lambda found: member.finish(EpisodeEnd(sample(found))), member.end.completion
+        )
         member.cancel = partial(requests.drop, asked)
         member.parts = lambda: sample(asked.generated) if asked.generated.tokens else []
         return asked
@@ -191,7 +192,7 @@ class BackgroundGeneration:
                 if is_stopped():
                     return None
                 self._changed.wait(_TICK_SECONDS)
-            if len(found) < count:
+            if len(found) < count and self._error is not None:
                 raise self._error
             return {number: [member.end for member in self._groups.pop(number)] for number in found}
 

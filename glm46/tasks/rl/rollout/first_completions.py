@@ -56,8 +56,9 @@ def compare_samples(
         f"{len(ours)} generated tokens differ from the trainer's policy by {gap:.2g} in the mean of the "
         f"log-probability, a KL divergence of {mismatch:.2g}"
     )
-    if all(one.routes is not None for _, one in generated):
-        logprobs, share = policy.routed_score(sequences, [one.routes for _, one in generated], temperature)
+    routes = [one.routes for _, one in generated if one.routes is not None]
+    if len(routes) == len(generated):
+        logprobs, share = policy.routed_score(sequences, routes, temperature)
         mean, mismatch = _mismatch(of_drawn(logprobs), theirs)
         others = "" if math.isnan(share) else f", {share:.2%} of which differ from its own,"
         said += f"; with the server's experts{others} by {mean:.2g} and {mismatch:.2g}"

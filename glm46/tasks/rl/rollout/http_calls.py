@@ -82,8 +82,8 @@ class _Reply(http.client.HTTPResponse):
 def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
     """The bytes of the reply; arguments and errors as for `call`."""
     parts, end = urlsplit(url), time.monotonic() + seconds
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=seconds)
+    scheme = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection: Any = scheme(parts.hostname or "", parts.port, timeout=seconds)
     connection.response_class = partial(_Reply, end)
     try:
         connection.connect()

@@ -73,7 +73,8 @@ class OpenRequests:
         self._pool, self._rules, self.goes_on = pool, rules, goes_on
         self._open: dict[OpenRequest, None] = {}
         self._lock = threading.Lock()
-        self._halt, self._thread = threading.Event(), None
+        self._halt = threading.Event()
+        self._thread: threading.Thread | None = None
         self._inbox: Inbox = queue.SimpleQueue()
         self.error: BaseException | None = None
         """Of the servers: nothing is generated any more."""

@@ -4,7 +4,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -94,17 +94,29 @@ class SessionSample(NamedTuple):
 
 
 class EpisodeEnd(NamedTuple):
-    """The result of an episode, or of a sample without an environment."""
+    """The result of an episode, which is an answer to a prompt with or without an environment, up to its reward."""
 
     samples: list[SessionSample]
-    """First the one with the last turn; empty if there is a fault."""
+    """First the one with the last turn; empty if the environment failed."""
     fault: str = ""
+    """The reason why it has no reward: the environment failed, its server did not finish it, or a reward failed."""
     score: float | None = None
     """Of the scoring command, or of the program where there is none."""
     is_part: bool = False
     """True if it has not ended: the samples are its tokens or turns so far, from which it continues."""
     output: str = ""
     """Of a failed program, its end. It is not sent to other ranks and not kept."""
+    group: int = -1
+    """Number of the prompt, counted over the run."""
+    reward: float | None = None
+    """Weighted sum of the parts; None before it is scored, or if there is a fault."""
+    parts: Mapping[str, float] = {}
+    """By the name of each reward, before its weight; without those that failed."""
+
+    @property
+    def completion(self) -> Completion:
+        """Of the sample with the last turn."""
+        return self.samples[0].completion if self.samples else NOTHING
 
 
 def appended_routes(first: np.ndarray | None, then: np.ndarray | None) -> np.ndarray | None:
@@ -172,7 +184,7 @@ def pack(completions: Sequence[Completion], **more: np.ndarray) -> bytes:
         (len(one.tokens), FINISHES.index(one.finish), len(one.spans), len(one.replies), len(one.contradicted),
          one.drafted, one.accepted) for one in completions
     ]  # fmt: skip
-    arrays = more | {"counts": np.array(counts, np.int64).reshape(-1, 7)}
+    arrays: Any = more | {"counts": np.array(counts, np.int64).reshape(-1, 7)}
     for name in _LISTS:
         values = [value for one in completions for value in getattr(one, name)]
         arrays[name] = np.array(values, np.float64 if name == "logprobs" else np.int64)

@@ -14,6 +14,7 @@ from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
 from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
+from glm46.tasks.rl.rollout.inference_server import InferenceServer
 from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 from glm46.tasks.rl.rollout.open_requests import OpenRequests, answers
 from glm46.tasks.rl.rollout.records import (
@@ -69,7 +70,7 @@ class ServerEngine:
         length = min(config.max_new_tokens, _LONGEST)
         self._first = [Request(spread[i % len(spread)], i, length) for i in range(_FIRST)]
         self._rules, self._has_generated, self._goes_on = rules, False, False
-        servers = [
+        servers: list[InferenceServer] = [
             VllmServer(url, padding) if config.kind == "vllm" else SglangServer(url, padding, routed)
             for url in config.urls
         ]
@@ -79,7 +80,7 @@ class ServerEngine:
             most_running=config.samples_at_once, deadline=config.deadline_seconds, restart=_RESTART_SECONDS, say=say,
             still_starting=self._launched.require_running,
         )  # fmt: skip
-        self.background: BackgroundGeneration | None = None
+        self._background: BackgroundGeneration | None = None
         """After `generate_ahead`, on rank 0."""
         self._base, self._newest = base, base
         self._is_fp8 = config.weights_dtype is not None
@@ -100,7 +101,13 @@ class ServerEngine:
         self._goes_on = goes_on
         if dist.get_rank() == 0:
             requests = OpenRequests(self._pool, self._rules, goes_on=goes_on)
-            self.background = BackgroundGeneration(requests, folder, begin)
+            self._background = BackgroundGeneration(requests, folder, begin)
+
+    @property
+    def background(self) -> BackgroundGeneration:
+        """Of `generate_ahead`, on rank 0."""
+        assert self._background is not None
+        return self._background
 
     def take(
         self, count: int, due: set[int], is_stopped: Callable[[], bool], *, waits: bool = True
@@ -142,7 +149,7 @@ class ServerEngine:
         meanwhile broadcast the weights when a server needs them. Collective."""
 
         def alone() -> bytes:
-            is_generating = self.background is not None and self.background.halt()
+            is_generating = self._background is not None and self._background.halt()
             self._pool.send = self._send
             try:
                 found = work()
@@ -265,9 +272,9 @@ class ServerEngine:
 
     def close(self) -> None:
         """Remove the weights from the disk, and end the servers that this run has started."""
-        if self.background is not None:
-            self.background.halt()
-            self.background.keep((), before=0)  # what functions and programs still say is not written
+        if self._background is not None:
+            self._background.halt()
+            self._background.keep((), before=0)  # what functions and programs still say is not written
         self._launched.stop()
         if dist.get_rank() == 0:
             self._remove()

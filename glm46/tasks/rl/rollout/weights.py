@@ -77,7 +77,9 @@ def _tensors(shape: ModelShape) -> list[tuple[str, torch.Size, torch.dtype | Non
     """Name and size of all parameters and buffers of a model, and the type of the buffers."""
     with torch.device("meta"):
         model = Transformer(shape)
-    found = {name: (parameter.shape, None) for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[torch.Size, torch.dtype | None]] = {
+        name: (parameter.shape, None) for name, parameter in model.named_parameters()
+    }
     found |= {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
     return [(name, *found[name]) for name in named_rows(shape)]
 
@@ -96,8 +98,8 @@ def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: t
     """A whole weight on this rank's device, its adapter added. Collective over the ranks that hold its parts."""
     owner, _, key = name.rpartition(".")
     prefix = f"{owner}." if key == "weight" else f"{owner}.{key}_"
-    weight, device = _whole(weights, name, dtype), network.cluster.device
-    if f"{prefix}lora_A" not in weights:
+    weight, device, adapter = _whole(weights, name, dtype), network.cluster.device, network.plan.config.adapter
+    if adapter is None or f"{prefix}lora_A" not in weights:
         return weight.to(device)
     a, b = (_gathered(weights[prefix + part], torch.float32).to(device) for part in ("lora_A", "lora_B"))
     magnitude = weights.get(f"{prefix}magnitude")
@@ -107,7 +109,7 @@ def _merged(network: Network, weights: Mapping[str, Tensor], name: str, dtype: t
     for number, (sums, base, low, high) in enumerate(zip(*matrices, strict=True)):
         rows = magnitude if magnitude is None or magnitude.ndim == 1 else magnitude[number]
         base = base.to(device, torch.float32)
-        sums.copy_(merged_rows(base, low, high, rows, network.plan.config.adapter.scale))
+        sums.copy_(merged_rows(base, low, high, rows, adapter.scale))
     return out
 
 
@@ -125,9 +127,11 @@ def _small_ones(
 ) -> dict[str, Tensor]:
     """The first of these weights and others that are sharded as it is and not ready, whole, gathered in one call; none
     if it is large, has an adapter or scales, or is not sharded along its rows alone. Collective."""
-    kind, bytes_left, names = _sharding(weights, wanted[0][0], wanted[0][2]), _SMALL_BYTES, []
+    kind, bytes_left, names = _sharding(weights, wanted[0][0], wanted[0][2]), _SMALL_BYTES, list[str]()
+    if kind is None:
+        return {}
     for name, size, dtype in wanted:
-        if kind is None or (nbytes := size.numel() * dtype.itemsize) > bytes_left and not names:
+        if (nbytes := size.numel() * dtype.itemsize) > bytes_left and not names:
             return {}
         if nbytes > bytes_left or name in ready or name not in weights:
             continue
@@ -185,7 +189,8 @@ def served_tensors(policy: Network, scheme: Fp8 | None) -> Iterator[tuple[str, T
     for name, whole in whole_weights(policy, policy.shape):
         for part in names.entries[name].parts:
             value = folded(name, whole[part.index()], temperature).to(whole.dtype)
-            stored = scheme.quantise(value.float()) if part.hf_name in quantised else {"": value}
+            is_quantised = scheme is not None and part.hf_name in quantised
+            stored = scheme.quantise(value.float()) if is_quantised else {"": value}
             yield from ((part.hf_name + suffix, tensor) for suffix, tensor in stored.items())
 
 

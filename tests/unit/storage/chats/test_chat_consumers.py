@@ -36,7 +36,7 @@ from glm46.tasks.rl.prompts import Prompt, read_prompts
 from glm46.tasks.rl.rewards.answer import Answer, RewardRule
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
 from glm46.tasks.rl.rewards.text import well_formed
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.sampling import Sampler
 from tests.small_run import call_here
 
@@ -379,7 +379,7 @@ def test_requests_of_a_conversation_with_an_environment(rows, one_rank):
         section, scorer = RolloutConfig.model_validate({"max_new_tokens": 5000}), FunctionPool([RewardRule("exact")])
         sampler = Sampler(config, section, TOKENIZER, engine, [], rules, 0, scorer, environment)
         prompt = Prompt(chat_prompt(TOKENIZER, messages[:start], tools=tools, thinking=True), "?", None)
-        sampler.generate([(0, prompt)], [Request(prompt.tokens, 0, 5000)], rules)
+        sampler.generate({0: prompt}, rules)
         assert engine.asked[-1].prompt == wanted and len(engine.asked) == len(turns) + 1
         seen += 1
     assert seen == 5
@@ -578,7 +578,7 @@ def test_a_conversation_of_rl_goes_on_behind_what_was_sampled(thinking, one_rank
     rules = SamplingRules(1.0, frozenset({OF_47.special["<|user|>"]}), OF_47.vocab_size)
     sampler = Sampler(config, section, OF_47, engine, [], rules, 0, scorer, SimpleNamespace(replies=reply))
     prompt = Prompt(chat_prompt(OF_47, parse_prompt("Hi"), thinking=thinking), "Hi", None)
-    sampler.generate([(0, prompt)], [Request(prompt.tokens, 0, 500)], rules)
+    sampler.generate({0: prompt}, rules)
     opening, opened = ("<think>", "<think>") if thinking else ("</think>", "")
     asked = f"[gMASK]<sop><|user|>Hi<|assistant|>{opening}{texts[0]}And?<|assistant|>{opening}"
     assert OF_47.decode(engine.asked[-1].prompt) == asked

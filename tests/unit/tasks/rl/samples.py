@@ -34,6 +34,17 @@ def batch_of(tokens: dict[str, Tensor], sample: Tensor) -> dict[str, Tensor]:
     return fields | {"labels": torch.where(is_token, 1, IGNORE), "sample": sample, "episode": sample}
 
 
+class Judged:
+    """As far as `training_fields` reads `Samples`."""
+
+    def __init__(self, of_targets: Tensor, episode: Tensor, reward: Tensor, group: Tensor):
+        self.of_targets, self.episode = of_targets, episode.numpy()
+        self.reward, self.group = reward.numpy(), group.numpy()
+
+    def __len__(self) -> int:
+        return len(self.episode)
+
+
 def prepared(
     batches: list[dict[str, Tensor]],
     rewards: Tensor,
@@ -51,8 +62,10 @@ def prepared(
     order = flat("sample").argsort(stable=True)
     names = {"old_logprobs", "rollout_logprobs", "reference_logprobs", "old_values"} & batches[0].keys()
     given = {name: flat(name)[order] for name in names}
-    sample, ends = flat("sample")[order], [len(rewards)]
-    fields, _ = training_fields(given, sample, rewards, groups, ends, config, longest, episodes)
+    episodes = torch.arange(len(rewards)) if episodes is None else episodes
+    is_first = episodes.diff(prepend=torch.tensor([-1])) != 0
+    samples = Judged(flat("sample")[order], episodes, rewards[is_first].double(), groups[is_first])
+    fields, _ = training_fields(given, samples, [len(rewards)], config, longest)
     found = [dict(batch) for batch in batches]
     for name, values in fields.items():
         parts = torch.empty_like(values).scatter(0, order, values).split([int(here.sum()) for here in is_target])

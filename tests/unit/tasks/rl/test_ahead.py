@@ -98,8 +98,8 @@ def source_of(engine: Engine, staleness: int, **options) -> AheadSource:
         RLConfig(prompts_per_rollout=PER_ROLLOUT, group_size=GROUP), SimpleNamespace(max_new_tokens=4), None, engine,
         PROMPTS, None, 0, None,
     )  # fmt: skip
-    oldest = staleness * STEPS
-    return AheadSource(sampler, oldest=oldest, version=lambda: engine.version, is_stopped=lambda: False, **options)
+    options |= {"oldest": staleness * STEPS, "version": lambda: engine.version, "is_stopped": lambda: False}
+    return AheadSource(sampler, engine, **options)
 
 
 def roll_out(engine: Engine, source: AheadSource, step: int, waiting: list, staleness: int) -> tuple[list, list]:

@@ -92,7 +92,7 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")
     rollout = rolled_out(sampler(engine, tokenizer, calculated), prompt)
     assert [*rollout.prompt(0), *rollout.completion(0)] == ids, "as fine-tuning would render it"
-    assert rollout.arrays["rewards"].tolist() == [1.0], "the last turn is judged"
+    assert rollout.reward.tolist() == [1.0], "the last turn is judged"
     assert rollout.figures["draft_acceptance_ratio"] == 2 / sum(map(len, turns)), "of both turns"
     assert engine.asked[1].prompt == ids[: len(ids) - len(turns[1])]
     assert engine.asked[1].max_new_tokens == LONGEST - (len(ids) - len(turns[1]) - len(prompt.tokens))
@@ -103,7 +103,7 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     assert np.array_equal(labels != IGNORE, is_target[1:])
     assert np.array_equal(labels[is_target[1:]], np.array(ids)[is_target])
     generated = batch["place"][0][batch["place"][0] >= 0].numpy()
-    assert (rollout.arrays["logprobs"][generated] == -0.5).all() and len(generated) == is_target.sum()
+    assert (rollout.logprobs[generated] == -0.5).all() and len(generated) == is_target.sum()
     assert (batch["sample"][0] >= 0).sum() == is_target.sum()
 
 
@@ -116,7 +116,7 @@ def test_what_a_tool_replied_is_shown_outside_of_the_mask_and_without_values(tok
     batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape), 256)
     fields = {}
     for name, value in (("advantages", 0.25), ("old_logprobs", -0.5), ("correction", 1.0)):
-        fields[name] = torch.full((rollout.tokens,), -torch.inf)  # as for tokens that no rank has computed
+        fields[name] = torch.full((len(rollout.logprobs),), -torch.inf)
         collect(torch.full((1, 256), value), batch, fields[name])
     folder = tmp_path / FOLDER
     write_rollout(folder, rollout, "")
@@ -155,10 +155,10 @@ def test_a_reply_without_room_ends_the_sample_and_a_failure_drops_it(tokenizer):
     ids, turns, is_target = document_of((QUESTION, CALL, Message("tool", "1")), tokenizer)
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "1")
     rollout = rolled_out(sampler(Scripted(turns), tokenizer, calculated, len(turns[0]) + 3), prompt)
-    assert rollout.completion(0).tolist() == turns[0] and rollout.arrays["finish"].tolist() == [1]
+    assert rollout.completion(0).tolist() == turns[0] and rollout.outcome.tolist() == [1]
     of_fault = sampler(Scripted(turns), tokenizer, lambda answers: ["ValueError: no" for _ in answers])
     of_fault.prompts = [prompt]
-    (one,) = of_fault.score(of_fault.generate_groups(0, 1))
+    (one,) = of_fault.score(of_fault.generate_groups(0, 1), {0: prompt})
     assert one.reward is None and "rl.environment: ValueError: no" in one.fault
 
 
@@ -168,7 +168,7 @@ def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
     of.rewards = SimpleNamespace(score=lambda answers: [Score(None if f else 1.0, {}, f) for f in faults])
     of.environment, of.say, of.prompts = None, said.append, [Prompt([1], "?", "1")]
     for _ in range(3):
-        of.score(of.generate_groups(0, 5))
+        of.score(of.generate_groups(0, 5), dict.fromkeys(range(5), of.prompts[0]))
     assert said == 2 * [
         f"3 of 5 samples are dropped without reward, because of {faults[0]}",
         f"1 of 5 samples are dropped without reward, because of {faults[3]}",
@@ -194,7 +194,7 @@ def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_thei
         rollout = generate_rollout(of, of.generate_groups, 7, 0)
     finally:
         of.filter.close()
-    assert rollout.arrays["groups"].tolist() == [2, 2, 3, 3, 4, 4] and rollout.next_prompt == 5 and not texts
+    assert rollout.group.tolist() == [2, 2, 3, 3, 4, 4] and rollout.next_prompt == 5 and not texts
     assert said == [f"rl.filter = {name!r}: a group is left out, because of ValueError: empty"]
     assert rollout.figures["generated_samples"] == 10
     with pytest.raises(UserError, match=r"rl\.filter: a function cannot be loaded.*no_such"):

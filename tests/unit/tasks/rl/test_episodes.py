@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,10 @@ def length(monkeypatch):
     monkeypatch.setitem(function_pool._HERE, "length", lambda answer, options: float(len(answer.result)))
 
 
+def score(of: Sampler, ends: list) -> list:
+    return of.score(ends, {one.group: of.prompt(one.group) for one in ends})
+
+
 def command(**keys) -> dict:
     return {"kind": "command", "command": [sys.executable, "-S", PROGRAM], "seconds": 100.0, **keys}
 
@@ -104,10 +109,10 @@ def test_a_program_has_the_samples_of_a_function_that_replies_alike(make_sampler
     replies = lambda answers: [Reply(None if a.history else a.prompt) for a in answers]  # noqa: E731
     of_function.environment = SimpleNamespace(replies=replies)
     one, other = (generate_rollout(of, of.generate_groups, 7, 0) for of in (of_program, of_function))
-    assert len(one) == 6 and one.arrays["is_reply"].any() and one.arrays["rewards"].min() > 0
-    assert one.arrays.keys() == other.arrays.keys()
-    for name, values in other.arrays.items():
-        assert np.array_equal(one.arrays[name], values), name
+    assert len(one) == 6 and len(one.logprobs) < (one.lengths - one.prompt_lengths).sum() and one.reward.min() > 0
+    for field in fields(other):
+        if field.name != "figures":
+            assert np.array_equal(getattr(one, field.name), getattr(other, field.name)), field.name
     seconds = ("rollout_seconds", "reward_seconds")
     figures, expected = ({k: v for k, v in of.figures.items() if k not in seconds} for of in (one, other))
     assert figures == expected and sum(of_program.engine.rounds) == 12
@@ -116,7 +121,7 @@ def test_a_program_has_the_samples_of_a_function_that_replies_alike(make_sampler
 def test_an_episode_of_two_samples_counts_once(make_sampler, length):
     of = make_sampler(["edited"], command())
     rollout = generate_rollout(of, of.generate_groups, 7, 0)
-    assert rollout.arrays["episodes"].tolist() == [0, 0, 1, 1] and rollout.arrays["groups"].tolist() == [0] * 4
+    assert rollout.episode.tolist() == [0, 0, 1, 1] and rollout.group.tolist() == [0] * 2
     assert rollout.figures["generated_samples"] == 2
     is_last = ["Another" in of.tokenizer.decode(rollout.prompt(number)) for number in range(4)]
     assert is_last == [True, False] * 2, "the sample with the last turn comes first"
@@ -126,9 +131,9 @@ def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, 
     kinds = ["two tries", "hang", "flood", "large", "other session", "other key", "many turns", "two tries"]
     of, alone = (make_sampler(some, command(seconds=20.0, tries=1)) for some in (kinds, kinds[:1] * len(kinds)))
     samples, undisturbed = of.generate_groups(0, len(kinds)), alone.generate_groups(0, len(kinds))
-    assert {sample.prompt.row["kind"] for sample in samples} == {*kinds}
+    assert {sample.group for sample in samples} == {*range(len(kinds))}
     for sample, other in zip(samples, undisturbed, strict=True):
-        kind = sample.prompt.row["kind"]
+        kind = of.prompt(sample.group).row["kind"]
         said = {
             "hang": "it took more than 20 s", "flood": "more than 140 requests", "large": "10,000,000 bytes",
             "other session": "status 404", "other key": "status 401",
@@ -136,13 +141,13 @@ def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, 
         if said is None:
             assert not sample.fault, sample.fault
             cut = other.completion._replace(finish="length") if kind == "many turns" else other.completion
-            assert sample.completion == cut and sample.prompt.tokens == other.prompt.tokens
+            assert sample.completion == cut and sample.samples[0].prompt == other.samples[0].prompt
         else:
             assert sample.fault.startswith("rl.environment: ") and said in sample.fault, (
                 kind,
                 sample.fault,
             )
-    scored = of.score(samples)
+    scored = score(of, samples)
     assert [one.reward is None for one in scored] == [bool(one.fault) for one in samples], "a failure is no reward of 0"
 
 
@@ -161,8 +166,8 @@ def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampl
     taken = of.generate_groups(0, 2)
     assert sorted(bool(one.fault) for one in taken) == [False, False, False, True]
     rollout = generate_rollout(of, lambda *_: taken, 7, 0)
-    (left,) = {one.group for one in taken if one.prompt.row["kind"] == "cut"}
-    assert rollout.arrays["groups"].tolist() == [left] * 2 and rollout.figures["dropped_samples"] == 1
+    (left,) = {one.group for one in taken if of.prompt(one.group).row["kind"] == "cut"}
+    assert rollout.group.tolist() == [left] * 2 and rollout.figures["dropped_samples"] == 1
     assert rollout.figures["dropped_groups"] == 1, "its other sample has a reward, but no baseline"
     undisturbed = generate_rollout(of, lambda *_: [one for one in taken if one.group == left], 7, 0)
     assert undisturbed.figures["dropped_groups"] == 0
@@ -248,12 +253,15 @@ def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_nei
         ["file"] * 2, command(score_command=[sys.executable, "-c", script], timeout_seconds=100.0), ("score",)
     )
     rollout = generate_rollout(of, of.generate_groups, 7, 0)
-    assert sorted(rollout.arrays["rewards"].tolist()) == [0.5, 0.5, 1.5, 1.5]
+    assert sorted(rollout.reward.tolist()) == [0.5, 0.5, 1.5, 1.5]
     of = make_sampler(["file"], command(score_command=[sys.executable, "-c", "print('much')"]), ("score",))
-    samples = of.score(of.generate_groups(0, 1))
+    samples = score(of, of.generate_groups(0, 1))
     assert all(one.reward is None and "no number" in one.fault for one in samples)
     of = make_sampler(["own score", "own score", "two tries"], command(), ("score",))
-    own = {(one.prompt.row["kind"], one.prompt.label, one.reward) for one in of.score(of.generate_groups(0, 3))}
+    own = {
+        (of.prompt(one.group).row["kind"], of.prompt(one.group).label, one.reward)
+        for one in score(of, of.generate_groups(0, 3))
+    }
     assert own == {("own score", "0", 0.0), ("own score", "1", 1.0), ("two tries", "2", None)}
 
 

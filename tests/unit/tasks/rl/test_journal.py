@@ -6,9 +6,8 @@ import torch.distributed as dist
 from glm46.config.errors import UserError
 from glm46.run.plan import resolve_plan
 from glm46.tasks.rl.journal import Journal
-from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
-from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
+from glm46.tasks.rl.samples import Samples, to_samples
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +30,12 @@ def journal_of(make_run):
     return make
 
 
-def written(journal: Journal, rollout: Rollout) -> None:
+def rollout_of(sample: SessionSample, step: int, first: int, following: int) -> Samples:
+    end = EpisodeEnd([sample], group=8, reward=1.0, parts={"format": 1.0})
+    return to_samples([end], ["format"], step=step, first_prompt=first, next_prompt=following)
+
+
+def written(journal: Journal, rollout: Samples) -> None:
     journal.write(rollout)
     journal.finish()
 
@@ -77,8 +81,7 @@ def test_a_start_says_which_rollouts_it_reads(journal_of):
     assert journal.outlook(0, 0, 0) == "", "a new run"
     for step in (3, 4, 5, 7):
         answer = Completion([7], [-1.0], "length", [VersionSpan(0, step - (step == 5))], None)
-        sample = Sample(Prompt([5], "", None), 8, EpisodeEnd([SessionSample([5], answer)]), 1.0, {"format": 1.0})
-        made = Rollout(step, 2 * step, 2 * step + 2, ("format",), False, to_arrays([sample], ["format"]))
+        made = rollout_of(SessionSample([5], answer), step, 2 * step, 2 * step + 2)
         made.figures["staleness_max"] = int(step == 5)
         written(journal, made)
 
@@ -107,12 +110,25 @@ def test_a_start_says_which_rollouts_it_reads(journal_of):
     assert inside.startswith("rollout: steps 5 to 5 are read"), "weights have been trained on that of step 3"
 
 
+def test_a_start_says_which_groups_of_other_rollouts_go_on(journal_of):
+    """Those that wait or will be handed out, not those that were taken before a kill."""
+    journal = journal_of()
+    made = rollout_of(SessionSample([5], Completion([7], [-1.0], "length", [VersionSpan(0, 3)], None)), 3, 6, 9)
+    made.waiting = [(6, 3)]
+    journal.ahead_folder.mkdir(parents=True)
+    for number in (6, 8, 9):
+        (journal.ahead_folder / f"prompt_{number:08d}.npz").touch()
+    written(journal, made)
+    behind = f"in {journal.ahead_folder} go on, unless they are too old"
+    assert journal.outlook(3, 0, 6).endswith(f"not generated again; 2 groups {behind}")
+    none = journal.outlook(4, 0, 10)
+    assert none.startswith("rollout: none is read from the journal") and none.endswith(f"keys; 1 group {behind}")
+
+
 def test_a_rollout_with_older_samples_than_allowed_is_generated_anew(journal_of):
     versions = [VersionSpan(0, 2), VersionSpan(1, 4)]
     completion = Completion([7, 9], [-1.0, -1.0], "length", versions, None)
-    end = EpisodeEnd([SessionSample([5, 6], completion)])
-    sample = Sample(Prompt([5, 6], "", None), 8, end, 1.0, {"format": 1.0})
-    generated = Rollout(4, 8, 9, ("format",), False, to_arrays([sample], ["format"]))
+    generated = rollout_of(SessionSample([5, 6], completion), 4, 8, 9)
     written(journal_of(), generated)
     other = journal_of().ahead_folder.parent / "0123456789abcdef"
     other.mkdir(parents=True)

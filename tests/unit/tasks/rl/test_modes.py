@@ -76,9 +76,9 @@ def test_drafts_change_no_sample_and_those_that_were_kept_are_a_column(make_run,
         generated = [made[start : start + 8] for start in (3, 11)] if name == "drafts" else []
         assert kept == [sum(one.accepted for one in of) / sum(one.drafted for one in of) for of in generated]
         assert ("drafts kept" in capsys.readouterr().out) == (name == "drafts")
-    one, other = (read_rollout(tmp_path / name / "rollouts", 1).arrays for name in ("plain", "drafts"))
-    assert one["tokens"].tolist() == other["tokens"].tolist() and len(one["tokens"]) > 8
-    assert abs(one["logprobs"] - other["logprobs"]).max() < 1e-5  # FP32 sums of longer calls
+    one, other = (read_rollout(tmp_path / name / "rollouts", 1) for name in ("plain", "drafts"))
+    assert one.targets.tolist() == other.targets.tolist() and len(one.logprobs) > 8
+    assert abs(one.logprobs - other.logprobs).max() < 1e-5  # FP32 sums of longer calls
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
     assert len(heads) == 3 and "8 samples of prompts 0 to 1" in lines[0]
     names = ["logprob", "old", "ratio", "advantage", "weight"]
     for sample, head in enumerate(heads):
-        assert f"reward {rollout.arrays['rewards'][sample]:g} " in lines[head]
+        assert f"reward {rollout.reward[sample]:g} " in lines[head]
         first = 1 + next(at for at in range(head, len(lines)) if lines[at].startswith("advantage "))  # a text has lines
         start = first + 1 + len(rollout.prompt(sample))
         assert lines[first].split() == ["token", "mask", *names]
@@ -181,7 +181,7 @@ def test_samples_are_shown_with_what_was_computed_for_their_tokens(make_run, cap
         table = lines[start : start + len(rollout.completion(sample))]
         assert {line.split()[-len(names) - 1] for line in table} == {"1"}
         values = [float(line.split()[-len(names)]) for line in table]
-        assert values == pytest.approx(rollout.arrays["logprobs"][slice(*rollout.bounds(sample))], abs=1e-4)
+        assert values == pytest.approx(rollout.logprobs[rollout.of_targets == sample], abs=1e-4)
         old, ratio, _, weight = zip(*(map(float, line.split()[-4:]) for line in table), strict=True)
         assert old == pytest.approx(values, abs=1e-4) and set(ratio) == set(weight) == {1.0}, "they agree"
 
@@ -235,7 +235,8 @@ def test_the_penalty_for_length_is_a_column(make_run):
     config = make_run("run", 1, {"overlong_share": 0.5})
     assert train(config) == 0
     (row,) = [row for row in rows(config) if "loss" in row]
-    lengths = read_rollout(Path(config.job.dump_folder, "rollouts"), 0).arrays["lengths"]
+    found = read_rollout(Path(config.job.dump_folder, "rollouts"), 0)
+    lengths = found.lengths - found.prompt_lengths
     assert row["overlong_penalty"] == pytest.approx(-(lengths - 3).clip(0).mean() / 3) and row["overlong_penalty"] < 0
 
 

@@ -1,5 +1,7 @@
 """The journal of rollouts, and their samples as micro-batches."""
 
+import json
+from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
@@ -13,37 +15,38 @@ from glm46.config.errors import UserError
 from glm46.run.context_keys import SHARED_KEYS
 from glm46.tasks.rl.journal import read_fields, read_rollout, rollout_steps, write_fields, write_rollout
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
-from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
-from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
+from glm46.tasks.rl.samples import Samples, to_samples
 
 
-def sample(group: int, prompt: list[int], tokens: list[int], reward: float) -> Sample:
+def sample(group: int, prompt: list[int], tokens: list[int], reward: float) -> EpisodeEnd:
     logprobs = [-token / 7 for token in tokens]
     spans = [VersionSpan(0, 3), VersionSpan(1, 4)] if len(tokens) > 1 else [VersionSpan(0, 3)]
     completion = Completion(tokens, logprobs, "stop", spans, None)
-    return Sample(
-        Prompt(prompt, "", None), group, EpisodeEnd([SessionSample(prompt, completion)]), reward, {"exact": reward}
-    )
+    return EpisodeEnd([SessionSample(prompt, completion)], group=group, reward=reward, parts={"exact": reward})
 
 
-def rollout_of(*samples: Sample) -> Rollout:
-    return Rollout(4, 8, 10, ("exact",), False, to_arrays(samples, ("exact",)), {"reward": 0.5})
+def rollout_of(*ends: EpisodeEnd) -> Samples:
+    return to_samples(ends, ["exact"], step=4, first_prompt=8, next_prompt=10, figures={"reward": 0.5})
 
 
 @pytest.fixture
-def rollout() -> Rollout:
+def rollout() -> Samples:
     return rollout_of(sample(8, [5, 6], [7, 8, 9], 1.0), sample(8, [5, 6], [10], 0.0), sample(9, [11], [12, 13], 0.5))
+
+
+def content_of(samples: Samples) -> dict:
+    found = {one.name: getattr(samples, one.name) for one in fields(samples)}
+    return {name: values.tolist() if isinstance(values, np.ndarray) else values for name, values in found.items()}
 
 
 def test_a_rollout_comes_back_as_it_was_written(rollout, tmp_path):
     write_rollout(tmp_path, rollout, "same")
     found = read_rollout(tmp_path, 4, "same")
-    assert {name: values.tolist() for name, values in found.arrays.items()} == {
-        name: values.tolist() for name, values in rollout.arrays.items()
-    }
-    assert found.arrays["versions"].tolist() == [3, 4, 4, 3, 3, 4]
-    assert (found.first_prompt, found.next_prompt, found.figures) == (8, 10, {"reward": 0.5})
+    assert content_of(found) == content_of(rollout)
+    assert found.tokens.tolist() == [5, 6, 7, 8, 9, 5, 6, 10, 11, 12, 13] and found.ends.tolist() == [5, 8, 11]
+    assert found.targets.tolist() == [-1, -1, 7, 8, 9, -1, -1, 10, -1, 12, 13]
+    assert found.versions.tolist() == [3, 4, 4, 3, 3, 4] and found.group.tolist() == [8, 8, 9]
     assert read_rollout(tmp_path, 4, "other") is None
     assert read_rollout(tmp_path, 5, "same") is None
     assert rollout_steps(tmp_path) == [4]
@@ -52,6 +55,17 @@ def test_a_rollout_comes_back_as_it_was_written(rollout, tmp_path):
 def test_a_rollout_without_samples_can_be_written(tmp_path):
     write_rollout(tmp_path, rollout_of(), "same")
     assert len(read_rollout(tmp_path, 4, "same")) == 0
+
+
+def test_a_rollout_of_another_format_is_generated_again_or_refused_inside(rollout, tmp_path):
+    write_rollout(tmp_path, rollout, "same")
+    manifest = tmp_path / "step_000004.json"
+    facts = json.loads(manifest.read_text())
+    del facts["format"]  # as in the first one
+    manifest.write_text(json.dumps(facts))
+    assert read_rollout(tmp_path, 4, "same") is None
+    with pytest.raises(UserError, match=r"another version of glm46 wrote it.*go on with that version.*load_step"):
+        read_rollout(tmp_path, 4)
 
 
 def test_damaged_files_are_refused_and_incomplete_ones_do_not_exist(rollout, tmp_path):
@@ -73,7 +87,7 @@ def test_fields_of_a_rollout_are_needed_inside_of_it(tmp_path):
         read_fields(tmp_path, 5)
 
 
-def batch_of(rollout: Rollout, rows: list[list[int]], shape: PackShape) -> dict:
+def batch_of(rollout: Samples, rows: list[list[int]], shape: PackShape) -> dict:
     return build_batch(rollout, rows, 0, shape, items_of(rollout, range(len(rollout)), shape), shape.seq_len)
 
 
@@ -89,10 +103,10 @@ def test_a_batch_holds_prompt_and_completion_of_each_sample(rollout):
     assert batch["positions"][0].tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
     assert batch["document_ids"].tolist() == [[0, 0, 0, 0, 1, 1, -1, -1], [-1] * 8]
     assert batch["sample"][0].tolist() == [-1, 0, 0, 0, 2, 2, -1, -1]
-    values = torch.arange(1.0, rollout.tokens + 1)
+    values = torch.arange(1.0, len(rollout.logprobs) + 1)
     assert spread(values, batch)[0].tolist() == [0, 1, 2, 3, 5, 6, 0, 0]
     assert spread(torch.zeros(0), batch_of(rollout_of(), [[], []], shape)).count_nonzero() == 0
-    into = torch.zeros(rollout.tokens)
+    into = torch.zeros(len(rollout.logprobs))
     collect(spread(values, batch), batch, into)
     assert into.tolist() == [1, 2, 3, 0, 5, 6]
 
@@ -119,7 +133,7 @@ def test_prediction_layers_predict_drawn_tokens_behind_those_of_the_main_model()
     answer = Completion(
         [7, 4, 4, 8, 9], [-1.0] * 5, "stop", [VersionSpan(0, 3)], None, ((1, 3),)
     )  # 4: of an environment
-    replied = Sample(Prompt([5, 6], "", None), 8, EpisodeEnd([SessionSample([5, 6], answer)]), 1.0, {"exact": 1.0})
+    replied = EpisodeEnd([SessionSample([5, 6], answer)], group=8, reward=1.0, parts={"exact": 1.0})
     rollout, none = rollout_of(replied, sample(8, [5, 6], [1, 2, 3], 0.0)), IGNORE
     shape = PackShape(seq_len=12, rows=1, ranks=1, micro_batches=None, mtp_depth=2)
     batch = {name: values[0].tolist() for name, values in batch_of(rollout, [[0, 1]], shape).items()}
@@ -200,7 +214,7 @@ def test_samples_of_one_prompt_in_two_rows_share_it_in_a_joined_row():
     batch = build_batch(rollout, [row], 0, shape, items, width)
     assert batch["input_ids"].tolist() == [[5, 6, 3, 20, 30, 3, 21, 31, 3, 22, 32, 0]]
     assert batch["prefix_ids"].tolist() == [[-1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1]]
-    into = torch.zeros(rollout.tokens)
+    into = torch.zeros(len(rollout.logprobs))
     collect(spread(torch.arange(1.0, 10.0), batch), batch, into)
     assert into.tolist() == list(range(1, 10))
 

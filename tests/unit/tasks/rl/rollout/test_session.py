@@ -12,10 +12,9 @@ from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.packing import PackShape, build_batch, items_of
-from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import NoRoom, Session
-from glm46.tasks.rl.samples import Rollout, Sample, to_arrays
+from glm46.tasks.rl.samples import Samples, to_samples
 
 TOKENIZER = load_tokenizer("builtin")
 MARKERS = {role: TOKENIZER.special[f"<|{role}|>"] for role in ("user", "observation")}
@@ -55,22 +54,19 @@ class Policy:
 def check_trained_once(of: Session, policy: Policy) -> None:
     """Each generated token is a label once; and what the model read before each turn is its prompt."""
     samples = of.samples()
-    arrays = arrays_of(samples)
-    is_label = ~arrays["is_reply"]
-    found = list(zip(arrays["logprobs"][is_label].tolist(), arrays["tokens"][is_label].tolist(), strict=True))
-    assert Counter(found) == Counter(policy.generated.items())
-    rollout, read = Rollout(0, 0, 1, ("exact",), False, arrays), set()
-    inputs = arrays.get("inputs", arrays["tokens"])
+    rollout, read = rollout_of(samples), set()
+    targets = rollout.targets[rollout.targets >= 0].tolist()
+    assert Counter(zip(rollout.logprobs.tolist(), targets, strict=True)) == Counter(policy.generated.items())
     for number, (prompt, completion) in enumerate(samples):
-        whole = (*prompt, *inputs[slice(*rollout.bounds(number))].tolist())
+        whole = tuple(rollout.tokens[slice(*rollout.bounds(number))].tolist())
         read |= {whole[:n] for n in range(len(prompt), len(whole) + 1)}
         assert all(end <= len(completion.tokens) for _, end in completion.replies)
     assert all(tuple(of.request(turn).prompt) in read for turn in of.turns if turn.answer is not None)
 
 
-def arrays_of(samples: list) -> dict[str, np.ndarray]:
-    sample = Sample(Prompt(samples[0].prompt, "", None), 0, EpisodeEnd(samples), 1.0, {"exact": 1.0})
-    return to_arrays([sample], ("exact",))
+def rollout_of(samples: list) -> Samples:
+    end = EpisodeEnd(samples, group=0, reward=1.0, parts={"exact": 1.0})
+    return to_samples([end], ["exact"], step=0, first_prompt=0, next_prompt=1)
 
 
 def test_a_tool_cycle_is_one_sample_in_the_tokens_of_the_format():
@@ -121,7 +117,7 @@ def test_a_marker_that_another_role_contradicts_is_a_label_and_no_input():
     place = len(TOKENIZER.encode("\n36"))
     assert completion.contradicted == ((place, MARKERS["user"]),) and completion.tokens[place] == MARKERS["observation"]
     check_trained_once(of, policy)
-    rollout = Rollout(0, 0, 1, ("exact",), False, arrays_of(of.samples()))
+    rollout = rollout_of(of.samples())
     shape = PackShape(256, 1, 1, None, 1)
     batch = build_batch(rollout, [[0]], 0, shape, items_of(rollout, range(1), shape), 256)
     at = len(prompt) + place
