@@ -16,7 +16,7 @@ from glm46.tasks.rl.rewards.answer import Answer
 from glm46.tasks.rl.rewards.function_pool import FunctionPool
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
-from glm46.tasks.rl.rollout.records import NOTHING, Completion, EpisodeEnd, Request, SessionSample
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, EpisodeEnd, Request, SessionSample, next_turn
 
 
 def asked_role(done: Completion, tokenizer: Tokenizer) -> Literal["tool", "user"] | None:
@@ -28,12 +28,16 @@ def asked_role(done: Completion, tokenizer: Tokenizer) -> Literal["tool", "user"
 
 
 def turn_behind(
-    request: Request, done: Completion, reply: Message, tokenizer: Tokenizer, *, thinking: bool
+    request: Request, turn: Completion, reply: Message, tokenizer: Tokenizer, *, thinking: bool
 ) -> tuple[list[int], Request] | None:
-    """The tokens of a reply, and the request of the turn behind it; None if there is no room."""
+    """The tokens of a reply to a turn, and the request of the turn behind it; None if there is no room.
+
+    Args:
+        request: of the turn.
+    """
     tokens = chat_reply(tokenizer, [reply], thinking=thinking)[1:]  # the turn has the marker
-    left = request.max_new_tokens - len(done.tokens) - len(tokens)
-    return (tokens, Request([*request.prompt, *done.tokens, *tokens], request.seed, left)) if left > 0 else None
+    behind = next_turn(request, turn, tokens)
+    return (tokens, behind) if behind.max_new_tokens > 0 else None
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,18 @@ class _Conversation:
     def __init__(self, of: Conversations, member: Member, requests: OpenRequests):
         self._of, self._member, self._requests, self.request = of, member, requests, member.request
         self._prompt, self._asked = of.prompt(member.number), OpenRequest(self.request)
-        self.done = NOTHING
+        self.done = self._turn = NOTHING
         """Its whole turns."""
+        self._last = member.request  # of the last turn
         for reply, turn in member.end.samples:
-            self.done = self.done.extended(reply, turn)
+            self._take(reply, turn)
         self._lock, self._is_open = threading.Lock(), True
         member.cancel = self._cancel
+
+    def _take(self, reply: list[int], turn: Completion) -> None:
+        if reply:
+            self._last = next_turn(self._last, self._turn, reply)
+        self._turn, self.done = turn, self.done.extended(reply, turn)
 
     def _sample(self) -> SessionSample:
         return SessionSample(self.request.prompt, self.done)
@@ -91,7 +101,7 @@ class _Conversation:
 
     def _end_turn(self, reply: list[int], turn: Completion) -> None:
         """Go on behind a turn; in a thread of the engine, which does not wait."""
-        self.done = self.done.extended(reply, turn)
+        self._take(reply, turn)
         self._member.note(SessionSample(reply, turn))
         self._of.threads.submit(self.reply)
 
@@ -114,7 +124,7 @@ class _Conversation:
             text = reply.text
         if role is None or text is None:
             return EpisodeEnd([self._sample()])
-        turn = turn_behind(self.request, self.done, Message(role, text), of.tokenizer, thinking=of.thinking)
+        turn = turn_behind(self._last, self._turn, Message(role, text), of.tokenizer, thinking=of.thinking)
         if turn is None:
             self.done = self.done._replace(finish="length")
             return EpisodeEnd([self._sample()])

@@ -211,7 +211,7 @@ class CommandEpisodes:
                     self._tokenizer, request, thinking=keys.thinking, most_turns=table.max_turns,
                     keeps_thoughts=keys.keep_thoughts, recorded=recorded, note=note,
                 )  # fmt: skip
-                end, recorded = await self._try(prompt, session, requests), []
+                end = await self._try(prompt, session, requests)
                 if not end.fault:
                     break
                 request = request._replace(seed=(request.seed + _SEED_OF_TRY) % 2**63)

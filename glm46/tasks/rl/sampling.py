@@ -175,6 +175,7 @@ class Sampler:
         if a stop was requested."""
         prompts, requests = [prompt for prompt, _ in asked], [request for _, request in asked]
         completions, faults = list(self.engine.generate(requests, rules)), dict[int, str]()
+        last = list(zip(requests, completions, strict=True))
         numbers, pool, table = list(range(len(asked))), self.environment, self.config.environment
         for _ in range(0 if pool is None or table is None else table.max_turns - 1):
             open_ = [(n, role) for n in numbers if (role := asked_role(completions[n], self.tokenizer)) is not None]
@@ -187,17 +188,17 @@ class Sampler:
                 if isinstance(reply, str):
                     faults[number] = f"rl.environment: {reply}"
                 elif reply.text is not None:
-                    done, message = completions[number], Message(role, reply.text)
-                    turn = turn_behind(requests[number], done, message, self.tokenizer, thinking=self._thinking)
+                    message = Message(role, reply.text)
+                    turn = turn_behind(*last[number], message, self.tokenizer, thinking=self._thinking)
                     if turn is not None:
                         turns[number] = turn
                     else:
-                        completions[number] = done._replace(finish="length")
+                        completions[number] = completions[number]._replace(finish="length")
             if not turns:
                 break
             generated = self.engine.generate([request for _, request in turns.values()], rules)
-            for (number, (tokens, _)), turn in zip(turns.items(), generated, strict=True):
-                completions[number] = completions[number].extended(tokens, turn)
+            for (number, (tokens, request)), turn in zip(turns.items(), generated, strict=True):
+                last[number], completions[number] = (request, turn), completions[number].extended(tokens, turn)
             numbers = list(turns)
         if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
             return None

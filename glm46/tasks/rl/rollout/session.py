@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.chat_turn import TurnReader
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.rollout.records import Completion, Request, SessionSample
+from glm46.tasks.rl.rollout.records import Completion, Request, SessionSample, seed_behind
 
 Key = tuple[str, ...]
 """A message as it is compared: equal keys read alike."""
@@ -38,10 +37,12 @@ class Turn:
     episode would grow with the square of its length."""
     length: int
     """Tokens of its prompt."""
+    room: int
+    """Tokens that its conversation leaves for it."""
     most_tokens: int
-    """Of its completion."""
-    name: int
-    """A hash of its prompt."""
+    """Of its completion: the room, or the limit that its request states."""
+    seed: int
+    """Of its request: a hash of the sample's seed, the tokens of its prompt, and the limit."""
     completion: Completion | None = None
     """None until it is generated."""
     answer: Message | None = None
@@ -60,8 +61,8 @@ class Session:
     Args:
         first: prompt of the row, seed, and the longest completion. No sample is longer than both together.
         keeps_thoughts: past thoughts stay in prompts.
-        recorded: turns that `note` got at an earlier start: one with the same prompt is not generated again.
-        note: gets each turn that is generated, with its name in the place of the prompt.
+        recorded: turns that `note` got at an earlier start: one with the same seed is not generated again.
+        note: gets each turn that is generated, with its seed in the place of the prompt.
     """
 
     def __init__(
@@ -70,20 +71,22 @@ class Session:
     ):  # fmt: skip
         self._tokenizer, self._thinking, self._keeps = tokenizer, thinking, keeps_thoughts
         self._first, self._most_turns = first, most_turns
-        self._note, self._recorded = note, {name: completion for (name,), completion in recorded}
+        self._note, self._recorded = note, {seed: completion for (seed,), completion in recorded}
         self.turns: list[Turn] = []
         self._ended: list[Turn] = []
         """Those that are generated, in the order of their ends."""
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping], most_tokens: int | None = None) -> Turn:
-        """The turn that answers messages; for the same request the same turn, generated or not.
+        """The turn that answers messages; for the same request the same turn, generated or not. With another limit that
+        binds it is another request.
 
         Raises:
             NoRoom: the episode has had its turns, or the prompt leaves no room for a token.
         """
         keys, tools = tuple(map(self._key, messages)), tuple(tools)
         for turn in self.turns:
-            if len(turn.asked) == len(keys) and turn.asked == keys and turn.tools == tools:
+            is_same = len(turn.asked) == len(keys) and turn.asked == keys and turn.tools == tools
+            if is_same and turn.most_tokens == min(turn.room, most_tokens or turn.room):
                 return turn
         if len(self.turns) == self._most_turns:
             raise NoRoom(f"this episode has had its {self._most_turns} turns (rl.environment.max_turns)")
@@ -97,10 +100,11 @@ class Session:
                 f"the prompt has {length} tokens, and a conversation has at most {room + length}: those of the row's "
                 "prompt and rollout.max_new_tokens"
             )
-        name = _hash([*new] if parent is None else [parent.name, *parent.completion.tokens, *new])
-        turn = Turn(parent, keys, tools, new, length, min(room, most_tokens or room), name)
+        most = min(room, most_tokens or room)
+        seed = self._seed(parent, new if most == room else [*new, -most])
+        turn = Turn(parent, keys, tools, new, length, room, most, seed)
         self.turns.append(turn)
-        known = self._recorded.pop(name, None)
+        known = self._recorded.pop(turn.seed, None)
         if known is not None and (known.finish == "stop" or len(known.tokens) == turn.most_tokens):
             self._record(turn, known)
         return turn
@@ -114,7 +118,12 @@ class Session:
         prompt: list[int] = []
         for part in reversed(parts):
             prompt += part
-        return Request(prompt, self._first.seed, turn.most_tokens, _routed(turn.parent))
+        return Request(prompt, turn.seed, turn.most_tokens, _routed(turn.parent))
+
+    def _seed(self, parent: Turn | None, new: list[int]) -> int:
+        if parent is not None:
+            return seed_behind(parent.seed, [*_without_marker(parent.completion), *new])
+        return self._first.seed if new == self._first.prompt else seed_behind(self._first.seed, new)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> int:
         """Number of tokens of the prompt that `begin` would make."""
@@ -142,7 +151,7 @@ class Session:
         if completion.routes is not None:
             completion = completion._replace(routes=completion.routes[_routed(turn.parent) :])
         self._record(turn, completion)
-        self._note(SessionSample([turn.name], completion))
+        self._note(SessionSample([turn.seed], completion))
 
     def _record(self, turn: Turn, completion: Completion) -> None:
         reader = TurnReader(self._tokenizer, in_thought=bool(opened_thought(self._tokenizer, self._thinking)))
@@ -208,11 +217,6 @@ class Session:
 
 def _without_marker(completion: Completion) -> list[int]:
     return completion.tokens[: len(completion.tokens) - (completion.finish == "stop")]
-
-
-def _hash(values: Sequence[int]) -> int:
-    """63 bits."""
-    return int.from_bytes(blake2b(np.array(values, np.int64).tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 def _routed(turn: Turn | None) -> int:

@@ -1,5 +1,6 @@
 """Conversations with an environment: the tokens are those of the chat format, and only generated ones are targets."""
 
+from queue import Queue
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,8 @@ from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
-from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.background import Member
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 
@@ -95,6 +97,7 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     assert rollout.reward.tolist() == [1.0], "the last turn is judged"
     assert rollout.figures["draft_acceptance_ratio"] == 2 / sum(map(len, turns)), "of both turns"
     assert engine.asked[1].prompt == ids[: len(ids) - len(turns[1])]
+    assert engine.asked[1].seed != engine.asked[0].seed, "a server begins its random numbers anew"
     assert engine.asked[1].max_new_tokens == LONGEST - (len(ids) - len(turns[1]) - len(prompt.tokens))
 
     shape = PackShape(256, 1, 1, None, 0)
@@ -105,6 +108,36 @@ def test_a_tool_is_asked_and_its_tokens_are_no_targets(tokenizer):
     generated = batch["place"][0][batch["place"][0] >= 0].numpy()
     assert (rollout.logprobs[generated] == -0.5).all() and len(generated) == is_target.sum()
     assert (batch["sample"][0] >= 0).sum() == is_target.sum()
+
+
+def test_turns_in_the_background_and_behind_a_restart_have_the_seeds_of_those_in_a_rollout(tokenizer):
+    messages = (QUESTION, CALL, Message("tool", "73/2"), Message("assistant", "73/2"))
+    ids, turns, is_target = document_of(messages, tokenizer)
+    of = sampler(engine := Scripted(turns), tokenizer, calculated)
+    of.prompts = [Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")]
+    whole = of.generate_groups(0, 1)
+
+    class Servers(Scripted):
+        def ask(self, asked):
+            for one in asked:
+                one.done(*self.generate([one.request], of.rules))
+
+    def run(turns: list, recorded: list) -> tuple[list, list, list]:
+        member, found, noted, servers = (
+            Member(0, first, EpisodeEnd(recorded, is_part=True)),
+            Queue(),
+            [],
+            Servers(turns),
+        )
+        member.finish, member.note = found.put, noted.append
+        of.conversations().begin(servers, [member])
+        return found.get(timeout=60).samples, servers.asked, noted
+
+    first = engine.asked[0]
+    samples, asked, noted = run(turns, [])
+    assert asked == engine.asked and samples == whole[0].samples
+    samples, asked, _ = run(turns[1:], noted[:1])
+    assert asked == engine.asked[1:] and samples == whole[0].samples
 
 
 def test_what_a_tool_replied_is_shown_outside_of_the_mask_and_without_values(tokenizer, tmp_path):

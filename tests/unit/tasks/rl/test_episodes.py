@@ -41,7 +41,7 @@ def one_rank():
 
 
 class Echo:
-    """An engine whose answer depends on the prompt alone."""
+    """An engine whose answer depends on prompt and seed."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self.rounds = tokenizer, []
@@ -50,7 +50,7 @@ class Echo:
         self.rounds.append(len(requests))
         found = []
         for request in requests:
-            text = f"\n{sum(request.prompt) % 997} of {len(request.prompt)}"
+            text = f"\n{(request.seed + sum(request.prompt)) % 997} of {len(request.prompt)}"
             tokens = [*self._tokenizer.encode(text).tolist(), self._tokenizer.special["<|user|>"]]
             found.append(Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None))
         return found

@@ -142,6 +142,12 @@ def test_the_same_request_has_the_same_turn_and_another_one_a_branch():
     first = policy.answer(of, [QUESTION], "\n36")
     assert of.begin([QUESTION], ()) is of.turns[0]
     again = [QUESTION, first, Message("user", "Sure?")]
+    cut, longer = of.begin(again, (), 1), of.begin(again, (), 50)
+    assert of.begin(again, (), 1) is cut and (cut.most_tokens, longer.most_tokens) == (1, 50)
+    assert of.begin([QUESTION], (), of.turns[0].room) is of.turns[0], "a limit that does not bind"
+    assert len({of.request(turn).seed for turn in (cut, longer, of.turns[0])}) == 3
+    for turn in (cut, longer):
+        of.turns.remove(turn)
     policy.answer(of, again, "\nyes")
     policy.answer(of, [QUESTION, Message("assistant", "37"), Message("user", "Sure?")], "\nno")
     policy.answer(of, [QUESTION, first, Message("user", "Really?")], "\nyes")
@@ -206,6 +212,25 @@ def test_turns_of_an_earlier_start_are_given_again_until_another_one_is_asked_fo
     cut = noted[0]._replace(completion=noted[0].completion._replace(finish="length"))
     short = session(recorded=[cut])
     assert short.begin([QUESTION], ()).answer is None, "it was cut at another length"
+
+
+def test_each_turn_and_branch_has_a_seed_of_its_own_and_the_same_one_after_a_restart():
+    def seeds(of: Session, order: list[int]) -> list[int]:
+        policy, asked = Policy(), [[QUESTION, Message("user", f"{n}?")] for n in range(3)]
+        first = policy.answer(of, [QUESTION], "\n36")
+        for n in order:  # of one length, behind one turn and from the begin
+            policy.answer(of, [QUESTION, first, Message("user", f"{n}?")], "\nyes")
+            policy.answer(of, asked[n], "\nyes")
+        requests = [of.request(turn) for turn in of.turns]
+        return [one.seed for one in sorted(requests, key=lambda one: one.prompt)]
+
+    found = seeds(session(), [0, 1, 2])
+    assert len({*found}) == 7 and all(0 <= seed < 2**63 for seed in found)
+    assert seeds(session(), [2, 0, 1]) == found, "whichever a program asks first"
+    of = session()
+    assert of.request(of.begin([QUESTION], ())).seed == 5, "as a sample without turns"
+    other = Session(TOKENIZER, Request(of.request(of.turns[0]).prompt, 6, 100_000), thinking=False, most_turns=100)
+    assert not {*seeds(other, [0, 1, 2])} & {*found}
 
 
 def test_experts_of_earlier_turns_are_neither_asked_for_nor_kept_twice():
