@@ -47,6 +47,8 @@ def parsed(
             table = chat_table(table)
         except ValueError as error:
             raise RefusedRequest(400, str(error)) from error
+    if not table.get("tools") and table.get("tool_choice") == "none":
+        del table["tool_choice"]  # it changes nothing
     for name, allowed in _REFUSED.items():
         if table.get(name) is not None and table[name] not in allowed:
             raise RefusedRequest(

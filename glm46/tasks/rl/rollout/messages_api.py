@@ -22,7 +22,8 @@ def chat_table(table: Mapping[str, Any]) -> dict[str, Any]:
     output = table.get("output_config")
     asked["output_config.format"] = output.get("format") if isinstance(output, Mapping) else output
     choice = table.get("tool_choice")
-    asked["tool_choice"] = None if choice in (None, {"type": "auto"}) else choice
+    is_void = choice == {"type": "auto"} or (choice == {"type": "none"} and not table.get("tools"))
+    asked["tool_choice"] = None if is_void else choice
     for name, value in asked.items():
         if value not in (None, []):
             raise ValueError(f"{name}: not possible, because samples are of the policy itself; remove it")
