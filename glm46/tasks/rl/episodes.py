@@ -237,10 +237,13 @@ class CommandEpisodes:
                 self._endpoint.close(episode)
                 self._note_change()
             samples = session.samples()
-            fault = episode.fault or ("" if episode.is_truncated and samples else ended.fault)
+            # A program need not survive the refusal of a request without room.
+            fault = episode.fault or episode.no_room or ended.fault
+            if samples and episode.no_room:
+                fault = episode.fault
             if fault or not samples:
                 return EpisodeEnd([], f"rl.environment: {fault or 'the program asked nothing'}", output=ended.output)
-            if episode.is_truncated:
+            if episode.no_room:
                 first, *others = samples
                 samples = [first._replace(completion=first.completion._replace(finish="length")), *others]
             if not self._scoring:

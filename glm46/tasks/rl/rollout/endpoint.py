@@ -50,8 +50,8 @@ class Episode:
     """Answers its turns."""
     most_requests: int
     is_open: bool = True
-    is_truncated: bool = False
-    """A request found no room."""
+    no_room: str = ""
+    """Why a request found no room, the first one that did."""
     requests: int = 0
     fault: str = ""
     has_failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -202,7 +202,7 @@ class PolicyEndpoint:
                 return _response(200, json.dumps({"input_tokens": session.count(messages, tools)}))
             turn = session.begin(messages, tools, most)
         except NoRoom as error:
-            episode.is_truncated = True
+            episode.no_room = episode.no_room or str(error)
             raise RefusedRequest(400, f"prompt is too long: {error}", "context_length_exceeded") from error
         except (ValueError, RecursionError) as error:
             raise RefusedRequest(400, f"the messages cannot be written in the chat format: {error}") from error

@@ -96,9 +96,11 @@ class Session:
         parent, new, length = self._prompt(before, messages, tools)
         room = len(self._first.prompt) + self._first.max_new_tokens - length
         if room < 1:
+            row, own = len(self._first.prompt), self._first.max_new_tokens
             raise NoRoom(
-                f"the prompt has {length} tokens, and a conversation has at most {room + length}: those of the row's "
-                "prompt and rollout.max_new_tokens"
+                f"the prompt has {length} tokens, and a conversation has at most {row + own}: {row} of the row's "
+                f"prompt and {own} of rollout.max_new_tokens, in which the program's system prompt and tools count "
+                f"too; raise rollout.max_new_tokens above {length - row}, within training.seq_len"
             )
         most = min(room, most_tokens or room)
         seed = self._seed(parent, new if most == room else [*new, -most])
