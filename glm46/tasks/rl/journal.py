@@ -237,8 +237,8 @@ def read_rollout(folder: Path, step: int, identity: str | None = None) -> Sample
         record = hash_file(data)
         if (record.bytes, record.sha256) != (facts["bytes"], facts["sha256"]):
             raise ValueError("its bytes are not those that were written")
-        waiting = [tuple(pair) for pair in facts["waiting"]]
-        return Samples(**_read(data), **{name: facts[name] for name in _FACTS} | {"waiting": waiting})
+        facts["waiting"] = [tuple(pair) for pair in facts["waiting"]]
+        return Samples(**{**_read(data), **{name: facts[name] for name in _FACTS}})
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{data}: {error}; {_REMEDY}") from error
 

@@ -22,7 +22,7 @@ from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Score
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
 from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Request, SamplingRules, SessionSample
 
 _Item = TypeVar("_Item")
@@ -160,6 +160,7 @@ class Sampler:
             groups.setdefault(one.group, []).append(one)
 
         def scored(one: EpisodeEnd) -> Scored:
+            assert one.reward is not None
             return Scored(self._answer(self.prompt(one.group), one.completion), one.reward)
 
         def judged(share: list[list[EpisodeEnd]]) -> list[float | str]:
@@ -176,21 +177,22 @@ class Sampler:
         prompts, requests = [prompt for prompt, _ in asked], [request for _, request in asked]
         completions, faults = list(self.engine.generate(requests, rules)), dict[int, str]()
         numbers, pool, table = list(range(len(asked))), self.environment, self.config.environment
+
+        def reply(share: list[int]) -> list[Reply | str]:
+            return [] if pool is None else pool.replies([self._answer(prompts[n], completions[n]) for n in share])
+
         for _ in range(0 if pool is None or table is None else table.max_turns - 1):
             open_ = [(n, role) for n in numbers if (role := asked_role(completions[n], self.tokenizer)) is not None]
-            replies = _by_shares(
-                lambda share: pool.replies([self._answer(prompts[n], completions[n]) for n in share]),
-                [n for n, _ in open_],
-            )
+            replies = _by_shares(reply, [n for n, _ in open_])
             turns: dict[int, tuple[list[int], Request]] = {}
-            for (number, role), reply in zip(open_, replies, strict=True):
-                if isinstance(reply, str):
-                    faults[number] = f"rl.environment: {reply}"
-                elif reply.text is not None:
-                    done, message = completions[number], Message(role, reply.text)
-                    turn = turn_behind(requests[number], done, message, self.tokenizer, thinking=self._thinking)
-                    if turn is not None:
-                        turns[number] = turn
+            for (number, role), said in zip(open_, replies, strict=True):
+                if isinstance(said, str):
+                    faults[number] = f"rl.environment: {said}"
+                elif said.text is not None:
+                    done, message = completions[number], Message(role, said.text)
+                    behind = turn_behind(requests[number], done, message, self.tokenizer, thinking=self._thinking)
+                    if behind is not None:
+                        turns[number] = behind
                     else:
                         completions[number] = done._replace(finish="length")
             if not turns:
