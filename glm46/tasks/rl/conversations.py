@@ -23,8 +23,8 @@ def asked_role(done: Completion, tokenizer: Tokenizer) -> Literal["tool", "user"
     """The role that is asked to reply to the last turn of a conversation."""
     if done.finish != "stop":
         return None
-    markers = tokenizer.special
-    return {markers["<|observation|>"]: "tool", markers["<|user|>"]: "user"}.get(done.tokens[-1])
+    last, markers = done.tokens[-1], tokenizer.special
+    return "tool" if last == markers["<|observation|>"] else "user" if last == markers["<|user|>"] else None
 
 
 def turn_behind(
