@@ -13,13 +13,15 @@ from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import Answer
-from glm46.tasks.rl.rewards.function_pool import FunctionPool
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
 from glm46.tasks.rl.rollout.records import NOTHING, Completion, EpisodeEnd, Request, SessionSample
 
+Role = Literal["tool", "user"]
 
-def asked_role(done: Completion, tokenizer: Tokenizer) -> Literal["tool", "user"] | None:
+
+def asked_role(done: Completion, tokenizer: Tokenizer) -> Role | None:
     """The role that is asked to reply to the last turn of a conversation."""
     if done.finish != "stop":
         return None
@@ -27,13 +29,23 @@ def asked_role(done: Completion, tokenizer: Tokenizer) -> Literal["tool", "user"
     return "tool" if last == markers["<|observation|>"] else "user" if last == markers["<|user|>"] else None
 
 
-def turn_behind(
-    request: Request, done: Completion, reply: Message, tokenizer: Tokenizer, *, thinking: bool
-) -> tuple[list[int], Request] | None:
-    """The tokens of a reply, and the request of the turn behind it; None if there is no room."""
-    tokens = chat_reply(tokenizer, [reply], thinking=thinking)[1:]  # the turn has the marker
-    left = request.max_new_tokens - len(done.tokens) - len(tokens)
-    return (tokens, Request([*request.prompt, *done.tokens, *tokens], request.seed, left)) if left > 0 else None
+def behind_reply(
+    request: Request, done: Completion, role: Role, reply: Reply | str, tokenizer: Tokenizer, *, thinking: bool
+) -> EpisodeEnd | tuple[list[int], Request]:
+    """The end of a conversation, or the tokens of a reply and the turn behind it.
+
+    Args:
+        reply: a text says why there is none.
+    """
+    fault = f"rl.environment: {reply}" if isinstance(reply, str) else ""
+    if isinstance(reply, Reply) and reply.text is not None:
+        # The turn has the marker.
+        tokens = chat_reply(tokenizer, [Message(role, reply.text)], thinking=thinking)[1:]
+        left = request.max_new_tokens - len(done.tokens) - len(tokens)
+        if left > 0:
+            return tokens, Request([*request.prompt, *done.tokens, *tokens], request.seed, left)
+        done = done._replace(finish="length")
+    return EpisodeEnd([SessionSample(request.prompt, done)], fault)
 
 
 @dataclass(frozen=True)
@@ -68,16 +80,10 @@ class _Conversation:
 
     def __init__(self, of: Conversations, member: Member, requests: OpenRequests):
         self._of, self._member, self._requests, self.request = of, member, requests, member.request
-        self._prompt, self._asked = of.prompt(member.number), OpenRequest(self.request)
-        self.done = NOTHING
-        """Its whole turns."""
+        self._asked, self.done = OpenRequest(self.request), NOTHING
         for reply, turn in member.end.samples:
             self.done = self.done.extended(reply, turn)
-        self._lock, self._is_open = threading.Lock(), True
-        member.cancel = self._cancel
-
-    def _sample(self) -> SessionSample:
-        return SessionSample(self.request.prompt, self.done)
+        self._lock, self._is_open, member.cancel = threading.Lock(), True, self._cancel
 
     def _cancel(self) -> None:
         with self._lock:
@@ -97,28 +103,18 @@ class _Conversation:
 
     def reply(self) -> None:
         """Have the function reply to the last turn, and ask for the next one, or end."""
+        of, found = self._of, EpisodeEnd([SessionSample(self.request.prompt, self.done)])
         try:
-            if self._is_open and (end := self._end_or_ask()) is not None:
-                self._member.finish(end)
+            role = asked_role(self.done, of.tokenizer)
+            if self._is_open and role is not None and len(self.done.replies) + 1 < of.most_turns:
+                (reply,) = of.pool.replies([of.answer(of.prompt(self._member.number), self.done)])
+                found = behind_reply(self.request, self.done, role, reply, of.tokenizer, thinking=of.thinking)
         except BaseException as error:
             self._member.finish(error)
             raise
-
-    def _end_or_ask(self) -> EpisodeEnd | None:
-        of, text = self._of, None
-        role = asked_role(self.done, of.tokenizer)
-        if role is not None and len(self.done.replies) + 1 < of.most_turns:
-            (reply,) = of.pool.replies([of.answer(self._prompt, self.done)])
-            if isinstance(reply, str):
-                return EpisodeEnd([self._sample()], f"rl.environment: {reply}")
-            text = reply.text
-        if role is None or text is None:
-            return EpisodeEnd([self._sample()])
-        turn = turn_behind(self.request, self.done, Message(role, text), of.tokenizer, thinking=of.thinking)
-        if turn is None:
-            self.done = self.done._replace(finish="length")
-            return EpisodeEnd([self._sample()])
+        if isinstance(found, EpisodeEnd):
+            self._member.finish(found)
+            return
         with self._lock:
             if self._is_open:
-                self._requests.ask([self.next_turn(*turn)])
-        return None
+                self._requests.ask([self.next_turn(*found)])

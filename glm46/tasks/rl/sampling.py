@@ -15,9 +15,8 @@ from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import opened_thought
-from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.conversations import Conversations, asked_role, turn_behind
+from glm46.tasks.rl.conversations import Conversations, asked_role, behind_reply
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, prompt_at
@@ -175,7 +174,7 @@ class Sampler:
         """Completions of requests, with the replies of the environment and the turns after them, or why it failed; None
         if a stop was requested."""
         prompts, requests = [prompt for prompt, _ in asked], [request for _, request in asked]
-        completions, faults = list(self.engine.generate(requests, rules)), dict[int, str]()
+        completions, ended = list(self.engine.generate(requests, rules)), dict[int, EpisodeEnd]()
         numbers, pool, table = list(range(len(asked))), self.environment, self.config.environment
 
         def reply(share: list[int]) -> list[Reply | str]:
@@ -186,15 +185,12 @@ class Sampler:
             replies = _by_shares(reply, [n for n, _ in open_])
             turns: dict[int, tuple[list[int], Request]] = {}
             for (number, role), said in zip(open_, replies, strict=True):
-                if isinstance(said, str):
-                    faults[number] = f"rl.environment: {said}"
-                elif said.text is not None:
-                    done, message = completions[number], Message(role, said.text)
-                    behind = turn_behind(requests[number], done, message, self.tokenizer, thinking=self._thinking)
-                    if behind is not None:
-                        turns[number] = behind
-                    else:
-                        completions[number] = done._replace(finish="length")
+                of, done = requests[number], completions[number]
+                found = behind_reply(of, done, role, said, self.tokenizer, thinking=self._thinking)
+                if isinstance(found, EpisodeEnd):
+                    ended[number] = found
+                else:
+                    turns[number] = found
             if not turns:
                 break
             generated = self.engine.generate([request for _, request in turns.values()], rules)
@@ -204,7 +200,7 @@ class Sampler:
         if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
             return None
         return [
-            EpisodeEnd([SessionSample(request.prompt, completion)], faults.get(number, ""))
+            ended.get(number) or EpisodeEnd([SessionSample(request.prompt, completion)])
             for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
         ]
 
