@@ -103,7 +103,8 @@ class _Conversation:
 
     def reply(self) -> None:
         """Have the function reply to the last turn, and ask for the next one, or end."""
-        of, found = self._of, EpisodeEnd([SessionSample(self.request.prompt, self.done)])
+        of = self._of
+        found: EpisodeEnd | tuple[list[int], Request] = EpisodeEnd([SessionSample(self.request.prompt, self.done)])
         try:
             role = asked_role(self.done, of.tokenizer)
             if self._is_open and role is not None and len(self.done.replies) + 1 < of.most_turns:

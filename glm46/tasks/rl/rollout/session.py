@@ -106,7 +106,7 @@ class Session:
         return turn
 
     def request(self, turn: Turn) -> Request:
-        """What to generate for a turn."""
+        """The request that generates a turn."""
         parts, at = [turn.new], turn.parent
         while at is not None:
             parts += [_without_marker(at.completion), at.new]
