@@ -118,7 +118,7 @@ class Journal:
         line = f"rollout: steps {step + 1} to {end} are read from the journal {self.folder}, not generated again"
         if not found:
             line = f"rollout: none is read from the journal {self.folder}: it has none for step {step + 1} of these "
-            line += "prompts, programs and keys"
+            line += "prompts, programs, keys and this format"
         if ahead:
             line += f"; {counted(len(ahead), 'group')} in {self.ahead_folder} go on, unless they are too old"
         return line if step or found or ahead or rollout_steps(self.folder) else ""

@@ -83,15 +83,14 @@ class Sampler:
         """The prompt that is handed out as this number."""
         return self.prompts[prompt_at(number, len(self.prompts), self.seed)]
 
-    def seed_of(self, what: str, prompt: int, index: int) -> int:
-        """The seed of the sample with this index of a prompt."""
-        digest = hashlib.blake2b(f"{self.seed} {what} {prompt} {index}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
-
     def requests(self, prompt: Prompt, number: int, what: str = "sample", count: int | None = None) -> list[Request]:
         """The samples of the prompt with a number, of a group or as many as asked for."""
-        seeds = [self.seed_of(what, number, index) for index in range(count or self.config.group_size)]
-        return [Request(prompt.tokens, seed, self.section.max_new_tokens) for seed in seeds]
+        found = []
+        for index in range(count or self.config.group_size):
+            digest = hashlib.blake2b(f"{self.seed} {what} {number} {index}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+            found.append(Request(prompt.tokens, seed, self.section.max_new_tokens))
+        return found
 
     def generate_groups(self, first: int, count: int) -> list[EpisodeEnd] | None:
         """See `Take`: generate with the weights that the engine has."""
