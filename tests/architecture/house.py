@@ -195,7 +195,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 2, "failures of a request count per stretch"),
     ("operate/models", 10, "teach says what is there, and which address is none"),
     ("compute/parallelize", 1, "conversions of 4 bits are compiled with the layers"),
-    ("tasks/rl", 131, "conversations with a function that go on by themselves, beside training; kills lose no turn"),
+    ("tasks/rl", 133, "conversations with a function that go on by themselves, beside training; kills lose no turn"),
     ("tasks/rl/rewards", 4, "functions that several threads call"),
     ("tasks/rl/rollout", 135, "a journal of turns; sessions that keep each token and text once"),
 )

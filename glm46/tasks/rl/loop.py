@@ -60,7 +60,7 @@ class RolloutLoop:
         """In a row up to now, whose groups all have equal rewards."""
         self._waiting: list[tuple[int, int]] | None = None
         """`Samples.waiting` of the rollout before; None at the start."""
-        section, engine, self._ahead = plan.config.rollout, sampler.engine, None
+        section, engine, self._ahead = sampler.section, sampler.engine, None
         self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
         if isinstance(engine, ServerEngine):
             oldest = self._staleness * steps_per_rollout(plan)
