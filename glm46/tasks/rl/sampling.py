@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.rl import ResolvedRL
-from glm46.config.rollout import RolloutConfig as RolloutSection
+from glm46.config.rollout import RolloutConfig
 from glm46.storage.chats.chat import opened_thought
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.conversations import Conversations, asked_role, behind_reply
@@ -38,7 +38,7 @@ class Sampler:
     """Generates samples and scores them. Methods that do so are collective, with equal results on all ranks."""
 
     config: ResolvedRL
-    section: RolloutSection
+    section: RolloutConfig
     tokenizer: Tokenizer
     engine: Engine
     prompts: Sequence[Prompt]
