@@ -10,9 +10,7 @@ import numpy as np
 from glm46.files.durable import FileRecord, replace_durably
 from glm46.files.safetensors_header import make_header, read_header
 
-_CODES = {
-    "U8": "<u1", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8", "F32": "<f4", "F64": "<f8",
-}  # fmt: skip
+_CODES = {"U8": "<u1", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8", "F32": "<f4", "F64": "<f8"}
 _DTYPES: dict[str, np.dtype] = {name: np.dtype(code) for name, code in _CODES.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 

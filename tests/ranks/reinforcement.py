@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import torch
 
 from glm46.engine.training import loop
+from glm46.files import array_file
 from glm46.storage.checkpoint import save
 from glm46.storage.checkpoint.integrity import published_steps
 from glm46.tasks.rl import journal, task
@@ -89,6 +90,7 @@ def work(rank: int, config, moment: str) -> int:
     elif moment in ("journal", "manifest"):  # after it was resumed inside of the second rollout, it writes the third
         number = ("journal", "manifest").index(moment) + 1
         journal.replace_durably = counted("replace_durably", journal.replace_durably, number)
+        array_file.replace_durably = journal.replace_durably  # writes the data
     elif moment == "save":
         save.publish = counted("publish", save.publish, 1)
     return task.train(config)

@@ -15,7 +15,7 @@ from glm46.storage.prepare.jail import NO_JAIL
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import programs
-from glm46.tasks.rl.rollout.records import Request, SamplingRules, next_turn
+from glm46.tasks.rl.rollout.records import Request, SamplingRules, seed_behind
 from tests.processes import wait_until
 from tests.servers.policy import CLOSE, FAR, MARKS, Policy, log_probabilities, served
 
@@ -41,7 +41,8 @@ def test_turns_have_other_random_numbers(policy):
     """vLLM begins its generator anew for each request."""
     first = [Request([3, 50, 1000, 9], seed, 8) for seed in range(150)]
     turns = policy.engine.generate(first, policy.rules)
-    then = [next_turn(of, turn, [9, 50])._replace(max_new_tokens=8) for of, turn in zip(first, turns, strict=True)]
+    said = [[*turn.tokens, 9, 50] for turn in turns]
+    then = [Request(of.prompt + new, seed_behind(of.seed, new), 8) for of, new in zip(first, said, strict=True)]
 
     def equal(requests: list[Request]) -> float:
         pairs = zip(turns, policy.engine.generate(requests, policy.rules), strict=True)

@@ -79,8 +79,7 @@ class DecodingEngine:
         Args:
             context: tokens of a row in the mean.
         """
-        rollout, groups = self.plan.config.rollout, self.layout.dp_shard
-        assert rollout is not None
+        (_, rollout), groups = self.plan.config.reinforcement, self.layout.dp_shard
         if not self.is_server:  # the plan of the memory has counted these rows
             return rollout.samples_at_once * groups
         return max(min(rollout.samples_at_once, int(groups * self.free_bytes() / self._cache(context))), 1)
@@ -174,8 +173,7 @@ def plan_rollouts(plan: Plan, cost: RunCost, options: EngineOptions) -> Rollouts
     Raises:
         UserError: the engines do not fit the GPUs, or the model not the engines.
     """
-    rl, rollout, cluster = plan.config.rl, plan.config.rollout, cost.cluster
-    assert rl is not None and rollout is not None
+    (rl, rollout), cluster = plan.config.reinforcement, cost.cluster
     is_server = rollout.kind != "local"
     longest, prompt = rollout.max_new_tokens, (plan.config.training.seq_len - rollout.max_new_tokens) / 2
     mean = min(options.completion_tokens or max(longest // 2, 1), longest)
@@ -246,8 +244,7 @@ def _generation_seconds(lengths: list[int], at_once: int, step_seconds: Callable
 def _update_seconds(plan: Plan, cluster: TargetCluster, engine: DecodingEngine, engines: int) -> float:
     """Seconds in which the weights come from the trainer to the engines: written and read, sent by rank 0 to all, or
     gathered by ranks that generate themselves."""
-    rollout, port = plan.config.rollout, cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network
-    assert rollout is not None
+    (_, rollout), port = plan.config.reinforcement, cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network
     size = float(count_parameters(plan.shape).total * engine.weight_bytes)
     if rollout.send_adapters:
         size = checkpoint_size(plan).hugging_face
@@ -272,12 +269,11 @@ def rollout_numbers(rollouts: Rollouts) -> dict:
 def rollout_lines(rollouts: Rollouts) -> dict[str, list[str]]:
     """A title and its lines."""
     engine, layout = rollouts.engine, rollouts.engine.layout
-    config, cluster = engine.plan.config, engine.cluster
-    assert config.rollout is not None and config.rl is not None
+    (rl, rollout), cluster = engine.plan.config.reinforcement, engine.cluster
     where = f"{counted(rollouts.other_gpus, 'GPU')} more" if engine.is_server else "the GPUs that train"
     what = f"tp {layout.tp}, experts over {layout.ep}, {rollouts.at_once:,} samples at once"
-    generated = rollouts.completion_tokens * config.rl.samples_per_rollout / rollouts.generation
-    beside = "beside each other" if config.rollout.max_staleness else "one after the other"
+    generated = rollouts.completion_tokens * rl.samples_per_rollout / rollouts.generation
+    beside = "beside each other" if rollout.max_staleness else "one after the other"
     gpus = f"({cluster.gpus:,} + {rollouts.other_gpus:,} GPUs)" if engine.is_server else ""
     title, time = "rollouts, predicted for completions of", run_time(rollouts.days * SECONDS_PER_DAY)
     return {

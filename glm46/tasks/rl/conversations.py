@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import pairwise
 from typing import Literal
 
 from glm46.storage.chats.chat import chat_reply
@@ -13,31 +14,40 @@ from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import Answer
-from glm46.tasks.rl.rewards.function_pool import FunctionPool
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
-from glm46.tasks.rl.rollout.records import NOTHING, Completion, EpisodeEnd, Request, SessionSample, next_turn
+from glm46.tasks.rl.rollout.records import NOTHING, Completion, EpisodeEnd, Request, SessionSample, seed_behind
+
+Role = Literal["tool", "user"]
 
 
-def asked_role(done: Completion, tokenizer: Tokenizer) -> Literal["tool", "user"] | None:
+def asked_role(done: Completion, tokenizer: Tokenizer) -> Role | None:
     """The role that is asked to reply to the last turn of a conversation."""
     if done.finish != "stop":
         return None
-    markers = tokenizer.special
-    return {markers["<|observation|>"]: "tool", markers["<|user|>"]: "user"}.get(done.tokens[-1])
+    last, markers = done.tokens[-1], tokenizer.special
+    return "tool" if last == markers["<|observation|>"] else "user" if last == markers["<|user|>"] else None
 
 
-def turn_behind(
-    request: Request, turn: Completion, reply: Message, tokenizer: Tokenizer, *, thinking: bool
-) -> tuple[list[int], Request] | None:
-    """The tokens of a reply to a turn, and the request of the turn behind it; None if there is no room.
+def behind_reply(
+    request: Request, done: Completion, role: Role, reply: Reply | str, tokenizer: Tokenizer, *, thinking: bool
+) -> EpisodeEnd | tuple[list[int], Request]:
+    """The end of a conversation, or the tokens of a reply and the turn behind it, with the seed that a `Session` gives.
 
     Args:
-        request: of the turn.
+        reply: a text says why there is none.
     """
-    tokens = chat_reply(tokenizer, [reply], thinking=thinking)[1:]  # the turn has the marker
-    behind = next_turn(request, turn, tokens)
-    return (tokens, behind) if behind.max_new_tokens > 0 else None
+    fault = f"rl.environment: {reply}" if isinstance(reply, str) else ""
+    if isinstance(reply, Reply) and reply.text is not None:
+        # The turn has the marker.
+        tokens = chat_reply(tokenizer, [Message(role, reply.text)], thinking=thinking)[1:]
+        whole, ends = [*done.tokens, *tokens], [0, *(end for _, end in done.replies), None]
+        if (left := request.max_new_tokens - len(whole)) > 0:
+            seed = reduce(seed_behind, (whole[start:end] for start, end in pairwise(ends)), request.seed)
+            return tokens, Request([*request.prompt, *whole], seed, left)
+        done = done._replace(finish="length")
+    return EpisodeEnd([SessionSample(request.prompt, done)], fault)
 
 
 @dataclass(frozen=True)
@@ -72,22 +82,10 @@ class _Conversation:
 
     def __init__(self, of: Conversations, member: Member, requests: OpenRequests):
         self._of, self._member, self._requests, self.request = of, member, requests, member.request
-        self._prompt, self._asked = of.prompt(member.number), OpenRequest(self.request)
-        self.done = self._turn = NOTHING
-        """Its whole turns."""
-        self._last = member.request  # of the last turn
+        self._asked, self.done = OpenRequest(self.request), NOTHING
         for reply, turn in member.end.samples:
-            self._take(reply, turn)
-        self._lock, self._is_open = threading.Lock(), True
-        member.cancel = self._cancel
-
-    def _take(self, reply: list[int], turn: Completion) -> None:
-        if reply:
-            self._last = next_turn(self._last, self._turn, reply)
-        self._turn, self.done = turn, self.done.extended(reply, turn)
-
-    def _sample(self) -> SessionSample:
-        return SessionSample(self.request.prompt, self.done)
+            self.done = self.done.extended(reply, turn)
+        self._lock, self._is_open, member.cancel = threading.Lock(), True, self._cancel
 
     def _cancel(self) -> None:
         with self._lock:
@@ -101,34 +99,25 @@ class _Conversation:
 
     def _end_turn(self, reply: list[int], turn: Completion) -> None:
         """Go on behind a turn; in a thread of the engine, which does not wait."""
-        self._take(reply, turn)
+        self.done = self.done.extended(reply, turn)
         self._member.note(SessionSample(reply, turn))
         self._of.threads.submit(self.reply)
 
     def reply(self) -> None:
         """Have the function reply to the last turn, and ask for the next one, or end."""
+        of = self._of
+        found: EpisodeEnd | tuple[list[int], Request] = EpisodeEnd([SessionSample(self.request.prompt, self.done)])
         try:
-            if self._is_open and (end := self._end_or_ask()) is not None:
-                self._member.finish(end)
+            role = asked_role(self.done, of.tokenizer)
+            if self._is_open and role is not None and len(self.done.replies) + 1 < of.most_turns:
+                (reply,) = of.pool.replies([of.answer(of.prompt(self._member.number), self.done)])
+                found = behind_reply(self.request, self.done, role, reply, of.tokenizer, thinking=of.thinking)
         except BaseException as error:
             self._member.finish(error)
             raise
-
-    def _end_or_ask(self) -> EpisodeEnd | None:
-        of, text = self._of, None
-        role = asked_role(self.done, of.tokenizer)
-        if role is not None and len(self.done.replies) + 1 < of.most_turns:
-            (reply,) = of.pool.replies([of.answer(self._prompt, self.done)])
-            if isinstance(reply, str):
-                return EpisodeEnd([self._sample()], f"rl.environment: {reply}")
-            text = reply.text
-        if role is None or text is None:
-            return EpisodeEnd([self._sample()])
-        turn = turn_behind(self._last, self._turn, Message(role, text), of.tokenizer, thinking=of.thinking)
-        if turn is None:
-            self.done = self.done._replace(finish="length")
-            return EpisodeEnd([self._sample()])
+        if isinstance(found, EpisodeEnd):
+            self._member.finish(found)
+            return
         with self._lock:
             if self._is_open:
-                self._requests.ask([self.next_turn(*turn)])
-        return None
+                self._requests.ask([self.next_turn(*found)])

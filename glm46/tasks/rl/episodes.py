@@ -196,7 +196,9 @@ class CommandEpisodes:
         for task in (*tasks, *others) if is_stopped else ():
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        return await asyncio.gather(*tasks, return_exceptions=is_stopped)
+        if is_stopped:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [] if is_stopped else await asyncio.gather(*tasks)
 
     async def _episode(
         self, prompt: Prompt, request: Request, requests: Requests, places: asyncio.Semaphore,

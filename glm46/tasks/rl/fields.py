@@ -68,7 +68,7 @@ def _advantages(
     if config.kl.weight > 0 and config.kl.where == "reward":
         kl = kl_estimate(given["old_logprobs"], given["reference_logprobs"], config.kl.estimator)
         penalty = config.kl.weight * kl
-    if config.advantage not in ("returns", "gae"):
+    if config.advantage != "returns" and config.advantage != "gae":
         rewards = rewards - sum_by_sample(penalty, episodes[sample], len(rewards))
         return group_advantages(rewards, groups, config.advantage)[episodes[sample]], None
 

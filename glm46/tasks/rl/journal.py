@@ -118,7 +118,7 @@ class Journal:
         line = f"rollout: steps {step + 1} to {end} are read from the journal {self.folder}, not generated again"
         if not found:
             line = f"rollout: none is read from the journal {self.folder}: it has none for step {step + 1} of these "
-            line += "prompts, programs and keys"
+            line += "prompts, programs, keys and this format"
         if ahead:
             line += f"; {counted(len(ahead), 'group')} in {self.ahead_folder} go on, unless they are too old"
         return line if step or found or ahead or rollout_steps(self.folder) else ""
@@ -237,8 +237,8 @@ def read_rollout(folder: Path, step: int, identity: str | None = None) -> Sample
         record = hash_file(data)
         if (record.bytes, record.sha256) != (facts["bytes"], facts["sha256"]):
             raise ValueError("its bytes are not those that were written")
-        waiting = [tuple(pair) for pair in facts["waiting"]]
-        return Samples(**_read(data), **{name: facts[name] for name in _FACTS} | {"waiting": waiting})
+        facts["waiting"] = [tuple(pair) for pair in facts["waiting"]]
+        return Samples(**{**_read(data), **{name: facts[name] for name in _FACTS}})
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{data}: {error}; {_REMEDY}") from error
 

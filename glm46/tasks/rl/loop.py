@@ -53,8 +53,8 @@ class RolloutLoop:
         self._plan, self._config, self._sampler = plan, sampler.config, sampler
         self._policy, self._builder, self._journal = policy, builder, journal
         self._is_on_policy = self._config.is_on_policy(plan.config.training.global_batch_size)
-        self._unwritten: tuple[Samples, dict[str, torch.Tensor]] | None = None
-        """A rollout whose only step computes the old log-probabilities, and its fields."""
+        self._unwritten: tuple[Samples, dict[str, torch.Tensor], TokenRecord] | None = None
+        """A rollout whose only step computes the old log-probabilities, its fields, and the record of these."""
         self._version = -1
         self.equal_rollouts = 0
         """In a row up to now, whose groups all have equal rewards."""
@@ -131,7 +131,7 @@ class RolloutLoop:
         # 4 steps, 5 journal
         if not within and self._is_on_policy and not samples.is_demonstration:
             self._policy.record = TokenRecord(len(samples.logprobs))
-            self._unwritten = samples, fields
+            self._unwritten = samples, fields, self._policy.record
         elif not within:
             self._journal.write_fields(first, fields)
         while (number := progress.step - first) < len(batches):
@@ -153,10 +153,10 @@ class RolloutLoop:
     def write_fields(self) -> None:
         """Begin to write the fields of a rollout that waited for the old log-probabilities of its only step. No resume
         reads them: it begins before that step or behind it."""
-        if self._unwritten is None or self._policy.record is None:
+        if self._unwritten is None:
             return
-        (samples, fields), self._unwritten = self._unwritten, None
-        fields["old_logprobs"] = self._policy.record.of_all_ranks()
+        (samples, fields, record), self._unwritten = self._unwritten, None
+        fields["old_logprobs"] = record.of_all_ranks()
         fields["correction"] = self._training_fields(samples, fields)[0]["correction"]
         self._journal.write_fields(samples.step, fields)
 

@@ -197,7 +197,7 @@ class PolicyGradient:
         logprobs, entropy = self._network.whole_rows(own, batch)
         if self._is_on_policy and self.record is not None:
             self.record.add(batch, logprobs)
-        of = {name: copy_to_device(fields_of(batch)[name], logprobs.device) for name in self._fields_of_sums}
+        of: Fields = {name: copy_to_device(fields_of(batch)[name], logprobs.device) for name in self._fields_of_sums}
         samples = max(int(of["sample"].max()) + 1, 1)
         of = self._with_old(of, logprobs, samples, lambda sums: sums)
         losses, ratio = self._token_losses(logprobs, of, samples, lambda sums: sums)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from glm46.tasks.rl.rollout.records import EpisodeEnd
 
-Outcome = Literal["finished", "truncated"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+OUTCOMES = ("finished", "truncated")
 
 
 @dataclass

@@ -13,16 +13,15 @@ import torch.distributed as dist
 
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.rl import ResolvedRL
-from glm46.config.rollout import RolloutConfig as RolloutSection
+from glm46.config.rollout import RolloutConfig
 from glm46.storage.chats.chat import opened_thought
-from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.conversations import Conversations, asked_role, turn_behind
+from glm46.tasks.rl.conversations import Conversations, asked_role, behind_reply
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Score
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
 from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Request, SamplingRules, SessionSample
 
 _Item = TypeVar("_Item")
@@ -39,7 +38,7 @@ class Sampler:
     """Generates samples and scores them. Methods that do so are collective, with equal results on all ranks."""
 
     config: ResolvedRL
-    section: RolloutSection
+    section: RolloutConfig
     tokenizer: Tokenizer
     engine: Engine
     prompts: Sequence[Prompt]
@@ -84,15 +83,14 @@ class Sampler:
         """The prompt that is handed out as this number."""
         return self.prompts[prompt_at(number, len(self.prompts), self.seed)]
 
-    def seed_of(self, what: str, prompt: int, index: int) -> int:
-        """The seed of the sample with this index of a prompt."""
-        digest = hashlib.blake2b(f"{self.seed} {what} {prompt} {index}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
-
     def requests(self, prompt: Prompt, number: int, what: str = "sample", count: int | None = None) -> list[Request]:
         """The samples of the prompt with a number, of a group or as many as asked for."""
-        seeds = [self.seed_of(what, number, index) for index in range(count or self.config.group_size)]
-        return [Request(prompt.tokens, seed, self.section.max_new_tokens) for seed in seeds]
+        found = []
+        for index in range(count or self.config.group_size):
+            digest = hashlib.blake2b(f"{self.seed} {what} {number} {index}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+            found.append(Request(prompt.tokens, seed, self.section.max_new_tokens))
+        return found
 
     def generate_groups(self, first: int, count: int) -> list[EpisodeEnd] | None:
         """See `Take`: generate with the weights that the engine has."""
@@ -160,6 +158,7 @@ class Sampler:
             groups.setdefault(one.group, []).append(one)
 
         def scored(one: EpisodeEnd) -> Scored:
+            assert one.reward is not None
             return Scored(self._answer(self.prompt(one.group), one.completion), one.reward)
 
         def judged(share: list[list[EpisodeEnd]]) -> list[float | str]:
@@ -174,36 +173,33 @@ class Sampler:
         """Completions of requests, with the replies of the environment and the turns after them, or why it failed; None
         if a stop was requested."""
         prompts, requests = [prompt for prompt, _ in asked], [request for _, request in asked]
-        completions, faults = list(self.engine.generate(requests, rules)), dict[int, str]()
-        last = list(zip(requests, completions, strict=True))
+        completions, ended = list(self.engine.generate(requests, rules)), dict[int, EpisodeEnd]()
         numbers, pool, table = list(range(len(asked))), self.environment, self.config.environment
+
+        def reply(share: list[int]) -> list[Reply | str]:
+            return [] if pool is None else pool.replies([self._answer(prompts[n], completions[n]) for n in share])
+
         for _ in range(0 if pool is None or table is None else table.max_turns - 1):
             open_ = [(n, role) for n in numbers if (role := asked_role(completions[n], self.tokenizer)) is not None]
-            replies = _by_shares(
-                lambda share: pool.replies([self._answer(prompts[n], completions[n]) for n in share]),
-                [n for n, _ in open_],
-            )
+            replies = _by_shares(reply, [n for n, _ in open_])
             turns: dict[int, tuple[list[int], Request]] = {}
-            for (number, role), reply in zip(open_, replies, strict=True):
-                if isinstance(reply, str):
-                    faults[number] = f"rl.environment: {reply}"
-                elif reply.text is not None:
-                    message = Message(role, reply.text)
-                    turn = turn_behind(*last[number], message, self.tokenizer, thinking=self._thinking)
-                    if turn is not None:
-                        turns[number] = turn
-                    else:
-                        completions[number] = completions[number]._replace(finish="length")
+            for (number, role), said in zip(open_, replies, strict=True):
+                of, done = requests[number], completions[number]
+                found = behind_reply(of, done, role, said, self.tokenizer, thinking=self._thinking)
+                if isinstance(found, EpisodeEnd):
+                    ended[number] = found
+                else:
+                    turns[number] = found
             if not turns:
                 break
             generated = self.engine.generate([request for _, request in turns.values()], rules)
-            for (number, (tokens, request)), turn in zip(turns.items(), generated, strict=True):
-                last[number], completions[number] = (request, turn), completions[number].extended(tokens, turn)
+            for (number, (tokens, _)), turn in zip(turns.items(), generated, strict=True):
+                completions[number] = completions[number].extended(tokens, turn)
             numbers = list(turns)
         if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
             return None
         return [
-            EpisodeEnd([SessionSample(request.prompt, completion)], faults.get(number, ""))
+            ended.get(number) or EpisodeEnd([SessionSample(request.prompt, completion)])
             for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
         ]
 

@@ -160,7 +160,8 @@ def _check_form(cases: Sequence[_Case]) -> None:
 
 def _last_program(text: str) -> str | None:
     """The last fenced block of Python; without one, the last block without a language that is a program."""
-    of_python, plain, lines = list[str](), list[str](), None
+    of_python, plain = list[str](), list[str]()
+    lines: list[str] | None = None
     for line in text.splitlines():
         fence = _FENCE.fullmatch(line)
         if lines is None:

@@ -204,9 +204,9 @@ class BackgroundGeneration:
                 self._changed.notify_all()
             elif member in members:
                 member.found = end
-                done = [member] if self._has_turns else members  # an episode may take an hour
-                if all(one.found is not None for one in done):
-                    self._unwritten += [(one, one.found) for one in done]
+                of = [member] if self._has_turns else members  # an episode may take an hour
+                done = [(one, one.found) for one in of if one.found is not None]
+                self._unwritten += done if len(done) == len(of) else []
         self._writer.submit(self._write)
 
     def _note(self, member: Member, turn: SessionSample) -> None:

@@ -1,7 +1,7 @@
 """A server as the pool sees it, whatever its kind, and the checks of every reply."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -100,7 +100,7 @@ MOST_BIAS = 100.0
 """Largest that both servers take for a logit."""
 
 
-def check_stop(server: InferenceServer, stop: Iterable[int]) -> None:
+def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
     """Require that each stop token ends a completion: the chat format has three, a server's defaults perhaps one.
 
     A server that takes no bias of a token, such as vLLM with drafts, cannot be asked. Each reply is checked, too.

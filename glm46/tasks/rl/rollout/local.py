@@ -130,6 +130,7 @@ def _part(whole: Tensor, own: Tensor) -> Tensor:
 
 
 def _completion(one: Continuation, version: int, *, with_routes: bool) -> Completion:
+    assert one.finish is not None, "it has ended"
     spans = [VersionSpan(0, version)] if one.tokens else []
     routes = one.routes.numpy() if with_routes and one.routes is not None else None
     if routes is not None and routes.dtype != np.uint8:

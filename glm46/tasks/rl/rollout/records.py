@@ -136,13 +136,6 @@ def rest(request: Request, generated: Completion) -> Request:
     return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, known)
 
 
-def next_turn(request: Request, turn: Completion, reply: list[int]) -> Request:
-    """The request behind a turn and a reply to it, perhaps without room for a token."""
-    tokens = [*turn.tokens, *reply]
-    seed = seed_behind(request.seed, tokens)
-    return Request([*request.prompt, *tokens], seed, request.max_new_tokens - len(tokens))
-
-
 def seed_behind(seed: int, tokens: Sequence[int]) -> int:
     """63 bits for a request that goes on behind tokens of another one, or begins with other ones. With one seed for all
     turns, a server that begins a random generator for each request would choose them by the same random numbers."""

@@ -181,7 +181,7 @@ class ServerEngine:
 
     def _ready(self) -> None:
         """Have servers that were lost join again, and check what they generate. Collective."""
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and self._newest is not None:
             self._launched.ensure(self._newest)
 
         def join() -> bytes:
@@ -250,7 +250,7 @@ class ServerEngine:
         elif self._launched.are_named and self._newest is None:
             self._newest = path.with_name("version-start")  # its weights do not matter
             self._export(self._newest)
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and self._newest is not None:
             self._launched.ensure(self._newest)
         expected, _ = self._policy.score(self._probe, 1.0)
 

@@ -103,12 +103,13 @@ class ServerState:
 
         def load() -> None:
             if weights.folder is None:
+                assert self.group is not None, "it has joined the broadcast"
                 self.server.receive(self.group, weights.version, deadline)
             else:
                 self.server.load(weights.folder, weights.version, deadline)
             scores.extend(score(self.server, tokens, deadline) for tokens in weights.probe)
             if self.lost is not None and weights.version != CHANGED:
-                check_stop(self.server, rules.stop)
+                check_stop(self.server, list(rules.stop))
 
         if (fault := self._fault_of(load)) is not None:
             return fault

@@ -112,7 +112,7 @@ class Session:
         return turn
 
     def request(self, turn: Turn) -> Request:
-        """What to generate for a turn."""
+        """The request that generates a turn."""
         parts, at = [turn.new], turn.parent
         while at is not None:
             parts += [_without_marker(at.completion), at.new]
@@ -223,9 +223,10 @@ def _without_marker(completion: Completion) -> list[int]:
 
 def _routed(turn: Turn | None) -> int:
     """Tokens, from the begin of the conversation on, whose experts are known behind a turn."""
-    if turn is None or turn.completion.routes is None:
-        return 0
-    return _routed(turn.parent) + len(turn.completion.routes)
+    count = 0
+    while turn is not None and turn.completion.routes is not None:
+        count, turn = count + len(turn.completion.routes), turn.parent
+    return count
 
 
 def _joined(whole: Completion, new: list[int], own: Completion) -> Completion:

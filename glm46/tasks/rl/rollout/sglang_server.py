@@ -23,6 +23,7 @@ from glm46.tasks.rl.rollout.inference_server import (
 )
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.sglang_group import SglangGroup
+from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _RELEASE = "0.5.23"
 _WHOLE = {"ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True}
@@ -37,7 +38,8 @@ class SglangServer:
         padding: ids of the head's padding rows, which must not be generated.
         routed: layers with experts, and experts of a token in one.
         """
-        self.url, self.dtype, self.context, self.note = url, "", None, ""
+        self.url, self.dtype, self.note = url, "", ""
+        self.context: int | None = None
         self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
         self._routed, self._facts = routed, dict[str, Any]()
         self._adapter = dict[str, str]()  # of each request: none for the server's own weights
@@ -145,7 +147,7 @@ class SglangServer:
         group.meet()
         return group
 
-    def receive(self, group: SglangGroup, version: int, seconds: float) -> None:
+    def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
         """See `InferenceServer.receive`."""
         group.result(seconds)
         checksum = self._change("/weights_checker", {"action": "checksum"}, seconds)["per_engine_checksum"]

@@ -39,7 +39,8 @@ class VllmServer:
         """Args:
         padding: ids of the head's padding rows, which must not be generated.
         """
-        self.url, self.dtype, self.context, self.note = url, "", None, ""
+        self.url, self.dtype, self.note = url, "", ""
+        self.context: int | None = None
         self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
         self._facts: dict[str, Any] = {}
         self._model: dict[str, str] = {}  # of each request: none for the server's own weights

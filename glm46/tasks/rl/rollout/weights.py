@@ -189,8 +189,9 @@ def served_tensors(policy: Network, scheme: Fp8 | None) -> Iterator[tuple[str, T
     for name, whole in whole_weights(policy, policy.shape):
         for part in names.entries[name].parts:
             value = folded(name, whole[part.index()], temperature).to(whole.dtype)
-            is_quantised = scheme is not None and part.hf_name in quantised
-            stored = scheme.quantise(value.float()) if is_quantised else {"": value}
+            stored = {"": value}
+            if scheme is not None and part.hf_name in quantised:
+                stored = scheme.quantise(value.float())
             yield from ((part.hf_name + suffix, tensor) for suffix, tensor in stored.items())
 
 
@@ -264,6 +265,7 @@ def write_adapters(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: t
     if not run_on_all_ranks(base.exists):
         write_weights(policy, tokenizer, base, dtype)
     adapter, own = policy.plan.config.adapter, policy.parameters
+    assert adapter is not None, "of a policy with adapters"
     origin = AdapterOrigin(base_dtype=adapter.base_dtype)
     export_adapter(folder, policy.plan.shape, own, scale=adapter.scale, base=str(base), origin=origin)
 
@@ -271,4 +273,4 @@ def write_adapters(policy: Network, tokenizer: Tokenizer, folder: Path, dtype: t
 def base_folder(policy: Network, versions: Path) -> Path:
     """The Hugging Face folder of the base, in the folder of versions if the run began with another format."""
     start = policy.plan.config.checkpoint
-    return Path(start.initial_load_path) if start.initial_load_in_hf else versions / "base"
+    return Path(start.initial_load_path or "") if start.initial_load_in_hf else versions / "base"

@@ -122,7 +122,9 @@ def test_a_start_says_which_groups_of_other_rollouts_go_on(journal_of):
     behind = f"in {journal.ahead_folder} go on, unless they are too old"
     assert journal.outlook(3, 0, 6).endswith(f"not generated again; 2 groups {behind}")
     none = journal.outlook(4, 0, 10)
-    assert none.startswith("rollout: none is read from the journal") and none.endswith(f"keys; 1 group {behind}")
+    assert none.startswith("rollout: none is read from the journal") and none.endswith(
+        f"keys and this format; 1 group {behind}"
+    )
 
 
 def test_a_rollout_with_older_samples_than_allowed_is_generated_anew(journal_of):

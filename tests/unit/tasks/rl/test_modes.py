@@ -17,6 +17,7 @@ from glm46.commands.rl import _token_lines, rl_command
 from glm46.config.errors import UserError
 from glm46.engine.reliability.run_lock import refuse_small_disk
 from glm46.engine.reliability.stop import EXIT_STOPPED, Diverged, StopRequest
+from glm46.files import array_file
 from glm46.run.checkpoint_size import checkpoint_size
 from glm46.run.plan import resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
@@ -273,12 +274,13 @@ def test_a_checkpoint_waits_for_the_journal_and_a_full_disk_ends_the_run(make_ru
     def full(path, _):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(journal, "replace_durably", slow)
+    for module in (journal, array_file):
+        monkeypatch.setattr(module, "replace_durably", slow)
     monkeypatch.setattr(CheckpointManager, "save", look)
     assert train(make_run("run", 2)) == 0
     assert seen == [[f"step_{step:06d}.{kind}" for kind in ("fields", "json", "safetensors")] for step in range(2)]
     assert all(row["overhead_ratio"] < 1 for row in rows(make_run("run", 2)) if "loss" in row)
-    monkeypatch.setattr(journal, "replace_durably", full)
+    monkeypatch.setattr(array_file, "replace_durably", full)
     with pytest.raises(UserError, match=r"step_000000\.safetensors cannot be written: No space left"):
         train(make_run("full", 2))
 

@@ -16,6 +16,7 @@ from glm46.run.context_keys import SHARED_KEYS
 from glm46.tasks.rl.journal import read_fields, read_rollout, rollout_steps, write_fields, write_rollout
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
+from glm46.tasks.rl.rollouts import _columns
 from glm46.tasks.rl.samples import Samples, to_samples
 
 
@@ -150,6 +151,14 @@ def test_prediction_layers_predict_drawn_tokens_behind_those_of_the_main_model()
     assert shared["input_ids"] == [5, 6, 7, 4, 4, 8, 6, 1, 2, 0, 0, 0]
     for name in ("mtp_input_ids", "mtp_labels"):
         assert shared[name][0] == [*batch[name][0][:6], *batch[name][0][7:10], *batch[name][0][10:], batch[name][0][-1]]
+
+
+def test_a_group_of_one_sample_has_no_equal_rewards():
+    pair, alone = [sample(8, [5], [7], 1.0), sample(8, [5], [7], 0.0)], sample(9, [6], [7], 0.5)
+    equal = [sample(10, [5], [7], 1.0)] * 2
+    assert _columns([*pair, alone], ["exact"], 2)["equal_groups_ratio"] == 0.0
+    assert _columns([*pair, *equal, alone], ["exact"], 2)["equal_groups_ratio"] == 0.5
+    assert "equal_groups_ratio" not in _columns([alone], ["exact"], 1), "nothing is compared"
 
 
 @given(groups=st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(1, 10), min_size=1, max_size=8)), max_size=12))
