@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample import rejection_sampler
 
 VLLM_RELEASE = "0.32.0"
-REVISION = 6
+REVISION = 7
 """Of these methods; the client compares it."""
 _logger = init_logger("vllm.glm_ext")
 
@@ -205,7 +205,9 @@ class Extension:
     def glm46_receive(self, invitation: str) -> dict:
         """Join the trainer's group and load the weights that it broadcasts; see `glm_weights.Receiver`. After an error
         the weights are neither old nor new."""
-        with Receiver(invitation, self.rank, self.device) as tensors:
+        of = self.vllm_config.parallel_config
+        worker = of.data_parallel_index * of.world_size + self.rank  # vLLM numbers those of each replica from 0
+        with Receiver(invitation, worker, self.device) as tensors:
             self._glm46_reload(tensors)
         return {"version": tensors.version}
 

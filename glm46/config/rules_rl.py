@@ -98,7 +98,7 @@ def correction_has_other_weights(algorithm: ResolvedRL) -> Faults:
 
 @rule
 def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: RolloutConfig) -> Faults:
-    """Samples that are generated ahead of training are weighed, and hold no conversations with a function."""
+    """Samples that are generated ahead of training are weighed."""
     if not rollout.max_staleness:
         if rollout.when_stale == "drop":
             yield fault(
@@ -110,11 +110,6 @@ def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: Rollo
             "`rollout.max_staleness`: samples come from older weights, and `rl.correction.level` takes them for "
             'samples of the old policy; set rl.correction.level = "token", or rl.old_policy = "rollout"',
             "rl.old_policy",
-        )
-    if algorithm.environment is not None and algorithm.environment.kind == "function":
-        yield fault(
-            "`rollout.max_staleness`: conversations with `rl.environment.function` are not generated ahead; set it to "
-            '0, or make the function a program (rl.environment.kind = "command")'
         )
 
 

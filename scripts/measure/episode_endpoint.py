@@ -1,8 +1,11 @@
 """Measure the time that the endpoint of episodes takes for a request, with an engine that answers at once.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python scripts/measure/episode_endpoint.py --sessions 256 --turns 8
+    PYTHONPATH=. OMP_NUM_THREADS=1 python scripts/measure/episode_endpoint.py --parts --turns 100 --repeats 60
 
-Sessions send their whole conversation again with each turn, as clients do, from a process beside the server.
+Sessions send their whole conversation again with each turn, as clients do, from a process beside the server. With
+`--parts` one conversation of calls and results of tools is measured in this process, part by part: what holds the
+interpreter of rank 0, in which the endpoint and the client of the engines are threads.
 """
 
 import argparse
@@ -11,18 +14,26 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Sequence
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic_core import to_json
 
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.rl.rollout.chat_api import completion_response, parsed
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.open_requests import OpenRequest
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import Session
 
-WORDS = "The quick brown fox jumps over the lazy dog. " * 20
+SENTENCE = "The quick brown fox jumps over the lazy dog. "
+WORDS = SENTENCE * 20
 """A message of 361 tokens."""
+CALL = "<tool_call>look\n<arg_key>path</arg_key>\n<arg_value>src/a.py</arg_value>\n</tool_call>"
 
 
 async def _ask(address: str, key: str, body: bytes) -> dict:
@@ -93,12 +104,62 @@ async def _serve(sessions: int, turns: int) -> tuple[list[float], float]:
     return seconds, spent
 
 
+def _parts(turns: int, repeats: int) -> tuple[int, float, Counter[str]]:
+    """Tokens of a conversation of calls whose results have so many sentences, MiB that its session holds, and
+    milliseconds of the processor by part."""
+    tokenizer, spent = load_tokenizer("builtin"), Counter[str]()
+
+    def timed(part: str, work: Callable[[], Any]) -> Any:
+        began = time.thread_time()
+        found = work()
+        spent[part] += 1e3 * (time.thread_time() - began)
+        return found
+
+    text = tokenizer.encode_with_special(f"\nI call the tool now. {SENTENCE * 12}{CALL}").tolist()
+    answer = [*text, tokenizer.special["<|observation|>"]]
+    messages: list[dict] = [{"role": "user", "content": WORDS}]
+    prompt = chat_prompt(tokenizer, [Message("user", WORDS)], thinking=False)
+    session = Session(tokenizer, Request(prompt, 0, 10**6), thinking=False, most_turns=turns)
+    rows = [{"token_id": token, "logprob": -1.23456789} for token in answer]
+    reply = json.dumps({"choices": [{"token_ids": answer, "logprobs": {"content": rows}}]})
+    for _ in range(turns):
+        body = json.dumps({"messages": messages}).encode()
+        table, asked, tools, most = timed("read", lambda body=body: parsed(body, is_message=False))
+        turn = timed("begin", lambda asked=asked, tools=tools, most=most: session.begin(asked, tools, most))
+        request = timed("prompt", lambda turn=turn: session.request(turn))
+        timed("engine", lambda request=request: (to_json({"token_ids": request.prompt}), json.loads(reply)))
+        logprobs, spans = [-1.0] * len(answer), [VersionSpan(0, 0)]
+        completion = Completion([*answer], logprobs, "stop", spans, None)
+        timed("end", lambda turn=turn, completion=completion: session.end(turn, completion))
+        answered = timed("answer", lambda table=table, turn=turn: completion_response(table, turn, "turn-0"))
+        message = json.loads(answered[0])["choices"][0]["message"]
+        messages += [message, {"role": "tool", "content": SENTENCE * repeats}]
+    timed("samples", session.samples)
+    tokens, after = turn.length, 0
+    if tracemalloc.is_tracing():
+        del request, body, asked, messages
+        after = tracemalloc.get_traced_memory()[0]
+    return tokens, after / 2**20, spent
+
+
 def main() -> None:
     """Print the median of a request, and the processor's time of it in the server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--parts", action="store_true", help="of one conversation, in this process")
+    parser.add_argument("--repeats", type=int, default=60, help="sentences of 18 tokens in a result of a tool")
     given = parser.parse_args()
+    if given.parts:
+        tokens, _, spent = _parts(given.turns, given.repeats)
+        tracemalloc.start()
+        _, held, _ = _parts(given.turns, given.repeats)
+        said = ", ".join(f"{part} {value:.0f}" for part, value in spent.items())
+        print(
+            f"{given.turns} turns, {tokens:,} tokens: {sum(spent.values()):.0f} ms of the processor for the episode "
+            f"({said}); its session holds {held:.1f} MiB"
+        )
+        return
     seconds, spent = asyncio.run(_serve(given.sessions, given.turns))
     print(
         f"{given.sessions} sessions of {given.turns} turns: {1e3 * statistics.median(seconds):.1f} ms at the median, "

@@ -1,12 +1,14 @@
-"""Episodes of programs that run on a server while the policy trains, killed by kill -9 and started again.
+"""Episodes of programs, and conversations with a function, that run on a server while the policy trains, killed by
+kill -9 and started again.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/episodes_ahead.py main|kills N|speed
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/episodes_ahead.py main|functions|kills N|drops|speed
 
 Two ranks train a small GLM for ten steps, two for each rollout, on episodes of two turns that are up to two rollouts
 old; some of them have a rollout of training between their turns, and one of each group that fails once is run again.
-`main`: the run dies while turns are answered, behind a halt for an update, and before the file of an episode is
-written. `kills`: it dies N times at random moments. `drops`: the programs of one prompt hang, and it is dropped.
-`speed`: the same steps in turn and ahead, with programs that sleep as long as the steps of a rollout. Each prints JSON.
+`main`: the run dies while turns are answered, behind a halt for an update, and before turns or the end of an episode
+are written. `functions`: the same with a function. `kills`: it dies N times at random moments. `drops`: the programs of
+one prompt hang, and it is dropped. `speed`: the same steps in turn and ahead, with programs that sleep as long as the
+steps of a rollout. Each prints JSON.
 
 The server writes down each request that it answers, so that tokens and versions of the journal can be compared with it.
 """
@@ -27,8 +29,9 @@ import torch
 from glm46.engine.training import loop
 from glm46.storage.prepare.jail import NO_JAIL
 from glm46.tasks.rl import task
+from glm46.tasks.rl.conversations import _Conversation
 from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
-from glm46.tasks.rl.rollout import programs
+from glm46.tasks.rl.rollout import background, programs
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from tests.processes import free_port
@@ -41,6 +44,11 @@ KINDS = ("cut", "across", "fails once", "cut")
 MOMENTS = ("turn", "halt", "write", "")
 """At which a run dies, one after another; the last one ends by itself."""
 _PROGRAM = Path(__file__).parents[1] / "unit" / "tasks" / "rl" / "program.py"
+COMMAND = {
+    "kind": "command", "command": [sys.executable, "-S", str(_PROGRAM)], "max_turns": 2,
+    "variables": ["STEPS_FOLDER", "SLOW_SECONDS"],
+}  # fmt: skip
+FUNCTION = {"function": "tests.ranks.slow_reply:reply", "max_turns": 3, "timeout_seconds": 100.0}
 
 
 class RecordedServer(PolicyServer):
@@ -76,17 +84,13 @@ class Case:
     def close(self) -> None:
         os.kill(self._server[0], signal.SIGKILL)
 
-    def config(self, kinds=KINDS, *, steps: int = STEPS, prompts: int = 20, **rollout):
-        command = {
-            "kind": "command", "command": [sys.executable, "-S", str(_PROGRAM)], "max_turns": 2,
-            "variables": ["STEPS_FOLDER", "SLOW_SECONDS"],
-        }  # fmt: skip
+    def config(self, kinds=KINDS, *, steps: int = STEPS, prompts: int = 20, environment=None, **rollout):
         return server_config(
             self.base, "run", self._port,
             ({"prompt": f"{number} is", "kind": kinds[number % len(kinds)]} for number in range(prompts)),
-            rl={"group_size": GROUP, "environment": command},
+            rl={"group_size": GROUP, "environment": environment or COMMAND},
             rollout={"max_new_tokens": 48, "keep_latest_k": 0} | rollout,
-            training={"steps": steps, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 96},
+            training={"steps": steps, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 192},
         )  # fmt: skip
 
     def start(self, config, moment: str = "") -> list[int]:
@@ -120,10 +124,11 @@ class Case:
         programs.jail_of_programs = lambda: NO_JAIL  # programs read and write the folder of steps
         if moment == "turn":
             PolicyEndpoint._give = fatal(7, PolicyEndpoint._give)
+            _Conversation._end_turn = fatal(7, _Conversation._end_turn)
         elif moment == "halt":
             BackgroundGeneration.halt = fatal(2, BackgroundGeneration.halt, after=True)
         elif moment == "write":
-            BackgroundGeneration._write = fatal(5, BackgroundGeneration._write)
+            background.append_durably = fatal(5, background.append_durably)
         return task.train(config)
 
     def end(self, started: list[int], *, is_killed: bool = False) -> list[int]:
@@ -141,7 +146,7 @@ class Case:
             prompt, tokens, version = json.loads(line)
             for index, token in enumerate(tokens):
                 generated.setdefault(str([*prompt, *tokens[:index]]), set()).add(f"{token} {int(version)}")
-        used, ages, waiting, stale, foreign, mixed, trained = [], [], [], [], [], 0, 0
+        used, ages, waiting, stale, foreign, mixed, replied, trained = [], [], [], [], [], 0, 0, 0
         folder = self.base / "run" / FOLDER
         for step in rollout_steps(folder):
             rollout = read_rollout(folder, step)
@@ -152,6 +157,7 @@ class Case:
                 first, end = rollout.bounds(sample)
                 versions = dict(zip(range(first, end), rollout.versions[rollout.places[first:end]], strict=True))
                 own = [i for i in range(first, end) if rollout.targets[i] >= 0]
+                replied += len(own) < end - first
                 mixed += len({versions[i] for i in own}) > 1
                 trained += len(own)
                 for i in own:
@@ -162,7 +168,7 @@ class Case:
         rows = [row for row in lines if "loss" in row]
         return {
             "used": used, "ages": ages, "waiting": waiting, "stale": stale, "foreign": foreign, "mixed": mixed,
-            "trained": trained, "steps": [row["step"] for row in rows],
+            "replied": replied, "trained": trained, "steps": [row["step"] for row in rows],
             "staleness_max": [row.get("staleness_max", 0) for row in rows],
             "stale_groups": [row.get("stale_groups", 0) for row in rows],
             "rollout_seconds": [row.get("rollout_seconds", 0) for row in rows],
@@ -170,14 +176,18 @@ class Case:
         }  # fmt: skip
 
 
-def main() -> None:
+def main(**table) -> None:
     with tempfile.TemporaryDirectory() as name:
         case, codes = Case(Path(name)), []
-        config = case.config(max_staleness=STALENESS)
+        config = case.config(max_staleness=STALENESS, **table)
         for moment in MOMENTS:
             codes.append(case.end(case.start(config, moment), is_killed=bool(moment)))
         case.close()
         print(json.dumps(case.found() | {"codes": codes}))
+
+
+def functions() -> None:
+    main(environment=FUNCTION, max_new_tokens=120)
 
 
 def kills(number: int) -> None:
@@ -223,4 +233,5 @@ def speed(seconds: str = "6") -> None:
 
 
 if __name__ == "__main__":
-    {"main": main, "kills": lambda n: kills(int(n)), "drops": drops, "speed": speed}[sys.argv[1]](*sys.argv[2:])
+    named = {"main": main, "functions": functions, "kills": lambda n: kills(int(n)), "drops": drops, "speed": speed}
+    named[sys.argv[1]](*sys.argv[2:])

@@ -26,8 +26,8 @@ import torch
 from glm46.engine.training import loop
 from glm46.tasks.rl import task
 from glm46.tasks.rl.journal import FOLDER, read_rollout, rollout_steps
-from glm46.tasks.rl.rollout.background import BackgroundGeneration
-from glm46.tasks.rl.rollout.records import unpack_groups
+from glm46.tasks.rl.rollout import background
+from glm46.tasks.rl.rollout.background import BackgroundGeneration, read_ends
 from tests.processes import free_port
 from tests.ranks import training_kills
 from tests.ranks.forked_ranks import await_ranks, start_ranks
@@ -49,11 +49,11 @@ def finished_groups(folder: Path) -> dict[int, list]:
     """When each group on the disk that is generated to its end was written, in ns, and tokens and log-probabilities of
     its samples."""
     found = {}
-    for path in folder.glob("ahead/*/*.npz"):
-        ((number, ends),) = unpack_groups(path.read_bytes()).items()
-        if not any(end.is_part for end in ends):
-            samples = [[one.tokens, one.logprobs] for end in ends for _, one in end.samples]
-            found[number] = [path.stat().st_mtime_ns, samples]
+    for path in folder.glob("ahead/*/prompt_*"):
+        ends = dict(read_ends(path))
+        if len(ends) == GROUP and not any(end.is_part for end in ends.values()):
+            samples = [[one.tokens, one.logprobs] for _, end in sorted(ends.items()) for _, one in end.samples]
+            found[int(path.name.partition("_")[2])] = [path.stat().st_mtime_ns, samples]
     return found
 
 
@@ -149,16 +149,16 @@ def work_in_turn(rank: int, config, fatal: int | None, seen: Path) -> int:
     """Train; die when a group is generated to its end, before its file is written. `seen` gets the number of each group
     that is written."""
     torch.set_num_threads(1)
-    write, numbers = BackgroundGeneration._write, []
+    write, numbers = background.append_durably, []
 
-    def write_or_die(generating, group) -> None:
-        numbers.append(group[0].number)
+    def write_or_die(path, lines) -> None:
+        numbers.append(int(path.name.partition("_")[2]))
         if len(numbers) == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
-        write(generating, group)
+        write(path, lines)
         seen.write_text(json.dumps(numbers))
 
-    BackgroundGeneration._write = write_or_die
+    background.append_durably = write_or_die
     return task.train(config)
 
 

@@ -1,4 +1,5 @@
-"""Episodes of programs that run while the policy trains: versions of tokens, kills, failures, and groups that hang."""
+"""Episodes of programs and conversations with a function that run while the policy trains: versions of tokens, kills,
+failures, and groups that hang."""
 
 from tests.ranks.episodes_ahead import GROUP, PROMPTS, STALENESS, STEPS
 
@@ -22,6 +23,14 @@ def test_kills_train_each_episode_once_with_the_versions_that_generated_it(serve
     assert max(found["staleness_max"]) == max(found["ages"])
     assert found["mixed"], "an episode goes on through an update"
     assert "it ended with code 3 (try 1 of 2" in found["said"]
+
+
+def test_kills_train_each_conversation_with_a_function_once(server):
+    (found,) = server.rows("episodes_ahead.functions")
+    assert [-9 in codes for codes in found["codes"]] == [True] * 3 + [False]
+    assert len(check_run(found)) == PROMPTS * STEPS // 2
+    assert min(found["ages"]) >= 0 and 0 < max(found["ages"]) <= 2 * STALENESS
+    assert found["replied"] and found["mixed"], "a conversation goes on through an update"
 
 
 def test_a_group_that_hangs_is_dropped_and_training_goes_on(server):

@@ -69,7 +69,6 @@ class ServerPlan:
         if self.context > self._shape.max_position_embeddings:
             raise UserError(f"rollout.max_new_tokens: {self.context} tokens with the longest prompt; lower it")
         self.engine = self._fitting(gpus)
-        self._require_broadcast_fits()
         self._hosts = list(hosts) or self._hosts_of_urls()
         self.places = list(self._places())
         self.urls = [f"http://{places[0][0].name}:{port}" for places, port in self.places]
@@ -111,14 +110,6 @@ class ServerPlan:
             copies_weights=False, caches_drafts=True,
         )  # fmt: skip
         return self._weights(engine) + cache
-
-    def _require_broadcast_fits(self) -> None:
-        if self.kind == "vllm" and self.rollout.weights == "broadcast" and self.engine.replicas > 1:
-            raise UserError(
-                f"rollout.weights: vLLM on {self.engine.gpus} GPUs has {self.engine.replicas} replicas of attention, "
-                'and a broadcast reaches one alone; set "disk", rollout.kind = "sglang", or --gpus-per-engine '
-                f"{self.engine.tensor}"
-            )
 
     def _hosts_of_urls(self) -> list[Host]:
         """The hosts of rollout.urls, with the GPUs of their servers."""

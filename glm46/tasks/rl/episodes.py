@@ -140,7 +140,7 @@ class CommandEpisodes:
         except Exception as error:
             member.finish(error)
             raise
-        await asyncio.to_thread(member.finish, end)  # it is written, while others are served
+        member.finish(end)
 
     def close(self) -> None:
         """End the programs and the endpoint."""
@@ -206,16 +206,14 @@ class CommandEpisodes:
     ) -> EpisodeEnd:  # fmt: skip
         """Run the programs of an episode, and again if they fail. Its faults are its own."""
         table, keys = self._table, self._prompts
-        recorded = member.end.samples if member is not None else []
+        recorded, note = (member.end.samples, member.note) if member is not None else ([], lambda turn: None)
         async with places:
             for number in range(1, self._tries + 1):
                 session = Session(
                     self._tokenizer, request, thinking=keys.thinking, most_turns=table.max_turns,
-                    keeps_thoughts=keys.keep_thoughts, recorded=recorded,
+                    keeps_thoughts=keys.keep_thoughts, recorded=recorded, note=note,
                 )  # fmt: skip
-                if member is not None:
-                    member.parts = session.ended
-                end, recorded = await self._try(prompt, session, requests), []
+                end = await self._try(prompt, session, requests)
                 if not end.fault:
                     break
                 request = request._replace(seed=(request.seed + _SEED_OF_TRY) % 2**63)
@@ -240,15 +238,14 @@ class CommandEpisodes:
             finally:
                 self._endpoint.close(episode)
                 self._note_change()
-            try:
-                samples = session.samples()
-            except ValueError as error:
-                episode.fail(str(error))
-                samples = []
-            fault = episode.fault or ("" if episode.is_truncated and samples else ended.fault)
+            samples = session.samples()
+            # A program need not survive the refusal of a request without room.
+            fault = episode.fault or episode.no_room or ended.fault
+            if samples and episode.no_room:
+                fault = episode.fault
             if fault or not samples:
                 return EpisodeEnd([], f"rl.environment: {fault or 'the program asked nothing'}", output=ended.output)
-            if episode.is_truncated:
+            if episode.no_room:
                 first, *others = samples
                 samples = [first._replace(completion=first.completion._replace(finish="length")), *others]
             if not self._scoring:

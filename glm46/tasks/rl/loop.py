@@ -62,13 +62,16 @@ class RolloutLoop:
         """`Samples.waiting` of the rollout before; None at the start."""
         section, engine, self._ahead = sampler.section, sampler.engine, None
         self._staleness, self._drops = section.max_staleness, section.when_stale == "drop"
-        if isinstance(engine, ServerEngine) and (sampler.environment is None or sampler.episodes is not None):
+        if isinstance(engine, ServerEngine):
             oldest = self._staleness * steps_per_rollout(plan)
             self._ahead = AheadSource(
                 sampler, engine, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
             )
-            of = sampler.episodes
-            begin = begin_samples if of is None else partial(of.begin, sampler.prompt)
+            begin, conversations = begin_samples, sampler.conversations()
+            if sampler.episodes is not None:
+                begin = partial(sampler.episodes.begin, sampler.prompt)
+            elif conversations is not None:
+                begin = conversations.begin
             engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
     def steps(self, progress: Progress) -> Iterator[RolloutStep | None]:

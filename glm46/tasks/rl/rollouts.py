@@ -94,7 +94,7 @@ def _rewarded(scored: Sequence[EpisodeEnd]) -> list[EpisodeEnd]:
     fault = next(one.fault for one in scored if one.fault)
     key, remedy = "rl.rewards", "correct the reward or its label, or raise its timeout_seconds"
     if fault.startswith("rl.environment"):
-        key, remedy = "rl.environment", "mend its program or function, or give it more time"
+        key, remedy = "rl.environment", "mend its program or function, or give it more time or room"
     lost = f"{len(scored) - len(rewarded)} of {len(scored)} samples have no reward"
     raise UserError(*on_first_rank(f"{key}: {lost}, the first one because of {fault}; {remedy}"))
 
@@ -160,10 +160,16 @@ def validate_sets(sampler: Sampler, sets: Sequence[PromptSet]) -> dict[str, floa
 
 
 def answered_lines(sampler: Sampler, prompts: Sequence[Prompt], step: int) -> list[str]:
-    """Lines with the answers to the first prompts. Collective."""
+    """Lines with the answers to the first prompts. Collective.
+
+    Raises:
+        UserError: in front of the first step none has a reward.
+    """
     scored = _answered(sampler, "shown", prompts[:_SHOWN], 1, sampler.rules._replace(routes=False))
     if scored is None:
         return []
+    if step == 0 and all(one.reward is None for one in scored):
+        _rewarded(scored)  # the first rollout would end so, later
     lines = [f"Answers after step {step}:"]
     for one in scored:
         text = sampler.tokenizer.decode(one.completion.tokens).strip()

@@ -4,8 +4,9 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,9 @@ import torch.distributed as dist
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig
-from glm46.storage.chats.chat import chat_reply, opened_thought
-from glm46.storage.chats.conversation import Message
+from glm46.storage.chats.chat import opened_thought
 from glm46.storage.data.tokenizer import Tokenizer
+from glm46.tasks.rl.conversations import Conversations, asked_role, behind_reply
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, prompt_at
@@ -28,6 +29,8 @@ _Result = TypeVar("_Result")
 Take = Callable[[int, int], list[EpisodeEnd] | None]
 """Gives the episodes of groups from the number of a prompt on, as many groups as asked for; None if a stop was
 requested. Collective."""
+_CALLS_OF_A_RANK, _MOST_CALLS = 4, 64
+"""Of the function of [rl.environment] at once, in the background on the first rank."""
 
 
 @dataclass
@@ -71,10 +74,10 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes and free the engine."""
+        self.engine.close()
         for pool in (self.rewards, self.environment, self.filter, self.episodes):
             if pool is not None:
                 pool.close()
-        self.engine.close()
 
     def prompt(self, number: int) -> Prompt:
         """The prompt that is handed out as this number."""
@@ -170,28 +173,23 @@ class Sampler:
         """Completions of requests, with the replies of the environment and the turns after them, or why it failed; None
         if a stop was requested."""
         prompts, requests = [prompt for prompt, _ in asked], [request for _, request in asked]
-        completions, faults = list(self.engine.generate(requests, rules)), dict[int, str]()
+        completions, ended = list(self.engine.generate(requests, rules)), dict[int, EpisodeEnd]()
         numbers, pool, table = list(range(len(asked))), self.environment, self.config.environment
 
         def reply(share: list[int]) -> list[Reply | str]:
             return [] if pool is None else pool.replies([self._answer(prompts[n], completions[n]) for n in share])
 
         for _ in range(0 if pool is None or table is None else table.max_turns - 1):
-            open_ = [(n, role) for n in numbers if (role := self._asked_role(completions[n])) is not None]
+            open_ = [(n, role) for n in numbers if (role := asked_role(completions[n], self.tokenizer)) is not None]
             replies = _by_shares(reply, [n for n, _ in open_])
             turns: dict[int, tuple[list[int], Request]] = {}
             for (number, role), said in zip(open_, replies, strict=True):
-                if isinstance(said, str):
-                    faults[number] = f"rl.environment: {said}"
-                elif said.text is not None:
-                    thinking, message = self._thinking, Message(role, said.text)
-                    tokens = chat_reply(self.tokenizer, [message], thinking=thinking)[1:]  # the turn has the marker
-                    of, done = requests[number], completions[number]
-                    left = of.max_new_tokens - len(done.tokens) - len(tokens)
-                    if left > 0:
-                        turns[number] = tokens, Request([*of.prompt, *done.tokens, *tokens], of.seed, left)
-                    else:
-                        completions[number] = done._replace(finish="length")
+                of, done = requests[number], completions[number]
+                found = behind_reply(of, done, role, said, self.tokenizer, thinking=self._thinking)
+                if isinstance(found, EpisodeEnd):
+                    ended[number] = found
+                else:
+                    turns[number] = found
             if not turns:
                 break
             generated = self.engine.generate([request for _, request in turns.values()], rules)
@@ -201,16 +199,19 @@ class Sampler:
         if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
             return None
         return [
-            EpisodeEnd([SessionSample(request.prompt, completion)], faults.get(number, ""))
+            ended.get(number) or EpisodeEnd([SessionSample(request.prompt, completion)])
             for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
         ]
 
-    def _asked_role(self, completion: Completion) -> Literal["tool", "user"] | None:
-        """The role that is asked to reply to the last turn."""
-        if completion.finish != "stop":
+    def conversations(self) -> Conversations | None:
+        """The conversations with the function of [rl.environment], for servers to go on with in the background; None
+        without a function."""
+        pool, table = self.environment, self.config.environment
+        if pool is None or table is None or self.episodes is not None:
             return None
-        last, markers = completion.tokens[-1], self.tokenizer.special
-        return "tool" if last == markers["<|observation|>"] else "user" if last == markers["<|user|>"] else None
+        calls = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
+        turns = table.max_turns
+        return Conversations(pool, self.tokenizer, self._thinking, turns, self.prompt, self._answer, calls)
 
     def _answer(self, prompt: Prompt, completion: Completion) -> Answer:
         is_finished, history, start = completion.finish == "stop", list[str](), 0

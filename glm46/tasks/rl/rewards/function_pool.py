@@ -1,6 +1,7 @@
 """The functions of a run: rewards, environment, filter. What may hang or crash runs in processes that can be killed."""
 
 import importlib
+import itertools
 import math
 import numbers
 import shutil
@@ -83,7 +84,7 @@ class _Task(NamedTuple):
 
 
 class FunctionPool:
-    """Calls functions on answers: the rewards, the environment or the filter of a run.
+    """Calls functions on answers: the rewards, the environment or the filter of a run. Several threads may.
 
     Args:
         rules: all functions; their names differ.
@@ -99,8 +100,8 @@ class FunctionPool:
         self.names = [rule.name for rule in rules]
         self._key = key
         self._idle: list[tuple[Connection, Process]] = []
-        self._number = 0
-        """Of the last task that was handed out."""
+        self._numbers = itertools.count(1)
+        """Of the tasks that are handed out."""
         if any(rule.name not in _HERE for rule in self._rules):
             self._idle.append(self._start())
 
@@ -172,11 +173,14 @@ class FunctionPool:
         busy: dict[Connection, tuple[Process, _Task, float, int]] = {}
         while waiting or busy:
             while waiting and len(busy) < self._most:
-                is_new, task = not self._idle, waiting.popleft()
-                connection, process = self._start() if is_new else self._idle.pop()
-                self._number += 1
+                task, is_new, asked = waiting.popleft(), False, next(self._numbers)
                 try:
-                    connection.send((self._number, (task.rule, answers[task.answer])))
+                    connection, process = self._idle.pop()
+                except IndexError:  # asked for: another thread may have taken the last one
+                    connection, process = self._start()
+                    is_new = True
+                try:
+                    connection.send((asked, (task.rule, answers[task.answer])))
                 except OSError:  # it has ended
                     end_worker(process)
                     if is_new:
@@ -184,7 +188,7 @@ class FunctionPool:
                     else:
                         waiting.appendleft(task)
                     continue
-                busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds, self._number)
+                busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds, asked)
             first = min((deadline for _, _, deadline, _ in busy.values()), default=0.0)
             ready = wait(list(busy), max(first - time.monotonic(), 0.0))
             for connection in [one for one in busy if one in ready]:

@@ -47,6 +47,8 @@ def parsed(
             table = chat_table(table)
         except ValueError as error:
             raise RefusedRequest(400, str(error)) from error
+    if not table.get("tools") and table.get("tool_choice") == "none":
+        del table["tool_choice"]  # it changes nothing
     for name, allowed in _REFUSED.items():
         if table.get(name) is not None and table[name] not in allowed:
             raise RefusedRequest(
@@ -77,7 +79,7 @@ def completion_response(table: Mapping[str, Any], turn: Turn, name: str) -> tupl
     ]  # fmt: skip
     message |= {"tool_calls": calls} if calls else {}
     finish = "tool_calls" if calls and completion.finish == "stop" else completion.finish
-    prompt, own = len(turn.request.prompt), len(completion.tokens)
+    prompt, own = turn.length, len(completion.tokens)
     usage = {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
     about = {"id": name, "created": int(time.time()), "model": str(table.get("model") or "policy")}
     if not table.get("stream"):

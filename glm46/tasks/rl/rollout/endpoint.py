@@ -5,7 +5,7 @@ import asyncio
 import json
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,8 +50,8 @@ class Episode:
     """Answers its turns."""
     most_requests: int
     is_open: bool = True
-    is_truncated: bool = False
-    """A request found no room."""
+    no_room: str = ""
+    """Why a request found no room, the first one that did."""
     requests: int = 0
     fault: str = ""
     has_failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -157,12 +157,9 @@ class PolicyEndpoint:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = first.split(" ", 2)
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        if "transfer-encoding" in headers:
-            raise RefusedRequest(411, "the body has no Content-Length; send it whole")
-        length = int(headers.get("content-length") or 0)
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        fault, content = None, b""
+        fault, content, size = None, bytearray(), 0
         _, _, rest = path.partition("/s/")
         name, _, what = rest.partition("?")[0].partition("/v1/")
         episode = self._episodes.get(name)
@@ -172,15 +169,18 @@ class PolicyEndpoint:
             fault = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
         elif (method, what) not in _PATHS:
             fault = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
-        elif not 0 <= length <= _MOST_BYTES:
-            episode.fail(f"it sent a request of {length:,} bytes, and {_MOST_BYTES:,} are the most")
+        async for part in _body(reader, headers):  # to its end: a client that writes does not read
+            size += len(part)
+            if fault is None and size <= _MOST_BYTES:
+                content += part
+            elif size > _MOST_DISCARDED:
+                break
+        if fault is None and size > _MOST_BYTES:
+            episode.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
             fault = RefusedRequest(413, episode.fault)
-        if fault is None:
-            return episode, what, await reader.readexactly(length)
-        left = min(max(length, 0), _MOST_DISCARDED)
-        while left and (content := await reader.read(min(left, 2**16))):  # a client that writes does not read
-            left -= len(content)
-        raise fault
+        if fault is not None:
+            raise fault
+        return episode, what, bytes(content)
 
     async def _answer(self, episode: Episode, what: str, body: bytes) -> bytes:
         """The response to a request."""
@@ -202,14 +202,14 @@ class PolicyEndpoint:
                 return _response(200, json.dumps({"input_tokens": session.count(messages, tools)}))
             turn = session.begin(messages, tools, most)
         except NoRoom as error:
-            episode.is_truncated = True
+            episode.no_room = episode.no_room or str(error)
             raise RefusedRequest(400, f"prompt is too long: {error}", "context_length_exceeded") from error
         except (ValueError, RecursionError) as error:
             raise RefusedRequest(400, f"the messages cannot be written in the chat format: {error}") from error
         if turn.answer is None:
             if turn not in self._waiting:
                 give = partial(asyncio.get_running_loop().call_soon_threadsafe, self._give, turn)
-                self._waiting[turn] = _Waiting(episode, OpenRequest(turn.request, give), asyncio.Event())
+                self._waiting[turn] = _Waiting(episode, OpenRequest(session.request(turn), give), asyncio.Event())
                 episode.engine.ask([self._waiting[turn].asked])
                 self._changed()
             await self._waiting[turn].answered.wait()
@@ -219,6 +219,38 @@ class PolicyEndpoint:
         if what == "messages":
             return _response(200, *message_response(table, turn, name))
         return _response(200, *completion_response(table, turn, f"chatcmpl-{name}"))
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+    """The parts of a body, with its length or in chunks.
+
+    Raises:
+        RefusedRequest: it comes in another way.
+        EOFError, ValueError: it is not whole.
+    """
+    coding = headers.get("transfer-encoding", "").lower()
+    if coding not in ("", "chunked"):
+        raise RefusedRequest(411, f"Transfer-Encoding: {coding}: not known; send the body whole, or in chunks")
+
+    async def whole(length: int) -> AsyncIterator[bytes]:
+        if length < 0:
+            raise ValueError("a negative length")
+        while length:
+            if not (part := await reader.read(min(length, 2**16))):
+                raise EOFError
+            length -= len(part)
+            yield part
+
+    if not coding:
+        async for part in whole(int(headers.get("content-length") or 0)):
+            yield part
+        return
+    while length := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+        async for part in whole(length):
+            yield part
+        await reader.readexactly(2)
+    while await reader.readuntil(b"\r\n") != b"\r\n":  # fields behind the last one
+        pass
 
 
 def _keys(headers: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic_core import to_json
+
 _LONGEST_REASON = 400
 
 
@@ -86,8 +88,8 @@ def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
     try:
         connection.connect()
         connection.sock.settimeout(max(end - time.monotonic(), 1e-3))
-        text = None if body is None else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
+        content = None if body is None else to_json(body)  # a fifth of json's time, which other threads wait for
+        connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
         reply, blocks = connection.getresponse(), []
         while block := reply.read1(1 << 20):
             blocks.append(block)

@@ -22,7 +22,8 @@ def chat_table(table: Mapping[str, Any]) -> dict[str, Any]:
     output = table.get("output_config")
     asked["output_config.format"] = output.get("format") if isinstance(output, Mapping) else output
     choice = table.get("tool_choice")
-    asked["tool_choice"] = None if choice in (None, {"type": "auto"}) else choice
+    is_void = choice == {"type": "auto"} or (choice == {"type": "none"} and not table.get("tools"))
+    asked["tool_choice"] = None if is_void else choice
     for name, value in asked.items():
         if value not in (None, []):
             raise ValueError(f"{name}: not possible, because samples are of the policy itself; remove it")
@@ -113,7 +114,7 @@ def message_response(table: Mapping[str, Any], turn: Turn, name: str) -> tuple[s
         )
     reason = "tool_use" if answer.tool_calls else "end_turn"
     end = {"stop_reason": reason if completion.finish == "stop" else "max_tokens", "stop_sequence": None}
-    usage = {"input_tokens": len(turn.request.prompt), "output_tokens": len(completion.tokens)}
+    usage = {"input_tokens": turn.length, "output_tokens": len(completion.tokens)}
     model = str(table.get("model") or "policy")
     message = {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
     if not table.get("stream"):

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -133,6 +134,13 @@ def rest(request: Request, generated: Completion) -> Request:
     the samples of a position are not used twice."""
     count, known = len(generated.tokens), 0 if generated.routes is None else len(generated.routes)
     return Request(request.prompt + generated.tokens, request.seed + count, request.max_new_tokens - count, known)
+
+
+def seed_behind(seed: int, tokens: Sequence[int]) -> int:
+    """63 bits for a request that goes on behind tokens of another one, or begins with other ones. With one seed for all
+    turns, a server that begins a random generator for each request would choose them by the same random numbers."""
+    digest = blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Engine(Protocol):

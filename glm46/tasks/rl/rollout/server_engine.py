@@ -274,6 +274,7 @@ class ServerEngine:
         """Remove the weights from the disk, and end the servers that this run has started."""
         if self._background is not None:
             self._background.halt()
+            self._background.keep((), before=0)  # what functions and programs still say is not written
         self._launched.stop()
         if dist.get_rank() == 0:
             self._remove()

@@ -2,16 +2,18 @@
 token is trained once."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from glm46.storage.chats.chat import chat_prompt, chat_reply, opened_thought
 from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.chat_turn import TurnReader
 from glm46.storage.chats.conversation import Message, ToolCall
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.rollout.records import Completion, Request, SessionSample
+from glm46.tasks.rl.rollout.records import Completion, Request, SessionSample, seed_behind
 
 Key = tuple[str, ...]
 """A message as it is compared: equal keys read alike."""
@@ -30,7 +32,17 @@ class Turn:
     asked: tuple[Key, ...]
     """The messages of the request."""
     tools: tuple[Mapping, ...]
-    request: Request
+    new: list[int]
+    """The end of its prompt, behind the tokens of the parent but their marker: with all prompts whole, the memory of an
+    episode would grow with the square of its length."""
+    length: int
+    """Tokens of its prompt."""
+    room: int
+    """Tokens that its conversation leaves for it."""
+    most_tokens: int
+    """Of its completion: the room, or the limit that its request states."""
+    seed: int
+    """Of its request: a hash of the sample's seed, the tokens of its prompt, and the limit."""
     completion: Completion | None = None
     """None until it is generated."""
     answer: Message | None = None
@@ -49,70 +61,101 @@ class Session:
     Args:
         first: prompt of the row, seed, and the longest completion. No sample is longer than both together.
         keeps_thoughts: past thoughts stay in prompts.
-        recorded: turns of an earlier start: one with the same prompt is not generated again.
+        recorded: turns that `note` got at an earlier start: one with the same seed is not generated again.
+        note: gets each turn that is generated, with its seed in the place of the prompt.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, first: Request, *, thinking: bool, most_turns: int, keeps_thoughts: bool = False,
-        recorded: Sequence[SessionSample] = (),
+        recorded: Sequence[SessionSample] = (), note: Callable[[SessionSample], None] = lambda turn: None,
     ):  # fmt: skip
         self._tokenizer, self._thinking, self._keeps = tokenizer, thinking, keeps_thoughts
         self._first, self._most_turns = first, most_turns
-        self._recorded = {tuple(prompt): completion for prompt, completion in recorded}
+        self._note, self._recorded = note, {seed: completion for (seed,), completion in recorded}
         self.turns: list[Turn] = []
         self._ended: list[Turn] = []
         """Those that are generated, in the order of their ends."""
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping], most_tokens: int | None = None) -> Turn:
-        """The turn that answers messages; for the same request the same turn, generated or not.
+        """The turn that answers messages; for the same request the same turn, generated or not. With another limit that
+        binds it is another request.
 
         Raises:
             NoRoom: the episode has had its turns, or the prompt leaves no room for a token.
         """
         keys, tools = tuple(map(self._key, messages)), tuple(tools)
         for turn in self.turns:
-            if turn.asked == keys and turn.tools == tools:
+            is_same = len(turn.asked) == len(keys) and turn.asked == keys and turn.tools == tools
+            if is_same and turn.most_tokens == min(turn.room, most_tokens or turn.room):
                 return turn
         if len(self.turns) == self._most_turns:
             raise NoRoom(f"this episode has had its {self._most_turns} turns (rl.environment.max_turns)")
-        parent, prompt = self._prompt(messages, keys, tools)
-        room = len(self._first.prompt) + self._first.max_new_tokens - len(prompt)
+        before = self._parent(keys, tools)
+        if before is not None:
+            keys = before.keys + keys[len(before.keys) :]  # the same texts, not others for each turn
+        parent, new, length = self._prompt(before, messages, tools)
+        room = len(self._first.prompt) + self._first.max_new_tokens - length
         if room < 1:
+            row, own = len(self._first.prompt), self._first.max_new_tokens
             raise NoRoom(
-                f"the prompt has {len(prompt)} tokens, and a conversation has at most {room + len(prompt)}: those of "
-                "the row's prompt and rollout.max_new_tokens"
+                f"the prompt has {length} tokens, and a conversation has at most {row + own}: {row} of the row's "
+                f"prompt and {own} of rollout.max_new_tokens, in which the program's system prompt and tools count "
+                f"too; raise rollout.max_new_tokens above {length - row}, within training.seq_len"
             )
-        turn = Turn(parent, keys, tools, Request(prompt, self._first.seed, min(room, most_tokens or room)))
+        most = min(room, most_tokens or room)
+        seed = self._seed(parent, new if most == room else [*new, -most])
+        turn = Turn(parent, keys, tools, new, length, room, most, seed)
         self.turns.append(turn)
-        known = self._recorded.pop(tuple(prompt), None)
-        if known is not None and (known.finish == "stop" or len(known.tokens) == turn.request.max_new_tokens):
-            self.end(turn, known)
+        known = self._recorded.pop(turn.seed, None)
+        if known is not None and (known.finish == "stop" or len(known.tokens) == turn.most_tokens):
+            self._record(turn, known)
         return turn
 
-    def ended(self) -> list[SessionSample]:
-        """The turns so far, for `recorded`."""
-        return [SessionSample(turn.request.prompt, turn.completion) for turn in list(self._ended)]
+    def request(self, turn: Turn) -> Request:
+        """The request that generates a turn."""
+        parts, at = [turn.new], turn.parent
+        while at is not None:
+            parts += [_without_marker(at.completion), at.new]
+            at = at.parent
+        prompt: list[int] = []
+        for part in reversed(parts):
+            prompt += part
+        return Request(prompt, turn.seed, turn.most_tokens, _routed(turn.parent))
+
+    def _seed(self, parent: Turn | None, new: list[int]) -> int:
+        if parent is not None:
+            return seed_behind(parent.seed, [*_without_marker(parent.completion), *new])
+        return self._first.seed if new == self._first.prompt else seed_behind(self._first.seed, new)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> int:
         """Number of tokens of the prompt that `begin` would make."""
-        return len(self._prompt(messages, tuple(map(self._key, messages)), tuple(tools))[1])
+        return self._prompt(self._parent(tuple(map(self._key, messages)), tuple(tools)), messages, tools)[2]
 
     def _prompt(
-        self, messages: Sequence[Message], keys: tuple[Key, ...], tools: tuple[Mapping, ...]
-    ) -> tuple[Turn | None, list[int]]:
-        """The turn that messages continue, and the prompt."""
-        parent = self._parent(keys, tools)
-        new = messages if parent is None else messages[len(parent.keys) :]
-        if parent is None or self._renders_otherwise(parent, new):
-            return None, chat_prompt(
+        self, before: Turn | None, messages: Sequence[Message], tools: Sequence[Mapping]
+    ) -> tuple[Turn | None, list[int], int]:
+        """The turn whose tokens a prompt begins with, the tokens behind them, and the length of the prompt.
+
+        Args:
+            before: the turn that the messages continue.
+        """
+        if before is None or self._renders_otherwise(before, messages[len(before.keys) :]):
+            prompt = chat_prompt(
                 self._tokenizer, messages, tools=tools, thinking=self._thinking, keeps_thoughts=self._keeps
             )
+            return None, prompt, len(prompt)
         # The marker at the end of a turn comes with the message that follows.
-        before = parent.request.prompt + _without_marker(parent.completion)
-        return parent, before + chat_reply(self._tokenizer, new, thinking=self._thinking)
+        new = chat_reply(self._tokenizer, messages[len(before.keys) :], thinking=self._thinking)
+        return before, new, before.length + len(_without_marker(before.completion)) + len(new)
 
     def end(self, turn: Turn, completion: Completion) -> None:
         """Record what was generated for a turn."""
+        if completion.routes is not None:
+            completion = completion._replace(routes=completion.routes[_routed(turn.parent) :])
+        self._record(turn, completion)
+        self._note(SessionSample([turn.seed], completion))
+
+    def _record(self, turn: Turn, completion: Completion) -> None:
         reader = TurnReader(self._tokenizer, in_thought=bool(opened_thought(self._tokenizer, self._thinking)))
         for token in _without_marker(completion):
             reader.read(token)
@@ -131,11 +174,7 @@ class Session:
 
     def samples(self) -> list[SessionSample]:
         """The samples, first the one that ends with the last turn; each generated token has its label in the first one
-        that holds it. Empty without turns.
-
-        Raises:
-            ValueError: a prompt is not the tokens before it.
-        """
+        that holds it. Empty without turns."""
         parents = {turn.parent for turn in self._ended}
         trained: set[Turn] = set()
         return [self._path(leaf, trained) for leaf in reversed(self._ended) if leaf not in parents]
@@ -144,20 +183,21 @@ class Session:
         turns = [leaf]
         while turns[0].parent is not None:
             turns.insert(0, turns[0].parent)
-        root, whole = turns[0].request.prompt, None
+        whole: Completion | None = None
         for turn in turns:
             own = turn.completion
             length = len(own.tokens)
             if turn in trained:
                 own = own._replace(logprobs=[0.0] * length, replies=((0, length),), drafted=0, accepted=0)
             trained.add(turn)
-            whole = own if whole is None else _joined(root, whole, turn, own)
-        return SessionSample(root, whole)
+            whole = own if whole is None else _joined(whole, turn.new, own)
+        return SessionSample(turns[0].new, whole)
 
     def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> Turn | None:
         """The deepest turn that a request continues; of equal ones the latest."""
-        found = [turn for turn in self._ended if turn.tools == tools and turn.keys == keys[: len(turn.keys)]]
-        return max(reversed(found), key=lambda turn: len(turn.keys), default=None)
+        deepest = sorted(reversed(self._ended), key=lambda turn: -len(turn.keys))  # a long one is compared once
+        found = (turn for turn in deepest if turn.tools == tools and turn.keys == keys[: len(turn.keys)])
+        return next(found, None)
 
     def _renders_otherwise(self, turn: Turn, new: Sequence[Message]) -> bool:
         """True if the format writes the tokens up to a turn in another way in front of new messages: a user's removes
@@ -181,23 +221,28 @@ def _without_marker(completion: Completion) -> list[int]:
     return completion.tokens[: len(completion.tokens) - (completion.finish == "stop")]
 
 
-def _joined(root: list[int], whole: Completion, turn: Turn, own: Completion) -> Completion:
-    """A completion behind the prompt of a root, with the next turn of its path."""
-    prompt, end = turn.request.prompt, len(root) + len(whole.tokens)
-    is_ended = whole.finish == "stop"
-    # Contradicted markers are read as those in the prompt.
-    read = root + whole.tokens
-    for index, marker in whole.contradicted:
-        read[len(root) + index] = marker
-    if prompt[: end - is_ended] != read[: end - is_ended]:
-        raise ValueError("a prompt is not the tokens before it")
-    found = whole.extended(prompt[end:], own)
-    contradicted = whole.contradicted
-    if is_ended and prompt[end - 1] != read[-1]:
-        contradicted += ((end - 1 - len(root), prompt[end - 1]),)
+def _routed(turn: Turn | None) -> int:
+    """Tokens, from the begin of the conversation on, whose experts are known behind a turn."""
+    count = 0
+    while turn is not None and turn.completion.routes is not None:
+        count, turn = count + len(turn.completion.routes), turn.parent
+    return count
+
+
+def _joined(whole: Completion, new: list[int], own: Completion) -> Completion:
+    """A completion with the next turn of its path.
+
+    Args:
+        new: tokens between both; the first one is the marker that the first ends with, or another role's.
+    """
+    contradicted, is_ended, last = whole.contradicted, whole.finish == "stop", len(whole.tokens) - 1
+    if is_ended and new[0] != whole.tokens[last]:
+        contradicted += ((last, new[0]),)
+    found = whole.extended(new[is_ended:], own._replace(routes=None))
     start = len(found.tokens) - len(own.tokens)
-    replies = (*found.replies, *((start + first, start + last) for first, last in own.replies))
-    return found._replace(contradicted=contradicted, replies=replies)
+    replies = (*found.replies, *((start + first, start + end) for first, end in own.replies))
+    routes = own.routes if whole.routes is None else np.concatenate([whole.routes, own.routes])
+    return found._replace(contradicted=contradicted, replies=replies, routes=routes)
 
 
 def _typed(call: ToolCall, tools: Sequence[Mapping]) -> ToolCall:

@@ -26,7 +26,7 @@ from glm46.tasks.rl.rollout.inference_server import (
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
-_EXTENSION_REVISION = 6
+_EXTENSION_REVISION = 7
 """REVISION of deploy/vllm/glm_ext.py."""
 
 _REMEDY = "start it as deploy/vllm/serve_cpu.sh does (the options marked with *)"
@@ -146,19 +146,13 @@ class VllmServer:
 
     def join(self, version: int, seconds: float) -> WeightGroup:
         """See `InferenceServer.join`."""
-        if (replicas := self._facts["replicas"]) > 1:
-            raise UserError(
-                f'rollout.weights = "broadcast": {self.url} has {replicas} replicas of the model '
-                "(--data-parallel-size); start a server for each and name them in rollout.urls, or set "
-                'rollout.weights = "disk"'
-            )
         backend = group_backend(self._facts["device"])
         if backend == "nccl" and (theirs := self._facts["nccl"]) != (ours := nccl_version()):
             raise UserError(
                 f'{self.url} has NCCL {theirs}, this process has {ours}; install one or set rollout.weights = "disk"'
             )
         self._pause()
-        group = WeightGroup(self.url, self._facts["workers"], backend, seconds)
+        group = WeightGroup(self.url, self._facts["replicas"] * self._facts["workers"], backend, seconds)
         group.join(version, lambda invitation: self._extension("glm46_receive", invitation, seconds=seconds))
         return group
 

@@ -195,6 +195,8 @@ class WeightGroup:
         """
         try:
             found = self._reply.result(seconds if self.fault is None else _FOR_A_REASON)
+            if self._store is not None and self._store.check(["left"]):  # vLLM answers for its first replica alone
+                raise CallError("a worker has not loaded the weights; the server's log says why")
         except FutureTimeoutError:  # not the builtin one before Python 3.11
             raise CallError(self.fault or f"it did not load the weights within {seconds:g} s") from None
         except CallError as error:

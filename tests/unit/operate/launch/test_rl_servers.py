@@ -111,7 +111,7 @@ def test_options_of_vllm_are_those_of_its_script(lines):
 
 
 def test_vllm_over_hosts_has_a_replica_on_each_and_one_that_listens(lines):
-    found = [options_of(line) for line in commands(lines("--gpus-per-engine", "32"))]
+    found = [options_of(line) for line in commands(lines("--gpus-per-engine", "32", "--rollout.weights", "broadcast"))]
     assert ["--headless" in options for options in found] == [False, True, True, True]
     assert [options.get("--data-parallel-start-rank") for options in found] == [None, "1", "2", "3"]
     assert all(options["--data-parallel-size"] == "4" and options["--tensor-parallel-size"] == "8" for options in found)
@@ -129,7 +129,6 @@ def test_servers_share_a_host_by_their_gpus_and_have_ports_of_their_own(lines):
     [
         (["--gpus-per-engine", "4"], ["--gpus-per-engine 4", "GiB", "fp8-block"]),
         (["--gpus-per-engine", "24"], ["--gpus-per-engine 24", "n_routed_experts = 160"]),
-        (["--gpus-per-engine", "32", "--rollout.weights", "broadcast"], ["rollout.weights", '"disk"', '"sglang"']),
         (["--gpus-per-engine", "80"], ["--hosts", "80"]),
         (["--rollout.weights_dtype", "fp8-block"], ["--folder", "convert to-hf --dtype fp8-block"]),
         (["--gpu", "H9"], ["--gpu"]),

@@ -68,6 +68,9 @@ def main(kind: str) -> None:
         first = ask(question, max_tokens=6)
         ask(question, first, question, max_tokens=6)
         return
+    if kind == "long":
+        ask({"role": "system", "content": "You have many tools. " * 100}, question)
+        return
     first = ask(question)
     if kind == "two tries":
         ask(question, first, question)

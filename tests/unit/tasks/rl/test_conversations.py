@@ -1,5 +1,6 @@
 """Conversations with an environment: the tokens are those of the chat format, and only generated ones are targets."""
 
+import queue
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,9 +22,12 @@ from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
-from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.background import Member
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, SessionSample, VersionSpan
+from glm46.tasks.rl.rollout.session import Session
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
+from tests.processes import HANG_SECONDS
 
 TOOLS = ({"name": "calculator"},)
 QUESTION = Message("user", "12 * 3 + 1/2?")
@@ -151,6 +155,22 @@ def test_a_user_may_reply_too(tokenizer):
     assert history[0] == () and history[1][0].strip() == "36" and "Sure?" in history[1][1]
 
 
+def test_turns_have_seeds_of_their_own_which_are_those_of_a_session(tokenizer):
+    """A server begins its random numbers for each request."""
+    said = [QUESTION, *(Message("assistant" if n % 2 else "user", f"{n}?") for n in range(1, 6))]
+    ids, turns, is_target = document_of(tuple(said), tokenizer)
+    replies = lambda answers: [Reply(f"{len(a.history) + 2}?") for a in answers]  # noqa: E731
+    of = sampler(engine := Scripted(turns), tokenizer, replies)
+    rolled_out(of, Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "1"))
+    session, requests = Session(tokenizer, engine.asked[0], thinking=False, most_turns=3), []
+    for number, tokens in enumerate(turns):
+        turn = session.begin(said[: 2 * number + 1], TOOLS)
+        requests.append(session.request(turn))
+        session.end(turn, Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None))
+    assert engine.asked == requests and len({one.seed for one in requests}) == 3
+    assert requests[0].seed == of.requests(of.prompts[0], 0)[0].seed
+
+
 def test_a_reply_without_room_ends_the_sample_and_a_failure_drops_it(tokenizer):
     ids, turns, is_target = document_of((QUESTION, CALL, Message("tool", "1")), tokenizer)
     prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "1")
@@ -199,3 +219,57 @@ def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_thei
     assert rollout.figures["generated_samples"] == 10
     with pytest.raises(UserError, match=r"rl\.filter: a function cannot be loaded.*no_such"):
         FunctionPool([RewardRule("no_such_module:f")], key="rl.filter")
+
+
+class Answering:
+    """See `Requests`: answers by an engine, at once."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def ask(self, asked):
+        for one in asked:
+            (completion,) = self._engine.generate([one.request], None)
+            one.done(completion)
+
+    def drop(self, asked):
+        pass
+
+
+def in_background(of: Sampler, request: Request, turns=()) -> tuple[EpisodeEnd | BaseException, list[SessionSample]]:
+    """The end of a conversation that goes on by itself behind recorded turns, and its new turns."""
+    ends, noted = queue.SimpleQueue(), []
+    member = Member(0, request, EpisodeEnd(list(turns), is_part=True), finish=ends.put, note=noted.append)
+    of.conversations().begin(Answering(of.engine), [member])
+    return ends.get(timeout=HANG_SECONDS), noted
+
+
+def test_a_conversation_that_goes_on_by_itself_is_that_of_rounds(tokenizer):
+    messages = (QUESTION, CALL, Message("tool", "73/2"), Message("assistant", "73/2"))
+    ids, turns, is_target = document_of(messages, tokenizer)
+    prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")
+
+    def made(longest: int = LONGEST, replies=calculated, script=turns) -> tuple[Sampler, Request]:
+        of = sampler(Scripted(script), tokenizer, replies, longest)
+        of.prompts = [prompt]
+        return of, Request(prompt.tokens, 5, longest)
+
+    for longest in (len(turns[0]) + 3, LONGEST):
+        of, request = made(longest)
+        (expected,) = of._converse([(prompt, request)], of.rules)
+        end, noted = in_background(*made(longest))
+        assert end == expected and len(end.samples[0].completion.replies) == len(noted) - 1
+    asked = of.engine.asked
+    end, noted = in_background(*made())
+    of, request = made(script=turns[1:])
+    again, new = in_background(of, request, noted[:1])
+    assert again == end and new == noted[1:] and of.engine.asked == asked[1:], "the first turn is not generated again"
+    of, request = made(replies=lambda answers: ["ValueError: no" for _ in answers])
+    end, _ = in_background(of, request)
+    assert end.fault == "rl.environment: ValueError: no"
+
+    def breaks(answers):
+        raise UserError("the function cannot be loaded")
+
+    error, _ = in_background(*made(replies=breaks))
+    assert isinstance(error, UserError), "it ends the run"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -27,7 +28,7 @@ from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool, found_program
 from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
-from glm46.tasks.rl.rollouts import generate_rollout
+from glm46.tasks.rl.rollouts import answered_lines, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
@@ -41,7 +42,7 @@ def one_rank():
 
 
 class Echo:
-    """An engine whose answer depends on the prompt alone."""
+    """An engine whose answer depends on prompt and seed."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self.rounds = tokenizer, []
@@ -50,7 +51,7 @@ class Echo:
         self.rounds.append(len(requests))
         found = []
         for request in requests:
-            text = f"\n{sum(request.prompt) % 997} of {len(request.prompt)}"
+            text = f"\n{(request.seed + sum(request.prompt)) % 997} of {len(request.prompt)}"
             tokens = [*self._tokenizer.encode(text).tolist(), self._tokenizer.special["<|user|>"]]
             found.append(Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None))
         return found
@@ -171,6 +172,26 @@ def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampl
     assert rollout.figures["dropped_groups"] == 1, "its other sample has a reward, but no baseline"
     undisturbed = generate_rollout(of, lambda *_: [one for one in taken if one.group == left], 7, 0)
     assert undisturbed.figures["dropped_groups"] == 0
+
+
+def test_a_first_request_without_room_ends_the_run_before_a_step_with_key_and_remedy(make_sampler, length):
+    of, said = make_sampler(["long"] * 2, command(tries=1)), []
+    of.say = of.episodes._say = said.append
+    remedy = (
+        r"rl\.environment: the prompt has \d+ tokens, and a conversation has at most \d+: \d+ of the row's prompt and "
+        r"200 of rollout\.max_new_tokens, .* system prompt and tools count too; raise rollout\.max_new_tokens above "
+        r"(\d+), within training\.seq_len"
+    )
+    with pytest.raises(UserError, match=f"2 of 2 samples have no reward, the first one because of {remedy}"):
+        answered_lines(of, of.prompts, 0)
+    causes = [line for line in said if "failure 1" in line or "2 of 2 samples are dropped" in line]
+    assert len(causes) == 2 and all(re.search(remedy, line) for line in causes), said
+    most = int(re.search(remedy, causes[0])[1])
+    of.section = of.section.model_copy(update={"max_new_tokens": most})
+    assert any("no reward: rl.environment: the prompt" in line for line in answered_lines(of, of.prompts, 8))
+    of.section = of.section.model_copy(update={"max_new_tokens": most + 1})
+    (one, *_) = of.generate_groups(0, 1)
+    assert not one.fault and len(one.completion.tokens) > 1, "the engine of this test has no limit"
 
 
 def test_the_output_of_a_failed_program_can_be_read_afterwards(make_sampler, length, tmp_path):

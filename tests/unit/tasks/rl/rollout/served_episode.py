@@ -38,14 +38,19 @@ class Served:
     async def __aexit__(self, *_) -> None:
         self._server.close()
 
-    async def send(self, table: object, what: str = "chat/completions", method: str = "POST", key: str = "", **headers):
-        """Status and body of the response."""
+    async def send(
+        self, table: object, what: str = "chat/completions", method: str = "POST", key: str = "", *, ends: bool = False,
+        **headers,
+    ):  # fmt: skip
+        """Status and body of the response. Headers that are None are left out."""
         address, _, path = self.url.removeprefix("http://").partition("/")
         reader, writer = await asyncio.open_connection(*address.split(":"))
         body = table if isinstance(table, bytes) else json.dumps(table).encode()
-        headers = {"Authorization": f"Bearer {key or self.episode.key}", "Content-Length": str(len(body)), **headers}
-        lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+        headers = {"Authorization": f"Bearer {key or self.episode.key}", "Content_Length": str(len(body)), **headers}
+        lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items() if value)
         writer.write(f"{method} /{path}/{what} HTTP/1.1\r\n{lines}\r\n".encode() + body)
+        if ends:
+            writer.write_eof()
         head, _, content = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
         return int(head.split()[1]), content.decode()

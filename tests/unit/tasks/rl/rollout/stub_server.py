@@ -85,7 +85,8 @@ class StubServer(SglangCalls):
         goes_on_behind: stop tokens that end nothing.
         routes: chosen experts that each reply has.
         received: tensors of the last broadcast, all workers' in turn.
-        workers: that take a broadcast.
+        workers: of a replica, that take a broadcast.
+        replicas: of which the first one answers, as in vLLM.
         breaks_at: where its last worker breaks, once, in a broadcast: "called", "joined" (before the group is formed),
             behind so many tensors, or "answer", which is then lost.
         breaks_by: "error", "stall" (until `stalls` is false), "stop" (until it is sent SIGCONT), "kill".
@@ -99,7 +100,7 @@ class StubServer(SglangCalls):
         self.lora_rank, self.adapters, self.routes, self.device = 0, [], None, "cpu"
         self.goes_on_behind = ()
         self.model, self.raw = logprob, 0.0
-        self.received, self.errors, self.workers = [], [], 1
+        self.received, self.errors, self.workers, self.replicas = [], [], 1, 1
         self.breaks_at, self.breaks_by, self.stalls = None, "error", True
         self._aborted, self._lock, self._engine = set(), threading.Lock(), threading.Lock()
         self.generated: list[tuple] = []
@@ -174,9 +175,9 @@ class StubServer(SglangCalls):
 
     def _collective_rpc(self, body):
         if body["method"] == "glm46_describe":
-            facts = {"revision": 6, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
+            facts = {"revision": 7, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
             facts |= {"lora_rank": self.lora_rank, "expert_adapters": False}
-            facts |= {"device": self.device, "workers": self.workers, "replicas": 1, "nccl": "2.27.5"}
+            facts |= {"device": self.device, "workers": self.workers, "replicas": self.replicas, "nccl": "2.27.5"}
             return {"results": [facts | {"returns_routes": self.routes is not None, "dense_layers": 1}]}
         if body["method"] == "glm46_check":
             return {
@@ -189,10 +190,10 @@ class StubServer(SglangCalls):
         return {"results": [{"version": self._load(Path(body["args"][0]))}]}
 
     def _receive(self, invitation: str):
-        self.received, self.errors = [], []
+        self.received, errors = [], {}
 
         def take(worker: int) -> None:
-            breaks = self._break if worker == self.workers - 1 else lambda where: None
+            breaks = self._break if worker == self.replicas * self.workers - 1 else lambda where: None
             try:
                 breaks("called")
                 found = []
@@ -201,17 +202,19 @@ class StubServer(SglangCalls):
                     for pair in tensors:
                         found.append(pair)
                         breaks(len(found))
+                    breaks("loaded")
                 self.received.append(found)
             except (OSError, RuntimeError, ValueError) as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
+                errors[worker] = f"{type(error).__name__}: {error}"
 
-        threads = [threading.Thread(target=take, args=(worker,)) for worker in range(self.workers)]
+        threads = [threading.Thread(target=take, args=(worker,)) for worker in range(self.replicas * self.workers)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if self.errors:
-            return {"results": [{"failed": error} for error in self.errors]}
+        self.errors = list(errors.values())
+        if answered := [errors[worker] for worker in range(self.workers) if worker in errors]:
+            return {"results": [{"failed": error} for error in answered]}
         if not self.stale:
             self.version = json.loads(invitation)["version"]
         try:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import queue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout import background, open_requests
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan, rest
+from glm46.tasks.rl.rollout.records import (
+    Completion,
+    EpisodeEnd,
+    Request,
+    SamplingRules,
+    SessionSample,
+    VersionSpan,
+    rest,
+)
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import EngineError, Weights
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
@@ -86,7 +95,7 @@ def test_a_kill_loses_no_finished_group_and_no_token_that_was_aborted(pool, stub
     generating = BackgroundGeneration(OpenRequests(pool, RULES, goes_on=True), tmp_path / "ahead")
     generating.add(0, LONG, 0)
     generating.start()
-    wait_until(lambda: list((tmp_path / "ahead").glob("prompt_*0.npz")))
+    wait_until(lambda: list((tmp_path / "ahead").glob("prompt_*0")))
     generating.halt()
     generating.add(1, LONG, 0)
     generating.add(2, LONG, 0)
@@ -105,9 +114,9 @@ def test_a_kill_loses_no_finished_group_and_no_token_that_was_aborted(pool, stub
     assert sorted((len(prompt), seed) for prompt, seed in stub.generated) == [(2, 1), (2, 2), (5, 4), (5, 5)]
     assert completions(groups[0])[0].tokens == completions(groups[2])[0].tokens == generate([3, 4], 1, 6)
     after.keep([1], before=2)  # prompt 2 comes next
-    assert {path.name for path in (tmp_path / "ahead").iterdir()} == {"prompt_00000001.npz", "prompt_00000002.npz"}
+    assert {path.name for path in (tmp_path / "ahead").iterdir()} == {"prompt_00000001", "prompt_00000002"}
     after.keep([1], before=3)
-    assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000001.npz"]
+    assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000001"]
 
 
 def test_samples_that_do_not_go_on_are_those_of_one_version_and_are_drawn_whole(pool, stub, tmp_path):
@@ -120,7 +129,7 @@ def test_samples_that_do_not_go_on_are_those_of_one_version_and_are_drawn_whole(
     generating.start()
     await_sent(stub, 4)
     generating.halt()
-    assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000000.npz"]
+    assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000000"]
     # Another process.
     stub.fault, stub.generated[:] = "", []
     after = BackgroundGeneration(OpenRequests(pool, RULES, goes_on=False), tmp_path / "ahead")
@@ -216,7 +225,7 @@ def test_a_full_disk_is_a_mistake_of_the_user_whose_folder_is_named(pool, tmp_pa
     def fail(path, blocks):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(background, "replace_durably", fail)
+    monkeypatch.setattr(background, "append_durably", fail)
     generating = BackgroundGeneration(OpenRequests(pool, RULES, goes_on=True), tmp_path / "ahead")
     generating.add(0, LONG, 0)
     generating.start()
@@ -237,3 +246,48 @@ def test_turns_and_parts_of_a_sample_keep_the_routes_that_drew_them():
     assert rest(Request([8, 9, 9], 40, 6), first) == Request([8, 9, 9, 5, 6], 42, 4, known=4)
     stopped = first.extended([], Completion([], [], "abort", [], np.full((5, 1, 1), 2, np.uint8)))
     assert stopped.tokens == first.tokens and stopped.routes.tolist() == first.routes.tolist()
+
+
+def test_turns_and_ends_of_episodes_are_kept_one_by_one_and_a_cut_file_goes_on(tmp_path):
+    """Three starts: the first is killed in a write, the second finds an episode whose weights are too old."""
+    begun: list = []
+
+    def begin(requests, members):
+        begun.extend(members)
+        for member in members:
+            member.cancel = lambda: None
+
+    def start(since: int = 0) -> list:
+        begun.clear()
+        requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda: True)
+        generating = BackgroundGeneration(requests, tmp_path, begin)
+        generating.add(3, [Request([1, 2], seed, 9) for seed in range(3)], since)
+        generating.start()
+        return generating
+
+    def turn(name: int, version: int) -> SessionSample:
+        return SessionSample([name], Completion([name], [-1.0], "stop", [VersionSpan(0, version)], None))
+
+    first = start()
+    begun[0].note(turn(7, 0))
+    begun[2].note(turn(8, 1))
+    begun[0].note(turn(9, 1))
+    begun[1].finish(EpisodeEnd([turn(5, 1)], score=2.0))
+    assert first.halt(), "all is on the disk"
+    assert first.unfinished([3]) == 1 and [one.end.is_part for one in begun] == [True, False, True]
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes() + file.read_bytes()[:50])
+
+    second = start()
+    assert [one.end.samples for one in begun] == [[turn(7, 0), turn(9, 1)], [turn(8, 1)]]
+    begun[1].note(turn(10, 2))
+    second.halt()
+
+    start(since=1)
+    assert [one.end.samples for one in begun] == [[], [turn(8, 1), turn(10, 2)]], "no turn behind one that is too old"
+    begun[0].note(turn(11, 2))
+    begun[0].finish(EpisodeEnd([turn(11, 2)], fault="it hangs"))
+    begun[1].finish(EpisodeEnd([turn(10, 2)]))
+    wait_until(lambda: not begun[1].end.is_part)
+    start(since=1)
+    assert [one.end.samples for one in begun] == [[]], "the failed one is tried again, from the begin"

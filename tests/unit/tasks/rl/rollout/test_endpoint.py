@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from ipaddress import ip_address
 
 import pytest
 
@@ -11,15 +12,20 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 CALL = "\nadding<tool_call>add\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
 
 
-def test_an_answer_has_text_calls_and_usage_and_is_given_again():
-    tools = [
-        {"type": "function", "function": {"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}}}}
-    ]
+IN_CHUNKS = {"Transfer_Encoding": "chunked", "Content_Length": None}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}}}}
 
+
+def in_chunks(body: bytes, size: int) -> bytes:
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x;name=1\r\n%b\r\n" % (len(part), part) for part in (*parts, b"")).removesuffix(b"\r\n")
+
+
+def test_an_answer_has_text_calls_and_usage_and_is_given_again():
     async def run():
         async with Served([tokens_of(CALL)]) as of:
-            first = await of.send(HELLO | {"tools": tools, "temperature": 0.2})
-            return first, await of.send(HELLO | {"tools": tools, "temperature": 0.2}), of
+            first = await of.send(HELLO | {"tools": [TOOL], "temperature": 0.2})
+            return first, await of.send(HELLO | {"tools": [TOOL], "temperature": 0.2}), of
 
     (status, content), again, of = asyncio.run(run())
     table = json.loads(content)
@@ -61,7 +67,11 @@ def test_a_stream_holds_the_same_answer():
         (400, "context_length_exceeded", {"messages": [{"role": "user", "content": "much " * 2100}]}, {}),
         (401, "OPENAI_API_KEY", HELLO, {"key": "other"}),
         (404, "there are", HELLO, {"what": "completions"}),
-        (411, "Content-Length", HELLO, {"Transfer_Encoding": "chunked"}),
+        (400, "tool_choice: not possible", HELLO | {"tools": [TOOL], "tool_choice": "none"}, {}),
+        (401, "OPENAI_API_KEY", HELLO, {"Authorization": None}),
+        (411, "gzip: not known", HELLO, {"Transfer_Encoding": "gzip"}),
+        (413, "8,388,609 bytes", in_chunks(b" " * (2**23 + 1), 2**20) + b"\r\n", IN_CHUNKS),
+        (401, "OPENAI_API_KEY", in_chunks(b" " * 10, 5) + b"\r\n", {"Authorization": None, **IN_CHUNKS}),
         (413, "are the most", b" " * (2**23 + 1), {}),
     ],
 )
@@ -73,6 +83,35 @@ def test_other_requests_are_refused(status, said, table, options):
     found, content = asyncio.run(run())
     assert found == status and said in content
     assert json.loads(content)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_in_chunks_and_a_choice_of_no_tool_are_the_same_request():
+    async def run():
+        async with Served([tokens_of("\nHi")]) as of:
+            (listener,) = of._server.sockets
+            assert ip_address(listener.getsockname()[0]).is_loopback
+            chunks = in_chunks(json.dumps(HELLO).encode(), 7)
+            ends = [b"\r\n", b"X-Checked: yes\r\n\r\n"]
+            sent = [await of.send(chunks + end, **IN_CHUNKS) for end in ends]
+            no_tool = [{"tool_choice": "none"}, {"tool_choice": "none", "tools": []}]
+            sent += [await of.send(HELLO | table) for table in no_tool]
+            message = HELLO | {"max_tokens": 5000, "tool_choice": {"type": "none"}}
+            return [*sent, await of.send(message, "messages")], of
+
+    answers, of = asyncio.run(run())
+    assert [status for status, _ in answers] == [200] * 5 and len(of.generated) == 1
+    assert all(json.loads(content)["choices"][0]["message"]["content"] == "Hi" for _, content in answers[:4])
+
+
+@pytest.mark.parametrize("body", [b"", b"5\r\nabc", b"-5\r\nabcde\r\n0\r\n\r\n", b"x\r\n", b"3\r\nabc\r\n"])
+def test_chunks_without_an_end_are_no_request(body):
+    async def run():
+        async with Served([tokens_of("\nHi")]) as of:
+            with pytest.raises(IndexError):  # the connection is closed without a response
+                await of.send(body, ends=True, **IN_CHUNKS)
+            return await of.send(HELLO)
+
+    assert asyncio.run(run())[0] == 200, "the endpoint goes on"
 
 
 def test_an_ended_episode_answers_409_and_models_are_listed():

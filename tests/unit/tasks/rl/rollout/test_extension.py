@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -32,3 +33,14 @@ def test_routes_are_those_of_the_request_and_not_of_one_whose_name_begins_alike(
     assert recorder.take("generate-tokens-18a0-1").tolist() == [[[1, 1]] * 2] * 2
     assert recorder.take("generate-tokens-18a0-1") is None
     assert list(recorder.rows) == [f"generate-tokens-18a0-{number}-0123abcd" for number in (10, 11)]
+
+
+def test_workers_are_numbered_over_all_replicas(extension, monkeypatch):
+    numbers = []
+    monkeypatch.setattr(extension, "Receiver", lambda said, worker, device: numbers.append(worker) or MagicMock())
+    for replica in (0, 1):
+        for rank in (0, 1):
+            worker = MagicMock(rank=rank)
+            worker.vllm_config.parallel_config = SimpleNamespace(world_size=2, data_parallel_index=replica)
+            assert "version" in extension.Extension.glm46_receive(worker, "{}")
+    assert numbers == [0, 1, 2, 3]

@@ -17,7 +17,7 @@ from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, server_pool
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
-from glm46.tasks.rl.rollout.records import Request, SamplingRules
+from glm46.tasks.rl.rollout.records import Request, SamplingRules, seed_behind
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import CHANGED
 from tests.processes import wait_until
@@ -108,13 +108,17 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
     try:
         policy.version = 3
         engine.update(3)
+        for stub in stubs:
+            stub.generated.clear()
         for (_, request), end in zip(asked, episodes.run(asked, RULES), strict=True):
             ((first, completion),) = end.samples
             assert not end.fault and first == prompt and {span.version for span in completion.spans} == {3}
-            expected = generate(prompt, request.seed, 6)
+            expected = generate(prompt, seed_behind(request.seed, [*prompt, -6]), 6)  # the program states the limit
             assert completion.tokens[: len(expected)] == expected
             assert completion.logprobs[: len(expected)] == [logprob(3, token) for token in expected]
             assert len(completion.replies) == 1
+        seeds = [seed for stub in stubs for _, seed in stub.generated]
+        assert len(seeds) == len({*seeds}) == 8, "a server begins the same random numbers for the same seed"
         engine._pool.deadline = 0.3
         for stub in stubs:
             stub.fault = "hang"
@@ -154,11 +158,12 @@ def test_a_turn_goes_on_through_an_update_and_its_program_only_waits(stubs, tmp_
         ends = engine.take(1, {8}, lambda: False)[8]
         for seed, end in zip((1, 2), ends, strict=True):
             ((first, completion),) = end.samples
-            before = generate(prompt, seed, 6)[:3]  # half of the first turn
-            after = generate(prompt + before, seed + 3, 3)
+            own = seed_behind(seed, [*prompt, -6])
+            before = generate(prompt, own, 6)[:3]  # half of the first turn
+            after = generate(prompt + before, own + 3, 3)
             assert first == prompt and completion.tokens[:6] == before + after
             assert completion.spans[:2] == [(0, 3), (3, 4)] and completion.logprobs[3] == logprob(4, after[0])
-        assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000008.npz"]
+        assert [path.name for path in (tmp_path / "ahead").iterdir()] == ["prompt_00000008"]
     finally:
         episodes.close()
         engine.close()

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,9 +23,12 @@ QUESTION = Message("user", "12 * 3?")
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}}}},)
 
 
-def session(*, thinking: bool = False, room: int = 100_000, most_turns: int = 100, keeps: bool = False) -> Session:
+def session(
+    *, thinking: bool = False, room: int = 100_000, most_turns: int = 100, keeps: bool = False, **more
+) -> Session:
     prompt = chat_prompt(TOKENIZER, [QUESTION], thinking=thinking)
-    return Session(TOKENIZER, Request(prompt, 5, room), thinking=thinking, most_turns=most_turns, keeps_thoughts=keeps)
+    options = {"thinking": thinking, "most_turns": most_turns, "keeps_thoughts": keeps}
+    return Session(TOKENIZER, Request(prompt, 5, room), **options, **more)
 
 
 class Policy:
@@ -57,7 +61,7 @@ def check_trained_once(of: Session, policy: Policy) -> None:
         whole = tuple(rollout.tokens[slice(*rollout.bounds(number))].tolist())
         read |= {whole[:n] for n in range(len(prompt), len(whole) + 1)}
         assert all(end <= len(completion.tokens) for _, end in completion.replies)
-    assert all(tuple(turn.request.prompt) in read for turn in of.turns if turn.answer is not None)
+    assert all(tuple(of.request(turn).prompt) in read for turn in of.turns if turn.answer is not None)
 
 
 def rollout_of(samples: list) -> Samples:
@@ -73,7 +77,7 @@ def test_a_tool_cycle_is_one_sample_in_the_tokens_of_the_format():
     assert first.tool_calls == (ToolCall("add", {"n": 5}),), "of the type that the tool describes"
     asked += [first, Message("tool", "36")]
     policy.answer(of, asked, "\n36", "user", TOOLS)
-    assert of.turns[1].request.prompt == chat_prompt(TOKENIZER, asked, tools=TOOLS, thinking=False)
+    assert of.request(of.turns[1]).prompt == chat_prompt(TOKENIZER, asked, tools=TOOLS, thinking=False)
     (sample,) = of.samples()
     assert not sample.completion.contradicted
     check_trained_once(of, policy)
@@ -99,7 +103,7 @@ def test_a_turn_without_a_thought_goes_on_unless_the_format_opens_thoughts(flavo
     assert (answer.content, answer.reasoning) == ("36", "")
     messages = [QUESTION, answer, Message("user", "Sure?")]
     policy.answer(of, messages, text)
-    assert of.turns[1].request.prompt == chat_prompt(tokenizer, messages, thinking=True) or samples == 1
+    assert of.request(of.turns[1]).prompt == chat_prompt(tokenizer, messages, thinking=True) or samples == 1
     assert len(of.samples()) == samples
     check_trained_once(of, policy)
 
@@ -119,7 +123,7 @@ def test_a_marker_that_another_role_contradicts_is_a_label_and_no_input():
     at = len(prompt) + place
     assert batch["labels"][0, at - 1] == MARKERS["observation"] and batch["input_ids"][0, at] == MARKERS["user"]
     assert batch["mtp_input_ids"][0, 0, at - 1] == MARKERS["user"]
-    read = [turn.request.prompt for turn in of.turns][1]
+    read = of.request(of.turns[1]).prompt
     assert batch["input_ids"][0, : len(read)].tolist() == read
 
 
@@ -138,6 +142,12 @@ def test_the_same_request_has_the_same_turn_and_another_one_a_branch():
     first = policy.answer(of, [QUESTION], "\n36")
     assert of.begin([QUESTION], ()) is of.turns[0]
     again = [QUESTION, first, Message("user", "Sure?")]
+    cut, longer = of.begin(again, (), 1), of.begin(again, (), 50)
+    assert of.begin(again, (), 1) is cut and (cut.most_tokens, longer.most_tokens) == (1, 50)
+    assert of.begin([QUESTION], (), of.turns[0].room) is of.turns[0], "a limit that does not bind"
+    assert len({of.request(turn).seed for turn in (cut, longer, of.turns[0])}) == 3
+    for turn in (cut, longer):
+        of.turns.remove(turn)
     policy.answer(of, again, "\nyes")
     policy.answer(of, [QUESTION, Message("assistant", "37"), Message("user", "Sure?")], "\nno")
     policy.answer(of, [QUESTION, first, Message("user", "Really?")], "\nyes")
@@ -155,8 +165,8 @@ def test_an_episode_has_its_turns_and_a_conversation_its_room():
         of.begin([QUESTION, first, Message("user", "Sure?")], ())
     assert of.begin([QUESTION], ()) is of.turns[0]
     short = session(room=4)
-    assert short.begin([QUESTION], ()).request.max_new_tokens == 4
-    assert short.begin([Message("user", "?")], (), 2).request.max_new_tokens == 2
+    assert short.begin([QUESTION], ()).most_tokens == 4
+    assert short.begin([Message("user", "?")], (), 2).most_tokens == 2
     with pytest.raises(NoRoom, match=r"rollout\.max_new_tokens"):
         short.begin([Message("user", "12 * 3 and much more than this?")], ())
 
@@ -189,17 +199,56 @@ def test_each_generated_token_of_any_tree_of_messages_is_trained_once(data, thin
 
 
 def test_turns_of_an_earlier_start_are_given_again_until_another_one_is_asked_for():
-    policy, first = Policy(), session()
+    policy, noted, more = Policy(), [], []
+    first = session(note=noted.append)
     answer = policy.answer(first, [QUESTION], "\n30")
     policy.answer(first, [QUESTION, answer, QUESTION], "\n31")
-    prompt = chat_prompt(TOKENIZER, [QUESTION], thinking=False)
-    again = Session(TOKENIZER, Request(prompt, 6, 100_000), thinking=False, most_turns=9, recorded=first.ended())
+    again = session(recorded=noted, note=more.append)
     assert again.begin([QUESTION], ()).answer == answer
     other = policy.answer(again, [QUESTION, answer, Message("user", "Why?")], "\n33")
     assert other.content == "33"
     ((_, completion),) = again.samples()
-    assert "31" not in TOKENIZER.decode(completion.tokens) and len(again.ended()) == 2
-    short = Session(TOKENIZER, Request(prompt, 6, 100_000), thinking=False, most_turns=9, recorded=[
-        first.ended()[0]._replace(completion=first.turns[0].completion._replace(finish="length"))
-    ])  # fmt: skip
+    assert "31" not in TOKENIZER.decode(completion.tokens) and len(noted) == 2 and len(more) == 1
+    cut = noted[0]._replace(completion=noted[0].completion._replace(finish="length"))
+    short = session(recorded=[cut])
     assert short.begin([QUESTION], ()).answer is None, "it was cut at another length"
+
+
+def test_each_turn_and_branch_has_a_seed_of_its_own_and_the_same_one_after_a_restart():
+    def seeds(of: Session, order: list[int]) -> list[int]:
+        policy, asked = Policy(), [[QUESTION, Message("user", f"{n}?")] for n in range(3)]
+        first = policy.answer(of, [QUESTION], "\n36")
+        for n in order:  # of one length, behind one turn and from the begin
+            policy.answer(of, [QUESTION, first, Message("user", f"{n}?")], "\nyes")
+            policy.answer(of, asked[n], "\nyes")
+        requests = [of.request(turn) for turn in of.turns]
+        return [one.seed for one in sorted(requests, key=lambda one: one.prompt)]
+
+    found = seeds(session(), [0, 1, 2])
+    assert len({*found}) == 7 and all(0 <= seed < 2**63 for seed in found)
+    assert seeds(session(), [2, 0, 1]) == found, "whichever a program asks first"
+    of = session()
+    assert of.request(of.begin([QUESTION], ())).seed == 5, "as a sample without turns"
+    other = Session(TOKENIZER, Request(of.request(of.turns[0]).prompt, 6, 100_000), thinking=False, most_turns=100)
+    assert not {*seeds(other, [0, 1, 2])} & {*found}
+
+
+def test_experts_of_earlier_turns_are_neither_asked_for_nor_kept_twice():
+    noted, messages, turns = [], [QUESTION], []
+    of = session(note=noted.append)
+    for value, text in ((1, "\n30"), (2, "\n31"), (3, "\n32")):
+        turn = of.begin(messages, ())
+        request, tokens = of.request(turn), [*TOKENIZER.encode(text).tolist(), MARKERS["user"]]
+        assert request.known == sum(turns) and len(request.prompt) == turn.length
+        fed = len(request.prompt) + len(tokens) - 1
+        routes = np.full((fed, 1, 1), value, np.uint8)
+        of.end(turn, Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 3)], routes))
+        turns.append(fed - request.known)
+        messages = [*messages, turn.answer, QUESTION]
+    again = session(recorded=noted)
+    for number in (1, 3, 5):
+        assert again.begin(messages[:number], ()).answer == messages[number]
+    for one in (of, again):
+        ((prompt, completion),) = one.samples()
+        assert completion.routes[:, 0, 0].tolist() == [1] * turns[0] + [2] * turns[1] + [3] * turns[2]
+        assert len(completion.routes) == len(prompt) + len(completion.tokens) - 1

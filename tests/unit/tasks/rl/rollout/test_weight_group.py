@@ -81,13 +81,13 @@ class Sent:
         assert all(one.spans == [(0, self.pool.version)] for one in found)
 
 
-def test_all_workers_of_all_servers_get_all_tensors(stubs):
-    stubs[1].workers = 3
+def test_all_workers_of_all_replicas_of_all_servers_get_all_tensors(stubs):
+    stubs[1].workers, stubs[1].replicas = 3, 2
     sent = Sent(stubs)
     for version in (1, 2):
         sent.update(version)
         for stub in stubs:
-            assert len(stub.received) == stub.workers and stub.version == version
+            assert len(stub.received) == stub.workers * stub.replicas and stub.version == version
             for found in stub.received:
                 for (name, tensor), (expected, value) in zip(found, tensors(), strict=True):
                     assert name == expected and tensor.dtype == value.dtype and tensor.shape == value.shape
@@ -95,6 +95,18 @@ def test_all_workers_of_all_servers_get_all_tensors(stubs):
             paths = stub.paths()
             assert paths.index("/pause?mode=keep") < paths.index("/resume")
         sent.generates()
+
+
+@pytest.mark.parametrize("where", [15, "loaded"])
+def test_a_worker_of_a_replica_that_does_not_answer_is_seen(stubs, where):
+    """It fails in the broadcast, or behind it, when only its word in the store says so."""
+    stubs[0].replicas, stubs[0].breaks_at, stubs[0].breaks_by = 2, where, "error"
+    sent = Sent(stubs)
+    sent.update(1)
+    (line,) = (line for line in sent.lines if stubs[0].url in line)
+    assert "is left out" in line and "a worker has" in line
+    sent.update(2)
+    assert stubs[0].version == stubs[1].version == 2 and "generates with version 2" in sent.lines[-1]
 
 
 @pytest.fixture(scope="module")
