@@ -1,5 +1,7 @@
 """Agents of the recipes, with small models: their programs use a tool and are judged, and a policy trains on them."""
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from glm46.tasks.rl.rewards.function_pool import FunctionPool
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
+from glm46.tasks.rl.task import train
 
 RECIPES = [Path(__file__).parents[4] / "train_configs" / f"{name}_rl_agent.toml" for name in ("air", "glm47")]
 TASK = "Write f, which doubles a number."
@@ -40,11 +43,14 @@ class Scripted:
         self.asked += [self._tokenizer.decode(request.prompt) for request in requests]
         found = []
         for text in self.asked[-len(requests) :]:
-            turn = TURNS[text.count("</tool_call>")]
+            turn = TURNS[text.count("</tool_call>") - 1]  # the tools' own rules have one
             stop = "<|observation|>" if "tool_call" in turn else "<|user|>"
+            pieces = re.split(r"(<[^<>]+>)", f"\n<think>I see.</think>\n{turn}{stop}")
+            special = self._tokenizer.special
             tokens = [
-                *self._tokenizer.encode(f"\n<think>I see.</think>\n{turn}").tolist(),
-                self._tokenizer.special[stop],
+                token
+                for piece in pieces
+                for token in ([special[piece]] if piece in special else self._tokenizer.encode(piece).tolist())
             ]
             found.append(Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None))
         return found
@@ -84,3 +90,19 @@ def test_the_program_of_a_recipe_uses_its_tool_and_is_judged(recipe, tokenizer, 
     first, *_, last = sorted(engine.asked, key=len)
     assert "one fenced block" in first and '"name": "python"' in first and TASK in first
     assert "<tool_response>\n42\n\n</tool_response>" in last and "['kept'] False" in last
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_small_policy_trains_by_a_recipe(recipe, make_run, tmp_path):
+    """Of a turn each: random weights call no tool. Servers and staleness: tests/ranks/test_episodes_ahead.py."""
+    keys = small(recipe).model_dump(exclude_unset=True, exclude={"prompts", "rewards", "routing_replay"})
+    config = make_run(
+        "run", 2, keys | {"prompts_per_rollout": 2}, {"max_new_tokens": 1200},
+        training={"steps": 2, "global_batch_size": 4, "local_batch_size": 1, "seq_len": 2048},
+        checkpoint={"enable": False},
+    )  # fmt: skip
+    assert config.rl.environment.command[1].endswith("code_agent.py") and config.rl.algorithm == keys["algorithm"]
+    assert train(config) == 0
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in found if "reward" in row]
+    assert len(rows) == 2 and all(row["dropped_samples"] == 0 and row["grad_norm"] > 0 for row in rows)
