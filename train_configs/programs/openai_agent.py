@@ -8,10 +8,16 @@ from openai import BadRequestError, OpenAI
 
 task = json.loads(os.environ["GLM46_TASK"])
 client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
-tools = [{"type": "function", "function": {
-    "name": "smaller", "description": "The smaller of two digits",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-}}]
+tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": "smaller",
+            "description": "The smaller of two digits",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
 messages = [{"role": "user", "content": task["prompt"]}]
 try:
     while True:
