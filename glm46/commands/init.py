@@ -23,8 +23,7 @@ def init_command(argv: Sequence[str]) -> int:
         "folder", type=Path, nargs="?", default=Path("train_configs"), help="train_configs, if not given"
     )
     folder = parser.parse_args(argv).folder
-    written = write_configs(folder)
-    print("\n".join(f"wrote {path}" for path in written) or f"{folder} has them all")
+    print("\n".join(f"wrote {path}" for path in write_configs(folder)) or f"{folder} has them all")
     return 0
 
 

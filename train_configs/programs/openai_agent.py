@@ -33,4 +33,4 @@ except BadRequestError:
     pass  # no turn or no room is left
 said = messages[-1].get("content") or ""
 digits = sorted(task["prompt"])
-print(sum(one == other for one, other in zip(said, digits)) / len(digits))
+print(sum(one == other for one, other in zip(said, digits, strict=False)) / len(digits))
