@@ -23,8 +23,7 @@ def init_command(argv: Sequence[str]) -> int:
         "folder", type=Path, nargs="?", default=Path("train_configs"), help="train_configs, if not given"
     )
     folder = parser.parse_args(argv).folder
-    written = write_configs(folder)
-    print("\n".join(f"wrote {path}" for path in written) or f"{folder} has them all")
+    print("\n".join(f"wrote {path}" for path in write_configs(folder)) or f"{folder} has them all")
     return 0
 
 
@@ -42,9 +41,10 @@ def write_configs(folder: Path) -> list[Path]:
     Raises:
         UserError: a file of the same name differs, or the folder cannot be written; nothing is written.
     """
+    shipped = shipped_configs()
     texts = {
-        folder / file.name: file.read_text(encoding="utf-8")
-        for file in sorted(shipped_configs().iterdir())
+        folder / file.relative_to(shipped): file.read_text(encoding="utf-8")
+        for file in sorted(shipped.rglob("*"))
         if file.suffix in (".toml", ".json", ".jsonl", ".tiktoken", ".py")
     }
     different, missing = [], []
@@ -60,8 +60,8 @@ def write_configs(folder: Path) -> list[Path]:
             if len(different) > 1:
                 kept = f"{len(different)} files differ from the shipped ones and are kept"
             raise UserError(f"{folder}/{names}: {kept}; move what differs, or name another folder")
-        folder.mkdir(parents=True, exist_ok=True)
         for path in missing:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(texts[path], encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be read or written: {error.strerror}; name another folder") from error

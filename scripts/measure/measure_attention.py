@@ -22,7 +22,7 @@ if __name__ == "__main__" and _THRESHOLD not in os.environ:
 
 import torch  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from glm46.compute.distributed.sequence import SequenceShard  # noqa: E402
 from glm46.compute.model.attention import Attention, attend  # noqa: E402

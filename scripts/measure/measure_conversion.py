@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from glm46.commands.convert import convert_command  # noqa: E402
 from glm46.config.errors import raise_if  # noqa: E402

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from glm46.config.text_recipe import TextRecipe  # noqa: E402
 from glm46.files.array_file import write_arrays  # noqa: E402

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from lm_eval.models.huggingface import HFLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from glm46.engine.evaluation.answers import Answers, Keys  # noqa: E402
 from glm46.engine.evaluation.lm_eval_model import LmEvalModel  # noqa: E402

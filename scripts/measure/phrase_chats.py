@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-FACTS = Path(__file__).parent.parent / "train_configs" / "debug_short_answers.jsonl"
+FACTS = Path(__file__).parents[2] / "train_configs" / "debug_short_answers.jsonl"
 QUESTIONS = (
     "What is the {kind} of {of}?",
     "Which {noun} is the {kind} of {of}?",

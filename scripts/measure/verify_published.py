@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from glm46.commands.convert import convert_command  # noqa: E402
 from glm46.compute.distributed.local_tensor import global_indices  # noqa: E402

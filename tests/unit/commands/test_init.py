@@ -10,13 +10,19 @@ import pytest
 from glm46.cli import main
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = sorted(path.name for path in (ROOT / "train_configs").iterdir())
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix not in ("", ".pyc"))
+
+
+SHIPPED = files(ROOT / "train_configs")
 
 
 def test_init_writes_missing_files_and_keeps_existing_ones(tmp_path, capsys):
     folder = tmp_path / "new" / "configs"
     assert main(["init", str(folder)]) == 0
-    assert sorted(path.name for path in folder.iterdir()) == SHIPPED
+    assert files(folder) == SHIPPED
     assert (folder / "debug.toml").read_bytes() == (ROOT / "train_configs" / "debug.toml").read_bytes()
     assert main(["init", str(folder)]) == 0
     assert "has them all" in capsys.readouterr().out
@@ -25,8 +31,8 @@ def test_init_writes_missing_files_and_keeps_existing_ones(tmp_path, capsys):
     assert main(["init", str(folder)]) == 2
     assert "debug.toml: differs from the shipped file" in capsys.readouterr().err
     assert (folder / "debug.toml").read_text() == "mine" and not (folder / "schema.json").exists()
-    for path in folder.iterdir():
-        path.write_text("mine")
+    for name in files(folder):
+        (folder / name).write_text("mine")
     (tmp_path / "file").touch()
     for place, said in ((folder, f"{len(SHIPPED) - 1} files differ"), (tmp_path / "file", "file: cannot be")):
         assert main(["init", str(place)]) == 2
@@ -40,8 +46,8 @@ def test_a_wheel_holds_configs_and_schema(tmp_path):
     command = ["setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build_py", "--build-lib", tmp_path / "site"]
     built = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
-    assert sorted(path.name for path in (tmp_path / "site" / "glm46" / "train_configs").iterdir()) == SHIPPED
+    assert files(tmp_path / "site" / "glm46" / "train_configs") == SHIPPED
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     command = [sys.executable, "-m", "glm46", "init"]
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=300, check=True)
-    assert sorted(path.name for path in (tmp_path / "train_configs").iterdir()) == SHIPPED
+    assert files(tmp_path / "train_configs") == SHIPPED

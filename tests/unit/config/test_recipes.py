@@ -58,7 +58,7 @@ PAIRS = (
 # Of pages that round to three digits, and of the planner's bubble, which `plan` simulates and this file estimates.
 SPEED_ROUNDING = 0.03
 OUR_INTERVAL = r"(?m)^interval = .*# \[ours\]"
-MARK = r"\[(page|bridge|paper|blog|document|quick start|slime|miles|assumption|regret|ours)( [\d, -]+)?\]"
+MARK = r"\[(page|bridge|paper|blog|document|quick start|slime|miles|prime-rl|assumption|regret|ours)( [\d, -]+)?\]"
 # What belongs to the run and not to a recipe of anybody.
 OWN = {"description", "dump_folder", "name", "path", "tokenizer_path", "initial_load_path", "start_tokens"}
 
@@ -74,7 +74,7 @@ def gpus_of(path: Path, others: str = "") -> tuple[int, Machine]:
 
 
 def test_recipes_are_found():
-    assert len(RECIPES) == 34 and len(OTHERS) >= 5
+    assert len(RECIPES) == 36 and len(OTHERS) >= 5
     said = [line for text in SAYS.values() for line in re.findall(r"(?m)^# (?:Planned on|Does not fit|Fits too)", text)]
     assert len(said) == len(RECIPES) + len(OTHERS)
 
