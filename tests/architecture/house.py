@@ -196,7 +196,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/models", 10, "teach says what is there, and which address is none"),
     ("compute/parallelize", 1, "conversions of 4 bits are compiled with the layers"),
     ("config", 24, "types that mypy holds: [rl] with the keys of its preset has no None"),
-    ("tasks/rl", 10, "types that mypy holds; groups ahead that a start goes on with; a journal of another format"),
+    ("tasks/rl", 11, "types that mypy holds; groups ahead that a start goes on with; a journal of another format"),
     ("tasks/rl/rollout", 34, "an episode up to its reward, moved from tasks/rl; types that mypy holds"),
     ("tasks/rl", 119, "conversations with a function that go on by themselves, beside training; kills lose no turn"),
     ("tasks/rl/rewards", 4, "functions that several threads call"),

@@ -33,6 +33,7 @@ from glm46.tasks.rl.stepping import steps_per_rollout
 
 FOLDER = "rollouts"
 _REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
+_OTHER_REMEDY = "go on with that version, or load another checkpoint with checkpoint.load_step"
 _FORMAT = 2
 """Of these files; a manifest without the number is of the first one, which had other arrays."""
 _FACTS = (
@@ -233,7 +234,7 @@ def read_rollout(folder: Path, step: int, identity: str | None = None) -> Sample
         if identity is not None and not (is_known and facts["identity"] == identity):
             return None
         if not is_known:
-            raise ValueError("another version of glm46 wrote it, and this one cannot read it; go on with that version")
+            raise UserError(f"{data}: another version of glm46 wrote it; {_OTHER_REMEDY}")
         record = hash_file(data)
         if (record.bytes, record.sha256) != (facts["bytes"], facts["sha256"]):
             raise ValueError("its bytes are not those that were written")
