@@ -205,6 +205,8 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 119, "conversations with a function that go on by themselves, beside training; kills lose no turn"),
     ("tasks/rl/rewards", 4, "functions that several threads call"),
     ("tasks/rl/rollout", 102, "a journal of turns; sessions that keep each token and text once"),
+    ("tasks/rl", 5, "a sample in front of the first step without any reward ends the run; seeds of turns"),
+    ("tasks/rl/rollout", 36, "seeds of turns; bodies in chunks; a message for prompts without room"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_690

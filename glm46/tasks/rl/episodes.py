@@ -239,10 +239,7 @@ class CommandEpisodes:
                 self._endpoint.close(episode)
                 self._note_change()
             samples = session.samples()
-            # A program need not survive the refusal of a request without room.
-            fault = episode.fault or episode.no_room or ended.fault
-            if samples and episode.no_room:
-                fault = episode.fault
+            fault = episode.fault or ("" if episode.no_room and samples else episode.no_room or ended.fault)
             if fault or not samples:
                 return EpisodeEnd([], f"rl.environment: {fault or 'the program asked nothing'}", output=ended.output)
             if episode.no_room:

@@ -160,11 +160,8 @@ def validate_sets(sampler: Sampler, sets: Sequence[PromptSet]) -> dict[str, floa
 
 
 def answered_lines(sampler: Sampler, prompts: Sequence[Prompt], step: int) -> list[str]:
-    """Lines with the answers to the first prompts. Collective.
-
-    Raises:
-        UserError: in front of the first step none has a reward.
-    """
+    """Lines with the answers to the first prompts. Raises UserError in front of the first step if none has a reward.
+    Collective."""
     scored = _answered(sampler, "shown", prompts[:_SHOWN], 1, sampler.rules._replace(routes=False))
     if scored is None:
         return []

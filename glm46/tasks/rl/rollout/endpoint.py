@@ -157,6 +157,8 @@ class PolicyEndpoint:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = first.split(" ", 2)
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if (coding := headers.get("transfer-encoding", "chunked").lower()) != "chunked":
+            raise RefusedRequest(411, f"Transfer-Encoding: {coding}: not known; send the body whole, or in chunks")
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         fault, content, size = None, bytearray(), 0
@@ -222,35 +224,20 @@ class PolicyEndpoint:
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """The parts of a body, with its length or in chunks.
-
-    Raises:
-        RefusedRequest: it comes in another way.
-        EOFError, ValueError: it is not whole.
-    """
-    coding = headers.get("transfer-encoding", "").lower()
-    if coding not in ("", "chunked"):
-        raise RefusedRequest(411, f"Transfer-Encoding: {coding}: not known; send the body whole, or in chunks")
-
-    async def whole(length: int) -> AsyncIterator[bytes]:
-        if length < 0:
-            raise ValueError("a negative length")
-        while length:
-            if not (part := await reader.read(min(length, 2**16))):
-                raise EOFError
-            length -= len(part)
+    """The parts of a body, of a known length or in chunks. Raises EOFError or ValueError if it is not whole."""
+    left, in_chunks = int(headers.get("content-length") or 0), "transfer-encoding" in headers
+    while left > 0 or in_chunks:
+        if in_chunks:
+            left = int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16)
+        is_last = left == 0
+        while left > 0:
+            part = await reader.readexactly(min(left, 2**16))
+            left -= len(part)
             yield part
-
-    if not coding:
-        async for part in whole(int(headers.get("content-length") or 0)):
-            yield part
-        return
-    while length := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
-        async for part in whole(length):
-            yield part
-        await reader.readexactly(2)
-    while await reader.readuntil(b"\r\n") != b"\r\n":  # fields behind the last one
-        pass
+        while in_chunks and await reader.readuntil(b"\r\n") != b"\r\n":
+            if not is_last:  # fields follow the last one alone
+                raise ValueError("no end of a chunk")
+        in_chunks = in_chunks and not is_last
 
 
 def _keys(headers: Mapping[str, str]) -> list[str]:
