@@ -98,6 +98,7 @@ def test_samples_of_an_episode_give_the_weights_the_gradient_of_one_with_a_mask(
     other, found, count = gradient_of(model, apart, config.resolved())
     assert count == sum(len(end.samples) for end in apart)
     assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    # Gradients of episodes with equal tokens cancel, down to the rounding of parts of about 0.1.
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5 * largest + 1e-9, msg=name)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5 * largest + 2e-6, msg=name)
