@@ -42,13 +42,13 @@ COURT = (
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. A person chose these
 # numbers, and they fall when code goes. `RAISED` holds what was added to them, with its reason.
 LINE_BUDGETS = {
-    "": 20, "__main__": 26, "cli": 104, "commands": 1285, "compat": 500, "config": 4833, "files": 718, "run": 1284,
+    "": 20, "__main__": 26, "cli": 104, "commands": 1280, "compat": 500, "config": 4828, "files": 718, "run": 1284,
     "compute/distributed": 1228, "compute/model": 2680, "compute/optim": 1972, "compute/parallelize": 1610,
     "storage/data": 1880, "storage/checkpoint": 1876, "storage/chats": 945, "storage/prepare": 3310,
     "storage/huggingface": 3071,
     "engine/observe": 2550, "engine/reliability": 1245, "engine/inference": 1715, "engine/training": 2802,
     "engine/evaluation": 1560, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2850,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2705, "operate/estimate": 3755, "operate/launch": 2706,
+    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2697, "operate/estimate": 3751, "operate/launch": 2697,
     "operate/ablation": 940, "operate/benchmark": 168, "operate/cluster": 2355, "operate/models": 1435,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
@@ -209,7 +209,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 36, "seeds of turns; bodies in chunks; a message for prompts without room"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 56_690
+MOST_LINES = 56_659
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
 MOST_COURT_LINES = 18_688
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that

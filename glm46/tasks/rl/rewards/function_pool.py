@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import Process
+from multiprocessing.process import BaseProcess
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ class FunctionPool:
         self._rules, self._most = tuple(rules), processes
         self.names = [rule.name for rule in rules]
         self._key = key
-        self._idle: list[tuple[Connection, Process]] = []
+        self._idle: list[tuple[Connection, BaseProcess]] = []
         self._numbers = itertools.count(1)
         """Of the tasks that are handed out."""
         if any(rule.name not in _HERE for rule in self._rules):
@@ -150,7 +150,7 @@ class FunctionPool:
                 fault = fault or f"{rule.name}: {value}"
         return Score(None if fault else total, parts, fault)
 
-    def _start(self) -> tuple[Connection, Process]:
+    def _start(self) -> tuple[Connection, BaseProcess]:
         """Start a process, and wait until it has loaded the functions."""
         connection, process = start_worker(_load, (self._rules,), _judge)
         connection.send((0, (0, None)))
@@ -170,7 +170,7 @@ class FunctionPool:
     def _in_processes(self, tasks: Sequence[_Task], answers: Sequence[Answer]) -> dict[_Task, Any]:
         """The value of each task, or why there is none."""
         waiting, found = deque(tasks), {}
-        busy: dict[Connection, tuple[Process, _Task, float, int]] = {}
+        busy: dict[Connection, tuple[BaseProcess, _Task, float, int]] = {}
         while waiting or busy:
             while waiting and len(busy) < self._most:
                 task, is_new, asked = waiting.popleft(), False, next(self._numbers)
