@@ -7,7 +7,7 @@ from typing import Any
 
 from glm46.storage.chats.conversation import Message, parse_prompt, parse_tools
 from glm46.tasks.rl.rollout.messages_api import chat_table
-from glm46.tasks.rl.rollout.session import Turn
+from glm46.tasks.rl.rollout.session import AnsweredTurn
 
 OVERRIDDEN = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "thinking",
@@ -64,9 +64,9 @@ def parsed(
         raise RefusedRequest(400, f"messages, tools: {error}") from error
 
 
-def completion_response(table: Mapping[str, Any], turn: Turn, name: str) -> tuple[str, str]:
+def completion_response(table: Mapping[str, Any], answered: AnsweredTurn, name: str) -> tuple[str, str]:
     """The answer of a turn, whole or as a stream of events, and its content type."""
-    answer, completion = turn.answer, turn.completion
+    answer, completion = answered.answer, answered.completion
     message: dict[str, Any] = {
         "role": "assistant", "content": answer.content, "reasoning_content": answer.reasoning
     }  # fmt: skip
@@ -79,7 +79,7 @@ def completion_response(table: Mapping[str, Any], turn: Turn, name: str) -> tupl
     ]  # fmt: skip
     message |= {"tool_calls": calls} if calls else {}
     finish = "tool_calls" if calls and completion.finish == "stop" else completion.finish
-    prompt, own = turn.length, len(completion.tokens)
+    prompt, own = answered.turn.length, len(completion.tokens)
     usage = {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
     about = {"id": name, "created": int(time.time()), "model": str(table.get("model") or "policy")}
     if not table.get("stream"):

@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from glm46.tasks.rl.rollout.chat_api import OVERRIDDEN, RefusedRequest, completion_response, parsed
@@ -161,28 +160,31 @@ class PolicyEndpoint:
             raise RefusedRequest(411, f"Transfer-Encoding: {coding}: not known; send the body whole, or in chunks")
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        fault, content, size = None, bytearray(), 0
+        content, size = bytearray(), 0
         _, _, rest = path.partition("/s/")
         name, _, what = rest.partition("?")[0].partition("/v1/")
         episode = self._episodes.get(name)
+        found: Episode | RefusedRequest
         if episode is None:
-            fault = RefusedRequest(404, f"{path}: no such path; take OPENAI_BASE_URL")
+            found = RefusedRequest(404, f"{path}: no such path; take OPENAI_BASE_URL")
         elif not any(secrets.compare_digest(one.encode(), episode.key.encode()) for one in _keys(headers)):
-            fault = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
+            found = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
         elif (method, what) not in _PATHS:
-            fault = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
+            found = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
+        else:
+            found = episode
         async for part in _body(reader, headers):  # to its end: a client that writes does not read
             size += len(part)
-            if fault is None and size <= _MOST_BYTES:
+            if isinstance(found, Episode) and size <= _MOST_BYTES:
                 content += part
             elif size > _MOST_DISCARDED:
                 break
-        if fault is None and size > _MOST_BYTES:
-            episode.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
-            fault = RefusedRequest(413, episode.fault)
-        if fault is not None:
-            raise fault
-        return episode, what, bytes(content)
+        if isinstance(found, RefusedRequest):
+            raise found
+        if size > _MOST_BYTES:
+            found.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
+            raise RefusedRequest(413, found.fault)
+        return found, what, bytes(content)
 
     async def _answer(self, episode: Episode, what: str, body: bytes) -> bytes:
         """The response to a request."""
@@ -208,19 +210,21 @@ class PolicyEndpoint:
             raise RefusedRequest(400, f"prompt is too long: {error}", "context_length_exceeded") from error
         except (ValueError, RecursionError) as error:
             raise RefusedRequest(400, f"the messages cannot be written in the chat format: {error}") from error
-        if turn.answer is None:
+        if turn not in session.answered:
             if turn not in self._waiting:
-                give = partial(asyncio.get_running_loop().call_soon_threadsafe, self._give, turn)
-                self._waiting[turn] = _Waiting(episode, OpenRequest(session.request(turn), give), asyncio.Event())
-                episode.engine.ask([self._waiting[turn].asked])
+                soon = asyncio.get_running_loop().call_soon_threadsafe
+                asked = OpenRequest(session.request(turn), lambda found: soon(self._give, turn, found))
+                self._waiting[turn] = _Waiting(episode, asked, asyncio.Event())
+                episode.engine.ask([asked])
                 self._changed()
             await self._waiting[turn].answered.wait()
-        if turn.answer is None:
+        answered = session.answered.get(turn)
+        if answered is None:
             raise RefusedRequest(409 if not episode.fault else 503, f"this episode has ended: {episode.fault}")
         name = f"{episode.name}-{session.turns.index(turn)}"
         if what == "messages":
-            return _response(200, *message_response(table, turn, name))
-        return _response(200, *completion_response(table, turn, f"chatcmpl-{name}"))
+            return _response(200, *message_response(table, answered, name))
+        return _response(200, *completion_response(table, answered, f"chatcmpl-{name}"))
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from glm46.tasks.rl.rollout.session import Turn
+from glm46.tasks.rl.rollout.session import AnsweredTurn
 
 COUNT_TOKENS = "messages/count_tokens"
 _KEPT = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "thinking")
@@ -54,7 +54,7 @@ def _blocks(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _assistant_row(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use":
@@ -100,9 +100,9 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": described}
 
 
-def message_response(table: Mapping[str, Any], turn: Turn, name: str) -> tuple[str, str]:
+def message_response(table: Mapping[str, Any], answered: AnsweredTurn, name: str) -> tuple[str, str]:
     """The answer of a turn as a message, or as a stream of events, and its content type."""
-    answer, completion = turn.answer, turn.completion
+    answer, completion = answered.answer, answered.completion
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -114,9 +114,9 @@ def message_response(table: Mapping[str, Any], turn: Turn, name: str) -> tuple[s
         )
     reason = "tool_use" if answer.tool_calls else "end_turn"
     end = {"stop_reason": reason if completion.finish == "stop" else "max_tokens", "stop_sequence": None}
-    usage = {"input_tokens": turn.length, "output_tokens": len(completion.tokens)}
+    usage = {"input_tokens": answered.turn.length, "output_tokens": len(completion.tokens)}
     model = str(table.get("model") or "policy")
-    message = {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
+    message: dict[str, Any] = {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
     if not table.get("stream"):
         return json.dumps(message | {"content": blocks, "usage": usage} | end), "application/json"
     begin = message | {"content": [], "usage": usage | {"output_tokens": 0}, "stop_reason": None, "stop_sequence": None}

@@ -23,11 +23,11 @@ class NoRoom(ValueError):
     """A request that the limits of its episode leave no room for; the episode is truncated."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Turn:
-    """One answer of the policy."""
+    """A request for one answer of the policy."""
 
-    parent: "Turn | None"
+    parent: "AnsweredTurn | None"
     """The turn whose tokens its prompt begins with; None: the prompt was rendered whole."""
     asked: tuple[Key, ...]
     """The messages of the request."""
@@ -43,10 +43,16 @@ class Turn:
     """Of its completion: the room, or the limit that its request states."""
     seed: int
     """Of its request: a hash of the sample's seed, the tokens of its prompt, and the limit."""
-    completion: Completion | None = None
-    """None until it is generated."""
-    answer: Message | None = None
-    keys: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class AnsweredTurn:
+    """A turn that is generated."""
+
+    turn: Turn
+    completion: Completion
+    answer: Message
+    keys: tuple[Key, ...]
     """Of the messages and the answer."""
 
 
@@ -73,7 +79,7 @@ class Session:
         self._first, self._most_turns = first, most_turns
         self._note, self._recorded = note, {seed: completion for (seed,), completion in recorded}
         self.turns: list[Turn] = []
-        self._ended: list[Turn] = []
+        self.answered: dict[Turn, AnsweredTurn] = {}
         """Those that are generated, in the order of their ends."""
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping], most_tokens: int | None = None) -> Turn:
@@ -115,16 +121,16 @@ class Session:
         """The request that generates a turn."""
         parts, at = [turn.new], turn.parent
         while at is not None:
-            parts += [_without_marker(at.completion), at.new]
-            at = at.parent
+            parts += [_without_marker(at.completion), at.turn.new]
+            at = at.turn.parent
         prompt: list[int] = []
         for part in reversed(parts):
             prompt += part
         return Request(prompt, turn.seed, turn.most_tokens, _routed(turn.parent))
 
-    def _seed(self, parent: Turn | None, new: list[int]) -> int:
+    def _seed(self, parent: AnsweredTurn | None, new: list[int]) -> int:
         if parent is not None:
-            return seed_behind(parent.seed, [*_without_marker(parent.completion), *new])
+            return seed_behind(parent.turn.seed, [*_without_marker(parent.completion), *new])
         return self._first.seed if new == self._first.prompt else seed_behind(self._first.seed, new)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping]) -> int:
@@ -132,8 +138,8 @@ class Session:
         return self._prompt(self._parent(tuple(map(self._key, messages)), tuple(tools)), messages, tools)[2]
 
     def _prompt(
-        self, before: Turn | None, messages: Sequence[Message], tools: Sequence[Mapping]
-    ) -> tuple[Turn | None, list[int], int]:
+        self, before: AnsweredTurn | None, messages: Sequence[Message], tools: Sequence[Mapping]
+    ) -> tuple[AnsweredTurn | None, list[int], int]:
         """The turn whose tokens a prompt begins with, the tokens behind them, and the length of the prompt.
 
         Args:
@@ -146,7 +152,7 @@ class Session:
             return None, prompt, len(prompt)
         # The marker at the end of a turn comes with the message that follows.
         new = chat_reply(self._tokenizer, messages[len(before.keys) :], thinking=self._thinking)
-        return before, new, before.length + len(_without_marker(before.completion)) + len(new)
+        return before, new, before.turn.length + len(_without_marker(before.completion)) + len(new)
 
     def end(self, turn: Turn, completion: Completion) -> None:
         """Record what was generated for a turn."""
@@ -161,45 +167,41 @@ class Session:
             reader.read(token)
         answer = reader.end()[1]
         calls = tuple(_typed(call, turn.tools) for call in answer.tool_calls)
-        turn.completion, turn.answer = completion, replace(answer, tool_calls=calls)
-        turn.keys = (*turn.asked, self._key(turn.answer))
-        self._ended.append(turn)
+        answer = replace(answer, tool_calls=calls)
+        self.answered[turn] = AnsweredTurn(turn, completion, answer, (*turn.asked, self._key(answer)))
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages of the last turn, with its answer; calls of tools as JSON."""
         return [
             {"role": role, "content": content, "reasoning_content": reasoning, "tool_calls": calls}
-            for role, content, reasoning, calls in self._ended[-1].keys
+            for role, content, reasoning, calls in list(self.answered.values())[-1].keys
         ]
 
     def samples(self) -> list[SessionSample]:
         """The samples, first the one that ends with the last turn; each generated token has its label in the first one
         that holds it. Empty without turns."""
-        parents = {turn.parent for turn in self._ended}
-        trained: set[Turn] = set()
-        return [self._path(leaf, trained) for leaf in reversed(self._ended) if leaf not in parents]
+        parents = {one.turn.parent for one in self.answered.values()}
+        trained: set[AnsweredTurn] = set()
+        return [self._path(leaf, trained) for leaf in reversed(self.answered.values()) if leaf not in parents]
 
-    def _path(self, leaf: Turn, trained: set[Turn]) -> SessionSample:
-        turns = [leaf]
-        while turns[0].parent is not None:
-            turns.insert(0, turns[0].parent)
-        whole: Completion | None = None
-        for turn in turns:
-            own = turn.completion
-            length = len(own.tokens)
-            if turn in trained:
-                own = own._replace(logprobs=[0.0] * length, replies=((0, length),), drafted=0, accepted=0)
-            trained.add(turn)
-            whole = own if whole is None else _joined(whole, turn.new, own)
-        return SessionSample(turns[0].new, whole)
+    def _path(self, leaf: AnsweredTurn, trained: set[AnsweredTurn]) -> SessionSample:
+        path = [leaf]
+        while (parent := path[0].turn.parent) is not None:
+            path.insert(0, parent)
+        whole, *others = (_as_reply(one.completion) if one in trained else one.completion for one in path)
+        trained.update(path)
+        for one, own in zip(path[1:], others, strict=True):
+            whole = _joined(whole, one.turn.new, own)
+        return SessionSample(path[0].turn.new, whole)
 
-    def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> Turn | None:
+    def _parent(self, keys: tuple[Key, ...], tools: tuple[Mapping, ...]) -> AnsweredTurn | None:
         """The deepest turn that a request continues; of equal ones the latest."""
-        deepest = sorted(reversed(self._ended), key=lambda turn: -len(turn.keys))  # a long one is compared once
-        found = (turn for turn in deepest if turn.tools == tools and turn.keys == keys[: len(turn.keys)])
+        # Deep ones first: a long one is compared once.
+        deepest = sorted(reversed(self.answered.values()), key=lambda one: -len(one.keys))
+        found = (one for one in deepest if one.turn.tools == tools and one.keys == keys[: len(one.keys)])
         return next(found, None)
 
-    def _renders_otherwise(self, turn: Turn, new: Sequence[Message]) -> bool:
+    def _renders_otherwise(self, turn: AnsweredTurn, new: Sequence[Message]) -> bool:
         """True if the format writes the tokens up to a turn in another way in front of new messages: a user's removes
         the thoughts behind the last user's, and the place of an opened one."""
         if self._keeps or not self._thinking or all(message.role != "user" for message in new):
@@ -221,11 +223,17 @@ def _without_marker(completion: Completion) -> list[int]:
     return completion.tokens[: len(completion.tokens) - (completion.finish == "stop")]
 
 
-def _routed(turn: Turn | None) -> int:
+def _as_reply(completion: Completion) -> Completion:
+    """A completion that another sample trains."""
+    length = len(completion.tokens)
+    return completion._replace(logprobs=[0.0] * length, replies=((0, length),), drafted=0, accepted=0)
+
+
+def _routed(at: AnsweredTurn | None) -> int:
     """Tokens, from the begin of the conversation on, whose experts are known behind a turn."""
     count = 0
-    while turn is not None and turn.completion.routes is not None:
-        count, turn = count + len(turn.completion.routes), turn.parent
+    while at is not None and at.completion.routes is not None:
+        count, at = count + len(at.completion.routes), at.turn.parent
     return count
 
 

@@ -39,7 +39,7 @@ class Policy:
 
     def answer(self, of: Session, messages: list[Message], text: str, end: str = "user", tools=()) -> Message:
         turn = of.begin(messages, tools)
-        if turn.answer is None:
+        if turn not in of.answered:
             tokens = []
             for part in filter(None, TAGS.split(text)):
                 tokens += [TOKENIZER.special[part]] if TAGS.match(part) else TOKENIZER.encode(part).tolist()
@@ -48,7 +48,7 @@ class Policy:
             self.generated |= dict(zip(logprobs, tokens, strict=True))
             finish = "stop" if end in MARKERS else "length"
             of.end(turn, Completion(tokens, logprobs, finish, [VersionSpan(0, 3)], None))
-        return turn.answer
+        return of.answered[turn].answer
 
 
 def check_trained_once(of: Session, policy: Policy) -> None:
@@ -61,7 +61,7 @@ def check_trained_once(of: Session, policy: Policy) -> None:
         whole = tuple(rollout.tokens[slice(*rollout.bounds(number))].tolist())
         read |= {whole[:n] for n in range(len(prompt), len(whole) + 1)}
         assert all(end <= len(completion.tokens) for _, end in completion.replies)
-    assert all(tuple(of.request(turn).prompt) in read for turn in of.turns if turn.answer is not None)
+    assert all(tuple(of.request(turn).prompt) in read for turn in of.answered)
 
 
 def rollout_of(samples: list) -> Samples:
@@ -151,7 +151,8 @@ def test_the_same_request_has_the_same_turn_and_another_one_a_branch():
     policy.answer(of, again, "\nyes")
     policy.answer(of, [QUESTION, Message("assistant", "37"), Message("user", "Sure?")], "\nno")
     policy.answer(of, [QUESTION, first, Message("user", "Really?")], "\nyes")
-    assert [turn.parent for turn in of.turns] == [None, of.turns[0], None, of.turns[0]]
+    start = of.answered[of.turns[0]]
+    assert [turn.parent for turn in of.turns] == [None, start, None, start]
     assert [len(sample.completion.replies) for sample in of.samples()] == [1, 0, 2], "the first turn is trained once"
     check_trained_once(of, policy)
     other_tools = of.begin(again, TOOLS)
@@ -204,14 +205,14 @@ def test_turns_of_an_earlier_start_are_given_again_until_another_one_is_asked_fo
     answer = policy.answer(first, [QUESTION], "\n30")
     policy.answer(first, [QUESTION, answer, QUESTION], "\n31")
     again = session(recorded=noted, note=more.append)
-    assert again.begin([QUESTION], ()).answer == answer
+    assert again.answered[again.begin([QUESTION], ())].answer == answer
     other = policy.answer(again, [QUESTION, answer, Message("user", "Why?")], "\n33")
     assert other.content == "33"
     ((_, completion),) = again.samples()
     assert "31" not in TOKENIZER.decode(completion.tokens) and len(noted) == 2 and len(more) == 1
     cut = noted[0]._replace(completion=noted[0].completion._replace(finish="length"))
     short = session(recorded=[cut])
-    assert short.begin([QUESTION], ()).answer is None, "it was cut at another length"
+    assert short.begin([QUESTION], ()) not in short.answered, "it was cut at another length"
 
 
 def test_each_turn_and_branch_has_a_seed_of_its_own_and_the_same_one_after_a_restart():
@@ -244,10 +245,10 @@ def test_experts_of_earlier_turns_are_neither_asked_for_nor_kept_twice():
         routes = np.full((fed, 1, 1), value, np.uint8)
         of.end(turn, Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 3)], routes))
         turns.append(fed - request.known)
-        messages = [*messages, turn.answer, QUESTION]
+        messages = [*messages, of.answered[turn].answer, QUESTION]
     again = session(recorded=noted)
     for number in (1, 3, 5):
-        assert again.begin(messages[:number], ()).answer == messages[number]
+        assert again.answered[again.begin(messages[:number], ())].answer == messages[number]
     for one in (of, again):
         ((prompt, completion),) = one.samples()
         assert completion.routes[:, 0, 0].tolist() == [1] * turns[0] + [2] * turns[1] + [3] * turns[2]
