@@ -38,7 +38,7 @@ class ServerPool:
         self._rules, self._longest, self.most_running = rules, longest, most_running
         self.deadline, self._restart = deadline, restart
         self._say, self._still_starting = say, still_starting
-        self._weights: Weights | None = None
+        self._newest: Weights | None = None
         self.send: Callable[[Sequence[WeightGroup]], None] | None = None
         """Broadcasts the present weights to servers that have joined groups. None: not now, all ranks are elsewhere."""
         self._names = itertools.count()
@@ -51,7 +51,7 @@ class ServerPool:
         Raises:
             EngineError: none took them.
         """
-        self._weights = weights
+        self._newest = weights
         self._join(self._states)
         self.ready()
         if weights.version == CHANGED:
@@ -87,12 +87,13 @@ class ServerPool:
             calls = {state: [threads.submit(generate, state, request) for request in requests] for state in new}
         for state, outcomes in ((state, [call.result() for call in of]) for state, of in calls.items()):
             error = next((one for one in outcomes if isinstance(one, CallError)), None)
+            completions = [one for one in outcomes if not isinstance(one, CallError)]
             if isinstance(error, RefusedError) and (at_start or self._serving() == [state]):
                 raise UserError(f"rollout.urls: {state.server.url} refuses a request: {error}")
-            if error is not None or not all(one.tokens for one in outcomes):
+            if error is not None or not all(one.tokens for one in completions):
                 self.lose(state, str(error or "it was told to abort its first completions"))
             else:
-                found[state] = outcomes
+                found[state] = completions
         return found
 
     def judge(self, state: ServerState, said: str, *, is_right: bool) -> None:
@@ -110,6 +111,11 @@ class ServerPool:
                 with contextlib.suppress(CallError):
                     state.server.abort(list(state.running))
                 state.running.clear()
+
+    @property
+    def _weights(self) -> Weights:
+        assert self._newest is not None, "no server is asked before the first update"
+        return self._newest
 
     @property
     def version(self) -> int:
@@ -147,15 +153,17 @@ class ServerPool:
         weights, deadline, rules = self._weights, self.deadline, self._rules
         try:
             with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
-                if weights.folder is None and self.send is None:
-                    reasons = dict.fromkeys(states, "it waits for the weights of the next update")
-                else:
-                    needed = {"rules": rules, "longest": self._longest, "deadline": deadline}
-                    begin = partial(ServerState.begin, weights=weights, **needed)
+                reasons: dict[ServerState, str | None]
+                reasons = dict.fromkeys(states, "it waits for the weights of the next update")
+                if weights.folder is not None or self.send is not None:
+                    begin = partial(
+                        ServerState.begin, weights=weights, rules=rules, longest=self._longest, deadline=deadline
+                    )
                     reasons = dict(zip(states, threads.map(begin, states), strict=True))
                 begun = [state for state in states if reasons[state] is None]
-                if begun and weights.folder is None:
-                    self.send([state.group for state in begun])
+                groups = [state.group for state in begun if state.group is not None]
+                if groups and self.send is not None:
+                    self.send(groups)
                 complete = partial(ServerState.complete, weights=weights, rules=rules, deadline=deadline)
                 reasons |= dict(zip(begun, threads.map(complete, begun), strict=True))
         finally:  # an error of one server, or in the broadcast, must not leave the others waiting
