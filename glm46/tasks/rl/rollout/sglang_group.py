@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call
-from glm46.tasks.rl.rollout.weight_group import TICK_SECONDS, WeightGroup, first_sentence
-
-_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+from glm46.tasks.rl.rollout.weight_group import DEVICES, TICK_SECONDS, WeightGroup, first_sentence
 
 
 class SglangGroup(WeightGroup):
@@ -38,7 +36,7 @@ class SglangGroup(WeightGroup):
         body |= {"world_size": 1 + self._workers, "group_name": self._name, "backend": self.backend}
         self._reply = self._ask("/init_weights_update_group", body)
         # Where torch's own init_process_group, which the workers call, puts the keys of a group.
-        prefix = f"{self._name}/{self._name}//{_DEVICES[self.backend]}/"
+        prefix = f"{self._name}/{self._name}//{DEVICES[self.backend]}/"
         formed = _in_thread(lambda: self._form(prefix))
         try:
             end = time.monotonic() + self._wait
@@ -96,7 +94,7 @@ class SglangGroup(WeightGroup):
         if not tensors:
             return []
         flat = [tensor.reshape(-1).view(torch.uint8) for _, tensor in _ordered(tensors)]
-        return [torch.cat(flat).to(_DEVICES[self.backend])]
+        return [torch.cat(flat).to(DEVICES[self.backend])]
 
     def begin(self, values: Tensor) -> dist.Work | None:
         """See `WeightGroup.begin`."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import torch
@@ -37,6 +37,8 @@ _FOR_A_REASON = 5.0
 """Seconds between what a server replies and what its workers do, whichever comes first."""
 _ALIGNED = 16
 TICK_SECONDS = 0.002
+DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+_Group: TypeAlias = "dist.ProcessGroupGloo | dist.ProcessGroupNCCL"  # the second is not in all builds
 
 
 class WeightGroup:
@@ -68,7 +70,7 @@ class WeightGroup:
         self._at = {"address": address, "port": port, "update": update}
         self._store: dist.Store | None = dist.PrefixStore(update, store)
         self._store.set("open", "")
-        self._group: list[dist.ProcessGroup] = []
+        self._group: list[_Group] = []
         self._reply: Future[Any] = Future()
         self.fault: str | None = None
         """Why it gets nothing any more."""
@@ -106,7 +108,7 @@ class WeightGroup:
 
     def _await_workers(self) -> None:
         end, names = time.monotonic() + self._wait, [f"worker {number}" for number in range(self._workers)]
-        while not self._store.check(names):
+        while not self._has(*names):
             if self._reply.done():
                 raise CallError(f"loaded without the trainer: {self._reply.result()}")
             if time.monotonic() > end:
@@ -118,7 +120,7 @@ class WeightGroup:
         except RuntimeError as error:
             self._fail(first_sentence(error))
             return
-        first, began = torch.zeros(1, dtype=torch.uint8, device=_device(self.backend)), time.monotonic()
+        first, began = torch.zeros(1, dtype=torch.uint8, device=DEVICES[self.backend]), time.monotonic()
         self.end(self._begin_first(first), began)
 
     def _form(self, prefix: str) -> None:
@@ -153,14 +155,14 @@ class WeightGroup:
     def bucket(self, tensors: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """The broadcasts of tensors; of none, at the end."""
         if not tensors:
-            return [torch.zeros(2, dtype=torch.int64, device=_device(self.backend))]
-        text, block = _block(tensors, _device(self.backend))
+            return [torch.zeros(2, dtype=torch.int64, device=DEVICES[self.backend])]
+        text, block = _block(tensors, DEVICES[self.backend])
         return [torch.tensor([text, len(block)], device=block.device), block]
 
     def begin(self, values: Tensor) -> dist.Work | None:
         """Broadcast without a wait; None after a fault."""
         try:
-            return None if self.fault else self._group[0].broadcast(values, 0)
+            return None if self.fault else self._group[0].broadcast(values, 0)  # type: ignore[union-attr]  # stubs lack it
         except RuntimeError as error:
             self._fail(first_sentence(error))
             return None
@@ -172,7 +174,7 @@ class WeightGroup:
             now = time.monotonic()
             if self._reply.done():
                 end = min(end, now + _FOR_A_REASON)
-            if self._store.check(["left"]) or now > end:
+            if self._has("left") or now > end:
                 in_time = now < began + self._wait
                 self._fail("a worker has left" if in_time else f"a bucket was not taken within {self._wait:g} s")
                 return
@@ -182,6 +184,10 @@ class WeightGroup:
                 work.wait()
         except RuntimeError as error:
             self._fail(first_sentence(error))
+
+    def _has(self, *keys: str) -> bool:
+        """True if workers have set all these keys and the store is open: no frame of a kept traceback may hold it."""
+        return self._store is not None and self._store.check(list(keys))
 
     def _fail(self, said: str) -> None:
         self.fault = self.fault or f"the broadcast of the weights failed ({said})"
@@ -195,7 +201,7 @@ class WeightGroup:
         """
         try:
             found = self._reply.result(seconds if self.fault is None else _FOR_A_REASON)
-            if self._store is not None and self._store.check(["left"]):  # vLLM answers for its first replica alone
+            if self._has("left"):  # vLLM answers for its first replica alone
                 raise CallError("a worker has not loaded the weights; the server's log says why")
         except FutureTimeoutError:  # not the builtin one before Python 3.11
             raise CallError(self.fault or f"it did not load the weights within {seconds:g} s") from None
@@ -213,16 +219,8 @@ class WeightGroup:
         if self._group:
             # NCCL's abort may wait for a communicator that is still made. Gloo has none: the last reference waits for
             # the end of a broadcast, by its timeout.
-            threading.Thread(target=_end_group, args=(self._group,), daemon=True).start()
+            threading.Thread(target=lambda held: held.pop().abort(), args=(self._group,), daemon=True).start()
             self._group = []
-
-
-def _end_group(held: list[dist.ProcessGroup]) -> None:
-    held.pop().abort()
-
-
-def _device(backend: str) -> str:
-    return "cuda" if backend == "nccl" else "cpu"
 
 
 def first_sentence(error: RuntimeError) -> str:
@@ -230,13 +228,13 @@ def first_sentence(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]
 
 
-def _join(store: dist.Store, size: int, backend: str, wait: timedelta) -> dist.ProcessGroup:
+def _join(store: dist.Store, size: int, backend: str, wait: timedelta) -> _Group:
     """A process group in which this process is rank 0; the others are workers of a server, not ranks of this job."""
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, 0, size, wait)
     # Otherwise NCCL's watchdog ends this process when a server is lost, instead of the wait for the broadcast.
     with temporary_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        return dist.ProcessGroupNCCL(store, 0, size, wait)
+        return dist.ProcessGroupNCCL(store, 0, size, wait)  # type: ignore[arg-type]  # stubs lack this overload
 
 
 class WeightSender:
@@ -247,7 +245,7 @@ class WeightSender:
         Args:
             groups: all of one kind and backend.
         """
-        self._groups, self._tensors, self._nbytes = groups, [], 0
+        self._groups, self._tensors, self._nbytes = groups, list[tuple[str, Tensor]](), 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Send a tensor of a name, perhaps with the next ones."""
@@ -279,9 +277,9 @@ class WeightSender:
 def _block(tensors: Sequence[tuple[str, Tensor]], device: str) -> tuple[int, Tensor]:
     """A bucket, and the length of its text: the text with name, dtype, shape, start and end of each tensor, the
     tensors, and a checksum."""
-    rows, at = [], 0
+    rows, at = list[tuple[str, str, list[int], int, int]](), 0
     for name, tensor in tensors:
-        rows.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, at + tensor.nbytes])
+        rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, at + tensor.nbytes))
         at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
     text = json.dumps(rows).encode()
     text += b" " * (-len(text) % _ALIGNED)
