@@ -49,9 +49,9 @@ def run_on_first_rank(work: Callable[[], bytes], request: CollectiveRequest | No
         UserError, EngineError: on all ranks, if `work` raised it; the message is on rank 0.
         RuntimeError: on the other ranks, if `work` raised anything else.
     """
+    request = request or CollectiveRequest(lambda: None)
     if dist.get_rank() != 0:
         return _result_of_first_rank(request)
-    request = request or CollectiveRequest(lambda: None)
     events = request.events
 
     def run() -> None:
@@ -93,7 +93,7 @@ def _send(state: int, content: bytes) -> None:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0)
 
 
-def _result_of_first_rank(request: CollectiveRequest | None) -> bytes:
+def _result_of_first_rank(request: CollectiveRequest) -> bytes:
     header = torch.tensor([_WORKING, 0])
     while header[0] in (_WORKING, _ASKED):
         dist.broadcast(header, 0)

@@ -57,7 +57,7 @@ class Programs:
             given: its standard input.
             policy: that it asks; None: it connects to nothing.
         """
-        environment = set_variables(self._names) | variables
+        environment = set_variables(self._names) | dict(variables)
         places = (*places_of(command, environment), *self._allowed)
         if self._jail != NO_JAIL:
             environment |= {"HOME": folder, "TMPDIR": folder}
@@ -76,7 +76,7 @@ class Programs:
             connecting = asyncio.create_task(_serve_inside(start.channel and start.channel.dup(), policy))
         said = bytearray()
         reading = asyncio.create_task(_exchange(process, given, said))
-        ends = [asyncio.create_task(_end_of(process.pid))]
+        ends: list[asyncio.Task[object]] = [asyncio.create_task(_end_of(process.pid))]
         ends += [asyncio.create_task(policy[1].has_failed.wait())] if policy else []
         try:
             done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -132,6 +132,7 @@ async def _serve_inside(channel: socket.socket | None, policy: tuple[PolicyEndpo
 
 async def _exchange(process: asyncio.subprocess.Process, given: bytes, said: bytearray) -> None:
     """Give a program its standard input, and keep the end of its output."""
+    assert process.stdin is not None and process.stdout is not None, "both are pipes"
     with suppress(OSError):
         process.stdin.write(given)
         await process.stdin.drain()
