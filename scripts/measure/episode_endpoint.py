@@ -131,8 +131,9 @@ def _parts(turns: int, repeats: int) -> tuple[int, float, Counter[str]]:
         logprobs, spans = [-1.0] * len(answer), [VersionSpan(0, 0)]
         completion = Completion([*answer], logprobs, "stop", spans, None)
         timed("end", lambda turn=turn, completion=completion: session.end(turn, completion))
-        answered = timed("answer", lambda table=table, turn=turn: completion_response(table, turn, "turn-0"))
-        message = json.loads(answered[0])["choices"][0]["message"]
+        answered = session.answered[turn]
+        content = timed("answer", lambda table=table, of=answered: completion_response(table, of, "turn-0"))[0]
+        message = json.loads(content)["choices"][0]["message"]
         messages += [message, {"role": "tool", "content": SENTENCE * repeats}]
     timed("samples", session.samples)
     tokens, after = turn.length, 0
