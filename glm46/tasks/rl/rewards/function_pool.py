@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.process import BaseProcess
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
