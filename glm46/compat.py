@@ -472,16 +472,25 @@ def clone_store() -> dist.Store:
 @contextlib.contextmanager
 def torchrun_starts(start: Callable[[tuple[str, ...], dict[str, str]], Any]) -> Iterator[None]:
     """Let torchrun start processes by this function, which takes a command and all variables and returns what has
-    `pid`, `poll` and `wait` of `subprocess.Popen`. Torchrun has no public way to fork commands."""
+    `pid`, `poll` and `wait` of `subprocess.Popen`. Torchrun has no public way to fork commands.
+
+    Such a process may have another parent, which has waited for it before `poll` says so: torchrun's signal to it would
+    end torchrun.
+    """
     from torch.distributed.elastic.multiprocessing import subprocess_handler
 
     handler: Any = subprocess_handler.SubprocessHandler
-    before = handler._popen
-    handler._popen = lambda _, command, variables: start(command, variables)
+    before = handler._popen, handler.close
+
+    def close(self: Any, *arguments: Any, **named: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            before[1](self, *arguments, **named)
+
+    handler._popen, handler.close = lambda _, command, variables: start(command, variables), close
     try:
         yield
     finally:
-        handler._popen = before
+        handler._popen, handler.close = before
 
 
 def flight_recorders() -> dict[str, str]:

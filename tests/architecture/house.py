@@ -208,6 +208,8 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 5, "a sample in front of the first step without any reward ends the run; seeds of turns"),
     ("tasks/rl/rollout", 36, "seeds of turns; bodies in chunks; a message for prompts without room"),
     ("tasks/rl/rollout", 17, "types that mypy holds: a turn and an answered turn are two"),
+    ("compat", 9, "signals of torchrun to ranks that have ended"),
+    ("operate/launch", 1, "a failure beside ranks that have stopped"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659

@@ -62,6 +62,8 @@ def hamper(rank: int, moment: str, mark: Path, pause: float) -> None:
         """Rank 1 is behind rank 0, which is in the exchange before step 1 ("count"), or has left it ("sum")."""
 
         def wrapped(*arguments):
+            if rank == 1 and name == "count" and moment == "leave first":
+                os._exit(LEFT_WITH)
             if rank == 1 and name == moment == "count" and not mark.exists():
                 arrive(1)
             result = function(*arguments)
@@ -98,9 +100,9 @@ def attempt(config, base: Path, moment: str, number: signal.Signals, chance: ran
     if moment == "start":
         wait_until(lambda: catches(launcher, number))  # before, the launcher itself is only beginning
         time.sleep(chance.uniform(0.0, 0.7))
-    wait_until(lambda: moment in ("start", "leave", "none") or mark.exists() or not is_alive(launcher))
+    wait_until(lambda: moment in ("start", "leave first", "leave", "none") or mark.exists() or not is_alive(launcher))
     began = time.monotonic()
-    if moment not in ("leave", "none"):
+    if moment not in ("leave first", "leave", "none"):
         time.sleep(chance.uniform(0.0, 0.05))
         os.kill(launcher, number)
     if moment == "second":
@@ -141,7 +143,7 @@ def main(*given: str) -> None:
             data={"num_workers": 1},
         )  # fmt: skip
         (base / "run.toml").write_text(dump_config(config))
-        chosen = ["step", *MOMENTS[:-1], "second", "leave", "none"]
+        chosen = ["step", *MOMENTS[:-1], "second", "leave first", "leave", "none"]
         if arguments.moments:
             chosen = ["step"] + [chance.choice(MOMENTS) for _ in range(arguments.moments - 1)]
         for moment in chosen:

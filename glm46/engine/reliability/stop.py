@@ -109,17 +109,17 @@ class StopRequest:
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Around each exchange of stop requests. A signal in the first one does not end this process, because another
-        rank may have left it and be training. If it fails, a rank has ended on a signal that may still come here."""
+        rank may have left it and be training. If it fails, a rank has ended, maybe on a signal that is on its way."""
         is_first, self.has_started = not self.has_started, True
         try:
             yield
-        except RuntimeError:
-            if is_first and self._is_asked.wait(5 * REPEAT_SECONDS) and self.signal_name:
-                self._end_before_training(signal.Signals[self.signal_name])
+        except RuntimeError as error:
+            if is_first and self._is_asked.wait(REPEAT_SECONDS) and self.signal_name:
+                self._end_before_training(signal.Signals[self.signal_name], f"{error}\n")
             raise
 
-    def _end_before_training(self, number: int) -> None:
-        said = f"stopped by {signal.Signals(number).name} before training began; nothing is lost"
+    def _end_before_training(self, number: int, cause: str = "") -> None:
+        said = f"{cause}stopped by {signal.Signals(number).name} before training began; nothing is lost"
         exit_now(code_before_training(number), said)
 
     def _on_signal(self, number: int) -> None:

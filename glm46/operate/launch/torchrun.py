@@ -173,11 +173,12 @@ def _run_torchrun(
             cause = "the reader of the output has closed the pipe; all ranks were stopped"
             print(f"error: {cause}", file=sys.stderr)
             return End(EXIT_BROKEN_PIPE, cause)
-        if failure.exitcode == EXIT_STOPPED:  # Without a signal to this process: saves failed, or a rank got one.
-            return End(EXIT_STOPPED, "the ranks have stopped, to be started again")
         # Torchrun looks now and then: it may have found the first one together with ranks that lost their neighbour.
         by_process = {each.pid: (number, each) for number, each in error.failures.items()}
         rank, failure = by_process.get(server.first_failed, (rank, failure))
+        # Saves failed, or a rank alone got a signal; ranks that lost their neighbour by that end with 1.
+        if EXIT_STOPPED in codes and failure.exitcode in (EXIT_STOPPED, EXIT_FAILED_RANK):
+            return End(EXIT_STOPPED, "the ranks have stopped, to be started again")
         cause = f"rank {rank} {describe_exit(failure.exitcode)}"
         print(f"error: {cause} The other ranks were stopped.", file=sys.stderr)
         is_final = failure.exitcode in (EXIT_USER_ERROR, EXIT_DIVERGED)  # Another start would end in the same way.

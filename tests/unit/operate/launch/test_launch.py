@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ import pytest
 
 from glm46.cli import main
 from glm46.commands.launch import launch_command
+from glm46.compat import torchrun_starts
 from glm46.config.adapter import AdapterConfig
 from glm46.config.command_line import Start
 from glm46.config.errors import UserError
@@ -428,6 +430,7 @@ def test_one_command_passes_overrides_on():
 @pytest.mark.parametrize(("codes", "expected", "said"), [
     ((141, 1), 141, "closed the pipe"),  # rank 0 writes to the console; the others end because it has left
     ((1, 7), 1, "rank 1 ended with exit code 7"), ((1, -9), 1, "rank 1 was ended by SIGKILL"), ((1, 2), 2, "rank 1 "),
+    ((75, 7), 1, "rank 1 ended with exit code 7"), ((75, 2), 2, "rank 1 "), ((75, 1), 75, ""),
 ])  # fmt: skip
 def test_the_first_failure_is_the_end_of_the_run_whichever_torchrun_sees_first(
     codes, expected, said, monkeypatch, capsys
@@ -449,6 +452,19 @@ def test_the_first_failure_is_the_end_of_the_run_whichever_torchrun_sees_first(
     finally:
         signals.close()
     assert end.code == expected and said in capsys.readouterr().err
+
+
+def test_a_rank_whose_end_the_launcher_has_not_seen_does_not_end_it():
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    gone = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    gone.wait()
+    handler = SubprocessHandler.__new__(SubprocessHandler)
+    handler.proc, handler._stdout, handler._stderr = gone, None, None
+    with torchrun_starts(lambda *_: None):
+        handler.close(signal.SIGTERM)
+    with pytest.raises(ProcessLookupError):
+        handler.close(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(("stated", "words"), [
