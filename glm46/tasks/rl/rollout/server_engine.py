@@ -101,7 +101,7 @@ class ServerEngine:
         self._goes_on = goes_on
         if dist.get_rank() == 0:
             requests = OpenRequests(self._pool, self._rules, goes_on=goes_on)
-            self._background = BackgroundGeneration(requests, folder, begin)
+            self._background = BackgroundGeneration(requests, folder, begin, self._say)
 
     @property
     def background(self) -> BackgroundGeneration:
