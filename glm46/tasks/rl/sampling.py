@@ -56,6 +56,8 @@ class Sampler:
     say: Callable[[str], None] = print
     """Takes a line for the log, on rank 0."""
     _times: Counter[str] = field(default_factory=Counter)
+    _calls: ThreadPoolExecutor | None = None
+    """Of the function of [rl.environment], in the background."""
 
     @property
     def least_samples(self) -> int:
@@ -75,6 +77,8 @@ class Sampler:
     def close(self) -> None:
         """End the processes and free the engine."""
         self.engine.close()
+        if self._calls is not None:
+            self._calls.shutdown(wait=False, cancel_futures=True)
         for pool in (self.rewards, self.environment, self.filter, self.episodes):
             if pool is not None:
                 pool.close()
@@ -209,9 +213,9 @@ class Sampler:
         pool, table = self.environment, self.config.environment
         if pool is None or table is None or self.episodes is not None:
             return None
-        calls = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
+        self._calls = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
         turns = table.max_turns
-        return Conversations(pool, self.tokenizer, self._thinking, turns, self.prompt, self._answer, calls)
+        return Conversations(pool, self.tokenizer, self._thinking, turns, self.prompt, self._answer, self._calls)
 
     def _answer(self, prompt: Prompt, completion: Completion) -> Answer:
         is_finished, history, start = completion.finish == "stop", list[str](), 0

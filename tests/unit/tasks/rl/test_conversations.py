@@ -1,6 +1,7 @@
 """Conversations with an environment: the tokens are those of the chat format, and only generated ones are targets."""
 
 import queue
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -273,3 +274,13 @@ def test_a_conversation_that_goes_on_by_itself_is_that_of_rounds(tokenizer):
 
     error, _ = in_background(*made(replies=breaks))
     assert isinstance(error, UserError), "it ends the run"
+
+
+def test_the_end_of_a_run_waits_for_no_call_of_the_function(tokenizer):
+    """Calls that wait for a thread are given up before the processes of the others end."""
+    of, has_ended = sampler(Scripted([]), tokenizer, calculated), threading.Event()
+    of.engine.close, of.environment.close = lambda: None, has_ended.set
+    threads = of.conversations().threads
+    calls = [threads.submit(has_ended.wait, HANG_SECONDS) for _ in range(100)]
+    of.close()
+    assert calls[0].result(HANG_SECONDS) and calls[-1].cancelled()
