@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar, get_args
 
@@ -76,12 +77,13 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes and free the engine."""
-        self.engine.close()
-        if self._calls is not None:
-            self._calls.shutdown(wait=False, cancel_futures=True)
-        for pool in (self.rewards, self.environment, self.filter, self.episodes):
-            if pool is not None:
-                pool.close()
+        with ExitStack() as ends:  # the last one first, and all of them, whatever fails
+            for pool in (self.rewards, self.environment, self.filter, self.episodes):
+                if pool is not None:
+                    ends.callback(pool.close)
+            if self._calls is not None:
+                ends.callback(self._calls.shutdown, wait=False, cancel_futures=True)
+            self.engine.close()
 
     def prompt(self, number: int) -> Prompt:
         """The prompt that is handed out as this number."""
