@@ -110,6 +110,8 @@ class BackgroundGeneration:
         nothing = EpisodeEnd([], is_part=True)
         path, read = self._path(number), [nothing] * len(requests)
         for index, end in read_ends(path, self._say):
+            if end.fault:
+                continue  # it is tried again, behind its turns
             before = read[index].samples if self._has_turns and end.is_part else []
             read[index] = end._replace(samples=[*before, *end.samples])
         ends = [end if self._is_kept(end, since) else nothing for end in read]
@@ -127,8 +129,7 @@ class BackgroundGeneration:
 
     def _is_kept(self, end: EpisodeEnd, since: int) -> bool:
         versions = {span.version for sample in end.samples for span in sample.completion.spans}
-        is_new = min(versions, default=since) >= since if self._requests.goes_on else versions == {since}
-        return is_new and not end.fault  # another start tries again
+        return min(versions, default=since) >= since if self._requests.goes_on else versions == {since}
 
     def _cancel(self, number: int) -> None:
         for member in self._groups.pop(number, ()):

@@ -291,7 +291,11 @@ def test_turns_and_ends_of_episodes_are_kept_one_by_one_and_a_cut_file_goes_on(t
     begun[1].finish(EpisodeEnd([turn(10, 2)]))
     wait_until(lambda: not begun[1].end.is_part)
     start(since=1)
-    assert [one.end.samples for one in begun] == [[]], "the failed one is tried again, from the begin"
+    assert [one.end.samples for one in begun] == [[turn(11, 2)]], "the failed one is tried again, behind its turns"
+    begun[0].finish(EpisodeEnd([turn(12, 2)]))
+    wait_until(lambda: not begun[0].end.is_part)
+    start(since=1)
+    assert not begun, "its result counts, not its fault"
 
 
 def recorded(folder, begun: list, say=print) -> BackgroundGeneration:
