@@ -102,17 +102,18 @@ class _Conversation:
 
     def _end_turn(self, reply: list[int], turn: Completion) -> None:
         """Go on behind a turn; in a thread of the engine, which does not wait."""
-        if turn.routes is not None and self.done.routes is not None:
-            turn = turn._replace(routes=turn.routes[len(self.done.routes) :])  # a prefix would be kept with each turn
-        self._extend(reply, turn)
-        self._member.note(SessionSample(reply, turn))
+        self._member.note(SessionSample(reply, self._extend(reply, turn)))
         self._of.threads.submit(self.reply)
 
-    def _extend(self, reply: list[int], turn: Completion) -> None:
-        """Add a turn, with routes of what no turn before it has been fed."""
-        parts = [one for one in (self.done.routes, turn.routes) if one is not None]
-        routes = np.concatenate(parts) if parts else None
-        self.done = self.done.extended(reply, turn)._replace(routes=routes)
+    def _extend(self, reply: list[int], turn: Completion) -> Completion:
+        """Add a turn; returns it with the routes alone of what the turns before it were not fed."""
+        done, routes = self.done, turn.routes
+        if routes is not None and done.routes is not None:
+            fed = len(self.request.prompt) + len(done.tokens) + len(reply) + len(turn.tokens) - 1
+            turn = turn._replace(routes=routes[max(len(routes) - fed + len(done.routes), 0) :])
+            routes = np.concatenate([done.routes, turn.routes])
+        self.done = done.extended(reply, turn)._replace(routes=routes)
+        return turn
 
     def reply(self) -> None:
         """Have the function reply to the last turn, and ask for the next one, or end."""
