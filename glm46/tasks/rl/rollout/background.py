@@ -144,8 +144,8 @@ class BackgroundGeneration:
             for number in self._groups.keys() - kept:
                 self._cancel(number)
         self._writer.submit(self._write).result()  # it creates none of their files any more
-        for path in self._folder.glob("prompt_*[0-9]"):
-            number = int(path.name.partition("_")[2])
+        for path in self._folder.glob("prompt_*"):  # also what a kill has left of a new one
+            number = int(path.name.removeprefix("prompt_").partition(".")[0])
             if number < before and number not in kept:
                 path.unlink()
 
@@ -161,11 +161,12 @@ class BackgroundGeneration:
         """See `OpenRequests.halt`."""
         if not self._requests.halt():
             return False
-        with self._changed:
-            for one in (one for members in self._groups.values() for one in members if one.end.is_part):
-                if one.found is not None or (part := one.parts()):
-                    self._unwritten.append((one, one.found or one.end._replace(samples=part)))
         self._writer.submit(self._write).result()
+        for number, members in {} if self._has_turns else self._groups.items():
+            ends = [one.found or one.end._replace(samples=one.parts() or one.end.samples) for one in members]
+            if not _are_finished(members) and any(end.samples for end in ends):
+                with writing(self._folder):  # the whole file: with each part behind the one before it would grow
+                    replace_durably(self._path(number), map(_line, enumerate(ends)))
         return True
 
     def unfinished(self, numbers: Iterable[int]) -> int:

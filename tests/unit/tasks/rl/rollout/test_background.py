@@ -349,3 +349,38 @@ def test_a_line_that_cannot_be_read_ends_its_file_and_no_start(tmp_path, damaged
     assert begun[0].end.samples == [turn_of(1)] and file.read_bytes() == whole
     (line,) = said
     assert str(file) in line and f"cut at byte {len(whole)}" in line
+
+
+def test_a_sample_that_many_updates_cut_is_kept_once(tmp_path):
+    """With the samples of its group, of which one has ended and another is not begun."""
+
+    def begin(requests, members):
+        for member in members:
+            member.cancel, cut[member.request.seed] = lambda: None, member
+
+    cut: dict = {}
+    requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda: True)
+
+    def start() -> BackgroundGeneration:
+        generating = BackgroundGeneration(requests, tmp_path, begin)
+        generating._has_turns = False
+        generating.add(4, [Request([1, 2], seed, 9) for seed in range(3)], 0)
+        return generating
+
+    first = start()
+    assert first.halt() and not list(tmp_path.iterdir())
+    first.start()
+    cut[0].finish(EpisodeEnd([turn_of(9)]))
+    for count in (1, 2, 4):
+        cut[1].parts = lambda count=count: [turn_of(9, count)]
+        assert first.halt()
+    after = start()
+    assert after.halt(), "before it goes on"
+    (file,) = tmp_path.iterdir()
+    assert [end.samples for _, end in background.read_ends(file)] == [[turn_of(9)], [turn_of(9, 4)], []]
+    left = file.with_name(f"{file.name}.host.7.tmp")
+    left.touch()  # by a kill
+    after.keep([], before=4)
+    assert left.exists()
+    after.keep([], before=5)
+    assert not list(tmp_path.iterdir())
