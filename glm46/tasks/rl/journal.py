@@ -33,7 +33,7 @@ from glm46.tasks.rl.stepping import steps_per_rollout
 
 FOLDER = "rollouts"
 _REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
-_OTHER_REMEDY = "go on with that version, or load another checkpoint with checkpoint.load_step"
+_OTHER_REMEDY = "use that version; a run can load another checkpoint with checkpoint.load_step"
 _FORMAT = 2
 """Of these files; a manifest without the number is of the first one, which had other arrays."""
 _FACTS = (

@@ -103,7 +103,7 @@ class FunctionPool:
         self._idle: list[tuple[Connection, BaseProcess]] = []
         self._processes = set[BaseProcess]()
         """All that may run."""
-        self._lock, self._is_closed = threading.Lock(), False
+        self._lock, self._starting, self._is_closed = threading.Lock(), threading.Lock(), False
         self._numbers = itertools.count(1)
         """Of the tasks that are handed out."""
         if any(rule.name not in _HERE for rule in self._rules):
@@ -191,7 +191,8 @@ class FunctionPool:
                 try:
                     connection, process = self._idle.pop()
                 except IndexError:  # asked for: another thread may have taken the last one
-                    connection, process = self._start()
+                    with self._starting:  # one after another: each imports what the user's module does
+                        connection, process = self._start()
                     is_new = True
                 try:
                     connection.send((asked, (task.rule, answers[task.answer])))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from string import hexdigits
 from typing import NamedTuple
 
 from glm46.tasks.rl.rollout.chat_api import OVERRIDDEN, RefusedRequest, completion_response, parsed
@@ -171,15 +172,14 @@ class PolicyEndpoint:
             fault = RefusedRequest(401, "not the key of this episode; take OPENAI_API_KEY")
         elif (method, what) not in _PATHS:
             fault = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
+        fault = fault or _too_large(episode, _length(headers))  # it may not be read within the time
         async for part in _body(reader, headers):  # to its end: a client that writes does not read
             size += len(part)
-            if fault is None and size <= _MOST_BYTES:
+            fault = fault or _too_large(episode, size)
+            if fault is None:
                 content += part
             elif size > _MOST_DISCARDED:
                 break
-        if fault is None and size > _MOST_BYTES:
-            episode.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
-            fault = RefusedRequest(413, episode.fault)
         if fault is not None:
             raise fault
         return episode, what, bytes(content)
@@ -223,12 +223,31 @@ class PolicyEndpoint:
         return _response(200, *completion_response(table, turn, f"chatcmpl-{name}"))
 
 
+def _too_large(episode: Episode, size: int) -> RefusedRequest | None:
+    """The refusal of a body of so many bytes, which ends its episode; None if it may be as large."""
+    if size <= _MOST_BYTES:
+        return None
+    episode.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
+    return RefusedRequest(413, episode.fault)
+
+
+def _length(headers: Mapping[str, str]) -> int:
+    return 0 if "transfer-encoding" in headers else _number(headers.get("content-length") or "0", 10)
+
+
+def _number(digits: str, base: int) -> int:
+    """A number of HTTP, which has no sign and no underscore, as `int` takes them. Raises ValueError."""
+    if set(digits) - set(hexdigits):
+        raise ValueError(digits)
+    return int(digits, base)
+
+
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
     """The parts of a body, of a known length or in chunks. Raises EOFError or ValueError if it is not whole."""
-    left, in_chunks = int(headers.get("content-length") or 0), "transfer-encoding" in headers
+    left, in_chunks = _length(headers), "transfer-encoding" in headers
     while left > 0 or in_chunks:
         if in_chunks:
-            left = int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16)
+            left = _number((await reader.readuntil(b"\r\n")).partition(b";")[0].decode("latin-1").strip(), 16)
         is_last = left == 0
         while left > 0:
             part = await reader.readexactly(min(left, 2**16))

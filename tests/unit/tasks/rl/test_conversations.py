@@ -306,5 +306,11 @@ def test_a_turn_is_kept_with_the_experts_of_its_own_tokens_alone(tokenizer):
     assert [len(turn.routes) for _, turn in noted] == [first, len(ids) - 1 - first]
     again, new = in_background(of, request, noted)
     assert not new and np.array_equal(again.samples[0].completion.routes, routes)
+    whole = [
+        noted[0],
+        noted[1]._replace(completion=noted[1].completion._replace(routes=routes)),
+    ]  # of an earlier version
+    again, _ = in_background(of, request, whole)
+    assert np.array_equal(again.samples[0].completion.routes, routes)
     (expected,) = sampler(Scripted(turns, has_routes=True), tokenizer, calculated)._converse([(prompt, request)], None)
     assert np.array_equal(expected.samples[0].completion.routes, routes)

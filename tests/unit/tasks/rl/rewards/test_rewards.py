@@ -499,6 +499,7 @@ def test_a_process_that_ends_at_each_start_drops_the_sample(monkeypatch):
     start, started = scorer._start, []
 
     def start_and_kill():
+        assert scorer._starting.locked(), "no other thread starts one"
         connection, process = start()
         process.kill()
         process.join()
