@@ -207,6 +207,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 102, "a journal of turns; sessions that keep each token and text once"),
     ("tasks/rl", 5, "a sample in front of the first step without any reward ends the run; seeds of turns"),
     ("tasks/rl/rollout", 36, "seeds of turns; bodies in chunks; a message for prompts without room"),
+    ("tasks/rl", 20, "a close that ends all, whatever fails; turns with the experts of their own tokens"),
+    ("tasks/rl/rewards", 15, "processes of calls in other threads end with the run; they start one after another"),
+    ("tasks/rl/rollout", 48, "full disks and damaged lines cost no group; lengths of bodies as HTTP writes them"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659
