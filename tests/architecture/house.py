@@ -210,6 +210,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 17, "types that mypy holds: a turn and an answered turn are two"),
     ("compat", 9, "signals of torchrun to ranks that have ended"),
     ("operate/launch", 1, "a failure beside ranks that have stopped"),
+    ("tasks/rl", 20, "a close that ends all, whatever fails; turns with the experts of their own tokens"),
+    ("tasks/rl/rewards", 15, "processes of calls in other threads end with the run; they start one after another"),
+    ("tasks/rl/rollout", 48, "full disks and damaged lines cost no group; lengths of bodies as HTTP writes them"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659

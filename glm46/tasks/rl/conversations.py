@@ -9,6 +9,8 @@ from functools import partial, reduce
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
+
 from glm46.storage.chats.chat import chat_reply
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
@@ -45,7 +47,8 @@ def behind_reply(
         whole, ends = [*done.tokens, *tokens], [0, *(end for _, end in done.replies), None]
         if (left := request.max_new_tokens - len(whole)) > 0:
             seed = reduce(seed_behind, (whole[start:end] for start, end in pairwise(ends)), request.seed)
-            return tokens, Request([*request.prompt, *whole], seed, left)
+            known = 0 if done.routes is None else len(done.routes)
+            return tokens, Request([*request.prompt, *whole], seed, left, known)
         done = done._replace(finish="length")
     return EpisodeEnd([SessionSample(request.prompt, done)], fault)
 
@@ -84,7 +87,7 @@ class _Conversation:
         self._of, self._member, self._requests, self.request = of, member, requests, member.request
         self._asked, self.done = OpenRequest(self.request), NOTHING
         for reply, turn in member.end.samples:
-            self.done = self.done.extended(reply, turn)
+            self._extend(reply, turn)
         self._lock, self._is_open, member.cancel = threading.Lock(), True, self._cancel
 
     def _cancel(self) -> None:
@@ -99,9 +102,18 @@ class _Conversation:
 
     def _end_turn(self, reply: list[int], turn: Completion) -> None:
         """Go on behind a turn; in a thread of the engine, which does not wait."""
-        self.done = self.done.extended(reply, turn)
-        self._member.note(SessionSample(reply, turn))
+        self._member.note(SessionSample(reply, self._extend(reply, turn)))
         self._of.threads.submit(self.reply)
+
+    def _extend(self, reply: list[int], turn: Completion) -> Completion:
+        """Add a turn; returns it with the routes alone of what the turns before it were not fed."""
+        done, routes = self.done, turn.routes
+        if routes is not None and done.routes is not None:
+            fed = len(self.request.prompt) + len(done.tokens) + len(reply) + len(turn.tokens) - 1
+            turn = turn._replace(routes=routes[max(len(routes) - fed + len(done.routes), 0) :])
+            routes = np.concatenate([done.routes, turn.routes])
+        self.done = done.extended(reply, turn)._replace(routes=routes)
+        return turn
 
     def reply(self) -> None:
         """Have the function reply to the last turn, and ask for the next one, or end."""

@@ -33,7 +33,7 @@ from glm46.tasks.rl.stepping import steps_per_rollout
 
 FOLDER = "rollouts"
 _REMEDY = "restore the folder of rollouts, or load another checkpoint with checkpoint.load_step"
-_OTHER_REMEDY = "go on with that version, or load another checkpoint with checkpoint.load_step"
+_OTHER_REMEDY = "use that version; a run can load another checkpoint with checkpoint.load_step"
 _FORMAT = 2
 """Of these files; a manifest without the number is of the first one, which had other arrays."""
 _FACTS = (
@@ -114,7 +114,7 @@ class Journal:
                     break
                 found, end, first_prompt = found + 1, end + steps_per_rollout(self._plan), facts["next_prompt"]
             waiting = dict(self.waiting_before(end))
-            numbers = [int(path.stem.partition("_")[2]) for path in self.ahead_folder.glob("prompt_*.npz")]
+            numbers = [int(path.name.partition("_")[2]) for path in self.ahead_folder.glob("prompt_*[0-9]")]
             ahead = [number for number in numbers if number >= first_prompt or number in waiting]
         line = f"rollout: steps {step + 1} to {end} are read from the journal {self.folder}, not generated again"
         if not found:

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar, get_args
 
@@ -56,6 +57,8 @@ class Sampler:
     say: Callable[[str], None] = print
     """Takes a line for the log, on rank 0."""
     _times: Counter[str] = field(default_factory=Counter)
+    _calls: ThreadPoolExecutor | None = None
+    """Of the function of [rl.environment], in the background."""
 
     @property
     def least_samples(self) -> int:
@@ -74,10 +77,13 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes and free the engine."""
-        self.engine.close()
-        for pool in (self.rewards, self.environment, self.filter, self.episodes):
-            if pool is not None:
-                pool.close()
+        with ExitStack() as ends:  # the last one first, and all of them, whatever fails
+            for pool in (self.rewards, self.environment, self.filter, self.episodes):
+                if pool is not None:
+                    ends.callback(pool.close)
+            if self._calls is not None:
+                ends.callback(self._calls.shutdown, wait=False, cancel_futures=True)
+            self.engine.close()
 
     def prompt(self, number: int) -> Prompt:
         """The prompt that is handed out as this number."""
@@ -209,9 +215,9 @@ class Sampler:
         pool, table = self.environment, self.config.environment
         if pool is None or table is None or self.episodes is not None:
             return None
-        calls = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
+        self._calls = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
         turns = table.max_turns
-        return Conversations(pool, self.tokenizer, self._thinking, turns, self.prompt, self._answer, calls)
+        return Conversations(pool, self.tokenizer, self._thinking, turns, self.prompt, self._answer, self._calls)
 
     def _answer(self, prompt: Prompt, completion: Completion) -> Answer:
         is_finished, history, start = completion.finish == "stop", list[str](), 0

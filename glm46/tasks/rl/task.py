@@ -221,8 +221,10 @@ class Reinforcement(Task):
 
     def close(self) -> None:
         """See `Task.close`: the processes of rewards and environment, the engine, and the thread of the journal."""
-        self._sampler.close()
-        self._journal.close()
+        try:
+            self._sampler.close()
+        finally:
+            self._journal.close()
 
     def sample(self, stop: StopRequest, progress: Progress) -> list[str]:
         """See `Task.sample`: answers to a few prompts with their rewards."""

@@ -5,6 +5,7 @@ import itertools
 import math
 import numbers
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -100,6 +101,9 @@ class FunctionPool:
         self.names = [rule.name for rule in rules]
         self._key = key
         self._idle: list[tuple[Connection, BaseProcess]] = []
+        self._processes = set[BaseProcess]()
+        """All that may run."""
+        self._lock, self._starting, self._is_closed = threading.Lock(), threading.Lock(), False
         self._numbers = itertools.count(1)
         """Of the tasks that are handed out."""
         if any(rule.name not in _HERE for rule in self._rules):
@@ -136,10 +140,16 @@ class FunctionPool:
         return [next(replies) if answer.spoken else Reply(None) for answer in answers]
 
     def close(self) -> None:
-        """End the processes."""
-        for _, process in self._idle:
-            end_worker(process)
+        """End the processes, also those of calls in other threads, which start none any more."""
+        with self._lock:
+            self._is_closed = True
+        for process in list(self._processes):
+            self._end(process)
         self._idle.clear()
+
+    def _end(self, process: BaseProcess) -> None:
+        end_worker(process)
+        self._processes.discard(process)
 
     def _score(self, values: Sequence[object]) -> Score:
         parts, total, fault = {}, 0.0, ""
@@ -152,10 +162,14 @@ class FunctionPool:
 
     def _start(self) -> tuple[Connection, BaseProcess]:
         """Start a process, and wait until it has loaded the functions."""
-        connection, process = start_worker(_load, (self._rules,), _judge)
+        with self._lock:
+            if self._is_closed:
+                raise UserError(f"{self._key}: its processes were ended, because the run ends")
+            connection, process = start_worker(_load, (self._rules,), _judge)
+            self._processes.add(process)
         connection.send((0, (0, None)))
         if not connection.poll(_START_SECONDS):
-            end_worker(process)
+            self._end(process)
             raise UserError(f"{self._key}: its functions were not imported within {_START_SECONDS:g} s")
         try:
             number, error, _ = connection.recv()
@@ -177,12 +191,13 @@ class FunctionPool:
                 try:
                     connection, process = self._idle.pop()
                 except IndexError:  # asked for: another thread may have taken the last one
-                    connection, process = self._start()
+                    with self._starting:  # one after another: each imports what the user's module does
+                        connection, process = self._start()
                     is_new = True
                 try:
                     connection.send((asked, (task.rule, answers[task.answer])))
                 except OSError:  # it has ended
-                    end_worker(process)
+                    self._end(process)
                     if is_new:
                         found[task] = f"its process ended with code {process.exitcode}"
                     else:
@@ -196,7 +211,7 @@ class FunctionPool:
                 try:
                     number, value, _ = connection.recv()
                 except (EOFError, OSError):
-                    end_worker(process)
+                    self._end(process)
                     found[task] = f"its process ended with code {process.exitcode}"
                 else:
                     if number != asked:  # of a task before
@@ -207,7 +222,7 @@ class FunctionPool:
             now = time.monotonic()
             for connection in [one for one, (_, _, deadline, _) in busy.items() if deadline <= now]:
                 process, task, *_ = busy.pop(connection)
-                end_worker(process)
+                self._end(process)
                 found[task] = f"no value within {self._rules[task.rule].seconds:g} s"
         return found
 

@@ -5,9 +5,11 @@ import threading
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from zipfile import BadZipFile
 
 from glm46.engine.reliability.run_lock import writing
 from glm46.files.durable import replace_durably, sync_folder
@@ -76,10 +78,13 @@ class BackgroundGeneration:
 
     Args:
         folder: of the files; those of groups that `add` names are read again.
+        say: takes a line for the log.
     """
 
-    def __init__(self, requests: OpenRequests, folder: Path, begin: Begin = begin_samples):
-        self._requests, self._folder, self._begin = requests, folder, begin
+    def __init__(
+        self, requests: OpenRequests, folder: Path, begin: Begin = begin_samples, say: Callable[[str], None] = print
+    ):
+        self._requests, self._folder, self._begin, self._say = requests, folder, begin, say
         self._has_turns = begin is not begin_samples
         self._groups: dict[int, list[Member]] = {}
         self._unwritten: list[tuple[Member, EpisodeEnd]] = []
@@ -104,7 +109,9 @@ class BackgroundGeneration:
         self._writer.submit(self._write).result()
         nothing = EpisodeEnd([], is_part=True)
         path, read = self._path(number), [nothing] * len(requests)
-        for index, end in read_ends(path):
+        for index, end in read_ends(path, self._say):
+            if end.fault:
+                continue  # it is tried again, behind its turns
             before = read[index].samples if self._has_turns and end.is_part else []
             read[index] = end._replace(samples=[*before, *end.samples])
         ends = [end if self._is_kept(end, since) else nothing for end in read]
@@ -122,8 +129,7 @@ class BackgroundGeneration:
 
     def _is_kept(self, end: EpisodeEnd, since: int) -> bool:
         versions = {span.version for sample in end.samples for span in sample.completion.spans}
-        is_new = min(versions, default=since) >= since if self._requests.goes_on else versions == {since}
-        return is_new and not end.fault  # another start tries again
+        return min(versions, default=since) >= since if self._requests.goes_on else versions == {since}
 
     def _cancel(self, number: int) -> None:
         for member in self._groups.pop(number, ()):
@@ -138,8 +144,8 @@ class BackgroundGeneration:
             for number in self._groups.keys() - kept:
                 self._cancel(number)
         self._writer.submit(self._write).result()  # it creates none of their files any more
-        for path in self._folder.glob("prompt_*[0-9]"):
-            number = int(path.name.partition("_")[2])
+        for path in self._folder.glob("prompt_*"):  # also what a kill has left of a new one
+            number = int(path.name.removeprefix("prompt_").partition(".")[0])
             if number < before and number not in kept:
                 path.unlink()
 
@@ -155,11 +161,12 @@ class BackgroundGeneration:
         """See `OpenRequests.halt`."""
         if not self._requests.halt():
             return False
-        with self._changed:
-            for one in (one for members in self._groups.values() for one in members if one.end.is_part):
-                if one.found is not None or (part := one.parts()):
-                    self._unwritten.append((one, one.found or one.end._replace(samples=part)))
         self._writer.submit(self._write).result()
+        for number, members in {} if self._has_turns else self._groups.items():
+            ends = [one.found or one.end._replace(samples=one.parts() or one.end.samples) for one in members]
+            if not _are_finished(members) and any(end.samples for end in ends):
+                with writing(self._folder):  # the whole file: with each part behind the one before it would grow
+                    replace_durably(self._path(number), map(_line, enumerate(ends)))
         return True
 
     def unfinished(self, numbers: Iterable[int]) -> int:
@@ -215,8 +222,9 @@ class BackgroundGeneration:
         self._writer.submit(self._write)
 
     def _write(self) -> None:
-        """Write all that is not written. Errors are raised by `take`."""
-        lines: dict[int, list[bytes]] = {}
+        """Write all that is not written. Errors are raised by `take`; what they left is written by the next call, and
+        first: a conversation without one of its turns would be another one."""
+        lines, written = dict[int, list[bytes]](), set[int]()
         with self._changed:
             some, self._unwritten = self._unwritten, []
             groups = {member.number: self._groups.get(member.number, []) for member, _ in some}
@@ -229,15 +237,16 @@ class BackgroundGeneration:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 for number, of in lines.items():
                     append_durably(self._path(number), of)
+                    written.add(number)
         except BaseException as error:
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+            self._error = self._error or error
             raise
-        with self._changed:
-            for member, end in some:
-                member.end = member.end if end.is_part else end
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._unwritten[:0] = [one for one in some if one[0].number not in written]
+                for member, end in some:
+                    member.end = end if member.number in written and not end.is_part else member.end
+                self._changed.notify_all()
 
     def _path(self, number: int) -> Path:
         return self._folder / f"prompt_{number:08d}"
@@ -249,24 +258,37 @@ def _line(of_member: tuple[int, EpisodeEnd]) -> bytes:
 
 
 def append_durably(path: Path, lines: Iterable[bytes]) -> None:
-    """Append lines; they are on the disk when this returns. Raises OSError if the disk is full or not writable."""
-    with path.open("ab") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
+    """Append lines; they are on the disk when this returns. Raises OSError if the disk is full or not writable;
+    then the file is as it was: behind half a line no other could be read."""
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, before)
+        raise
     sync_folder(path.parent)
 
 
-def read_ends(path: Path) -> Iterator[tuple[int, EpisodeEnd]]:
+def read_ends(path: Path, say: Callable[[str], None] = print) -> Iterator[tuple[int, EpisodeEnd]]:
     """The lines of a file of a group: a member's index and its result, or a part. One that a kill has cut is removed,
-    so that others can follow."""
-    content = path.read_bytes() if path.is_file() else b""
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
-    for line in content[:whole].splitlines():
-        for index, (end,) in unpack_groups(b64decode(line)).items():
-            yield index, end
+    so that others can follow, and so are all from one on that cannot be read."""
+    content, readable = path.read_bytes() if path.is_file() else b"", 0
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            ((index, (end,)),) = unpack_groups(b64decode(line)).items()
+        except (ValueError, LookupError, EOFError, BadZipFile) as error:
+            say(f"rollout: {path}: cut at byte {readable}, behind which it cannot be read ({error})")
+            break
+        readable += len(line)
+        yield index, end
+    if readable < len(content):
+        os.truncate(path, readable)
 
 
 def _are_finished(members: Iterable[Member]) -> bool:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from string import hexdigits
 from typing import NamedTuple
 
 from glm46.tasks.rl.rollout.chat_api import OVERRIDDEN, RefusedRequest, completion_response, parsed
@@ -173,17 +174,16 @@ class PolicyEndpoint:
             found = RefusedRequest(404, f"{method} {path}: there are {', '.join(map(' '.join, _PATHS))}")
         else:
             found = episode
+        found = _fitting(found, _length(headers))  # it may not be read within the time
         async for part in _body(reader, headers):  # to its end: a client that writes does not read
             size += len(part)
-            if isinstance(found, Episode) and size <= _MOST_BYTES:
+            found = _fitting(found, size)
+            if isinstance(found, Episode):
                 content += part
             elif size > _MOST_DISCARDED:
                 break
         if isinstance(found, RefusedRequest):
             raise found
-        if size > _MOST_BYTES:
-            found.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
-            raise RefusedRequest(413, found.fault)
         return found, what, bytes(content)
 
     async def _answer(self, episode: Episode, what: str, body: bytes) -> bytes:
@@ -227,12 +227,31 @@ class PolicyEndpoint:
         return _response(200, *completion_response(table, answered, f"chatcmpl-{name}"))
 
 
+def _fitting(found: Episode | RefusedRequest, size: int) -> Episode | RefusedRequest:
+    """The episode of a body of so many bytes, or the refusal of one that is too large, which ends the episode."""
+    if isinstance(found, RefusedRequest) or size <= _MOST_BYTES:
+        return found
+    found.fail(f"it sent a request of {size:,} bytes, and {_MOST_BYTES:,} are the most")
+    return RefusedRequest(413, found.fault)
+
+
+def _length(headers: Mapping[str, str]) -> int:
+    return 0 if "transfer-encoding" in headers else _number(headers.get("content-length") or "0", 10)
+
+
+def _number(digits: str, base: int) -> int:
+    """A number of HTTP, which has no sign and no underscore, as `int` takes them. Raises ValueError."""
+    if set(digits) - set(hexdigits):
+        raise ValueError(digits)
+    return int(digits, base)
+
+
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
     """The parts of a body, of a known length or in chunks. Raises EOFError or ValueError if it is not whole."""
-    left, in_chunks = int(headers.get("content-length") or 0), "transfer-encoding" in headers
+    left, in_chunks = _length(headers), "transfer-encoding" in headers
     while left > 0 or in_chunks:
         if in_chunks:
-            left = int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16)
+            left = _number((await reader.readuntil(b"\r\n")).partition(b";")[0].decode("latin-1").strip(), 16)
         is_last = left == 0
         while left > 0:
             part = await reader.readexactly(min(left, 2**16))

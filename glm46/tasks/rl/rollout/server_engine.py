@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
@@ -101,7 +102,7 @@ class ServerEngine:
         self._goes_on = goes_on
         if dist.get_rank() == 0:
             requests = OpenRequests(self._pool, self._rules, goes_on=goes_on)
-            self._background = BackgroundGeneration(requests, folder, begin)
+            self._background = BackgroundGeneration(requests, folder, begin, self._say)
 
     @property
     def background(self) -> BackgroundGeneration:
@@ -272,12 +273,15 @@ class ServerEngine:
 
     def close(self) -> None:
         """Remove the weights from the disk, and end the servers that this run has started."""
-        if self._background is not None:
-            self._background.halt()
-            self._background.keep((), before=0)  # what functions and programs still say is not written
-        self._launched.stop()
-        if dist.get_rank() == 0:
-            self._remove()
+        with ExitStack() as ends:  # the last one first, and all of them: on a full disk the weights are what frees it
+            if dist.get_rank() == 0:
+                ends.callback(self._remove)
+            ends.callback(self._launched.stop)
+            if self._background is not None:
+                ends.callback(
+                    self._background.keep, (), before=0
+                )  # what functions and programs still say is not written
+                self._background.halt()
 
     def _remove(self, *, but: Set[Path | None] = frozenset()) -> None:
         for folder in self._folder.glob("version-*"):

@@ -83,8 +83,8 @@ class Session:
         """Those that are generated, in the order of their ends."""
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping], most_tokens: int | None = None) -> Turn:
-        """The turn that answers messages; for the same request the same turn, generated or not. With another limit that
-        binds it is another request.
+        """The turn that answers messages; for the same request, or one whose prompt has the same tokens, the same turn,
+        generated or not. With another limit that binds it is another request.
 
         Raises:
             NoRoom: the episode has had its turns, or the prompt leaves no room for a token.
@@ -94,8 +94,6 @@ class Session:
             is_same = len(turn.asked) == len(keys) and turn.asked == keys and turn.tools == tools
             if is_same and turn.most_tokens == min(turn.room, most_tokens or turn.room):
                 return turn
-        if len(self.turns) == self._most_turns:
-            raise NoRoom(f"this episode has had its {self._most_turns} turns (rl.environment.max_turns)")
         before = self._parent(keys, tools)
         if before is not None:
             keys = before.keys + keys[len(before.keys) :]  # the same texts, not others for each turn
@@ -110,6 +108,11 @@ class Session:
             )
         most = min(room, most_tokens or room)
         seed = self._seed(parent, new if most == room else [*new, -most])
+        for turn in self.turns:
+            if (turn.seed, turn.tools, turn.most_tokens) == (seed, tools, most):  # of other messages that read alike
+                return turn
+        if len(self.turns) == self._most_turns:
+            raise NoRoom(f"this episode has had its {self._most_turns} turns (rl.environment.max_turns)")
         turn = Turn(parent, keys, tools, new, length, room, most, seed)
         self.turns.append(turn)
         known = self._recorded.pop(turn.seed, None)

@@ -1,6 +1,7 @@
 """Conversations with an environment: the tokens are those of the chat format, and only generated ones are targets."""
 
 import queue
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,16 +46,22 @@ def one_rank():
 class Scripted:
     """An engine that generates the turns of a document, one in each call."""
 
-    def __init__(self, turns: list[list[int]]):
-        self._turns, self.asked = list(turns), []
+    def __init__(self, turns: list[list[int]], *, has_routes: bool = False):
+        self._turns, self.asked, self._has_routes = list(turns), [], has_routes
 
     def generate(self, requests, rules):
         self.asked += requests
         tokens = self._turns.pop(0)
         return [
-            Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], None, (), len(tokens), 1)
-            for _ in requests
-        ]
+            Completion(tokens, [-0.5] * len(tokens), "stop", [VersionSpan(0, 7)], self._routes(one, tokens), (),
+                       len(tokens), 1)
+            for one in requests
+        ]  # fmt: skip
+
+    def _routes(self, request: Request, tokens: list[int]) -> np.ndarray | None:
+        """The number of the call, as the expert of all tokens that were fed."""
+        fed = len(request.prompt) + len(tokens) - 1
+        return np.full((fed, 1, 1), len(self.asked), np.uint8) if self._has_routes else None
 
 
 def document_of(messages: tuple[Message, ...], tokenizer) -> tuple[list[int], list[list[int]], np.ndarray]:
@@ -273,3 +280,37 @@ def test_a_conversation_that_goes_on_by_itself_is_that_of_rounds(tokenizer):
 
     error, _ = in_background(*made(replies=breaks))
     assert isinstance(error, UserError), "it ends the run"
+
+
+def test_the_end_of_a_run_waits_for_no_call_of_the_function(tokenizer):
+    """Calls that wait for a thread are given up before the processes of the others end."""
+    of, has_ended = sampler(Scripted([]), tokenizer, calculated), threading.Event()
+    of.engine.close, of.environment.close = lambda: None, has_ended.set
+    threads = of.conversations().threads
+    calls = [threads.submit(has_ended.wait, HANG_SECONDS) for _ in range(100)]
+    of.close()
+    assert calls[0].result(HANG_SECONDS) and calls[-1].cancelled()
+
+
+def test_a_turn_is_kept_with_the_experts_of_its_own_tokens_alone(tokenizer):
+    """Those of the turns before would grow with the square of their number."""
+    messages = (QUESTION, CALL, Message("tool", "73/2"), Message("assistant", "73/2"))
+    ids, turns, is_target = document_of(messages, tokenizer)
+    prompt = Prompt(ids[: int(np.argmax(is_target))], QUESTION.content, "73/2")
+    of, request = sampler(Scripted(turns, has_routes=True), tokenizer, calculated), Request(prompt.tokens, 5, LONGEST)
+    of.prompts = [prompt]
+    end, noted = in_background(of, request)
+    first = len(prompt.tokens) + len(turns[0]) - 1
+    routes, asked = end.samples[0].completion.routes, of.engine.asked
+    assert routes[:, 0, 0].tolist() == [1] * first + [2] * (len(ids) - 1 - first) and asked[1].known == first
+    assert [len(turn.routes) for _, turn in noted] == [first, len(ids) - 1 - first]
+    again, new = in_background(of, request, noted)
+    assert not new and np.array_equal(again.samples[0].completion.routes, routes)
+    whole = [
+        noted[0],
+        noted[1]._replace(completion=noted[1].completion._replace(routes=routes)),
+    ]  # of an earlier version
+    again, _ = in_background(of, request, whole)
+    assert np.array_equal(again.samples[0].completion.routes, routes)
+    (expected,) = sampler(Scripted(turns, has_routes=True), tokenizer, calculated)._converse([(prompt, request)], None)
+    assert np.array_equal(expected.samples[0].completion.routes, routes)

@@ -1,12 +1,15 @@
 """Which rollouts and groups of an earlier start a run takes up."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 
 from glm46.config.errors import UserError
 from glm46.run.plan import resolve_plan
 from glm46.tasks.rl.journal import Journal
-from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, SessionSample, VersionSpan
+from glm46.tasks.rl.rollout.background import BackgroundGeneration
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SessionSample, VersionSpan
 from glm46.tasks.rl.samples import Samples, to_samples
 
 
@@ -113,11 +116,21 @@ def test_a_start_says_which_rollouts_it_reads(journal_of):
 def test_a_start_says_which_groups_of_other_rollouts_go_on(journal_of):
     """Those that wait or will be handed out, not those that were taken before a kill."""
     journal = journal_of()
-    made = rollout_of(SessionSample([5], Completion([7], [-1.0], "length", [VersionSpan(0, 3)], None)), 3, 6, 9)
+    made_samples = [SessionSample([5], Completion([7], [-1.0], "length", [VersionSpan(0, 3)], None))]
+    made = rollout_of(*made_samples, 3, 6, 9)
     made.waiting = [(6, 3)]
     journal.ahead_folder.mkdir(parents=True)
+    requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None)
+    begun: list = []
+    generating = BackgroundGeneration(requests, journal.ahead_folder, lambda _, members: begun.extend(members))
     for number in (6, 8, 9):
-        (journal.ahead_folder / f"prompt_{number:08d}.npz").touch()
+        generating.add(number, [Request([5], 1, 1)], 3)
+    generating.start()
+    for member in begun:
+        member.finish(EpisodeEnd(made_samples))
+    generating.take(3, set(), lambda: False)
+    left = journal.ahead_folder / "prompt_00000009.host.7.tmp"
+    left.touch()  # by a kill
     written(journal, made)
     behind = f"in {journal.ahead_folder} go on, unless they are too old"
     assert journal.outlook(3, 0, 6).endswith(f"not generated again; 2 groups {behind}")

@@ -65,7 +65,7 @@ def test_a_rollout_of_another_format_is_generated_again_or_refused_inside(rollou
     del facts["format"]  # as in the first one
     manifest.write_text(json.dumps(facts))
     assert read_rollout(tmp_path, 4, "same") is None
-    with pytest.raises(UserError, match=r"another version of glm46 wrote it.*go on with that version.*load_step"):
+    with pytest.raises(UserError, match=r"another version of glm46 wrote it.*use that version.*load_step"):
         read_rollout(tmp_path, 4)
 
 

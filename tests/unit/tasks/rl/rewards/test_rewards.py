@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -27,7 +28,7 @@ from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, _value, en
 from glm46.tasks.rl.rewards.maths import maths
 from glm46.tasks.rl.rewards.remote import remote
 from glm46.tasks.rl.rewards.text import choice, exact, repetition, well_formed
-from tests.processes import is_alive, wait_until
+from tests.processes import HANG_SECONDS, is_alive, wait_until
 
 BAD = "tests.unit.tasks.rl.rewards.bad_rewards"
 
@@ -447,6 +448,16 @@ if __name__ == "__main__":
     wait_until(lambda: not is_alive(program) and not is_alive(worker))
 
 
+def test_a_call_of_another_thread_ends_with_the_pool_and_no_other_begins(tmp_path):
+    scorer = FunctionPool([RewardRule(f"{BAD}:start_and_hang", seconds=2 * HANG_SECONDS)], processes=1)
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(scorer.score, [answer("a", str(tmp_path / name)) for name in ("id", "other")])
+        program = int(wait_until(lambda: (tmp_path / "id").is_file() and (tmp_path / "id").read_text()))
+        scorer.close()
+        assert isinstance(call.exception(HANG_SECONDS), UserError) and not (tmp_path / "other").exists()
+    wait_until(lambda: not is_alive(program))
+
+
 def test_a_reward_that_returns_twice_shifts_no_other():
     scorer = FunctionPool([RewardRule(f"{BAD}:return_twice")], processes=1)
     texts = ["a", "bb", "ccc", "dddd", "eeeee"]
@@ -488,6 +499,7 @@ def test_a_process_that_ends_at_each_start_drops_the_sample(monkeypatch):
     start, started = scorer._start, []
 
     def start_and_kill():
+        assert scorer._starting.locked(), "no other thread starts one"
         connection, process = start()
         process.kill()
         process.join()

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import queue
+import resource
 from types import SimpleNamespace
 
 import numpy as np
@@ -290,4 +291,96 @@ def test_turns_and_ends_of_episodes_are_kept_one_by_one_and_a_cut_file_goes_on(t
     begun[1].finish(EpisodeEnd([turn(10, 2)]))
     wait_until(lambda: not begun[1].end.is_part)
     start(since=1)
-    assert [one.end.samples for one in begun] == [[]], "the failed one is tried again, from the begin"
+    assert [one.end.samples for one in begun] == [[turn(11, 2)]], "the failed one is tried again, behind its turns"
+    begun[0].finish(EpisodeEnd([turn(12, 2)]))
+    wait_until(lambda: not begun[0].end.is_part)
+    start(since=1)
+    assert not begun, "its result counts, not its fault"
+
+
+def recorded(folder, begun: list, say=print) -> BackgroundGeneration:
+    """A start with group 3 of two episodes, whose members are added to a list."""
+
+    def begin(requests, members):
+        begun[:] = members
+
+    requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda: True)
+    generating = BackgroundGeneration(requests, folder, begin, say)
+    generating.add(3, [Request([1, 2], seed, 9) for seed in range(2)], 0)
+    generating.start()
+    return generating
+
+
+def turn_of(name: int, tokens: int = 1) -> SessionSample:
+    return SessionSample([name], Completion([7] * tokens, [-1.0] * tokens, "stop", [VersionSpan(0, 0)], None))
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_line_costs_no_turn(tmp_path):
+    begun: list = []
+    first, (soft, hard) = recorded(tmp_path, begun), resource.getrlimit(resource.RLIMIT_FSIZE)
+    begun[0].note(turn_of(1))
+    assert first.halt()
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 100, hard))
+    try:
+        begun[0].note(turn_of(2, 1000))
+        with pytest.raises(UserError, match="File too large"):
+            first.halt()
+        assert file.read_bytes() == whole, "no half of a line"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    begun[0].note(turn_of(3))
+    assert first.halt()
+    recorded(tmp_path, begun)
+    assert begun[0].end.samples == [turn_of(1), turn_of(2, 1000), turn_of(3)], "in their order"
+
+
+@pytest.mark.parametrize("damaged", [b"UEsDBBQAAAAA\n", b"\0" * 40 + b"\n", b"UEs\n"], ids=["no end", "zeros", "half"])
+def test_a_line_that_cannot_be_read_ends_its_file_and_no_start(tmp_path, damaged):
+    begun, said = [], []
+    first = recorded(tmp_path, begun)
+    begun[0].note(turn_of(1))
+    assert first.halt()
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole + damaged + whole)
+    recorded(tmp_path, begun, said.append)
+    assert begun[0].end.samples == [turn_of(1)] and file.read_bytes() == whole
+    (line,) = said
+    assert str(file) in line and f"cut at byte {len(whole)}" in line
+
+
+def test_a_sample_that_many_updates_cut_is_kept_once(tmp_path):
+    """With the samples of its group, of which one has ended and another is not begun."""
+
+    def begin(requests, members):
+        for member in members:
+            member.cancel, cut[member.request.seed] = lambda: None, member
+
+    cut: dict = {}
+    requests = SimpleNamespace(goes_on=True, error=None, start=lambda: None, halt=lambda: True)
+
+    def start() -> BackgroundGeneration:
+        generating = BackgroundGeneration(requests, tmp_path, begin)
+        generating._has_turns = False
+        generating.add(4, [Request([1, 2], seed, 9) for seed in range(3)], 0)
+        return generating
+
+    first = start()
+    assert first.halt() and not list(tmp_path.iterdir())
+    first.start()
+    cut[0].finish(EpisodeEnd([turn_of(9)]))
+    for count in (1, 2, 4):
+        cut[1].parts = lambda count=count: [turn_of(9, count)]
+        assert first.halt()
+    after = start()
+    assert after.halt(), "before it goes on"
+    (file,) = tmp_path.iterdir()
+    assert [end.samples for _, end in background.read_ends(file)] == [[turn_of(9)], [turn_of(9, 4)], []]
+    left = file.with_name(f"{file.name}.host.7.tmp")
+    left.touch()  # by a kill
+    after.keep([], before=4)
+    assert left.exists()
+    after.keep([], before=5)
+    assert not list(tmp_path.iterdir())

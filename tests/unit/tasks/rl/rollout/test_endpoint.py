@@ -6,6 +6,7 @@ from ipaddress import ip_address
 
 import pytest
 
+from tests.processes import HANG_SECONDS
 from tests.unit.tasks.rl.rollout.served_episode import Served, tokens_of
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -103,7 +104,19 @@ def test_a_body_in_chunks_and_a_choice_of_no_tool_are_the_same_request():
     assert all(json.loads(content)["choices"][0]["message"]["content"] == "Hi" for _, content in answers[:4])
 
 
-@pytest.mark.parametrize("body", [b"", b"5\r\nabc", b"-5\r\nabcde\r\n0\r\n\r\n", b"x\r\n", b"3\r\nabc\r\n"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"5\r\nabc",
+        b"-5\r\nabcde\r\n0\r\n\r\n",
+        b"x\r\n",
+        b"3\r\nabc\r\n",
+        b"-1\r\n0\r\n\r\n",
+        b"0_0\r\n\r\n",
+        b"0x0\r\n\r\n",
+    ],
+)
 def test_chunks_without_an_end_are_no_request(body):
     async def run():
         async with Served([tokens_of("\nHi")]) as of:
@@ -112,6 +125,31 @@ def test_chunks_without_an_end_are_no_request(body):
             return await of.send(HELLO)
 
     assert asyncio.run(run())[0] == 200, "the endpoint goes on"
+
+
+@pytest.mark.parametrize("length", ["-5", "0_2", "+0", "0x0", "f"])
+def test_a_length_that_http_does_not_know_is_no_request(length):
+    async def run():
+        async with Served([]) as of:
+            with pytest.raises(IndexError):  # the connection is closed without a response
+                await of.send(b"", "models", "GET", Content_Length=length)
+            return await of.send(b"", "models", "GET")
+
+    assert asyncio.run(run())[0] == 200, "the endpoint goes on"
+
+
+def test_an_episode_ends_when_its_program_states_too_long_a_body_not_when_it_is_read():
+    async def run():
+        async with Served([]) as of:
+            address, _, path = of.url.removeprefix("http://").partition("/")
+            _, writer = await asyncio.open_connection(*address.split(":"))
+            head = f"POST /{path}/messages HTTP/1.1\r\nx-api-key: {of.episode.key}\r\nContent-Length: {2**23 + 1}"
+            writer.write(f"{head}\r\n\r\n".encode())
+            await asyncio.wait_for(of.episode.has_failed.wait(), HANG_SECONDS)
+            writer.close()
+            return of.episode.fault
+
+    assert "8,388,609 bytes" in asyncio.run(run())
 
 
 def test_an_ended_episode_answers_409_and_models_are_listed():

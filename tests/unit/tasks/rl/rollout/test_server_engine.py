@@ -4,10 +4,12 @@ import contextlib
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from glm46.compute.distributed.process import join, leave
+from glm46.config.errors import UserError
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.config.rollout import RolloutConfig
 from glm46.storage.chats.chat import chat_prompt
@@ -20,6 +22,8 @@ from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.records import Request, SamplingRules, seed_behind
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import CHANGED
+from glm46.tasks.rl.sampling import Sampler
+from glm46.tasks.rl.task import Reinforcement
 from tests.processes import wait_until
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, generate, logprob, scores
 
@@ -89,6 +93,25 @@ def test_folder_that_a_server_was_started_with_stays_until_it_draws(stubs, monke
     finally:
         engine.close()
     assert not list(tmp_path.glob("version-*"))
+
+
+def test_a_close_that_cannot_write_groups_still_frees_the_disk_and_ends_all(tmp_path, monkeypatch):
+    def fail() -> None:
+        raise UserError("No space left on device")
+
+    config, done = RolloutConfig(kind="vllm", urls=["http://127.0.0.1:8000"], max_new_tokens=6), []
+    served = ServedPolicy(*[None] * 5)
+    options = {"prompts": [[5, 6, 7, 8]], "rules": RULES, "padding": range(50, 52)}
+    engine = ServerEngine(config, folder=tmp_path, policy=served, **options)
+    engine._background = SimpleNamespace(halt=fail, keep=lambda numbers, before: done.append("groups"))
+    monkeypatch.setattr(engine._launched, "stop", lambda: done.append("servers"))
+    (tmp_path / "version-00000001").mkdir()
+    pools = {name: SimpleNamespace(close=partial(done.append, name)) for name in ("rewards", "environment")}
+    sampler = Sampler(None, config, None, engine, [], RULES, 0, **pools)
+    task = SimpleNamespace(_sampler=sampler, _journal=SimpleNamespace(close=partial(done.append, "journal")))
+    with pytest.raises(UserError, match="No space left"):
+        Reinforcement.close(task)
+    assert done == ["groups", "servers", "environment", "rewards", "journal"] and not list(tmp_path.iterdir())
 
 
 def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch):

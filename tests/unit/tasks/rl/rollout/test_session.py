@@ -159,6 +159,18 @@ def test_the_same_request_has_the_same_turn_and_another_one_a_branch():
     assert other_tools.parent is None
 
 
+def test_messages_that_read_alike_have_one_turn_which_is_trained_once():
+    """The format removes the thought of an earlier answer."""
+    of, policy = session(thinking=True, most_turns=1), Policy()
+    asked = [[QUESTION, Message("assistant", "36", thought), Message("user", "Sure?")] for thought in ("so", "")]
+    first = policy.answer(of, asked[0], "\n<think>yes</think>\n36")
+    assert of.begin(asked[1], ()) is of.turns[0] and policy.answer(of, asked[1], "\nno") == first
+    with pytest.raises(NoRoom, match="max_turns"):
+        of.begin([QUESTION], ())
+    assert len(of.samples()) == 1
+    check_trained_once(of, policy)
+
+
 def test_an_episode_has_its_turns_and_a_conversation_its_room():
     of, policy = session(most_turns=1), Policy()
     first = policy.answer(of, [QUESTION], "\n36")
