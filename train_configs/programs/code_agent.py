@@ -45,7 +45,8 @@ def run(call: dict) -> str:
     """What a call of the tool prints."""
     try:
         code = json.loads(call["function"]["arguments"])["code"]
-        # Not with the key of the endpoint; but it shares the sandbox of this process, and could read it from there.
+        # Without the key, which it does not need. It shares this process's sandbox and could find the key there, or
+        # end this process; more turns count as the episode's own, and one that ends so is left out of its group.
         alone, said = {"PATH": os.environ["PATH"], "HOME": os.getcwd()}, ""
         with tempfile.TemporaryFile() as printed:  # limited in length, which a pipe is not
             try:
