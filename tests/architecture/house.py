@@ -207,6 +207,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 102, "a journal of turns; sessions that keep each token and text once"),
     ("tasks/rl", 5, "a sample in front of the first step without any reward ends the run; seeds of turns"),
     ("tasks/rl/rollout", 36, "seeds of turns; bodies in chunks; a message for prompts without room"),
+    ("config", 5, "the micro-batches that a schedule takes, for steps whose rows are counted in the run"),
+    ("tasks/rl", 12, "a pipeline takes more micro-batches where episodes have several samples"),
+    ("tasks/rl/rollout", 3, "a broadcast waits for the word of each worker"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659
