@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample import rejection_sampler
 
 VLLM_RELEASE = "0.32.0"
-REVISION = 7
+REVISION = 8
 """Of these methods; the client compares it."""
 _logger = init_logger("vllm.glm_ext")
 

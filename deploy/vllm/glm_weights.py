@@ -65,8 +65,8 @@ class Receiver:
 
     The trainer keeps the store open as long as it takes part. When it has closed it, for whatever reason, each wait
     here ends with an error after `_LOOK_SECONDS`, so that the server is free for the next update; when it is stopped or
-    stuck, after the seconds for each wait. A worker that fails says so in the store and leaves the group, so that the
-    trainer does not wait for it. A tensor is a part of its bucket, which is not used again.
+    stuck, after the seconds for each wait. A worker says in the store whether it has loaded, so that the trainer waits
+    for it no longer, and for no other one's word. A tensor is a part of its bucket, which is not used again.
     """
 
     def __init__(self, invitation: str, worker: int, device: torch.device):
@@ -135,9 +135,9 @@ class Receiver:
         return kind(store, 1 + self._worker, self._size, wait)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            with suppress(RuntimeError):  # the trainer may have gone
-                _within(_QUICK.total_seconds(), f"its store {self._at}", partial(self._store.set, "left", ""))
+        said = "left" if error is not None else f"done {self._worker}"
+        with suppress(RuntimeError):  # the trainer may have gone
+            _within(_QUICK.total_seconds(), f"its store {self._at}", partial(self._store.set, said, ""))
         if self._group:
             # NCCL's abort may wait for a communicator that is still made. Gloo has none: the last reference waits for
             # the end of a broadcast, by its timeout.

@@ -1,7 +1,7 @@
 """Rules about pipelines: stages and micro-batches that a schedule needs."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 
 from glm46.config.faults import counted, show
 from glm46.config.model import ModelShape
@@ -82,13 +82,13 @@ def micro_batches_fit_the_schedule(config: RunConfig, world_size: int | None) ->
     rows, name = config.training.local_batch_size * degree, config.parallelism.pipeline_parallel_schedule
     key, batch = "training.global_batch_size", config.training.global_batch_size
     counts = _micro_batch_counts(batch, rows, 2 * ranks)
-    count = next((count for count in counts if _wanted(name, ranks, count)), None)
-    if count is not None:
+    wrong = next((number for number in counts if _wanted(name, ranks, number)), None)
+    if wrong is not None:
         stated = "absent" if batch is None else show(batch) if isinstance(batch, tuple) else f"{batch:g}"
-        fitting = rows * -(-max(count, _least(name, ranks)) // ranks) * ranks
+        fitting = rows * -(-max(wrong, _least(name, ranks)) // ranks) * ranks
         yield fault(
-            f"{key} = {stated}: a step of {counted(count, 'micro-batch')} of {counted(rows, 'sequence')}; schedule "
-            f"{name} over {ranks} ranks needs {_wanted(name, ranks, count)}; "
+            f"{key} = {stated}: a step of {counted(wrong, 'micro-batch')} of {counted(rows, 'sequence')}; schedule "
+            f"{name} over {ranks} ranks needs {_wanted(name, ranks, wrong)}; "
             + ("change the ramp" if isinstance(batch, tuple) else f"take {fitting}"),
             key, "training.local_batch_size", "parallelism",
         )  # fmt: skip
@@ -107,6 +107,11 @@ def _micro_batch_counts(batch: Schedule | None, rows: int, most: int) -> Iterato
 def _least(schedule: str, ranks: int) -> int:
     """The fewest micro-batches that a schedule takes."""
     return {"1F1B": ranks, "DualPipeV": 2 * ranks}.get(schedule, 1)
+
+
+def fitting_micro_batches(schedule: str, ranks: int, least: int) -> int:
+    """The fewest micro-batches, at least so many, that a schedule takes."""
+    return next(number for number in count(least) if _wanted(schedule, ranks, number) is None)
 
 
 def _wanted(schedule: str, ranks: int, micro_batches: int) -> str | None:

@@ -213,6 +213,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 20, "a close that ends all, whatever fails; turns with the experts of their own tokens"),
     ("tasks/rl/rewards", 15, "processes of calls in other threads end with the run; they start one after another"),
     ("tasks/rl/rollout", 48, "full disks and damaged lines cost no group; lengths of bodies as HTTP writes them"),
+    ("config", 5, "the micro-batches that a schedule takes, for steps whose rows are counted in the run"),
+    ("tasks/rl", 12, "a pipeline takes more micro-batches where episodes have several samples"),
+    ("tasks/rl/rollout", 3, "a broadcast waits for the word of each worker"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659

@@ -4,6 +4,8 @@
 
 A small GLM with experts is trained for four steps, one for each rollout, by GRPO, whose gradient does not depend on the
 engine's rounding. The program asks twice. The killed run dies while second turns of its third rollout are generated.
+In two runs of a step it asks about other conversations, so that an episode has several samples and a pipeline gets more
+micro-batches than its steps have episodes.
 """
 
 import json
@@ -46,12 +48,13 @@ def work(config, *, is_fatal: bool) -> int:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
-        prompts = base / "prompts.jsonl"
-        rows = ({"prompt": f"{number} is", "kind": "cut"} for number in range(20))
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for kind in ("cut", "branches"):
+            rows = ({"prompt": f"{number} is", "kind": kind} for number in range(20))
+            (base / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = Path(__file__).parents[2] / "train_configs" / "bytes.tiktoken"
 
-        def train(label: str, ranks: int, *, is_fatal: bool = False) -> list[int]:
+        def train(label: str, ranks: int, *, is_fatal: bool = False, **parallelism) -> list[int]:
+            prompts, steps = (base / "branches.jsonl", 1) if "branches" in label else (base / "cut.jsonl", STEPS)
             config = small_config(
                 base, base / label,
                 model=TINY | {"tokenizer_path": str(tokenizer), "vocab_size": 292, "num_nextn_predict_layers": 0},
@@ -60,11 +63,12 @@ def main() -> None:
                     "algorithm": "grpo", "prompts_per_rollout": 4, "group_size": 2, "prompts": {"file": str(prompts)},
                     "rewards": [{"name": "tests.ranks.brightness:brightness"}],
                     "environment": {
-                        "kind": "command", "command": [sys.executable, "-S", str(PROGRAM)], "max_turns": 2,
+                        "kind": "command", "command": [sys.executable, "-S", str(PROGRAM)], "max_turns": 4,
                     },
                 },
                 rollout={"max_new_tokens": 48},
-                training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 96},
+                training={"steps": steps, "global_batch_size": 8, "local_batch_size": 1, "seq_len": 96},
+                parallelism=parallelism,
                 moe={"sequence_aux_loss_weight": 0.0},
                 checkpoint={"interval": 1, "keep_latest_k": 2, "async_mode": "disabled"},
             )  # fmt: skip
@@ -81,6 +85,8 @@ def main() -> None:
             row = {"name": label, "codes": codes, "steps": steps, "rollouts": len(found)}
             for key in ("group", "tokens", "targets", "ends", "prompt_lengths", "episode", "reward"):
                 row[key] = [getattr(samples, key).tolist() for samples in found]
+            lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            row["norms"] = [line["grad_norm"] for line in lines if "grad_norm" in line]
             row["contents"] = training_kills.contents(
                 SimpleNamespace(checkpoint_folder=folder / "checkpoint"), steps[-1]
             )
@@ -92,6 +98,8 @@ def main() -> None:
         told("killed", codes)
         train("killed", 2)
         told("killed", [])
+        told("branches", train("branches", 1))
+        told("branches in stages", train("branches in stages", 2, pipeline_parallel_degree=2))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
@@ -12,6 +13,14 @@ ADDRESS = urlsplit(os.environ["OPENAI_BASE_URL"])
 HEADERS = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
 SECONDS, MOST_SHOWN = 10, 4000
 """Of one call of the tool, and characters of what it printed."""
+LIMITED = """
+import os, resource, sys
+for what, most in ((resource.RLIMIT_AS, 4 << 30), (resource.RLIMIT_FSIZE, 64 << 20)):  # memory, and each file
+    hard = resource.getrlimit(what)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
 TOOL = {
     "name": "python",
     "description": "Run a program in a new process of Python and read what it prints. Files stay between calls.",
@@ -36,14 +45,21 @@ def run(call: dict) -> str:
     """What a call of the tool prints."""
     try:
         code = json.loads(call["function"]["arguments"])["code"]
-        alone = {"PATH": os.environ["PATH"], "HOME": os.getcwd()}  # without the key of the endpoint
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=alone, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=SECONDS, text=True, errors="replace",
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError, subprocess.TimeoutExpired, OSError) as error:
+        # Without the key, which it does not need. It shares this process's sandbox and could find the key there, or
+        # end this process; more turns count as the episode's own, and one that ends so is left out of its group.
+        alone, said = {"PATH": os.environ["PATH"], "HOME": os.getcwd()}, ""
+        with tempfile.TemporaryFile() as printed:  # limited in length, which a pipe is not
+            try:
+                command = [sys.executable, "-I", "-S", "-c", LIMITED, code]
+                streams = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": subprocess.STDOUT}
+                subprocess.run(command, env=alone, timeout=SECONDS, check=False, **streams)
+            except subprocess.TimeoutExpired:
+                said = f"\nerror: it took more than {SECONDS} s"
+            printed.seek(max(printed.seek(0, os.SEEK_END) - 4 * MOST_SHOWN, 0))  # bytes of a character
+            said = printed.read().decode(errors="replace") + said
+    except (KeyError, TypeError, ValueError, OSError) as error:
         return f"error: {error}"[:MOST_SHOWN]
-    return done.stdout[-MOST_SHOWN:] or "(nothing was printed)"
+    return said[-MOST_SHOWN:] or "(nothing was printed)"
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Samples of a rollout as micro-batches: few rows of whole samples, balanced over the ranks, with little padding."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -28,8 +28,9 @@ class PackShape(NamedTuple):
     """Most rows of a micro-batch on each rank; all have equally many."""
     ranks: int
     """Data-parallel ranks."""
-    micro_batches: int | None
-    """Of each rank, where a pipeline needs a fixed number, of fixed size."""
+    micro_batches: Callable[[int], int] | None
+    """Their number on each rank, from the least that has room for all rows, where a pipeline needs some numbers and one
+    size."""
     mtp_depth: int
     """Prediction layers that batches have tokens for."""
     model: ModelShape | None = None
@@ -79,10 +80,12 @@ def pack(items: Sequence[Item], shape: PackShape) -> list[list[list[list[int]]]]
     rows = _rows(items, shape.seq_len)
     parts = [_documents(row, items) for row in rows]
     cost = [sum((end - begin) * (shape.seq_len + end) for _, begin, end, _ in of_row) for of_row in parts]
-    count, batches, height = len(rows), shape.micro_batches, shape.rows
-    if batches is None:
-        least = -(-max(count, 1) // shape.ranks)
-        batches = -(-least // shape.rows)
+    count, height = len(rows), shape.rows
+    least = -(-max(count, 1) // shape.ranks)
+    batches = -(-least // height)
+    if shape.micro_batches is not None:
+        batches = shape.micro_batches(batches)
+    else:
         height = -(-least // batches)
     per_rank = batches * height
     of_ranks, loads = [list[int]() for _ in range(shape.ranks)], [0] * shape.ranks

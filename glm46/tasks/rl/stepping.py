@@ -14,6 +14,7 @@ from glm46.compute.distributed.mesh import Cluster
 from glm46.compute.model.cross_entropy import HeadForm, summed_loss
 from glm46.config.float8_layers import FP8_MULTIPLE
 from glm46.config.rl import ResolvedRL
+from glm46.config.rules_pipeline import fitting_micro_batches
 from glm46.config.section import values_of
 from glm46.engine.training.network import Network
 from glm46.run.plan import Plan
@@ -65,11 +66,19 @@ class StepBuilder:
         depth = plan.shape.num_nextn_predict_layers if is_trained or is_pipeline else 0
         self._shape = PackShape(
             seq_len=training.seq_len, rows=training.local_batch_size, ranks=layout.dp_degree, mtp_depth=depth,
-            micro_batches=samples_per_step(plan) // plan.rows_per_micro_batch if is_pipeline else None,
+            micro_batches=self._micro_batches if is_pipeline else None,
             model=plan.shape if config.routing_replay else None,
             # The second prediction layer would read completions at the end of a shared prompt.
             shares_prompts=layout.cp == 1 and networks["policy"].shape.sliding_window is None and depth <= 1,
         )  # fmt: skip
+
+    def _micro_batches(self, least: int) -> int:
+        """Those that a pipeline takes: more than a step has samples for if its episodes have several."""
+        parallelism, planned = self._plan.config.parallelism, samples_per_step(self._plan)
+        least = max(least, planned // self._plan.rows_per_micro_batch)
+        return fitting_micro_batches(
+            parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree, least
+        )
 
     def route_at(self, clock: int) -> None:
         """Have samples be of the function that the first step on them learns with.

@@ -110,6 +110,9 @@ class SglangGroup(WeightGroup):
             self._leave()
         return super().result(seconds)
 
+    def _await_loaded(self, end: float) -> None:
+        """Its workers say nothing in the store; the end of the update is for all of them."""
+
     def close(self) -> None:
         """See `WeightGroup.close`."""
         super().close()

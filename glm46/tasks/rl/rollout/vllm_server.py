@@ -26,7 +26,7 @@ from glm46.tasks.rl.rollout.inference_server import (
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
-_EXTENSION_REVISION = 7
+_EXTENSION_REVISION = 8
 """REVISION of deploy/vllm/glm_ext.py."""
 
 _REMEDY = "start it as deploy/vllm/serve_cpu.sh does (the options marked with *)"

@@ -199,10 +199,10 @@ class WeightGroup:
         Raises:
             CallError: it failed, or did not come.
         """
+        end = time.monotonic() + seconds
         try:
             found = self._reply.result(seconds if self.fault is None else _FOR_A_REASON)
-            if self._has("left"):  # vLLM answers for its first replica alone
-                raise CallError("a worker has not loaded the weights; the server's log says why")
+            self._await_loaded(end)
         except FutureTimeoutError:  # not the builtin one before Python 3.11
             raise CallError(self.fault or f"it did not load the weights within {seconds:g} s") from None
         except CallError as error:
@@ -212,6 +212,15 @@ class WeightGroup:
         if self.fault is not None:
             raise CallError(self.fault)
         return found
+
+    def _await_loaded(self, end: float) -> None:
+        """Wait until all workers say that they have loaded: vLLM answers for its first replica alone."""
+        while self._store is not None and not self._has(*(f"done {n}" for n in range(self._workers))):
+            if self._has("left"):
+                raise CallError("a worker has not loaded the weights; the server's log says why")
+            if time.monotonic() > end:
+                raise FutureTimeoutError
+            time.sleep(TICK_SECONDS)
 
     def close(self) -> None:
         """End the update, for the workers too: they see that the store has gone. Does nothing the second time."""
@@ -287,12 +296,7 @@ def _block(tensors: Sequence[tuple[str, Tensor]], device: str) -> tuple[int, Ten
     block[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for (_, tensor), (*_, start, end) in zip(tensors, rows, strict=True):
         block[len(text) + start : len(text) + end].view(tensor.dtype).copy_(tensor.reshape(-1))
-    block[-8:] = checksum(block[:-8]).view(torch.uint8)
+    words = block[:-8].view(torch.int64)  # times odd numbers: two in each other's place change the sum
+    total = (words * torch.arange(1, 2 * len(words), 2, device=device)).sum(0, keepdim=True)
+    block[-8:] = total.view(torch.uint8)
     return len(text), block
-
-
-def checksum(block: Tensor) -> Tensor:
-    """int64 [1] of a block of bytes, a multiple of 8: its words times odd numbers, so that a change of one word, or two
-    words in each other's place, change it. Equal on all devices."""
-    words = block.view(torch.int64)
-    return (words * torch.arange(1, 2 * len(words), 2, device=block.device)).sum(0, keepdim=True)

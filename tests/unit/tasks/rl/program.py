@@ -68,6 +68,11 @@ def main(kind: str) -> None:
         first = ask(question, max_tokens=6)
         ask(question, first, question, max_tokens=6)
         return
+    if kind == "branches":
+        first = ask(question, max_tokens=6)
+        for name in ("One", "Two", "Three"):
+            ask(user(f"{name} other question"), first, question, max_tokens=6)
+        return
     if kind == "long":
         ask({"role": "system", "content": "You have many tools. " * 100}, question)
         return

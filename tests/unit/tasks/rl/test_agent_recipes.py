@@ -1,5 +1,6 @@
 """Agents of the recipes, with small models: their programs use a tool and are judged, and a policy trains on them."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -91,6 +92,26 @@ def test_the_program_of_a_recipe_uses_its_tool_and_is_judged(recipe, tokenizer, 
     first, *_, last = sorted(engine.asked, key=len)
     assert "one fenced block" in first and '"name": "python"' in first and TASK in first
     assert "<tool_response>\n42\n\n</tool_response>" in last and "['kept'] False" in last
+
+
+LIMITS = {
+    "import os\nfor _ in range(128): os.write(1, b'x' * 2**20)\nos.write(1, b'end')": (r"x+", 600),
+    "print(len(bytearray(2**34)))": (r"(?s).*MemoryError\n", 600),
+    "print('begun', flush=True)\nwhile True: pass": (r"(begun\n)?\nerror: it took more than 1 s", 1),
+}
+
+
+@pytest.mark.parametrize("code", LIMITS)
+def test_the_tool_of_the_agent_has_limits(monkeypatch, tmp_path, code):
+    """Of what it prints, which is kept on the disk, of memory and of time."""
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "http://localhost/v1")
+    monkeypatch.chdir(tmp_path)
+    spec = importlib.util.spec_from_file_location("agent", RECIPES[0].parent / "programs" / "code_agent.py")
+    agent = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(agent)
+    expected, agent.SECONDS = LIMITS[code]
+    assert re.fullmatch(expected, agent.run({"function": {"arguments": json.dumps({"code": code})}}))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from glm46.compute.model.cross_entropy import IGNORE
 from glm46.config.errors import UserError
+from glm46.config.rules_pipeline import fitting_micro_batches
 from glm46.run.context_keys import SHARED_KEYS
 from glm46.tasks.rl.journal import read_fields, read_rollout, rollout_steps, write_fields, write_rollout
 from glm46.tasks.rl.packing import Item, PackShape, build_batch, collect, items_of, join, pack, spread
@@ -239,5 +241,12 @@ def test_rows_are_dealt_so_that_ranks_compute_equally_much():
 
 
 def test_a_pipeline_has_its_number_of_micro_batches():
-    shape = PackShape(seq_len=16, rows=2, ranks=2, micro_batches=3, mtp_depth=1)
+    shape = PackShape(seq_len=16, rows=2, ranks=2, micro_batches=partial(max, 3), mtp_depth=1)
     assert [len(batches) for batches in pack(alone([4, 4]), shape)] == [3, 3]
+    # More rows than a step has room for, as of episodes with several samples each.
+    assert [[len(rows) for rows in batches] for batches in pack(alone([16] * 13), shape)] == [[2] * 4] * 2
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1F1B", [4, 9, 10, 11]), ("Interleaved1F1B", [1, 10, 10, 12])])
+def test_a_pipeline_gets_a_number_of_micro_batches_that_its_schedule_takes(schedule, expected):
+    assert [fitting_micro_batches(schedule, 4, least) for least in (1, 9, 10, 11)] == expected

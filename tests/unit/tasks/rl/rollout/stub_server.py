@@ -175,7 +175,7 @@ class StubServer(SglangCalls):
 
     def _collective_rpc(self, body):
         if body["method"] == "glm46_describe":
-            facts = {"revision": 7, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
+            facts = {"revision": 8, "dtype": self.dtype, "logprobs_mode": self.logprobs_mode, "prefix_caching": True}
             facts |= {"lora_rank": self.lora_rank, "expert_adapters": False}
             facts |= {"device": self.device, "workers": self.workers, "replicas": self.replicas, "nccl": "2.27.5"}
             return {"results": [facts | {"returns_routes": self.routes is not None, "dense_layers": 1}]}

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +109,38 @@ def test_a_worker_of_a_replica_that_does_not_answer_is_seen(stubs, where):
     assert "is left out" in line and "a worker has" in line
     sent.update(2)
     assert stubs[0].version == stubs[1].version == 2 and "generates with version 2" in sent.lines[-1]
+
+
+def test_a_worker_that_fails_behind_the_answer_of_another_replica_is_seen(stubs):
+    group, looked = WeightGroup(stubs[0].url, 2, "gloo", 10 * SOON), threading.Event()
+
+    def receive(invitation: str, worker: int) -> None:
+        with suppress(InterruptedError), glm_weights.Receiver(invitation, worker, torch.device("cpu")) as found:
+            assert len(list(found)) == len(tensors())
+            if worker == 1:
+                looked.wait()
+                raise InterruptedError
+
+    def load(invitation: str) -> str:
+        threads = [threading.Thread(target=receive, args=(invitation, worker)) for worker in (0, 1)]
+        for thread in threads:
+            thread.start()
+        threads[0].join()
+        return "loaded"
+
+    group.join(1, load)
+    Sent.send([group])
+    check = group._store.check
+
+    def check_and_tell(names: list[str]) -> bool:
+        found = check(names)
+        if names == ["left"]:  # the other one fails behind the first look
+            looked.set()
+        return found
+
+    group._store = SimpleNamespace(check=check_and_tell)
+    with pytest.raises(CallError, match="a worker has not loaded"):
+        group.result(SOON)
 
 
 @pytest.fixture(scope="module")
