@@ -140,6 +140,8 @@ class ModelShape(Section):
 class _ModelBase(Section):
     """[model]: a preset, and the keys of its shape to change."""
 
+    refused = dict.fromkeys(GONE_KEYS, "it has one value in all of GLM's models; remove it")
+
     flavor: str
     """Preset to start from; the list is in glm46/config/presets.py."""
 

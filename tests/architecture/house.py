@@ -207,7 +207,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 102, "a journal of turns; sessions that keep each token and text once"),
     ("tasks/rl", 5, "a sample in front of the first step without any reward ends the run; seeds of turns"),
     ("tasks/rl/rollout", 36, "seeds of turns; bodies in chunks; a message for prompts without room"),
-    ("config", 17, "checkpoints whose shape has keys of earlier versions with another value are refused"),
+    ("config", 26, "keys of earlier versions are refused with their reason, in files and in checkpoints of other values"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659
