@@ -207,7 +207,10 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl/rollout", 102, "a journal of turns; sessions that keep each token and text once"),
     ("tasks/rl", 5, "a sample in front of the first step without any reward ends the run; seeds of turns"),
     ("tasks/rl/rollout", 36, "seeds of turns; bodies in chunks; a message for prompts without room"),
-    ("config", 26, "keys of earlier versions are refused with their reason, in files and in checkpoints of other values"),
+    ("config", 26, "keys of earlier versions are refused with the reason, in files and of checkpoints"),
+    ("commands", 1, "init makes its folders before it writes a file"),
+    ("engine/observe", 2, "the begin of a start in the form of another version"),
+    ("files", 1, "a file is no terminal, whatever FORCE_COLOR says"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659
