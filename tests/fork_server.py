@@ -120,34 +120,34 @@ def main(address: str, *modules: str) -> None:
                         _answer(connection, os.waitstatus_to_exitcode(status))
                         connection.close()
     for process in running:
-        os.killpg(process, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has not called setsid yet, and ends with its parent
+            os.killpg(process, signal.SIGKILL)
 
 
 def _answer(connection: socket.socket, number: int) -> None:
-    with suppress(BrokenPipeError):  # nobody waits for it
+    with suppress(ConnectionError):  # nobody waits for it
         connection.sendall(f"{number}\n".encode())
 
 
 def _fork(connection: socket.socket) -> int:
     from tests.ranks.forked_ranks import end_with
 
-    _, descriptors, *_ = socket.recv_fds(connection, 1, 3)
-    request = json.loads(read_line(connection))
     process = os.fork()
     if process == 0:
-        end_with(lambda: _run(descriptors, *request))
-    for descriptor in descriptors:
-        os.close(descriptor)
+        end_with(lambda: _run(connection))
     return process
 
 
-def _run(descriptors: list[int], folder: str, variables: dict[str, str], words: list[str]) -> int:
-    """Be the program, in a process of its own."""
+def _run(connection: socket.socket) -> int:
+    """Be the program, in a process of its own. It reads its request itself: a client that has gone ends this process
+    alone, and not the server."""
     os.setsid()
     # Ranks end with their parent, a launcher does not: it would go on training after the tests were killed.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, descriptors, *_ = socket.recv_fds(connection, 1, 3)
+    folder, variables, words = json.loads(read_line(connection))
     for place, descriptor in enumerate(descriptors):
         os.dup2(descriptor, place)
     os.closerange(3, 512)

@@ -60,8 +60,9 @@ def write_configs(folder: Path) -> list[Path]:
             if len(different) > 1:
                 kept = f"{len(different)} files differ from the shipped ones and are kept"
             raise UserError(f"{folder}/{names}: {kept}; move what differs, or name another folder")
-        for path in missing:
+        for path in missing:  # a file in place of a folder, before anything is written
             path.parent.mkdir(parents=True, exist_ok=True)
+        for path in missing:
             path.write_text(texts[path], encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be read or written: {error.strerror}; name another folder") from error

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm46.config.section import LocalPath, ModelFolder, Needs, OnHub, Section
+from glm46.config.section import FORMAT_IS_FOUND, LocalPath, ModelFolder, Needs, OnHub, Section
 
 
 class PreferenceConfig(Section):
@@ -49,6 +49,8 @@ class PreferenceConfig(Section):
 class DistillationConfig(Section):
     """[finetune.distillation]: learn at each target the distribution of a teacher with the same tokenizer: a frozen
     network, sharded as the student and read at every start, or what one has said before."""
+
+    refused = FORMAT_IS_FOUND
 
     load_path: Annotated[ModelFolder | None, OnHub("model")] = None
     """The teacher: a step folder of a checkpoint, or a Hugging Face folder, or ``hf://owner/name`` of the hub. Absent:

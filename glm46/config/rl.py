@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig, PromptSetConfig, RewardTableConfig
-from glm46.config.section import ModelFolder, Needs, OnHub, Schedule, Section
+from glm46.config.section import FORMAT_IS_FOUND, ModelFolder, Needs, OnHub, Schedule, Section
 
 Algorithm = Literal[
     "gspo", "gspo_glm", "grpo", "dr_grpo", "dapo", "cispo", "ppo", "reinforce++", "reinforce++_baseline", "rloo", "tv",
@@ -86,6 +86,8 @@ class CorrectionConfig(Section):
 class ReferenceConfig(Section):
     """[rl.reference]: the weights of the reference, if they are not those that the run began with. Shape and tokenizer
     are those of the policy. They are frozen, sharded as the policy, and read at every start."""
+
+    refused = FORMAT_IS_FOUND
 
     load_path: Annotated[ModelFolder, OnHub("model")]
     """A step folder of a checkpoint, or a Hugging Face folder, or ``hf://owner/name`` of the hub."""

@@ -77,6 +77,9 @@ class Needs:
     """Instead of a value: the key must be absent, and this says why, after its name."""
 
 
+FORMAT_IS_FOUND = {"load_in_hf": "the folder itself tells its format; remove it"}
+"""`refused` of sections with a folder of weights."""
+
 OF_TEXT = Needs("rl", absent=", which reads prompts")
 """Of keys about text."""
 

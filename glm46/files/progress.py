@@ -1,5 +1,6 @@
 """Progress of long work: a bar with rate and remaining time on a terminal, occasional lines elsewhere."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,8 +39,8 @@ def _progress(
     title: str, total: int, report: Callable[[str], None], columns: tuple[ProgressColumn, ...], unit: str, size: float,
     rate_form: str,
 ) -> Iterator[Callable[[int], None]]:  # fmt: skip
-    console = Console(stderr=True)
-    if console.is_terminal:
+    if sys.stderr.isatty():  # FORCE_COLOR makes a file a terminal for rich
+        console = Console(stderr=True, force_terminal=True)
         columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, total=total)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from glm46.config.model import ModelConfig, ModelShape
+from glm46.config.model import ModelConfig, ModelShape, without_gone_keys
 from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
 from glm46.run.schedule import schedule_value
@@ -35,11 +35,9 @@ def function_of_meta(meta: Mapping[str, Any]) -> NetworkFunction:
     """The function of a checkpoint's model in its last step. Checkpoints of earlier versions, and imported ones, have
     the shape of [model] and the temperature of the next step."""
     if _SHAPE_KEY in meta:
-        # Earlier versions stored keys that have one value in all of GLM's models, such as n_group.
-        known = {name: value for name, value in meta[_SHAPE_KEY].items() if name in ModelShape.model_fields}
-        shape = ModelShape.model_validate(known)
+        shape = ModelShape.model_validate(without_gone_keys(meta[_SHAPE_KEY]))
     else:
-        shape = resolve_shape(ModelConfig.model_validate(tomli.loads(meta["config"])["model"]))
+        shape = resolve_shape(ModelConfig.model_validate(without_gone_keys(tomli.loads(meta["config"])["model"])))
     return NetworkFunction(shape, meta.get(_TEMPERATURE_KEY) or next_temperature(meta))
 
 

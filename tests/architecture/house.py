@@ -216,6 +216,10 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("config", 5, "the micro-batches that a schedule takes, for steps whose rows are counted in the run"),
     ("tasks/rl", 12, "a pipeline takes more micro-batches where episodes have several samples"),
     ("tasks/rl/rollout", 3, "a broadcast waits for the word of each worker"),
+    ("config", 26, "keys of earlier versions are refused with the reason, in files and of checkpoints"),
+    ("commands", 1, "init makes its folders before it writes a file"),
+    ("engine/observe", 2, "the begin of a start in the form of another version"),
+    ("files", 1, "a file is no terminal, whatever FORCE_COLOR says"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659

@@ -1,7 +1,7 @@
 """Display of a generation: text on standard output, progress and speed on standard error.
 
 The text of one prompt is printed token by token. The texts of several prompts are printed at the end; until then there
-is a bar, or a line every few seconds, with rate and time left.
+is a bar, or a line every 15 seconds, with rate and time left.
 """
 
 import sys

@@ -26,8 +26,10 @@ class StartTimes:
 
     @classmethod
     def inherited(cls, variables: Mapping[str, str]) -> "StartTimes":
-        """The begin that the process before has put into its variables, as `to_text`; without it, now."""
-        return cls(*json.loads(variables[VARIABLE])) if VARIABLE in variables else cls("the command")
+        """The begin that the process before has put into its variables, as `to_text`; without it, or in the form of
+        another version, now."""
+        event, *began = json.loads(variables.get(VARIABLE, '["the command"]'))
+        return cls(event, *(began if [type(one) for one in began] == [float] else ()))
 
     def to_text(self) -> str:
         """The begin as one line."""

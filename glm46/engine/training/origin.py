@@ -128,10 +128,11 @@ def _refuse_adapter(model: ModelConfig, adapter: AdapterConfig, path: Path) -> N
 def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> None:
     """Args: keys: what the key of the folder begins with, and at the start of a run that of its format too."""
     key, is_start = f"{keys}_path = {str(path)!r}", keys == "checkpoint.initial_load"
+    takes_both = not is_start and "rewards" not in keys
     if not path.exists():
         is_of_run = path.parent.name in ("huggingface", "checkpoint")
         run = f", or start the run first whose job.dump_folder is {str(path.parent.parent)!r}" if is_of_run else ""
-        wanted = "Hugging Face" if in_hf else "step" if is_start or "rewards" in keys else "Hugging Face or step"
+        wanted = "Hugging Face or step" if takes_both else "Hugging Face" if in_hf else "step"
         raise UserError(f"{key}: no such folder; give a {wanted} folder{run}")
     try:
         kind = require_kind(path, Kind.HUGGING_FACE, Kind.DCP, *(() if in_hf else (Kind.STEP,)))
@@ -141,10 +142,14 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
         raise UserError(f"{key}: this is {kind.value}, not {Kind.HUGGING_FACE.value}; set {keys}_in_hf = false")
     if kind is Kind.DCP and config.checkpoint.initial_load_exclude and is_start:
         raise UserError(f"{key}: this is {kind.value}; to load a part, make a step folder of it with convert from-dcp")
-    if in_hf or kind is Kind.DCP:
-        # imports torch, which the other checks do not need
-        from glm46.storage.huggingface.folder_check import check_base, check_tokenizer
+    is_foreign = in_hf or kind is Kind.DCP or (takes_both and kind is Kind.HUGGING_FACE)
+    if kind is Kind.HUGGING_FACE and not is_foreign:
+        remedy = f"set {keys}_in_hf = true" if is_start else "give a step folder"
+        raise UserError(f"{key}: not a step folder but a Hugging Face folder; {remedy}")
+    # imports torch, which the checks before do not need
+    from glm46.storage.huggingface.folder_check import check_base, check_tokenizer
 
+    if is_foreign:
         base_dtype = None if config.adapter is None else config.adapter.base_dtype
         try:
             check_base(path, resolve_shape(config.model), base_dtype)
@@ -154,16 +159,11 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
             at = f'{key}, adapter.base_dtype = "{base_dtype}"' if base_dtype else key
             raise UserError(*(f"{at}: {fault}" for fault in error.faults)) from error
         return
-    if kind is Kind.HUGGING_FACE:
-        remedy = f"set {keys}_in_hf = true" if is_start else "give a step folder"
-        raise UserError(f"{key}: not a step folder but a Hugging Face folder; {remedy}")
     if not real_path(path).name.removeprefix("step-").isdigit():
         switch = f", or set {keys}_in_hf = true for a Hugging Face one" if is_start else ""
         raise UserError(f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100{switch}")
     saved, is_reference = saved_run(path), not is_start
     if is_start and not config.checkpoint.initial_load_exclude:
-        from glm46.storage.huggingface.folder_check import check_tokenizer
-
         check_tokenizer(path, config.model.tokenizer_path)
     if (is_reference or not config.checkpoint.initial_load_exclude) and saved is not None:
         if saved.adapter is not None:

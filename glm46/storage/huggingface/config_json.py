@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from glm46.config.errors import UserError, raise_if
-from glm46.config.model import ModelShape, RopeScalingConfig
+from glm46.config.model import GONE_KEYS, ModelShape, RopeScalingConfig
 from glm46.config.presets import RELATIVES
 from glm46.files.file_content import read_json_object
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
@@ -29,8 +29,7 @@ _GROUPED, _LATENT = "glm4_moe", "glm4_moe_lite"
 _ARCHITECTURES = {_GROUPED: ["Glm4MoeForCausalLM"], _LATENT: ["Glm4MoeLiteForCausalLM"]}
 """By model_type: with grouped-query attention, and with latent attention."""
 _FIXED: dict[str, Any] = {
-    "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0,
-    "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0, **GONE_KEYS,
 }  # fmt: skip
 """Keys that select a computation -> the only implemented value."""
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -88,7 +87,8 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
     faults += [
         f"{file}: {key} = {raw[key]!r}: not a config of {kind}; expected {value!r}"
         for key, value in fixed.items()
-        if raw.get(key, value) != value
+        # 1, 1.0 and true are equal here, and not to readers of an export
+        if (found := raw.get(key, value)) != value or (isinstance(value, int) and type(found) is not type(value))
     ]
     if "model_type" not in raw:
         faults.append(f"{file}: model_type is missing; expected {_GROUPED!r} or {_LATENT!r}")
@@ -103,7 +103,7 @@ def shape_of(raw: Mapping[str, Any], file: str = CONFIG) -> ModelShape:
         keys["num_nextn_predict_layers"] = mtp[0]
     apart = (*_ROPE_KEYS, *_OURS_ONLY, _MTP_KEYS[0], *(_OF_LATENT if kind == _GROUPED else ()))
     plain = [name for name in ModelShape.model_fields if name not in apart]
-    faults += [f"{file}: {name} is missing; add it" for name in plain if name not in raw]
+    faults += [f"{file}: {name} is missing; add it" for name in (*plain, *GONE_KEYS) if name not in raw]
     raise_if(faults)
     keys |= {name: raw[name] for name in plain}
     try:

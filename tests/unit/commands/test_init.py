@@ -40,6 +40,13 @@ def test_init_writes_missing_files_and_keeps_existing_ones(tmp_path, capsys):
         assert said in line, line
 
 
+def test_a_file_in_place_of_a_folder_ends_it_before_any_file_is_written(tmp_path, capsys):
+    (tmp_path / "programs").touch()
+    assert main(["init", str(tmp_path)]) == 2
+    assert "cannot be read or written" in capsys.readouterr().err
+    assert files(tmp_path) == []
+
+
 def test_a_wheel_holds_configs_and_schema(tmp_path):
     """From the one place where they lie in the checkout; built as pip builds it, and run from what was built."""
     pytest.importorskip("setuptools", minversion="77")

@@ -45,6 +45,10 @@ BAD = {
         (TEACHER, 'stored_path = "values"\nflavor = "GLM-4.6"'),
         ["distillation.flavor", "no effect without", "load_path"],
     ),
+    "a key that earlier versions had": (
+        (TEACHER, TEACHER + "\nload_in_hf = false"),
+        ["finetune.distillation.load_in_hf: unknown key; the folder itself tells its format; remove it"],
+    ),
     "values on the hub": ((TEACHER, 'stored_path = "hf://a/b"'), ["stored_path", "is a URL; give a path"]),
     "pairs too": ((TEACHER, TEACHER + "\n[finetune.preference]\nbeta = 0.1", '"messages"', '"preference"'),
                   ["[finetune.preference], [finetune.distillation]: both given; remove one"]),

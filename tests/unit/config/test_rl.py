@@ -65,6 +65,10 @@ BAD = {
     "a teacher that is the policy": (
         'algorithm = "distillation"', ['rl.algorithm = "distillation"', "[rl.reference]", "load_path"],
     ),
+    "a key of a reference that earlier versions had": (
+        'kl.weight = 0.1\nreference = { load_path = "here", load_in_hf = false }',
+        ["rl.reference.load_in_hf: unknown key; the folder itself tells its format; remove it"],
+    ),
     "a reference that nothing reads": (
         'reference.load_path = "here"', ["[rl.reference]", "rl.kl.weight = 0.0", "remove [rl.reference]"],
     ),

@@ -10,6 +10,7 @@ from glm46.files import progress
     (progress.tokens_progress, 3_000_000, "reading: 3,000,000 of 12,000,000 tokens, 100,000 tokens/s, 90 s left"),
 ])  # fmt: skip
 def test_a_line_each_fifteen_seconds_has_rate_and_time_left(show, done, line, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
     lines, now = [], 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     with show("reading", 12_000_000, lines.append) as advance:

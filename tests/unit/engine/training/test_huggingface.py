@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
+from glm46.engine.training.origin import refuse_origin
 from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.pretrain.task import train
 
@@ -85,6 +86,19 @@ def test_a_folder_of_another_model_ends_the_start(make_config, tmp_path):
         with pytest.raises(UserError) as error:
             train(make_config(job={"dump_folder": str(tmp_path / "third")}, model=wide, checkpoint=start))
         assert len(error.value.faults) >= 4 and last in error.value.faults[3], error.value.faults
+
+
+def test_a_teacher_without_its_config_is_told_so(make_config, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model.safetensors").touch()
+    start = {"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True}
+    teacher = {"distillation": {"load_path": str(tmp_path / "hf")}}
+    with pytest.raises(UserError, match=r"^finetune.distillation.load_path = '.*hf': .*config.json: no such file; download it"):
+        refuse_origin(make_config(finetune=teacher, checkpoint=start))
+    with pytest.raises(
+        UserError, match="not a step folder but a Hugging Face folder; set checkpoint.initial_load_in_hf"
+    ):
+        refuse_origin(make_config(checkpoint=start | {"initial_load_in_hf": False}))
 
 
 def test_keys_that_cannot_work_are_refused_before_the_start(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, Glm4MoeConfig, Glm4MoeLiteConfig
 
 from glm46.config.errors import UserError
-from glm46.config.model import RopeScalingConfig
+from glm46.config.model import GONE_KEYS, RopeScalingConfig
 from glm46.config.presets import PRESETS
 from glm46.storage.huggingface.config_json import config_of, read_config, shape_of
 
@@ -157,6 +157,8 @@ def test_the_old_spelling_and_the_default_length_of_scaling_are_read():
         ({"mlp_layer_types": ["sparse"] * 92}, ["mlp_layer_types"]),
         ({"hidden_size": "5120"}, ["hidden_size = '5120'"]),
         ({"hidden_size": -1, "head_dim": 0}, ["hidden_size = -1", "head_dim = 0"]),
+        ({"n_group": 1.0, "topk_group": True}, ["n_group = 1.0: not a config", "topk_group = True: not a config"]),
+        ({"norm_topk_prob": 1, "tie_word_embeddings": 0}, ["norm_topk_prob = 1: not", "tie_word_embeddings = 0: not"]),
         ({"n_group": 8, "norm_topk_prob": False}, ["n_group = 8", "expected 1", "norm_topk_prob = False"]),
     ],
     ids=str,
@@ -166,6 +168,13 @@ def test_configs_of_other_models_are_refused(change, words):
         shape_of(GLM_46 | change, "m/config.json")
     assert all(fault.startswith("m/config.json: ") for fault in error.value.faults)
     assert all(word in str(error.value) for word in words), error.value.faults
+
+
+@pytest.mark.parametrize("key", GONE_KEYS)
+def test_keys_of_one_value_are_there(key):
+    """Exports have what the file had: a reader with other defaults would compute another function."""
+    with pytest.raises(UserError, match=f"^config.json: {key} is missing; add it$"):
+        shape_of({name: value for name, value in GLM_46.items() if name != key})
 
 
 INERT = {

@@ -368,7 +368,21 @@ def test_checkpoints_of_earlier_versions_have_the_temperature_of_their_schedule(
     assert gate_factor(meta, 1.5) == 1.0 and gate_factor(meta, 3.0) == 2.0 and gate_factor(None, 1.5) == 1.5
     assert function_of_meta({"config": '[model]\nflavor = "debug"\n'}).router_temperature == 1.0
     shape = function_of_meta(meta).shape
-    assert function_of_meta(meta | {"shape": shape.model_dump() | {"n_group": 1}}).shape == shape
+    gone = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+    assert function_of_meta(meta | {"shape": shape.model_dump() | gone}).shape == shape
+
+
+@pytest.mark.parametrize("other", [{"n_group": 2}, {"norm_topk_prob": False}, {"topk_group": 2}, {"index_topk": 1}])
+def test_a_checkpoint_of_another_function_is_refused(other):
+    config = '[model]\nflavor = "debug"\n'
+    shape = function_of_meta({"config": config}).shape.model_dump() | {"n_group": 1}
+    (key, value), *_ = other.items()
+    with pytest.raises(UserError, match=f"model.{key} = {value} of the checkpoint: this version computes the model"):
+        function_of_meta({"config": config, "shape": shape | other})
+    stated = f"{config}n_group = 1\nnorm_topk_prob = true\n"  # of an import by an earlier version
+    assert function_of_meta({"config": stated}) == function_of_meta({"config": config})
+    with pytest.raises(UserError, match=f"model.{key} = {value} of the checkpoint"):
+        function_of_meta({"config": f"{config}{key} = {json.dumps(value)}\n"})
 
 
 @pytest.mark.slow
