@@ -93,7 +93,9 @@ def test_a_teacher_without_its_config_is_told_so(make_config, tmp_path):
     (tmp_path / "hf/model.safetensors").touch()
     start = {"initial_load_path": str(tmp_path / "hf"), "initial_load_in_hf": True}
     teacher = {"distillation": {"load_path": str(tmp_path / "hf")}}
-    with pytest.raises(UserError, match=r"^finetune.distillation.load_path = '.*hf': .*config.json: no such file; download it"):
+    with pytest.raises(
+        UserError, match=r"^finetune.distillation.load_path = '.*config.json: no such file; download it"
+    ):
         refuse_origin(make_config(finetune=teacher, checkpoint=start))
     with pytest.raises(
         UserError, match="not a step folder but a Hugging Face folder; set checkpoint.initial_load_in_hf"
