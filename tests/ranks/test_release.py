@@ -78,6 +78,11 @@ def test_sdist_and_wheel_hold_every_file_of_the_package(sdist, wheel):
     assert {*names, "README.md", "LICENSE", "pyproject.toml", "setup.py"} - packed == set()
 
 
+def files_of(folder: Path) -> dict[Path, bytes]:
+    """What the files in a folder and its folders hold."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.thorough
 def test_verbs_run_from_an_empty_folder(program, tmp_path):
     assert f"glm46 {VERSION}" in call(program, "--version", cwd=tmp_path)
@@ -86,8 +91,7 @@ def test_verbs_run_from_an_empty_folder(program, tmp_path):
     assert call(program, "schema", cwd=tmp_path) == (ROOT / "train_configs" / "schema.json").read_text()
     assert list(tmp_path.iterdir()) == []
     call(program, "init", cwd=tmp_path)
-    shipped = {path.name: path.read_bytes() for path in (ROOT / "train_configs").iterdir()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "train_configs").iterdir()} == shipped
+    assert files_of(tmp_path / "train_configs") == files_of(ROOT / "train_configs")
     assert "debug" in call(program, "plan", "--config", "train_configs/debug.toml", cwd=tmp_path)
     call(program, "prepare", "--config", "train_configs/sft_debug.toml", cwd=tmp_path)
     assert "every shard verified" in call(program, "inspect", "data/debug_chats", cwd=tmp_path)

@@ -119,9 +119,9 @@ class WeightGroup:
             self._form(f"{self._at['update']}/group")
         except RuntimeError as error:
             self._fail(first_sentence(error))
-            return
-        first, began = torch.zeros(1, dtype=torch.uint8, device=DEVICES[self.backend]), time.monotonic()
-        self.end(self._begin_first(first), began)
+        else:
+            first, began = torch.zeros(1, dtype=torch.uint8, device=DEVICES[self.backend]), time.monotonic()
+            self.end(self._begin_first(first), began)
 
     def _form(self, prefix: str) -> None:
         """Make the process group, whose keys in the store begin with `prefix`."""
@@ -226,8 +226,7 @@ class WeightGroup:
         """End the update, for the workers too: they see that the store has gone. Does nothing the second time."""
         self._store = None
         if self._group:
-            # NCCL's abort may wait for a communicator that is still made. Gloo has none: the last reference waits for
-            # the end of a broadcast, by its timeout.
+            # NCCL's abort may wait for a communicator that is still made; gloo ends by the timeout of its broadcast.
             threading.Thread(target=lambda held: held.pop().abort(), args=(self._group,), daemon=True).start()
             self._group = []
 
@@ -250,10 +249,7 @@ class WeightSender:
     """Sends tensors to several groups at once. A group that fails gets no more, and the others go on."""
 
     def __init__(self, groups: Sequence[WeightGroup]):
-        """
-        Args:
-            groups: all of one kind and backend.
-        """
+        """``groups`` are of one kind and backend."""
         self._groups, self._tensors, self._nbytes = groups, list[tuple[str, Tensor]](), 0
 
     def add(self, name: str, tensor: Tensor) -> None:
