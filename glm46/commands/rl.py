@@ -132,8 +132,8 @@ def _columns(logprobs: np.ndarray, fields: dict[str, np.ndarray], own: np.ndarra
 def _token_lines(
     tokenizer: Tokenizer, tokens: np.ndarray, is_target: np.ndarray, columns: dict[str, np.ndarray]
 ) -> Iterator[str]:
-    """A line for each token; those that are no targets (prompt and environment) have no values, because nothing is
-    computed for them."""
+    """A line for each token. Tokens of the prompt and of the environment have no values, because nothing is computed
+    for them."""
     texts = {token: repr(tokenizer.decode([token]))[1:-1] for token in {*tokens.tolist()}}
     width = max(map(cell_len, ("token", *texts.values())))
     widths = {name: max(len(name), 9, *(len(f"{value:.4f}") for value in of)) for name, of in columns.items()}

@@ -200,7 +200,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("storage/prepare", 17, "types that mypy holds"),
     ("tasks/finetune", 30, "types that mypy holds"),
     ("config", 24, "types that mypy holds: [rl] with the keys of its preset has no None"),
-    ("tasks/rl", 11, "types that mypy holds; groups ahead that a start goes on with; a journal of another format"),
+    ("tasks/rl", 11, "types that mypy holds; groups ahead that a start continues; a journal of another format"),
     ("tasks/rl/rollout", 34, "an episode up to its reward, moved from tasks/rl; types that mypy holds"),
     ("tasks/rl", 119, "conversations with a function that go on by themselves, beside training; kills lose no turn"),
     ("tasks/rl/rewards", 4, "functions that several threads call"),
@@ -219,7 +219,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("config", 26, "keys of earlier versions are refused with the reason, in files and of checkpoints"),
     ("commands", 1, "init makes its folders before it writes a file"),
     ("engine/observe", 2, "the begin of a start in the form of another version"),
-    ("files", 1, "a file is no terminal, whatever FORCE_COLOR says"),
+    ("files", 1, "FORCE_COLOR does not make a terminal of a file"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659

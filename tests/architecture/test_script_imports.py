@@ -62,7 +62,7 @@ def test_paths_from_a_script_lead_to_the_root_and_to_files(path):
     for expression, built in named_paths(path).items():
         if expression.startswith(("ROOT = ", "sys.path.insert")):
             assert built == ROOT, expression
-        inside = built.relative_to(ROOT)  # what lies outside is no file of the project
+        inside = built.relative_to(ROOT)  # raises for a path outside the project
         is_there = built.exists() or any(built.parent.glob(f"{built.name}.*"))  # some names have no ending yet
         assert is_there or inside.parts[0] == "outputs", expression
 

@@ -26,7 +26,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def _behind_space(text: str, at: int) -> int:
-    """The place of the next character that is no white space."""
+    """The place of the next character, skipping white space."""
     space = _SPACE.match(text, at)
     return at if space is None else space.end()
 

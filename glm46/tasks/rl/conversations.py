@@ -55,7 +55,7 @@ def behind_reply(
 
 @dataclass(frozen=True)
 class Conversations:
-    """Conversations that servers and a function go on with by themselves, also while the policy trains."""
+    """Conversations that servers and a function continue in the background, also while the policy trains."""
 
     pool: FunctionPool
     """Has the function."""
@@ -71,7 +71,7 @@ class Conversations:
     """As many as calls of the function at once."""
 
     def begin(self, requests: OpenRequests, members: Sequence[Member]) -> None:
-        """See `Begin`: each member is a conversation, which goes on behind its recorded turns."""
+        """See `Begin`: each member is a conversation, which continues after its recorded turns."""
         begun = [_Conversation(self, member, requests) for member in members]
         new = [one for one in begun if not one.done.tokens]
         requests.ask([one.next_turn([], one.request) for one in new])  # equal prompts go to one server
@@ -81,7 +81,7 @@ class Conversations:
 
 
 class _Conversation:
-    """See `Conversations`; one thread after another goes on with it."""
+    """One conversation of `Conversations`; one thread at a time works on it."""
 
     def __init__(self, of: Conversations, member: Member, requests: OpenRequests):
         self._of, self._member, self._requests, self.request = of, member, requests, member.request

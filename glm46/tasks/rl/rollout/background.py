@@ -34,14 +34,14 @@ class Member:
     """Of the prompt, counted over the run."""
     request: Request
     end: EpisodeEnd
-    """Its result, or the part to go on with."""
+    """Its result, or the part to continue from."""
     found: EpisodeEnd | None = None
     """Its result, which may not be on the disk yet."""
     finish: Callable[[EpisodeEnd | BaseException], None] = lambda end: None
     """Takes the result, or an error that ends the run; in any thread, without a wait."""
     note: Callable[[SessionSample], None] = lambda turn: None
     """Takes a turn of an episode, which no kill loses soon after; in any thread, without a wait. The turns are the
-    samples of the part that another start goes on with."""
+    samples of the part that another start continues from."""
     cancel: Callable[[], object] | None = None
     """Ends it without a result. None: it has not begun."""
     parts: Callable[[], list[SessionSample]] = lambda: []

@@ -137,8 +137,8 @@ def rest(request: Request, generated: Completion) -> Request:
 
 
 def seed_behind(seed: int, tokens: Sequence[int]) -> int:
-    """63 bits for a request that goes on behind tokens of another one, or begins with other ones. With one seed for all
-    turns, a server that begins a random generator for each request would choose them by the same random numbers."""
+    """The seed, of 63 bits, of a request that continues another one after some tokens. With one seed for all turns, a
+    server that makes a generator for each request would choose their tokens by the same random numbers."""
     digest = blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
