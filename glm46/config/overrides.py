@@ -129,7 +129,9 @@ def _no_such_place(key: str, path: list[str | int], place: Any) -> Fault:
     if isinstance(place, list):
         rest = key.removeprefix(f"{name}.")
         if rest != key:
-            rule = f"{name} is an array of {counted(len(place), 'table')}; write {name}[0].{rest} for the first one"
+            first, _, others = rest.partition(".")
+            named = (f"{name}[{first}]", others) if first.isdigit() else (f"{name}[0]", f"{rest} for the first one")
+            rule = f"{name} is an array of {counted(len(place), 'table')}; write {'.'.join(filter(None, named))}"
             return Fault((), f"{key}: {rule}", doubtful=(key,))
         entries = "1 entry" if len(place) == 1 else f"{len(place)} entries"
         rule = f"{name} has {entries}, counted from 0"

@@ -144,6 +144,10 @@ def test_budget_of_the_command_line_replaces_the_files_in_either_unit(file):
             "the first one",
         ),
         (
+            ["--data.sources.1.path", "a"],
+            "command line: data.sources.1.path: data.sources is an array of 2 tables; write data.sources[1].path",
+        ),
+        (
             ["--training.seq_len.x", "1"],
             "command line: training.seq_len.x: training.seq_len = 128 is not a table; set the whole value of "
             "training.seq_len instead",

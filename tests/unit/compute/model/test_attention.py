@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm46.compute.distributed.sequence import SequenceShard
+from glm46.compute.model import attention_runs
 from glm46.compute.model.attention import attend
 from glm46.compute.model.attention_layout import attention_layout
 from glm46.compute.model.attention_runs import (
@@ -459,6 +460,7 @@ def registered(monkeypatch):
     registry, kernels = torch.nn.attention._registry, FakeKernels()
     monkeypatch.setattr(registry, "_FLASH_ATTENTION_IMPLS", {"FA3": lambda: kernels, "FA4": missing})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_runs, "_attend_once", lambda: None)
     yield kernels
     torch.nn.attention.restore_flash_attention_impl()
 
@@ -471,6 +473,16 @@ def test_the_attention_kernel_that_a_run_names_is_active_and_named(registered):
     assert registered.is_active and describe_core(gpu, torch.bfloat16) == "variable-length flash attention, FA3"
     torch.nn.attention.restore_flash_attention_impl()
     assert not registered.is_active
+
+
+def test_a_package_that_does_not_fit_torch_is_refused_before_the_first_step(registered, monkeypatch):
+    def unpack() -> None:
+        raise ValueError("too many values to unpack (expected 2)")
+
+    monkeypatch.setattr(attention_runs, "_attend_once", unpack)
+    with pytest.raises(UserError, match='"FA3": torch .* this version of the package .*too many values.*another one'):
+        use_attention_kernel("FA3")
+    assert not registered.is_active and describe_core(torch.device("cuda"), torch.bfloat16).endswith("flash attention")
 
 
 def test_an_attention_kernel_that_cannot_run_is_refused(registered, monkeypatch):
