@@ -19,8 +19,12 @@ pytestmark = [
 
 ROWS, LENGTH = 16, 1024
 SHAPE = PRESETS["debug"].model_copy(
-    update={"num_hidden_layers": 12, "num_nextn_predict_layers": 0, "hidden_size": 512, "vocab_size": 512}
-)
+    update={
+        "num_hidden_layers": 8, "num_nextn_predict_layers": 0, "vocab_size": 512, "hidden_size": 4096,
+        "intermediate_size": 8192, "moe_intermediate_size": 1024, "num_attention_heads": 32, "head_dim": 128,
+    }
+)  # fmt: skip
+"""Layers so wide that the host is ahead of the device: beside a device that waits for its host, no copy costs time."""
 
 
 def run(mode: str, *, on_host: bool) -> tuple[dict, int, torch.profiler.profile]:
@@ -69,7 +73,8 @@ def test_host_memory_changes_no_bit_lowers_the_peak_and_costs_no_wait(mode):
     found, lower, profile = run(mode, on_host=True)
     assert all(torch.equal(found[name], gradient) for name, gradient in plain.items())
     layer = ROWS * LENGTH * sum(LayerBytes(SHAPE, 2).kept_tensors("moe", mode))
-    assert peak - lower > 0.6 * SHAPE.num_hidden_layers * layer
+    # The layer that computes, the one before it, and the one that comes back ahead are on the device.
+    assert peak - lower > 0.8 * (SHAPE.num_hidden_layers - 3) * layer
     copied, beside = overlap(profile)
     assert beside > 0.5 * copied > 0
     waits = [sum(e.count for e in p.key_averages() if "Synchronize" in e.key) for p in (before, profile)]
