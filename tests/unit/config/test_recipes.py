@@ -18,6 +18,7 @@ import pytest
 from glm46.config.check import check_config
 from glm46.config.loader import load_config
 from glm46.engine.observe.peaks import find_accelerator
+from glm46.operate.estimate import requirement
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import largest_stage, stage_memory
 from glm46.operate.estimate.requirement import describe_requirement
@@ -61,6 +62,13 @@ OUR_INTERVAL = r"(?m)^interval = .*# \[ours\]"
 MARK = r"\[(page|bridge|paper|blog|document|quick start|slime|miles|prime-rl|assumption|regret|ours)( [\d, -]+)?\]"
 # What belongs to the run and not to a recipe of anybody.
 OWN = {"description", "dump_folder", "name", "path", "tokenizer_path", "initial_load_path", "start_tokens"}
+
+
+@pytest.fixture(autouse=True)
+def newest_torch(monkeypatch):
+    """A recipe fits its GPUs with a torch that runs it, whatever torch is here."""
+    for name in ("INTEGERS_TORCH", "SPLIT_BACKWARD_TORCH"):
+        monkeypatch.setattr(requirement, name, (2, 11))
 
 
 def gpus_of(path: Path, others: str = "") -> tuple[int, Machine]:
