@@ -70,10 +70,15 @@ def empty_groups(offsets: Tensor) -> Tensor:
     return (offsets.diff(prepend=offsets.new_zeros(1)) == 0).view(-1, 1, 1)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # read while a layer is compiled, whose graph cannot hold the question
 def gradients_of_empty_groups_are_undefined(device: torch.device) -> bool:
     """True where the grouped product [I, N] x [N, O] writes nothing for an empty group: CUTLASS before its pull request
     2746, on compute capability 10.x (pytorch issue 172439). Multiplies once and reads the result."""
+    return _leaves_empty_groups(device)
+
+
+@functools.cache
+def _leaves_empty_groups(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10:
         return False
     rows = torch.ones(128, 128, dtype=torch.bfloat16, device=device)

@@ -122,7 +122,7 @@ def test_gradients_of_empty_experts_are_masked_where_the_self_test_of_a_blackwel
     monkeypatch.setattr(compat, "_grouped_mm", kernel)
     x, y, offsets = torch.randn(3, 8), torch.randn(3, 8), offsets_of([0, 3, 0])
     assert grouped_outer(x, y, offsets)[[0, 2]].isnan().all()
-    undefined = compat.gradients_of_empty_groups_are_undefined.__wrapped__
+    undefined = compat._leaves_empty_groups.__wrapped__
     assert not undefined(torch.device("cpu"))
 
     class OnACPU(torch.overrides.TorchFunctionMode):
@@ -137,6 +137,17 @@ def test_gradients_of_empty_experts_are_masked_where_the_self_test_of_a_blackwel
     monkeypatch.setattr(compat, "gradients_of_empty_groups_are_undefined", lambda device: True)
     masked = grouped_outer(x, y, offsets)
     assert not masked[[0, 2]].any() and masked[1].any()
+
+
+def test_a_compiled_layer_asks_the_self_test_without_a_break_of_its_graph(monkeypatch):
+    """The self-test reads a result; traced, it would end the graph."""
+    monkeypatch.setattr(compat, "_leaves_empty_groups", lambda device: bool(torch.ones(3, device=device).any()))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def layer(x):
+        return x + 1 if compat.gradients_of_empty_groups_are_undefined(x.device) else x
+
+    assert layer(torch.zeros(2)).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["glm46::grouped_mm", "glm46::grouped_outer"])
