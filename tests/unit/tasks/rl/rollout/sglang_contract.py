@@ -13,7 +13,7 @@ from pathlib import Path
 TABLE = Path(__file__).with_name("sglang_contract.json")
 WHEEL_VARIABLE = "GLM46_SGLANG_WHEEL"
 WHEEL_SHA256 = "00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937"
-"""Of what `download_words` gets: tests run code of it."""
+"""Of the release in `TABLE`: tests run code of it."""
 REPLIES = {
     "io_struct": {
         "update": "UpdateWeightsFromDistributedReqOutput", "disk": "UpdateWeightFromDiskReqOutput",
@@ -111,14 +111,6 @@ def read_wheel(path: Path) -> dict:
             **{kind: [key for key in REPLIES[kind] if key in constants] for kind in ("meta", "keys")},
             "options": {flag: options.get(flag) for flag in OPTIONS},
         }
-
-
-def download_words(folder: Path) -> list[str]:
-    """The command that gets the wheel of the table's release, without what it needs, whatever Python asks."""
-    of = ["--only-binary=:all:", "--implementation", "cp", "--python-version", "3.11"]
-    of += ["--platform", "manylinux_2_34_x86_64", "--dest", str(folder), f"sglang=={read_table()['version']}"]
-    quick = ["--quiet", "--disable-pip-version-check", "--retries", "0", "--timeout", "10"]
-    return [sys.executable, "-m", "pip", "download", "--no-deps", *quick, *of]
 
 
 def read_table() -> dict:

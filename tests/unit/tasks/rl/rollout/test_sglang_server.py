@@ -1,10 +1,8 @@
 """The client of SGLang against the classes of its wheel, and against a stub that is made from them."""
 
 import ast
-import hashlib
 import json
 import os
-import subprocess
 import threading
 import time
 import zipfile
@@ -32,13 +30,13 @@ from glm46.tasks.rl.rollout.weight_group import WeightSender
 from tests.unit.tasks.rl.rollout.sglang_contract import (
     WHEEL_SHA256,
     WHEEL_VARIABLE,
-    download_words,
     read_table,
     read_wheel,
 )
 from tests.unit.tasks.rl.rollout.sglang_stub import contract_fault, received_bucket
 from tests.unit.tasks.rl.rollout.stub_server import STOP, generate, scores
 from tests.unit.tasks.rl.rollout.test_weight_group import Apart
+from tests.wheels import download
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 ROUTED = RULES._replace(routes=True)
@@ -46,8 +44,6 @@ PROBE = [[5, 6, 7, 8], [9, 10, 11]]
 REQUESTS = [Request([prompt, 4], seed, 6) for prompt in (3, 5) for seed in range(1, 4)]
 WAIT, SOON = 2.0, 60.0
 """Seconds: where a wait is to be exhausted, and where no wait is, also on a busy machine."""
-DOWNLOAD_SECONDS = 60
-"""39 MB took 1 s from an index beside the machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,21 +57,13 @@ def waits(monkeypatch):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Iterator[Path]:
-    """The wheel of the release that the client was written for: a named one, or by pip, whose cache keeps it."""
+    """The wheel of the release that the client was written for: a named one, or by pip."""
     if path := os.environ.get(WHEEL_VARIABLE):
         yield Path(path)
         return
-    folder = tmp_path_factory.mktemp("wheel")
-    try:
-        found = subprocess.run(download_words(folder), capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"pip has no wheel of SGLang after {DOWNLOAD_SECONDS} s; {WHEEL_VARIABLE} can name one")
-    if found.returncode:
-        pytest.skip(f"pip has no wheel of SGLang: {found.stderr.strip()[-300:]}; {WHEEL_VARIABLE} can name one")
-    (path,) = folder.iterdir()
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == WHEEL_SHA256
-    yield path
-    path.unlink()
+    got = download(f"sglang=={read_table()['version']}", WHEEL_SHA256, tmp_path_factory.mktemp("wheel"))
+    yield got
+    got.unlink()
 
 
 def tensors(shift: float = 0.0) -> list[tuple[str, torch.Tensor]]:
