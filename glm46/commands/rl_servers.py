@@ -29,7 +29,7 @@ def rl_servers_command(argv: Sequence[str]) -> int:
         "--gpus-per-engine", type=positive, metavar="N",
         help="GPUs of one server; default: the fewest that hold the model with one longest sample",
     )  # fmt: skip
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help="as for plan; default: H100")
+    parser.add_argument("--gpu", metavar="NAME", help="as for plan; default: H100, or this machine's CPU")
     parser.add_argument(
         "--folder", metavar="DIR",
         help="model that the servers start with, on their disks; default: checkpoint.initial_load_path",
@@ -39,23 +39,23 @@ def rl_servers_command(argv: Sequence[str]) -> int:
         "--connect", choices=CONNECTIONS, default="ssh", help="client that starts other hosts; default: ssh"
     )  # fmt: skip
     arguments, overrides = parse_with_overrides(parser, argv)
-    from glm46.operate.launch.rl_servers import ServerPlan, folder_of, show  # --help needs none of them
+    from glm46.operate.launch.rl_servers import ServerPlan, cpu_of, folder_of, show  # --help needs none of them
     from glm46.operate.launch.server_processes import run_servers
 
     try:
-        gpu = accelerator_of(arguments.gpu)
+        gpu = accelerator_of(arguments.gpu or "H100")
     except ValueError as error:
         raise UserError(f"command line: --gpu {error}") from error
     hosts = read_hostfile(arguments.hosts, "--hosts") if arguments.hosts else []
     config = load_fetched(arguments.config, overrides, world_size=None)
+    if not (arguments.gpu or arguments.gpus_per_engine or hosts):
+        gpu = cpu_of(config) or gpu
     folder = folder_of(config, arguments.folder)
     servers = ServerPlan(config, hosts, gpu, folder, arguments.gpus_per_engine)
     print(show(servers), flush=True)
     if not arguments.run:
         return 0
     if {*servers.urls} != {*(stated := servers.rollout.urls)}:
-        raise UserError(
-            f"rollout.urls: {list(stated)}, and these servers will be at {servers.urls}; correct "
-            "rollout.urls, or --hosts"
-        )
+        where = f"{list(stated)}, and these servers will be at {servers.urls}"
+        raise UserError(f"rollout.urls: {where}; correct rollout.urls, or --hosts")
     return run_servers(servers, HostGroup(arguments.connect))

@@ -220,6 +220,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("commands", 1, "init makes its folders before it writes a file"),
     ("engine/observe", 2, "the begin of a start in the form of another version"),
     ("files", 1, "FORCE_COLOR does not make a terminal of a file"),
+    ("operate/launch", 25, "rl-servers for the CPU of this machine, with the Python that has vLLM"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 56_659

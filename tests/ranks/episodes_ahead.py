@@ -1,18 +1,19 @@
 """Episodes of programs, and conversations with a function, that run on a server while the policy trains, killed by
 kill -9 and started again.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/episodes_ahead.py main|functions|kills N|drops|speed
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/ranks/episodes_ahead.py main|functions|kills N [SEED]|drops|speed
 
 Two ranks train a small GLM for ten steps, two for each rollout, on episodes of two turns that are up to two rollouts
 old; some of them have a rollout of training between their turns, and one of each group that fails once is run again.
 `main`: the run dies while turns are answered, behind a halt for an update, and before turns or the end of an episode
-are written. `functions`: the same with a function. `kills`: it dies N times at random moments. `drops`: the programs of
-one prompt hang, and it is dropped. `speed`: the same steps in turn and ahead, with programs that sleep as long as the
-steps of a rollout. Each prints JSON.
+are written. `functions`: the same with a function. `kills`: all of it, or rank 0, dies N times in place of an answer of
+a random number. `drops`: the programs of one prompt hang, and it is dropped. `speed`: the same steps in turn and ahead,
+with programs that sleep as long as the steps of a rollout. Each prints JSON.
 
 The server writes down each request that it answers, so that tokens and versions of the journal can be compared with it.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -52,10 +53,11 @@ FUNCTION = {"function": "tests.ranks.slow_reply:reply", "max_turns": 3, "timeout
 
 
 class RecordedServer(PolicyServer):
-    """Writes down what it has generated: prompt, tokens and version."""
+    """Writes down what it has generated: prompt, tokens and version. Kills as `Case.kill_behind` says."""
 
-    def __init__(self, record: Path, *, port: int):
-        self._record, self._writing = record, threading.Lock()
+    def __init__(self, record: Path, order: Path, steps: Path, *, port: int):
+        self._record, self._order, self._steps = record, order, steps
+        self._writing, self._answers = threading.Lock(), 0
         super().__init__(port=port)
 
     def _inference_v1_generate(self, body):
@@ -64,7 +66,18 @@ class RecordedServer(PolicyServer):
             tokens, version = reply["choices"][0]["token_ids"], reply["choices"][0]["weight_versions"][0]["version"]
             with self._writing, self._record.open("a") as file:
                 file.write(json.dumps([body["token_ids"], tokens, version]) + "\n")
+                if self._order.is_file():
+                    self._obey(*json.loads(self._order.read_text()))
         return reply
+
+    def _obey(self, number: int, steps: int, pids: list[int]) -> None:
+        self._answers += len(list(self._steps.iterdir())) >= steps
+        if self._answers == number:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._order.unlink()
+            self._answers = 0
 
 
 class Case:
@@ -72,13 +85,14 @@ class Case:
 
     def __init__(self, base: Path):
         self.base, self.steps, self.record = base, base / "steps", base / "record.jsonl"
+        self._order = base / "order"
         self.steps.mkdir(parents=True)
         self._port, self._starts = free_port(), 0
         self._server = start_ranks(1, base / "log-server", lambda _: self._serve())
 
     def _serve(self) -> None:
         torch.set_num_threads(1)
-        RecordedServer(self.record, port=self._port)
+        RecordedServer(self.record, self._order, self.steps, port=self._port)
         threading.Event().wait()
 
     def close(self) -> None:
@@ -130,6 +144,12 @@ class Case:
         elif moment == "write":
             background.append_durably = fatal(5, background.append_durably)
         return task.train(config)
+
+    def kill_behind(self, answers: int, steps: int, pids: list[int]) -> None:
+        """Has the server kill these processes in place of an answer, counted from when so many steps have begun."""
+        part = self._order.with_suffix(".part")
+        part.write_text(json.dumps([answers, steps, pids]))
+        part.rename(self._order)
 
     def end(self, started: list[int], *, is_killed: bool = False) -> list[int]:
         codes = await_ranks(started, patience=5)
@@ -190,21 +210,27 @@ def functions() -> None:
     main(environment=FUNCTION, max_new_tokens=120)
 
 
-def kills(number: int) -> None:
+def kills(number: int, seed: int = 0) -> None:
+    """Every second kill comes behind the first step of its start.
+
+    The server has given at most 24 answers at a kill, or 51 that are ahead of that step and 12 behind it: 87 for two
+    kills at most. Twelve steps of the run need 96, two an episode, so it does not end before the last kill.
+    """
+    generator, kinds = random.Random(seed), ("start", "step")
     with tempfile.TemporaryDirectory() as name:
-        case, codes = Case(Path(name)), []
-        config = case.config(max_staleness=STALENESS, steps=number * 4)
-        for _ in range(number):
-            started, before = case.start(config), len(list(case.steps.iterdir()))
-            while len(list(case.steps.iterdir())) < before + 4:
-                time.sleep(0.01)
-            time.sleep(random.uniform(0.0, 2.0))
-            for pid in started:
-                os.kill(pid, signal.SIGKILL)
+        case, codes, moments = Case(Path(name)), [], []
+        config = case.config(max_staleness=STALENESS, steps=number * 6)
+        for index in range(number):
+            behind, begun = kinds[index % 2], len(list(case.steps.iterdir()))
+            answers = generator.randint(1, 24 if behind == "start" else 12)
+            started = case.start(config)
+            pids = started[: generator.randint(1, len(started))]
+            case.kill_behind(answers, begun + 1 if behind == "step" else 0, pids)
             codes.append(case.end(started, is_killed=True))
+            moments.append([behind, answers, len(pids), len(list(case.steps.iterdir())) - begun])
         codes.append(case.end(case.start(config)))
         case.close()
-        print(json.dumps(case.found() | {"codes": codes}))
+        print(json.dumps(case.found() | {"codes": codes, "moments": moments}))
 
 
 def drops() -> None:
@@ -217,21 +243,28 @@ def drops() -> None:
         print(json.dumps(case.found() | {"codes": [codes]}))
 
 
-def speed(seconds: str = "6") -> None:
-    os.environ["SLOW_SECONDS"], os.environ["STEP_SECONDS"], rollouts = seconds, str(float(seconds) / 2), 6
+def run_slowly(seconds: float, staleness: int, rollouts: int = 5) -> dict:
+    """Times of a rollout with its steps, where programs sleep so long, and so do the steps."""
+    os.environ["SLOW_SECONDS"], os.environ["STEP_SECONDS"] = str(seconds), str(seconds / 2)
+    with tempfile.TemporaryDirectory() as name:
+        case = Case(Path(name))
+        case.end(case.start(case.config(["slow"], max_staleness=staleness, steps=2 * rollouts)))
+        case.close()
+        begun = sorted(int(path.name) for path in case.steps.iterdir())[::2]
+        periods = [1e-9 * (after - before) for before, after in zip(begun[1:], begun[2:], strict=False)]
+        rows = map(json.loads, (Path(name) / "run" / "metrics.jsonl").read_text().splitlines())
+        waits = [row["rollout_seconds"] for row in rows if "loss" in row][2::2]
+    about = {"max_staleness": staleness, "seconds_of_a_program": seconds, "rollouts": len(periods)}
+    return about | {"period": statistics.median(periods), "wait": statistics.median(waits)}
+
+
+def speed(seconds: float = 0) -> None:
+    """Without a number programs sleep twenty times what a rollout takes here without sleep."""
+    seconds = seconds or 20 * run_slowly(0, 0)["period"]
     for staleness in (0, 1):
-        with tempfile.TemporaryDirectory() as name:
-            case = Case(Path(name))
-            case.end(case.start(case.config(["slow"], max_staleness=staleness, steps=2 * rollouts)))
-            case.close()
-            begun = sorted(int(path.name) for path in case.steps.iterdir())[::2]
-            periods = [1e-9 * (after - before) for before, after in zip(begun[1:], begun[2:], strict=False)]
-            rows = map(json.loads, (Path(name) / "run" / "metrics.jsonl").read_text().splitlines())
-            waits = [row["rollout_seconds"] for row in rows if "loss" in row][2::2]
-            about = {"max_staleness": staleness, "seconds_of_a_program": float(seconds), "rollouts": len(periods)}
-            print(json.dumps(about | {"period": statistics.median(periods), "wait": statistics.median(waits)}))
+        print(json.dumps(run_slowly(seconds, staleness)))
 
 
 if __name__ == "__main__":
-    named = {"main": main, "functions": functions, "kills": lambda n: kills(int(n)), "drops": drops, "speed": speed}
-    named[sys.argv[1]](*sys.argv[2:])
+    named = {"main": main, "functions": functions, "kills": kills, "drops": drops, "speed": speed}
+    named[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -1,5 +1,5 @@
 """The inference servers of a run: the commands of vLLM or SGLang, host by host, with the options that the run checks at
-its start, on as many GPUs as hold the model."""
+its start, on as many GPUs as hold the model, or on the CPU of this machine."""
 
 import json
 import shlex
@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
+import glm46
+from glm46.compute.distributed.environment import set_variables, visible_gpus
 from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.config.presets import resolve_shape
 from glm46.config.rl_data import PromptsConfig
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import Accelerator
+from glm46.operate.estimate.machine import detect_machine
 from glm46.operate.estimate.other_networks import inference_bytes
 from glm46.operate.estimate.server_split import ServerSplit, leaves_room, split_model
 from glm46.operate.estimate.units import binary_size
 from glm46.operate.launch.hostfile import Host
+from glm46.operate.launch.nodes import is_loopback
 from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.prompts import read_prompts
 
@@ -26,7 +30,10 @@ _SHARES = {"sglang": 0.7, "vllm": 0.9}
 """Of a GPU's memory that a server takes for weights and cache: SGLang's as miles has it for GLM-4.5, vLLM's default."""
 _FIRST_PORT, _MEETING_PORT = 8000, 5000
 _MOST_GPUS = 512
-_VLLM_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": "deploy/vllm"}
+_EXTENSION = Path(glm46.__path__[0]).parent / "deploy" / "vllm"
+_VLLM_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(_EXTENSION)}
+_PYTHON = "GLM46_VLLM_PYTHON"
+_CPU, _CPU_CACHE = "CPU", 64 * 2**20  # the least bytes of keys and values
 _DRAFTS = {"method": "mtp", "num_speculative_tokens": 1}
 
 
@@ -63,12 +70,18 @@ class ServerPlan:
                 "the run alone"
             )
         self.config, self.rollout, self._rl = config, rollout, config.rl
-        self.kind, self._gpu, self._folder = rollout.kind, gpu, folder
+        self.kind, self._gpu, self._folder, self.on_cpu = rollout.kind, gpu, folder, gpu.name == _CPU
+        self._python = set_variables([_PYTHON]).get(_PYTHON)
+        if self.on_cpu and self._python is None:
+            raise UserError(
+                f"{_PYTHON}: not set, and this machine has no GPU; set it to a Python of deploy/vllm/install_cpu.sh, "
+                "or name the --gpu of the servers"
+            )
         self._shape = resolve_shape(config.model)
         self.context = longest_prompt(config) + rollout.max_new_tokens
         if self.context > self._shape.max_position_embeddings:
             raise UserError(f"rollout.max_new_tokens: {self.context} tokens with the longest prompt; lower it")
-        self.engine = self._fitting(gpus)
+        self.engine = self._fitting(1 if self.on_cpu else gpus)
         self._hosts = list(hosts) or self._hosts_of_urls()
         self.places = list(self._places())
         self.urls = [f"http://{places[0][0].name}:{port}" for places, port in self.places]
@@ -90,8 +103,8 @@ class ServerPlan:
             )
         raise UserError(
             f"command line: {what}: a {self._gpu.name} would hold {binary_size(self._needed(engine))} of weights and "
-            f"one longest sample, and {self.kind} has {binary_size(self._room)} of it; take more GPUs, or "
-            'rollout.weights_dtype = "fp8-block"'
+            f"one longest sample, and {self.kind} has {binary_size(self._room)} of it; take more GPUs, "
+            'others with --gpu, or rollout.weights_dtype = "fp8-block"'
         )
 
     @property
@@ -155,7 +168,7 @@ class ServerPlan:
         for places, port in self.places:
             for node, (host, gpus) in enumerate(places):
                 command = self._command(places, port, node)
-                if len(gpus) < self._gpu.host_gpus:
+                if len(gpus) < self._gpu.host_gpus and not self.on_cpu:
                     command.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
                 found.setdefault(host.name, []).append(command)
         return found
@@ -175,7 +188,13 @@ class ServerPlan:
                 words += ["--attn-dp-size", str(engine.replicas), "--ep-size", str(engine.gpus)]
                 words += ["--moe-dense-tp-size", "1", "--enable-dp-lm-head"]
             return Command({}, words + self._sglang_options())
-        words = ["vllm", "serve", self._folder, *address, "--max-model-len", str(self.context)]
+        if self.on_cpu and self._python:
+            cache = max(_CPU_CACHE, 4 * int(self._needed(engine) - self._weights(engine)))  # four longest samples
+            words = [str(_EXTENSION / "serve_cpu.sh"), self._folder, str(port), *address]
+            words += ["--max-model-len", str(self.context), "--kv-cache-memory-bytes", str(cache)]
+            return Command({_PYTHON: self._python}, words + self._vllm_options())
+        start = [self._python, "-m", "vllm.entrypoints.cli.main"] if self._python else ["vllm"]
+        words = [*start, "serve", self._folder, *address, "--max-model-len", str(self.context)]
         words += ["--tensor-parallel-size", str(engine.tensor)]
         words += ["--gpu-memory-utilization", str(_SHARES["vllm"])]
         if engine.replicas > 1:
@@ -184,16 +203,12 @@ class ServerPlan:
             words += ["--data-parallel-address", first, "--data-parallel-rpc-port", str(meeting)]
             words += ["--enable-expert-parallel"]
             words += ["--headless", "--data-parallel-start-rank", str(node * local)] if node else []
-        more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._adapts else {}
+        more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.rollout.send_adapters else {}
         return Command(_VLLM_VARIABLES | more, words + self._vllm_options())
-
-    @property
-    def _adapts(self) -> bool:
-        return self.rollout.send_adapters
 
     def _sglang_options(self) -> list[str]:
         words = ["--enable-return-routed-experts"] if self._rl.routing_replay else []
-        words += ["--enable-lora", *self._rank(), "--lora-target-modules", "all"] if self._adapts else []
+        words += ["--enable-lora", *self._rank(), "--lora-target-modules", "all"] if self.rollout.send_adapters else []
         if self._shape.num_nextn_predict_layers:
             words += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"]
             words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"]
@@ -203,7 +218,7 @@ class ServerPlan:
         words = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
         words += ["--worker-extension-cls", "glm_ext.Extension"]
         words += ["--enable-return-routed-experts"] if self._rl.routing_replay else []
-        words += ["--enable-lora", *self._rank()] if self._adapts else []
+        words += ["--enable-lora", *self._rank()] if self.rollout.send_adapters else []
         words += ["--speculative-config", json.dumps(_DRAFTS)] if self._shape.num_nextn_predict_layers else []
         return words
 
@@ -225,6 +240,15 @@ def longest_prompt(config: RunConfig) -> int:
     files = dict.fromkeys([keys.file, *(table.file for table in rl.validation)])
     read = (read_prompts(Path(f), keys, tokenizer, most_tokens=most, needs_label=False) for f in files)
     return max(len(prompt.tokens) for prompts in read for prompt in prompts)
+
+
+def cpu_of(config: RunConfig) -> Accelerator | None:
+    """A part of this machine for each server of vLLM; None: it has a GPU, or not all of them."""
+    rollout, machine = config.rollout, detect_machine(visible_gpus())
+    urls = rollout.urls if rollout is not None and rollout.kind == "vllm" else ()
+    if machine.gpus or not urls or not all(is_loopback(urlsplit(url).hostname or "") for url in urls):
+        return None
+    return Accelerator(_CPU, 0.0, machine.memory_bytes // len(urls), 0.0, 0.0, 0.0, host_gpus=len(urls))
 
 
 def folder_of(config: RunConfig, stated: str | None) -> str:
@@ -249,7 +273,8 @@ def show(servers: ServerPlan) -> str:
     engine, urls = servers.engine, json.dumps(servers.urls)
     split = f"heads over {engine.tensor}"
     split += f", {engine.replicas} replicas of attention, experts over all" if engine.replicas > 1 else ""
-    lines = [f"# {servers.kind}, {counted(len(servers.urls), 'server')} of {counted(engine.gpus, 'GPU')}: {split}"]
+    what = "on the CPU of this machine" if servers.on_cpu else f"of {counted(engine.gpus, 'GPU')}: {split}"
+    lines = [f"# {servers.kind}, {counted(len(servers.urls), 'server')} {what}"]
     for host, commands in servers.blocks().items():
         lines += ["", f"# on {host}", *(command.text for command in commands)]
     if servers.kind == "sglang":

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from glm46.commands.rl_servers import rl_servers_command
 from glm46.config.errors import UserError
+from glm46.operate.estimate.machine import Gpu, Machine
+from glm46.operate.launch import rl_servers
 from tests.fake_ssh import write_ssh
 from tests.processes import is_alive, wait_until
 from tests.unit.tasks.rl.rollout.sglang_contract import read_table
@@ -28,6 +31,7 @@ since SGLang 0.5.23."""
 def lines(tmp_path, capsys, monkeypatch):
     """The lines that the verb prints for GLM-4.6 with some keys, on hosts of eight GPUs."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("GLM46_VLLM_PYTHON", raising=False)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 + 1?", "label": "2"}\n{"prompt": "a longer question", "label": "3"}\n')
 
@@ -107,7 +111,7 @@ def test_options_of_vllm_are_those_of_its_script(lines):
     ):
         assert word in line and word in script
     assert "VLLM_SERVER_DEV_MODE=1" in line and "VLLM_SERVER_DEV_MODE=1" in script
-    assert "PYTHONPATH=deploy/vllm" in line and (ROOT / "deploy/vllm/glm_ext.py").is_file()
+    assert f"PYTHONPATH={ROOT}/deploy/vllm" in line and (ROOT / "deploy/vllm/glm_ext.py").is_file()
 
 
 def test_vllm_over_hosts_has_a_replica_on_each_and_one_that_listens(lines):
@@ -155,6 +159,54 @@ def test_hosts_of_urls_do_for_servers_of_one_host_and_others_need_a_file(lines):
         "4,5,6,7",
         "0,1,2,3",
     ]
+
+
+def lines_here(capsys, *words: str) -> list[str]:
+    """Those for the debug recipe with two servers on this machine."""
+    urls = ["--rollout.kind", "vllm", "--rollout.urls", '["http://127.0.0.1:8000", "http://localhost:8005"]']
+    assert rl_servers_command(["--config", "train_configs/rl_debug.toml", *urls, "--folder", "a b", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("words", [(), ("--model.hidden_size", "2048", "--rollout.max_new_tokens", "100000")])
+def test_a_machine_without_gpus_has_commands_for_its_cpu(capsys, monkeypatch, words):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(rl_servers, "detect_machine", lambda _: Machine(2, 2**40, 2**40))
+    monkeypatch.delenv("GLM46_VLLM_PYTHON", raising=False)
+    with pytest.raises(UserError, match=r"GLM46_VLLM_PYTHON: not set.*install_cpu.sh.*--gpu"):
+        lines_here(capsys)
+    monkeypatch.setenv("GLM46_VLLM_PYTHON", "/envs/vllm/bin/python")
+    long = ["--training.seq_len", "131072", "--model.max_position_embeddings", "131072"] if words else []
+    printed = lines_here(capsys, *words, *long)
+    found = [shlex.split(line) for line in printed if "serve_cpu" in line]
+    start = ["GLM46_VLLM_PYTHON=/envs/vllm/bin/python", str(ROOT / "deploy/vllm/serve_cpu.sh"), "a b"]
+    assert [line[:4] for line in found] == [[*start, "8000"], [*start, "8005"]]
+    assert "CPU of this machine" in printed[0] and not any("--gpu-memory" in word for line in found for word in line)
+    options = [options_of(shlex.join(line[4:])) for line in found]
+    assert [(one["--host"], one["--port"], one["--dtype"]) for one in options] == [
+        ("127.0.0.1", "8000", "float32"), ("localhost", "8005", "float32"),
+    ]  # fmt: skip
+    context, token = int(options[0]["--max-model-len"]), 2 * 2 * 2 * 32 * 4  # 2 layers, keys and values, 2 heads, FP32
+    assert int(options[0]["--kv-cache-memory-bytes"]) == max(64 * 2**20, 4 * context * token)
+    assert bool(words) == (4 * context * token > 64 * 2**20)
+
+
+def test_a_machine_with_gpus_and_a_named_gpu_have_other_commands(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("GLM46_VLLM_PYTHON", "/envs/vllm/bin/python")
+    monkeypatch.setattr(rl_servers, "detect_machine", lambda _: Machine(2, 2**40, 2**40))
+    named = lines_here(capsys, "--gpu", "H100")
+    monkeypatch.setattr(rl_servers, "detect_machine", lambda _: Machine(2, 2**40, 2**40, (Gpu("H100", 2**36),)))
+    assert lines_here(capsys) == named
+    assert sum(" /envs/vllm/bin/python -m vllm.entrypoints.cli.main serve " in line for line in named) == 2
+
+
+def test_a_model_that_the_memory_does_not_hold_is_refused(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("GLM46_VLLM_PYTHON", "/envs/vllm/bin/python")
+    monkeypatch.setattr(rl_servers, "detect_machine", lambda _: Machine(2, 2 * 2**20, 2**20))
+    with pytest.raises(UserError, match=r"a CPU would hold .*--gpu"):
+        lines_here(capsys)
 
 
 SERVER = """#!{python}

@@ -12,6 +12,8 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("sglang_contract.json")
 WHEEL_VARIABLE = "GLM46_SGLANG_WHEEL"
+WHEEL_SHA256 = "00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937"
+"""Of the release in `TABLE`: tests run code of it."""
 REPLIES = {
     "io_struct": {
         "update": "UpdateWeightsFromDistributedReqOutput", "disk": "UpdateWeightFromDiskReqOutput",

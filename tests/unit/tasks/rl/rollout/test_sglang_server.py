@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -26,10 +27,16 @@ from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, Weights
 from glm46.tasks.rl.rollout.sglang_group import SglangGroup
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.weight_group import WeightSender
-from tests.unit.tasks.rl.rollout.sglang_contract import WHEEL_VARIABLE, read_table, read_wheel
+from tests.unit.tasks.rl.rollout.sglang_contract import (
+    WHEEL_SHA256,
+    WHEEL_VARIABLE,
+    read_table,
+    read_wheel,
+)
 from tests.unit.tasks.rl.rollout.sglang_stub import contract_fault, received_bucket
 from tests.unit.tasks.rl.rollout.stub_server import STOP, generate, scores
 from tests.unit.tasks.rl.rollout.test_weight_group import Apart
+from tests.wheels import download
 
 RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 ROUTED = RULES._replace(routes=True)
@@ -48,13 +55,15 @@ def waits(monkeypatch):
     monkeypatch.setattr(sglang_server, "QUICK_SECONDS", SOON)
 
 
-@pytest.fixture
-def wheel() -> Path:
-    """The wheel of the release that the client was written for: `pip download --no-deps sglang==VERSION`."""
-    path = os.environ.get(WHEEL_VARIABLE)
-    if path is None or not Path(path).is_file():
-        pytest.skip(f"{WHEEL_VARIABLE} names no wheel of SGLang")
-    return Path(path)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Iterator[Path]:
+    """The wheel of the release that the client was written for: a named one, or by pip."""
+    if path := os.environ.get(WHEEL_VARIABLE):
+        yield Path(path)
+        return
+    got = download(f"sglang=={read_table()['version']}", WHEEL_SHA256, tmp_path_factory.mktemp("wheel"))
+    yield got
+    got.unlink()
 
 
 def tensors(shift: float = 0.0) -> list[tuple[str, torch.Tensor]]:
@@ -99,10 +108,12 @@ class Sent:
         assert all(one.spans == [(0, self.pool.version)] for one in found)
 
 
+@pytest.mark.slow
 def test_table_is_that_of_the_wheel(wheel):
     assert read_wheel(wheel) == read_table()
 
 
+@pytest.mark.slow
 def test_bucket_and_group_are_those_that_the_wheel_reads(wheel, monkeypatch):
     """Its own code, executed: the layout of a bucket, and the keys of a group in the store."""
     with zipfile.ZipFile(wheel) as content:

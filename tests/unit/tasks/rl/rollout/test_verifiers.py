@@ -1,11 +1,14 @@
 """A task set and a harness of verifiers, by its own wheel, in the Python that GLM46_VERIFIERS_PYTHON names: the
-contract of deploy/environments/verifiers_worker.py."""
+contract of deploy/environments/verifiers_worker.py. Without that Python the names that the worker uses are looked for
+in the source of the wheel."""
 
+import ast
 import asyncio
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +25,24 @@ from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import Session
+from tests.wheels import download
 
 PYTHON = os.environ.get("GLM46_VERIFIERS_PYTHON", "")
 WORKER = Path(__file__).parents[5] / "deploy/environments/verifiers_worker.py"
 TOKENIZER = load_tokenizer("builtin")
+WHEEL = "verifiers==0.4.0", "cf73b3089c12ff1e2471130153cfa93cfe9beb8b49abfb2ceb917658d99fefe2"
+USED = {
+    "env.py": {"Env": ("taskset", "run_episode", "serving")},
+    "taskset.py": {"Taskset": ("include", "take", "__iter__")},
+    "task.py": {"TaskData": ("idx", "name", "prompt"), "Task": ("data",)},
+    "episode.py": {"Episode": ("errors", "traces")},
+    "trace.py": {"Trace": ("errors", "reward"), "Error": ("type", "message")},
+    "configs/client.py": {"BaseClientConfig": ("base_url", "api_key_var")},
+    "clients/client.py": {"ModelContext": ("model", "client")},
+}
+"""Names that the worker uses, by file and class of verifiers/v1."""
+OBJECTS = {"environment", "task", "episode", "trace", "error", "faults"}
+"""Variables of the worker that hold what verifiers made."""
 needs_verifiers = pytest.mark.skipif(not PYTHON, reason="GLM46_VERIFIERS_PYTHON names no Python with verifiers 0.4")
 
 
@@ -72,6 +89,43 @@ def prompts(tmp_path_factory):
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     assert [row["task"] for row in rows] == [*range(9)]
     return [row["prompt"] for row in rows]
+
+
+def names_of(node: ast.AST) -> set[str]:
+    """Functions, classes and imports of a module, or members of a class, those that its __init__ sets too."""
+    found = {alias.asname or alias.name for one in node.body if isinstance(one, ast.ImportFrom) for alias in one.names}
+    found |= {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    for one in node.body:
+        if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(one.name)
+        if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+            found |= {part.attr for part in ast.walk(one) if isinstance(part, ast.Attribute)}
+    return found
+
+
+@pytest.mark.slow
+def test_the_wheel_has_what_the_worker_uses(tmp_path):
+    with zipfile.ZipFile(download(*WHEEL, tmp_path)) as wheel:
+
+        def parse(name: str) -> ast.Module:
+            return ast.parse(wheel.read(f"verifiers/v1/{name}"))
+
+        worker = ast.parse(WORKER.read_text())
+        imported = [node for node in ast.walk(worker) if isinstance(node, ast.ImportFrom) and "verif" in node.module]
+        files = {"verifiers.v1.utils.loaders": "utils/loaders.py", "verifiers.v1": "__init__.py"}
+        for node in imported:
+            assert {alias.name for alias in node.names} <= names_of(parse(files[node.module]))
+        assert {node.module for node in imported} == files.keys()
+        for file, classes in USED.items():
+            found = {node.name: names_of(node) for node in parse(file).body if isinstance(node, ast.ClassDef)}
+            for name, members in classes.items():
+                assert set(members) <= found[name], f"{file}: {name}"
+    known = {member for classes in USED.values() for members in classes.values() for member in members}
+    for node in ast.walk(worker):
+        if isinstance(node, ast.Attribute) and {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & OBJECTS:
+            assert node.attr in known, f"{ast.unparse(node)} is not in the table of what the worker uses"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("EvalClientConfig", "ModelContext"):
+            assert {keyword.arg for keyword in node.keywords} <= known
 
 
 @needs_verifiers
