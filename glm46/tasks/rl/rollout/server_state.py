@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError
-from glm46.tasks.rl.rollout.inference_server import InferenceServer, check_stop, score
+from glm46.tasks.rl.rollout.inference_server import InferenceServer
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
@@ -107,9 +107,9 @@ class ServerState:
                 self.server.receive(self.group, weights.version, deadline)
             else:
                 self.server.load(weights.folder, weights.version, deadline)
-            scores.extend(score(self.server, tokens, deadline) for tokens in weights.probe)
+            scores.extend(self.server.score(tokens, deadline) for tokens in weights.probe)
             if self.lost is not None and weights.version != CHANGED:
-                check_stop(self.server, list(rules.stop))
+                self.server.check_stop(list(rules.stop))
 
         if (fault := self._fault_of(load)) is not None:
             return fault

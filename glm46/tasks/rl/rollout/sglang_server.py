@@ -11,39 +11,22 @@ import numpy as np
 
 from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG
-from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, call
-from glm46.tasks.rl.rollout.inference_server import (
-    ADAPTER,
-    MOST_BIAS,
-    QUICK_SECONDS,
-    checked,
-    group_backend,
-    unload_adapters,
-    version_of,
-)
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call
+from glm46.tasks.rl.rollout.inference_server import ADAPTER, QUICK_SECONDS, InferenceServer, version_of
+from glm46.tasks.rl.rollout.records import Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.sglang_group import SglangGroup
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _RELEASE = "0.5.23"
-_WHOLE = {"ignore_eos": True, "skip_special_tokens": False, "no_stop_trim": True}
-"""Only stop tokens end a completion, and they are part of it."""
 
 
-class SglangServer:
+class SglangServer(InferenceServer):
     """See `InferenceServer`."""
 
-    def __init__(self, url: str, padding: range, routed: tuple[int, int] = (0, 0)):
-        """Args:
-        padding: ids of the head's padding rows, which must not be generated.
-        routed: layers with experts, and experts of a token in one.
-        """
-        self.url, self.dtype, self.note = url, "", ""
-        self.context: int | None = None
-        self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
-        self._routed, self._facts = routed, dict[str, Any]()
-        self._adapter = dict[str, str]()  # of each request: none for the server's own weights
-        self._checksum: tuple[int, str] | None = None  # of the version that was broadcast last
+    # Its own /health generates a token, which a paused server does not.
+    _health, _path, _forgotten = "/server_info", "/generate", "not loaded"
+    _checksum: tuple[int, str] | None = None
+    """Of the version that was broadcast last."""
 
     def check(self, *, routes: bool) -> None:
         """See `InferenceServer.check`."""
@@ -64,34 +47,30 @@ class SglangServer:
                 "resumed run has others"
             )
 
-    def alive(self) -> None:
-        """See `InferenceServer.alive`. Its own /health generates a token, which a paused server does not."""
-        call(self.url, "/server_info", seconds=QUICK_SECONDS)
-
-    def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
-        """See `InferenceServer.generate`."""
+    def _generated(
+        self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
+    ) -> tuple[list[int], list[float], str, list[VersionSpan], np.ndarray | None]:
         sampling = {
             "max_new_tokens": request.max_new_tokens,
             "temperature": rules.temperature,
             "sampling_seed": request.seed % 2**31,
             "stop_token_ids": sorted(rules.stop),
-            **_WHOLE,
-            **({"logit_bias": self._bias} if self._bias else {}),
+            # Only stop tokens end a completion, and they are part of it.
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            **({"logit_bias": bias} if bias else {}),
         }
         body = {"rid": name, "input_ids": request.prompt, "sampling_params": sampling, "cache_salt": salt}
         wanted = {"return_routed_experts": True, "routed_experts_start_len": request.known} if rules.routes else {}
-        meta = self._ask(body | wanted, seconds)
-        try:
-            generated = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
-            finish = meta["finish_reason"]["type"]
-            spans = meta["weight_versions"] if generated else ()  # what was aborted in the queue has none
-            versions = [VersionSpan(span["start"], version_of(span["version"])) for span in spans]
-            fed = len(request.prompt) + len(generated) - 1
-            routes = self._routes(meta, fed, request.known) if rules.routes else None
-        except (KeyError, TypeError, ValueError) as error:
-            raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
-        tokens = [token for _, token in generated]
-        return checked(request, rules, tokens, [value for value, _ in generated], finish, versions, routes)
+        meta = self._facts_of(body | wanted, seconds)
+        generated = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
+        spans = meta["weight_versions"] if generated else ()  # what was aborted in the queue has none
+        versions = [VersionSpan(span["start"], version_of(span["version"])) for span in spans]
+        fed = len(request.prompt) + len(generated) - 1
+        routes = self._routes(meta, fed, request.known) if rules.routes else None
+        logprobs, tokens = [value for value, _ in generated], [token for _, token in generated]
+        return tokens, logprobs, meta["finish_reason"]["type"], versions, routes
 
     def _routes(self, meta: dict[str, Any], fed: int, known: int) -> np.ndarray | None:
         """Experts of the tokens that were fed, of the layers that have some; any of the known ones."""
@@ -104,15 +83,6 @@ class SglangServer:
             raise ValueError(f"experts {found.shape}, from {found.min()} on, in {layers} layers")
         return np.pad(found, ((known, 0), (0, 0), (0, 0))).astype(np.uint8 if found.max() < 256 else np.uint16)
 
-    def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
-        """See `InferenceServer.ended_by`."""
-        sampling = {"max_new_tokens": 2, "logit_bias": {str(token): MOST_BIAS}, "stop_token_ids": sorted(stop)}
-        meta = self._ask({"input_ids": [token], "sampling_params": sampling | _WHOLE}, seconds)
-        try:
-            return [generated for _, generated, *_ in meta["output_token_logprobs"]], meta["finish_reason"]["type"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CallError(f"/generate: unknown reply ({type(error).__name__}: {error})") from None
-
     def abort(self, names: Sequence[str]) -> None:
         """See `InferenceServer.abort`."""
         for name in names:
@@ -124,7 +94,7 @@ class SglangServer:
         if (folder / CONFIG).is_file():
             self._require_room_for_adapter(json.loads((folder / CONFIG).read_text())["r"])
             call(self.url, "/abort_request", {"abort_all": True}, seconds=QUICK_SECONDS)
-            unload_adapters(self.url, "/unload_lora_adapter")  # it waits for the requests of an adapter
+            self._unload_adapters("/unload_lora_adapter")  # it waits for the requests of an adapter
             self._pause()
             self._adapter = {"lora_path": f"{ADAPTER}{version}"}
             body = {"lora_name": self._adapter["lora_path"], "lora_path": path}
@@ -143,7 +113,7 @@ class SglangServer:
                     'refuses; start it with --tp-size and --attn-dp-size, or set rollout.weights = "disk"'
                 )
         self._pause()
-        group = SglangGroup(self.url, self._facts["tp_size"], group_backend(self._facts["device"]), seconds)
+        group = SglangGroup(self.url, self._facts["tp_size"], self._group_backend, seconds)
         group.meet()
         return group
 
@@ -184,26 +154,14 @@ class SglangServer:
                 f"these have {rank}; start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
             )
 
-    def prompt_logprobs(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
-        """See `InferenceServer.prompt_logprobs`."""
+    def _of_prompt(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
         body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
-        meta = self._ask(body | {"logprob_start_len": 0, "top_logprobs_num": top_k}, seconds)
-        try:
-            own = meta["input_token_logprobs"][1:]  # the first token has none
-            others = meta["input_top_logprobs"][1:] if top_k else [()] * len(own)
-            places = ((*top, one) for one, top in zip(own, others, strict=True))
-            return [{token: float(logprob) for logprob, token, *_ in place} for place in places]
-        except (LookupError, TypeError, ValueError) as error:
-            raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
+        meta = self._facts_of(body | {"logprob_start_len": 0, "top_logprobs_num": top_k}, seconds)
+        own = meta["input_token_logprobs"][1:]  # the first token has none
+        others = meta["input_top_logprobs"][1:] if top_k else [()] * len(own)
+        places = ((*top, one) for one, top in zip(own, others, strict=True))
+        return [{token: float(logprob) for logprob, token, *_ in place} for place in places]
 
-    def _ask(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """All of a reply but its text, from the weights of the last update."""
-        try:
-            reply = call(self.url, "/generate", body | self._adapter | {"return_logprob": True}, seconds=seconds)
-        except RefusedError as error:
-            if self._adapter and "not loaded" in str(error):
-                raise ForgottenError(str(error)) from None
-            raise
-        if not isinstance(reply, dict) or not isinstance(reply.get("meta_info"), dict):
-            raise CallError("/generate: the reply has no meta_info")
-        return reply["meta_info"]
+    def _facts_of(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """All of a reply but its text."""
+        return self._ask(body | {"return_logprob": True}, seconds)["meta_info"]
