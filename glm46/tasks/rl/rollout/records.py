@@ -14,6 +14,7 @@ FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 
 def _array(_: object, packed: ValidationInfo) -> np.ndarray:
+    assert isinstance(packed.context, io.BytesIO), "of `unpack`"
     return np.load(packed.context, allow_pickle=False)
 
 

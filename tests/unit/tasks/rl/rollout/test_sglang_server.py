@@ -23,8 +23,7 @@ from glm46.tasks.rl.rollout.open_requests import answers
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, Weights
-from glm46.tasks.rl.rollout.sglang_group import SglangGroup
-from glm46.tasks.rl.rollout.sglang_server import SglangServer
+from glm46.tasks.rl.rollout.sglang_server import SglangGroup, SglangServer
 from glm46.tasks.rl.rollout.weight_group import WeightSender
 from tests.unit.tasks.rl.rollout.sglang_contract import WHEEL_VARIABLE, read_table, read_wheel
 from tests.unit.tasks.rl.rollout.sglang_stub import contract_fault, received_bucket
@@ -160,7 +159,7 @@ def run_group(monkeypatch, form, empty) -> None:
         return {"success": True}
 
     joined, loaded = [], []
-    monkeypatch.setattr("glm46.tasks.rl.rollout.sglang_group.call", answer)
+    monkeypatch.setattr("glm46.tasks.rl.rollout.sglang_server.call", answer)
     with torch.no_grad(), ThreadPoolExecutor(1) as threads:
         listener = threads.submit(dist.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False).result()
         group = SglangGroup(f"http://127.0.0.1:{listener.port}", 1, "gloo", SOON)
