@@ -26,6 +26,11 @@ class Answer(NamedTuple):
     """The number of rl.environment.score_command."""
 
     @property
+    def labels(self) -> list[Any]:
+        """Of which one suffices."""
+        return list(self.label) if isinstance(self.label, list | tuple) else [self.label]
+
+    @property
     def spoken(self) -> str:
         """The text behind the thought, with calls of tools; empty while the thought is open."""
         _, closing, text = self.text.rpartition("</think>")

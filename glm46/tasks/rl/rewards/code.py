@@ -78,19 +78,8 @@ def code(answer: Answer, options: Mapping[str, Any]) -> float:
     return passed / len(cases)
 
 
-def check_code_label(label: Any) -> None:
-    """Check that each test of a label can fail, and that no program passes all of them without an answer.
-
-    Raises:
-        ValueError: it has none, or one that a program without any answer passes.
-    """
-    (fault,) = code_label_faults([label])
-    if fault:
-        raise ValueError(fault)
-
-
 def code_label_faults(labels: Sequence[Any]) -> list[str]:
-    """Return for each label what `check_code_label` finds wrong, or an empty text.
+    """For each label the reason why a program without any answer passes its tests, or that it has none; else empty.
 
     Tests that could pass for a program that does nothing are run against such programs, all in few processes. A test
     that takes too long there has no fault.
