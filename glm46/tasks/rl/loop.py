@@ -13,14 +13,13 @@ from glm46.compute.model.routes import compact_routes
 from glm46.engine.training.state import Progress
 from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
-from glm46.tasks.rl.ahead import AheadSource
 from glm46.tasks.rl.fields import training_fields
 from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
 from glm46.tasks.rl.rollout.background import begin_samples
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollouts import demonstrate, generate_rollout
+from glm46.tasks.rl.rollouts import AheadSource, demonstrate, generate_rollout
 from glm46.tasks.rl.samples import Samples
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, samples_per_step, step_ends, steps_per_rollout

@@ -28,14 +28,13 @@ from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
-from glm46.tasks.rl.engines import build_engine
+from glm46.tasks.rl.engines import build_engine, last_values
 from glm46.tasks.rl.episode_checks import require_episodes
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.loop import RolloutLoop, RolloutStep
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
-from glm46.tasks.rl.reward_model import last_values
 from glm46.tasks.rl.rewards.function_pool import READ_LABELS, environment_pool, filter_pool, reward_pool, sandbox_lines
 from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.rollouts import PromptSet, answered_lines, validate_sets

@@ -13,10 +13,8 @@ from glm46.config.rollout import RolloutConfig
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
-from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
 from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
 from glm46.tasks.rl.rollout.inference_server import InferenceServer
-from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 from glm46.tasks.rl.rollout.open_requests import OpenRequests, answers
 from glm46.tasks.rl.rollout.records import (
     Completion,
@@ -28,8 +26,8 @@ from glm46.tasks.rl.rollout.records import (
     unpack,
     unpack_groups,
 )
-from glm46.tasks.rl.rollout.server_pool import ServerPool
-from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServerState, Weights
+from glm46.tasks.rl.rollout.server_pool import LaunchedServers, ServerPool
+from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServedPolicy, ServerState, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
@@ -212,7 +210,7 @@ class ServerEngine:
         states, prompts = list(new), [request.prompt for request in self._first]
         for number, start in enumerate(range(0, len(completions), _FIRST)):
             generated = list(zip(prompts, completions[start : start + _FIRST], strict=True))
-            said, is_right = compare_samples(self._policy, generated, self._rules.temperature)
+            said, is_right = self._policy.compare(generated, self._rules.temperature)
             if not is_right and not self._has_generated:
                 raise EngineError(
                     *on_first_rank(

@@ -1,12 +1,21 @@
-"""Several inference servers: who generates, who is left out, and who comes back."""
+"""Several inference servers: who generates, who is left out, and who comes back; and those that a run starts on its own
+machine, which end with it."""
 
+import atexit
 import contextlib
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
 
+from glm46.compute.distributed.environment import environment_without_ranks
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError
 from glm46.tasks.rl.rollout.inference_server import InferenceServer
@@ -15,6 +24,10 @@ from glm46.tasks.rl.rollout.server_state import CHANGED, NEVER_JOINED, EngineErr
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _RESTART_TICK_SECONDS = 2.0
+_LAST_LINES = 15
+_STOP_SECONDS = 10
+# Sets PR_SET_PDEATHSIG, of linux/prctl.h, and becomes the server, which keeps it: a killed run leaves no server.
+_END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class ServerPool:
@@ -195,3 +208,85 @@ class ServerPool:
             time.sleep(min(_RESTART_TICK_SECONDS, self._restart))
             self._join(self._states)
         return self._serving()
+
+
+class LaunchedServers:
+    """One process for each address, with one command. Use it on rank 0, in the main thread: the processes end with the
+    thread that started them."""
+
+    def __init__(self, command: Sequence[str], urls: Sequence[str], logs: Path, say: Callable[[str], None]):
+        """
+        Args:
+            command: its words; ``{folder}`` and ``{port}`` stand for a Hugging Face folder and the port of an address.
+            logs: folder of the servers' output.
+        """
+        self._command, self._logs, self._say = command, logs, say
+        self._ports = [urlsplit(url).port or 80 for url in urls] if command else []
+        self._running: dict[int, subprocess.Popen] = {}
+        self._folders: dict[int, Path] = {}
+        atexit.register(self.stop)
+
+    @property
+    def are_named(self) -> bool:
+        """True if there is any."""
+        return bool(self._ports)
+
+    def folder_of(self, url: str) -> Path | None:
+        """That the server at an address was started with."""
+        return self._folders.get(urlsplit(url).port or 80)
+
+    def ensure(self, folder: Path) -> None:
+        """Start the servers that do not run, with the model of a folder.
+
+        Raises:
+            EngineError: the command cannot be run.
+        """
+        for port in self._ports:
+            if port not in self._running or self._running[port].poll() is not None:
+                self._start(port, folder)
+
+    def _start(self, port: int, folder: Path) -> None:
+        words = [
+            word.replace("{folder}", str(folder.absolute())).replace("{port}", str(port)) for word in self._command
+        ]
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._folders[port] = folder
+        with self._log(port).open("wb") as output:
+            self._running[port] = subprocess.Popen(
+                [sys.executable, "-c", _END_WITH_PARENT, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment_without_ranks(),
+            )
+        self._say(f"rollout: starts {words[0]} at port {port}; its output is in {self._log(port)}")
+
+    def require_running(self) -> None:
+        """Return if a server may still come up.
+
+        Raises:
+            EngineError: all of them have ended; with the end of the output of one.
+        """
+        if self._running and all(process.poll() is not None for process in self._running.values()):
+            port, process = next(iter(self._running.items()))
+            lines = self._log(port).read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            said = "\n".join(["", *lines])
+            raise EngineError(
+                f"rollout.launch: {' '.join(self._command)} ended with exit code {process.returncode}; correct it, or "
+                f"the server. The end of {self._log(port)}:{said}"
+            )
+
+    def stop(self) -> None:
+        """End the servers: a request to end, then by force."""
+        for signal_, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
+            for process in self._running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal_)
+            for process in self._running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+        self._running.clear()
+
+    def _log(self, port: int) -> Path:
+        return self._logs / f"server-{port}.log"
