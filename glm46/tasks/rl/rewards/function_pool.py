@@ -6,11 +6,11 @@ import numbers
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count, islice
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,51 +154,43 @@ class FunctionPool:
 
     def _values(self, tasks: Sequence[tuple[int, Any]]) -> list[Any]:
         """The value of each task, which is the number of a rule and an answer, or why there is none."""
-        rules, found = [self._rules[rule] for rule, _ in tasks], list[Any]()
-        waiting = deque(number for number, rule in enumerate(rules) if rule.name not in _HERE)
-        for rule, (_, answer) in zip(rules, tasks, strict=True):
-            found.append(_value(rule, _HERE, answer) if rule.name in _HERE else None)
-        busy: dict[Connection, tuple[BaseProcess, int, float, int]] = {}
-        while waiting or busy:
-            while waiting and len(busy) < self._most:
-                task, is_new, asked = waiting.popleft(), False, next(self._numbers)
-                try:
-                    connection, process = self._idle.pop()
-                except IndexError:  # asked for: another thread may have taken the last one
-                    with self._starting:  # one after another: each imports what the user's module does
-                        connection, process = self._start()
-                    is_new = True
-                try:
-                    connection.send((asked, tasks[task]))
-                except OSError:  # it has ended
-                    self._end(process)
-                    if is_new:
-                        found[task] = f"its process ended with code {process.exitcode}"
-                    else:
-                        waiting.appendleft(task)
-                    continue
-                busy[connection] = (process, task, time.monotonic() + rules[task].seconds, asked)
-            first = min((deadline for _, _, deadline, _ in busy.values()), default=0.0)
-            ready = wait(list(busy), max(first - time.monotonic(), 0.0))
-            for connection in [one for one in busy if one in ready]:
-                process, task, _, asked = busy[connection]
-                try:
+        threads, calls = ThreadPoolExecutor(self._most), list[Future[Any] | None]()
+        try:
+            for rule, answer in tasks:
+                is_here = self._rules[rule].name in _HERE
+                calls.append(None if is_here else threads.submit(self._call, rule, answer))
+            return [
+                _value(self._rules[rule], _HERE, answer) if call is None else call.result()
+                for (rule, answer), call in zip(tasks, calls, strict=True)
+            ]
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    def _call(self, rule: int, answer: Any) -> Any:
+        """The value of a function that may hang, by a process, or why there is none."""
+        while True:
+            asked, is_new, is_sent = next(self._numbers), False, False
+            try:
+                connection, process = self._idle.pop()
+            except IndexError:  # asked for: another thread may have taken the last one
+                with self._starting:  # one after another: each imports what the user's module does
+                    connection, process = self._start()
+                is_new = True
+            try:
+                connection.send((asked, (rule, answer)))
+                is_sent, end = True, time.monotonic() + self._rules[rule].seconds
+                while connection.poll(max(end - time.monotonic(), 0.0)):
                     number, value, _ = connection.recv()
-                except (EOFError, OSError):
-                    self._end(process)
-                    found[task] = f"its process ended with code {process.exitcode}"
-                else:
-                    if number != asked:  # of a task before
-                        continue
-                    found[task] = value
-                    self._idle.append((connection, process))
-                del busy[connection]
-            now = time.monotonic()
-            for connection in [one for one, (_, _, deadline, _) in busy.items() if deadline <= now]:
-                process, task, *_ = busy.pop(connection)
+                    if number == asked:  # else of a task before
+                        self._idle.append((connection, process))
+                        return value
+            except (EOFError, OSError):
                 self._end(process)
-                found[task] = f"no value within {rules[task].seconds:g} s"
-        return found
+                if is_new or is_sent:  # else it has ended before
+                    return f"its process ended with code {process.exitcode}"
+            else:
+                self._end(process)
+                return f"no value within {self._rules[rule].seconds:g} s"
 
 
 def reward_pool(config: RLConfig) -> FunctionPool:
