@@ -130,12 +130,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Ten
 
 
 def differing_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """bool [N]: samples in whose group the rewards differ, by `group_advantages` the only ones that teach anything.
-
-    Args:
-        rewards: [N].
-        groups: int64 [N].
-    """
+    """bool [N]: samples in whose group, int64 [N], the rewards [N] differ: by `group_advantages` only they teach."""
     _, of, sizes = groups.unique(return_inverse=True, return_counts=True)
     highest, lowest = (
         rewards.new_zeros(len(sizes)).scatter_reduce(0, of, rewards, reduce, include_self=False)

@@ -114,10 +114,7 @@ def code_label_faults(labels: Sequence[Any]) -> list[str]:
 
 
 def _check_form(cases: Sequence[_Case]) -> None:
-    """
-    Raises:
-        ValueError: a test that needs no run to see that it cannot fail.
-    """
+    """Raise ValueError for a test that needs no run to see that it cannot fail."""
     for case in cases:
         if case.expected is not None:
             if case.expected.strip().casefold() in _VERDICTS and len({one.expected for one in cases}) == 1:
@@ -178,10 +175,7 @@ def _is_program(text: str) -> bool:
 
 
 def _cases(label: Any) -> list[_Case]:
-    """
-    Raises:
-        ValueError: a label of another form.
-    """
+    """The tests of a label; ValueError for one of another form."""
     try:
         tests = json.loads(label) if isinstance(label, str) else label
     except ValueError:

@@ -21,8 +21,18 @@ from glm46.config.rl_data import EnvironmentConfig
 from glm46.storage.prepare.equal_results import load_math_verify
 from glm46.storage.prepare.jail import describe_jail, jail_of_code, jail_of_programs, require_jail
 from glm46.storage.prepare.workers import end_worker, start_worker
-from glm46.tasks.rl.rewards.answer import Answer, Reward, RewardRule
-from glm46.tasks.rl.rewards.built_in import exact, exact_fault, maths, maths_fault, remote, repetition, well_formed
+from glm46.tasks.rl.rewards.answer import (
+    Answer,
+    Reward,
+    RewardRule,
+    exact,
+    exact_fault,
+    maths,
+    maths_fault,
+    remote,
+    repetition,
+    well_formed,
+)  # fmt: skip
 from glm46.tasks.rl.rewards.choice import choice, choice_fault
 from glm46.tasks.rl.rewards.code import code, code_label_faults
 

@@ -21,8 +21,7 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.config.rl_data import EnvironmentConfig
-from glm46.tasks.rl.rewards.answer import Answer, RewardRule
-from glm46.tasks.rl.rewards.built_in import exact, maths, remote, repetition, well_formed
+from glm46.tasks.rl.rewards.answer import Answer, RewardRule, exact, maths, remote, repetition, well_formed
 from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.choice import choice
 from glm46.tasks.rl.rewards.code import code
