@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -47,9 +46,8 @@ class ServerPool:
             say: takes a line for the log.
             still_starting: raises EngineError if no server can come up any more.
         """
-        self._states = [ServerState(server) for server in servers]
-        self._rules, self._longest, self.most_running = rules, longest, most_running
-        self.deadline, self._restart = deadline, restart
+        self._states = [ServerState(server, rules, longest, deadline) for server in servers]
+        self._rules, self.most_running, self.deadline, self._restart = rules, most_running, deadline, restart
         self._say, self._still_starting = say, still_starting
         self._newest: Weights | None = None
         self.send: Callable[[Sequence[WeightGroup]], None] | None = None
@@ -163,22 +161,18 @@ class ServerPool:
         if not states:
             return
 
-        weights, deadline, rules = self._weights, self.deadline, self._rules
+        weights, reasons = self._weights, dict[ServerState, str | None]()
         try:
             with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
-                reasons: dict[ServerState, str | None]
-                reasons = dict.fromkeys(states, "it waits for the weights of the next update")
-                if weights.folder is not None or self.send is not None:
-                    begin = partial(
-                        ServerState.begin, weights=weights, rules=rules, longest=self._longest, deadline=deadline
-                    )
-                    reasons = dict(zip(states, threads.map(begin, states), strict=True))
+                if weights.folder is None and self.send is None:
+                    reasons = dict.fromkeys(states, "it waits for the weights of the next update")
+                else:
+                    reasons = dict(zip(states, threads.map(lambda state: state.begin(weights), states), strict=True))
                 begun = [state for state in states if reasons[state] is None]
                 groups = [state.group for state in begun if state.group is not None]
                 if groups and self.send is not None:
                     self.send(groups)
-                complete = partial(ServerState.complete, weights=weights, rules=rules, deadline=deadline)
-                reasons |= dict(zip(begun, threads.map(complete, begun), strict=True))
+                reasons |= dict(zip(begun, threads.map(lambda state: state.complete(weights), begun), strict=True))
         finally:  # an error of one server, or in the broadcast, must not leave the others waiting
             for state in states:
                 state.leave_group()

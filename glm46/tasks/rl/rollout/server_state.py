@@ -125,6 +125,12 @@ class ServerState:
     """A server and what the pool knows of it."""
 
     server: InferenceServer
+    rules: SamplingRules
+    """Of training rollouts."""
+    longest: int
+    """Tokens of a prompt and its completion."""
+    deadline: float
+    """Seconds for one completion, and for one update."""
     lost: str | None = NEVER_JOINED
     """Why it generates nothing."""
     is_checked: bool = False
@@ -142,12 +148,9 @@ class ServerState:
     """Of the probe, by the version before."""
     expected: list[list[float]] = field(default_factory=list)
 
-    def begin(self, weights: Weights, *, rules: SamplingRules, longest: int, deadline: float) -> str | None:
+    def begin(self, weights: Weights) -> str | None:
         """Compare the server with what is needed and, for a broadcast, have it join a group; returns why it cannot,
         None if it can.
-
-        Args:
-            longest: tokens of a prompt and its completion.
 
         Raises:
             UserError: it was started in another way than needed, and has never generated.
@@ -156,15 +159,15 @@ class ServerState:
         def prepare() -> None:
             self.server.alive()
             if self.lost is not None:
-                self.server.check(routes=rules.routes)
-                self._require_context(longest)
+                self.server.check(routes=self.rules.routes)
+                self._require_context()
             self.refused = weights.version  # until it has passed
             if weights.folder is None:
-                self.group = self.server.join(weights.version, deadline)
+                self.group = self.server.join(weights.version, self.deadline)
 
         return self._fault_of(prepare)
 
-    def complete(self, weights: Weights, *, rules: SamplingRules, deadline: float) -> str | None:
+    def complete(self, weights: Weights) -> str | None:
         """Load the weights of a folder, or wait until those of the broadcast are loaded, and compare; returns why the
         server cannot generate with them, None if it can.
 
@@ -177,12 +180,12 @@ class ServerState:
         def load() -> None:
             if weights.folder is None:
                 assert self.group is not None, "it has joined the broadcast"
-                self.server.receive(self.group, weights.version, deadline)
+                self.server.receive(self.group, weights.version, self.deadline)
             else:
-                self.server.load(weights.folder, weights.version, deadline)
-            scores.extend(self.server.score(tokens, deadline) for tokens in weights.probe)
+                self.server.load(weights.folder, weights.version, self.deadline)
+            scores.extend(self.server.score(tokens, self.deadline) for tokens in weights.probe)
             if self.lost is not None and weights.version != CHANGED:
-                self.server.check_stop(list(rules.stop))
+                self.server.check_stop(list(self.rules.stop))
 
         if (fault := self._fault_of(load)) is not None:
             return fault
@@ -219,8 +222,8 @@ class ServerState:
             self.group.close()
         self.group = None
 
-    def _require_context(self, longest: int) -> None:
-        context = self.server.context
+    def _require_context(self) -> None:
+        context, longest = self.server.context, self.longest
         if context is not None and longest > context:
             raise UserError(
                 f"rollout.urls: {self.server.url} has a context of {context} tokens, but a prompt with "
