@@ -42,8 +42,6 @@ def build_engine(
     """The engine of a policy, without weights before its first update.
 
     Args:
-        prompts: all of the run.
-        rules: of training rollouts.
         is_stopped: asked on each rank before each token of a local engine; true ends its samples with "abort".
     """
     config, (rl, section) = policy.plan.config, policy.plan.config.reinforcement
@@ -174,12 +172,8 @@ def _rows(sequences: Sequence[Sequence[int]], multiple: int) -> Batch:
 
 
 def last_values(network: Network, rows: Sequence[Sequence[int]]) -> list[float]:
-    """The value of the last token of each row, as `PreferenceLoss` trains it. Collective.
-
-    Args:
-        network: with a value head.
-        rows: token ids without the marker that ends an answer; the same on all ranks.
-    """
+    """The value of the last token of each row, as `PreferenceLoss` trains it. Rows are token ids without the marker
+    that ends an answer, the same on all ranks. Collective."""
     rank, ranks, pieces = network.cluster.dp_rank, network.plan.layout.dp_degree, network.plan.layout.sequence_pieces
     length = -(-max(map(len, rows), default=1) // pieces) * pieces
     at_once = max(1, tokens_at_once(network.plan) // length) * ranks

@@ -140,12 +140,8 @@ def differing_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """The penalty of a reward in the last ``buffer`` tokens of the ``longest`` length, from 0 to -1 (arXiv 2503.14476).
-
-    Args:
-        lengths: [N]: tokens of completions.
-        buffer: 0 for no penalty.
-    """
+    """The penalty of a reward in the last ``buffer`` tokens, 0 for no penalty, of the ``longest`` length, from 0 to -1
+    (arXiv 2503.14476), for each length [N] of a completion."""
     return ((longest - buffer - lengths) / max(buffer, 1)).clamp(-1.0, 0.0) * (buffer > 0)
 
 

@@ -140,11 +140,7 @@ class RolloutLoop:
             yield RolloutStep(own, samples.next_prompt, columns, 0.0 if number > within else seconds)
 
     def update_weights(self, version: int) -> None:
-        """6 weights: give the engine those of the policy, if it has others.
-
-        Args:
-            version: optimizer steps that the policy has made.
-        """
+        """6 weights: give the engine those of the policy, which has made so many steps, if it has others."""
         if version != self._version:
             self._sampler.engine.update(version)
             self._version = version

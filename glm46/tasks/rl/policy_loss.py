@@ -39,15 +39,8 @@ def kl_estimate(logprobs: Tensor, others: Tensor, estimator: Literal["k1", "k2",
 
 
 def sum_by_sample(values: Tensor, sample: Tensor, samples: int) -> Tensor:
-    """Sum values over the tokens of each sample.
-
-    Args:
-        values: any shape, 0 outside of samples.
-        sample: int64 of this shape; negative outside of samples.
-
-    Returns:
-        [samples].
-    """
+    """Sum values of any shape, 0 outside of samples, over the tokens of each sample, [samples]. ``sample`` is int64 of
+    this shape, negative outside of samples."""
     return values.new_zeros(samples).index_add(0, sample.clamp(min=0).flatten(), values.flatten())
 
 

@@ -109,7 +109,7 @@ class AheadSource:
             waiting = [pair for pair in waiting if pair[0] not in self.stale]
         known, self.waiting = self.waiting, {number: max(since, step - self._oldest) for number, since in waiting}
         new = [number for number, since in self.waiting.items() if known.get(number) != since]
-        self._on_first_rank(self.forget_taken, lambda: self._add(new))
+        self._add(new, self.forget_taken)
 
     def take(self, first: int, count: int) -> list[EpisodeEnd] | None:
         """See `Take`; groups that wait come first."""
@@ -141,28 +141,29 @@ class AheadSource:
         new = range(self.next_prompt, self.next_prompt + max(count - len(self.waiting), 0))
         self.next_prompt = new.stop
         self.waiting |= dict.fromkeys(new, self._version())
-        self._on_first_rank(lambda: self._add(new))
+        self._add(new)
 
     def go_on(self) -> None:
         """Forget the groups that were taken, and generate the others, while the caller trains."""
-        self._on_first_rank(self.forget_taken, lambda: self._engine.background.start())
+
+        def start() -> None:
+            self.forget_taken()
+            self._engine.background.start()
+
+        run_on_first_rank(start)
 
     def forget_taken(self) -> None:
         """Remove the files of groups that were taken. On the first rank alone."""
         self._engine.background.keep(self.waiting, before=self.next_prompt)
 
-    def _on_first_rank(self, *work: Callable[[], None]) -> None:
-        def run() -> bytes:
-            for one in work:
-                one()
-            return b""
+    def _add(self, numbers: Iterable[int], before: Callable[[], None] = lambda: None) -> None:
+        def add() -> None:
+            before()
+            for number in numbers:
+                requests = self._sampler.requests(self._sampler.prompt(number), number)
+                self._engine.background.add(number, requests, self.waiting[number])
 
-        run_on_first_rank(run)
-
-    def _add(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            requests = self._sampler.requests(self._sampler.prompt(number), number)
-            self._engine.background.add(number, requests, self.waiting[number])
+        run_on_first_rank(add)
 
 
 def demonstrate(sampler: Sampler, step: int, first_prompt: int) -> Samples:

@@ -236,12 +236,7 @@ class Reinforcement(Task):
 
 
 def broken_bound(stop: StopConfig, row: Mapping[str, float], equal_rollouts: int) -> str | None:
-    """The bound of [rl.stop] that a step breaks, with the remedy; None if none.
-
-    Args:
-        row: of metrics.
-        equal_rollouts: in a row up to now, whose groups all have equal rewards.
-    """
+    """The bound of [rl.stop] that a step with a row of metrics breaks, with the remedy; None if none."""
     if stop.max_mismatch_kl and row["mismatch_kl"] > stop.max_mismatch_kl:
         return (
             f"mismatch_kl = {row['mismatch_kl']:.3g} is above rl.stop.max_mismatch_kl = {stop.max_mismatch_kl:g}: the "

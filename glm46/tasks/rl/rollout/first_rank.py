@@ -36,8 +36,8 @@ class CollectiveRequest:
             raise RuntimeError("the ranks failed in collective work for the inference servers")
 
 
-def run_on_first_rank(work: Callable[[], bytes], request: CollectiveRequest | None = None) -> bytes:
-    """The result of `work`, which rank 0 runs in a thread, on all ranks. Collective.
+def run_on_first_rank(work: Callable[[], bytes | None], request: CollectiveRequest | None = None) -> bytes:
+    """The result of `work`, which rank 0 runs in a thread, on all ranks; no bytes for None. Collective.
 
     Work with servers may take longer than the timeout of the process group. So while it runs, rank 0 says every few
     seconds that it is alive: the other ranks' wait has the group's timeout, and lasts as long as the work.
@@ -56,7 +56,7 @@ def run_on_first_rank(work: Callable[[], bytes], request: CollectiveRequest | No
 
     def run() -> None:
         try:
-            events.put(work())
+            events.put(work() or b"")
         except BaseException as error:
             events.put(error)
             if not isinstance(error, Exception):

@@ -55,9 +55,6 @@ class ServerEngine:
                 ranks and all servers see under this path.
             prompts: all of the run, at least one of two or more tokens. Servers score the first ones after each
                 update, and answer some from all over them before they generate for the run.
-            rules: of training rollouts.
-            padding: ids of the head's padding rows.
-            routed: layers with experts, and experts of a token in one.
             base: Hugging Face folder that servers are started with, if the policy exports adapters for it alone. It
                 may be written by the first export. None: servers are started with the weights of the moment.
             say: takes a line for the log, on rank 0.

@@ -36,12 +36,10 @@ class ServerPool:
         self, servers: Sequence[InferenceServer], *, rules: SamplingRules, longest: int, most_running: int,
         deadline: float, restart: float, say: Callable[[str], None], still_starting: Callable[[], None] = lambda: None,
     ):  # fmt: skip
-        """
+        """See `ServerState` for the other ones.
+
         Args:
-            rules: of training rollouts.
-            longest: tokens of a prompt and its completion.
             most_running: requests that one server gets at a time.
-            deadline: seconds for one completion, and for one server's update.
             restart: seconds to wait for a server to come back when none is left.
             say: takes a line for the log.
             still_starting: raises EngineError if no server can come up any more.
@@ -147,11 +145,7 @@ class ServerPool:
         return [state for state in self._states if state.lost is None]
 
     def join_again(self) -> None:
-        """Ask the servers that are lost, and wait for one if none is left.
-
-        Raises:
-            EngineError: none came back.
-        """
+        """Ask the servers that are lost; see `ready`."""
         self._join([state for state in self._states if state.lost and state.refused != self.version])
         self.ready()
 
