@@ -7,12 +7,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError
+from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, in_thread
 from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, rest
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, ServerState
@@ -52,8 +53,8 @@ class _Sent(NamedTuple):
     abort_at: float
 
 
-Inbox = queue.SimpleQueue[tuple[str, Completion | CallError | list[OpenRequest] | OpenRequest]]
-"""Outcomes of calls by the name of the request; without a name requests to answer, or one to drop."""
+Inbox = queue.SimpleQueue[tuple[str, Future[Completion] | list[OpenRequest] | OpenRequest]]
+"""Calls that have ended, by the name of the request; without a name requests to answer, or one to drop."""
 
 
 class OpenRequests:
@@ -190,8 +191,8 @@ class OpenRequests:
         salt = f"{name.partition('-')[0]}-{self._pool.version}"
         call = (rest(one.request, one.generated), self._rules, salt, deadline + _GRACE_SECONDS)
         state.running.add(name)
-        self._sent[name] = _Sent(one, state, time.monotonic() + deadline)
-        threading.Thread(target=_generate, args=(self._inbox, state, name, *call), daemon=True).start()
+        self._sent[name], inbox = _Sent(one, state, time.monotonic() + deadline), self._inbox
+        in_thread(lambda: state.server.generate(name, *call)).add_done_callback(lambda done: inbox.put((name, done)))
 
     def _end_early(self) -> None:
         """Give up what is not sent, abort what is, and after the time for that what no server has returned."""
@@ -221,12 +222,11 @@ class OpenRequests:
             except CallError as error:
                 self._lose(state, str(error))
 
-    def _take(self, sent: _Sent, outcome: Completion | CallError) -> None:
-        one, state, version = sent.one, sent.state, self._pool.version
-        outcome = _judged(outcome, version, was_told=not time.monotonic() < sent.abort_at < math.inf)
-        if isinstance(outcome, Completion):
+    def _take(self, sent: _Sent, call: Future[Completion]) -> None:
+        one, state, was_told = sent.one, sent.state, not time.monotonic() < sent.abort_at < math.inf
+        if (outcome := call.exception() or _fault(call.result(), self._pool.version, was_told=was_told)) is None:
             state.failures = 0
-            self._end(one, outcome)
+            self._end(one, call.result())
             return
         if isinstance(outcome, RefusedError) and self._pool.ready() == [state]:
             raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")
@@ -272,23 +272,14 @@ def _by_prompt(asked: Iterable[OpenRequest]) -> Iterable[list[OpenRequest]]:
     return groups.values()
 
 
-def _judged(outcome: Completion | CallError, version: int, *, was_told: bool) -> Completion | CallError:
-    """The outcome, if weights of this version gave it, and it was aborted only if the server was told to."""
-    if isinstance(outcome, Completion):
-        if outcome.finish == "abort" and not was_told:
-            return CallError("it aborted a request by itself")  # as a server that is told to end does
-        generated_by = {span.version for span in outcome.spans}
-        if generated_by != {version} and outcome.tokens:
-            return ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
-    return outcome
-
-
-def _generate(inbox: Inbox, state: ServerState, name: str, *call: Any) -> None:
-    outcome: Completion | CallError = CallError("the client failed; see the traceback above")
-    try:
-        outcome = state.generate(name, *call)
-    finally:
-        inbox.put((name, outcome))
+def _fault(completion: Completion, version: int, *, was_told: bool) -> CallError | None:
+    """An error if other weights than these gave a completion, or it was aborted and the server was not told to."""
+    if completion.finish == "abort" and not was_told:
+        return CallError("it aborted a request by itself")  # as a server that is told to end does
+    generated_by = {span.version for span in completion.spans}
+    if generated_by != {version} and completion.tokens:
+        return ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
+    return None
 
 
 def answers(pool: ServerPool, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from glm46.compute.distributed.environment import environment_without_ranks
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError
+from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, in_thread
 from glm46.tasks.rl.rollout.inference_server import InferenceServer
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_state import CHANGED, NEVER_JOINED, EngineError, ServerState, Weights
@@ -84,21 +85,19 @@ class ServerPool:
             UserError: a server refuses a request, at the start of the run or when no other one generates.
         """
         new = [state for state in self._serving() if not state.is_checked]
-        if not new:
-            return {}
-
-        def generate(state: ServerState, request: Request) -> Completion | CallError:
-            salt = f"{self._session}-{self.version}"
-            return state.generate(self.new_name(), request, self._rules, salt, self.deadline)
-
-        found: dict[ServerState, list[Completion]] = {}
-        with ThreadPoolExecutor(len(new) * len(requests)) as threads:
-            calls = {state: [threads.submit(generate, state, request) for request in requests] for state in new}
-        for state, outcomes in ((state, [call.result() for call in of]) for state, of in calls.items()):
-            error = next((one for one in outcomes if isinstance(one, CallError)), None)
-            completions = [one for one in outcomes if not isinstance(one, CallError)]
+        salt, found = f"{self._session}-{self.version}", dict[ServerState, list[Completion]]()
+        calls = {
+            state: [
+                in_thread(partial(state.server.generate, self.new_name(), request, self._rules, salt, self.deadline))
+                for request in requests
+            ]
+            for state in new
+        }
+        for state, of in calls.items():
+            error = next(filter(None, [call.exception() for call in of]), None)
             if isinstance(error, RefusedError) and (at_start or self._serving() == [state]):
                 raise UserError(f"rollout.urls: {state.server.url} refuses a request: {error}")
+            completions = [] if error is not None else [call.result() for call in of]
             if error is not None or not all(one.tokens for one in completions):
                 self.lose(state, str(error or "it was told to abort its first completions"))
             else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -200,14 +200,7 @@ class ServerState:
             self.refused = None
         return reason
 
-    def generate(self, *call: Any) -> Completion | CallError:
-        """See `InferenceServer.generate`; the completion or the error."""
-        try:
-            return self.server.generate(*call)
-        except CallError as error:
-            return error
-
-    def fault_behind(self, failure: CallError) -> str | None:
+    def fault_behind(self, failure: BaseException) -> str | None:
         """The reason why the server can generate nothing more, now that a request has failed; None if it can."""
         self.failures += 1
         try:
