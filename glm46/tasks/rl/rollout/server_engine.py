@@ -84,6 +84,8 @@ class ServerEngine:
         self._groups: Sequence[WeightGroup] = ()
         self._request = CollectiveRequest(self._broadcast)
         self._version = -1
+        self._new: dict[ServerState, list[Completion]] = {}
+        """First completions of servers that have joined, on rank 0."""
 
     def generate_ahead(self, folder: Path, begin: Begin = begin_samples, *, goes_on: bool) -> None:
         """Keep `background` in step with the weights from now on: it is halted while servers load, and while
@@ -182,14 +184,16 @@ class ServerEngine:
 
         def join() -> bytes:
             self._pool.join_again()
-            return self._has_new()
+            return self._first_samples()
 
         self._check_new(self._run(join))
 
-    def _has_new(self) -> bytes:
-        return b"new" if self._pool.has_new else b""
+    def _first_samples(self) -> bytes:
+        """Of the servers that have joined; on rank 0."""
+        self._new = self._pool.first_samples(self._first, at_start=not self._has_generated)
+        return pack([one for completions in self._new.values() for one in completions])
 
-    def _check_new(self, has_new: bytes) -> None:
+    def _check_new(self, first_samples: bytes) -> None:
         """Compare what servers that have joined generate with the policy, which has the weights of the last update: the
         probe asks what a server says of given tokens, this check what it says of its own, and whether they are of its
         distribution. Collective; all ranks decide alike.
@@ -197,14 +201,8 @@ class ServerEngine:
         Raises:
             EngineError: at the start of the run, of one that differs. Later that one is left out.
         """
-        new: dict[ServerState, list[Completion]] = {}
-
-        def generate() -> bytes:
-            new.update(self._pool.first_samples(self._first, at_start=not self._has_generated))
-            return pack([one for completions in new.values() for one in completions])
-
-        completions = unpack(self._run(generate)) if has_new else []
-        states, prompts = list(new), [request.prompt for request in self._first]
+        completions = unpack(first_samples)
+        states, prompts = list(self._new), [request.prompt for request in self._first]
         for number, start in enumerate(range(0, len(completions), _FIRST)):
             generated = list(zip(prompts, completions[start : start + _FIRST], strict=True))
             said, is_right = self._policy.compare(generated, self._rules.temperature)
@@ -233,9 +231,9 @@ class ServerEngine:
         if self._version < 0:
             with self._policy.changed():
                 self._hand_over(CHANGED, self._folder / "version-check")
-        has_new = self._hand_over(version, self._folder / f"version-{version:08d}")
+        first_samples = self._hand_over(version, self._folder / f"version-{version:08d}")
         self._version = version
-        self._check_new(has_new)
+        self._check_new(first_samples)
 
     def _hand_over(self, version: int, path: Path) -> bytes:
         """The weights that `_check_new` asks for."""
@@ -257,7 +255,7 @@ class ServerEngine:
             if folder is not None:
                 # A server that comes back loads the newest one, behind the one that it was started with.
                 self._remove(but={folder, *map(self._launched.folder_of, self._pool.awaited)})
-            return b"" if version == CHANGED else self._has_new()
+            return b"" if version == CHANGED else self._first_samples()
 
         return self._run(load)
 

@@ -73,11 +73,6 @@ class ServerPool:
         """Addresses of the servers that do not generate, and may come."""
         return [state.server.url for state in self._states if state.lost is not None and not state.is_refused]
 
-    @property
-    def has_new(self) -> bool:
-        """True if a server has generated nothing since it joined."""
-        return any(not state.is_checked for state in self._serving())
-
     def first_samples(self, requests: Sequence[Request], *, at_start: bool) -> dict[ServerState, list[Completion]]:
         """Completions of these requests by each server that has generated none since it joined. One that fails is lost.
 
