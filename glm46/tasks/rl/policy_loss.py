@@ -105,10 +105,8 @@ def masked_loss(
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> TokenLosses:
-    """max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2 of each token; with ``clip`` 0 only the first."""
+    """max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2 of each token."""
     plain = (values - returns).square()
-    if not clip:
-        return TokenLosses(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
     near = values.clamp(old_values - clip, old_values + clip)  # inside of the bounds exactly the value
     bounded = (near - returns).square()
     return TokenLosses(torch.maximum(plain, bounded) / 2, bounded > plain)

@@ -11,7 +11,8 @@ from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.server_state import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
-_WORKING, _ASKED, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(6)
+_WORKING, _ASKED, _DONE, _ENGINE_ERROR, _USER_ERROR, _FAILED = range(6)
+_ERRORS = {_ENGINE_ERROR: EngineError, _USER_ERROR: UserError}  # the first one is of both kinds
 
 
 class CollectiveRequest:
@@ -82,8 +83,7 @@ def run_on_first_rank(work: Callable[[], bytes | None], request: CollectiveReque
     if isinstance(result, bytes):
         _send(_DONE, result)
         return result
-    kinds = ((EngineError, _ENGINE_ERROR), (UserError, _USER_ERROR), (BaseException, _FAILED))
-    _send(next(state for kind, state in kinds if isinstance(result, kind)), b"")
+    _send(next((state for state, kind in _ERRORS.items() if isinstance(result, kind)), _FAILED), b"")
     raise result
 
 
@@ -100,10 +100,8 @@ def _result_of_first_rank(request: CollectiveRequest) -> bytes:
         if header[0] == _ASKED:
             request.work()
     state, length = header.tolist()
-    if state == _ENGINE_ERROR:
-        raise EngineError()
-    if state == _USER_ERROR:
-        raise UserError()
+    if state in _ERRORS:
+        raise _ERRORS[state]()
     if state == _FAILED:
         raise RuntimeError("rank 0 failed in its work with the inference servers; its output says why")
     content = torch.empty(length, dtype=torch.uint8)

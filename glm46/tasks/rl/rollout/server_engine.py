@@ -70,7 +70,10 @@ class ServerEngine:
             VllmServer(url, padding) if config.kind == "vllm" else SglangServer(url, padding, routed)
             for url in config.urls
         ]
-        self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
+        self._launches, self._launched = (
+            bool(config.launch),
+            LaunchedServers(config.launch, config.urls, self._folder, say),
+        )
         self._pool = ServerPool(
             servers, rules=rules, longest=max(map(len, prompts)) + config.max_new_tokens,
             most_running=config.samples_at_once, deadline=config.deadline_seconds, restart=_RESTART_SECONDS, say=say,
@@ -80,7 +83,7 @@ class ServerEngine:
         """After `generate_ahead`, on rank 0."""
         self._base, self._newest = base, base
         self._is_fp8 = config.weights_dtype is not None
-        self._broadcasts = config.weights == "broadcast"
+        self._broadcasts, self._launches = config.weights == "broadcast", bool(config.launch)
         self._groups: Sequence[WeightGroup] = ()
         self._request = CollectiveRequest(self._broadcast)
         self._version = -1
@@ -241,7 +244,7 @@ class ServerEngine:
         if folder is not None:
             self._export(folder)
             self._newest = self._base or folder
-        elif self._launched.are_named and self._newest is None:
+        elif self._launches and self._newest is None:
             self._newest = path.with_name("version-start")  # its weights do not matter
             self._export(self._newest)
         if dist.get_rank() == 0 and self._newest is not None:

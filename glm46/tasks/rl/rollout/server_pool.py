@@ -208,11 +208,6 @@ class LaunchedServers:
         self._folders: dict[int, Path] = {}
         atexit.register(self.stop)
 
-    @property
-    def are_named(self) -> bool:
-        """True if there is any."""
-        return bool(self._ports)
-
     def folder_of(self, url: str) -> Path | None:
         """That the server at an address was started with."""
         return self._folders.get(urlsplit(url).port or 80)
