@@ -171,6 +171,7 @@ def pack(records: object) -> bytes:
     experts = io.BytesIO()
 
     def outside(array: np.ndarray) -> str:
+        assert isinstance(array, np.ndarray), array
         np.save(experts, array, allow_pickle=False)
         return "behind the line"
 
