@@ -2,13 +2,11 @@
 
 import ast
 import json
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from glm46.storage.prepare.limited import limited_process
+from glm46.storage.prepare.limited import run_limited
 from glm46.tasks.rl.rewards import meaningless_programs, tested_program
 
 _ENDINGS = frozenset((
@@ -44,26 +42,13 @@ def ends_itself(test: str) -> str:
 
 def passed_by_meaningless(tests: Sequence[str]) -> list[set[str]]:
     """For each test the programs of `meaningless_programs` that pass it; none where there was no time."""
-    found: list[set[str]] = []
+    found, script = list[set[str]](), Path(meaningless_programs.__file__).read_text(encoding="utf-8")
+    limits = dict(cpu_seconds=_SECONDS_OF_PROCESS, seconds=_SECONDS_OF_PROCESS, memory_gib=1)
     while len(found) < len(tests):
         some = tests[len(found) : len(found) + _TESTS_OF_PROCESS]
-        script = str(Path(meaningless_programs.__file__).absolute())
-        with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            stdin, out = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            asked = [(one, tested_program.asked_names(one), tested_program.named_modules(one)) for one in some]
-            stdin.write(json.dumps(asked).encode())
-            stdin.seek(0)
-            arguments, quiet = [script, str(out.fileno())], subprocess.DEVNULL
-            pipes = {"stdin": stdin, "stdout": quiet, "stderr": quiet, "pass_fds": [out.fileno()]}
-            with (
-                limited_process(arguments, folder, _SECONDS_OF_PROCESS, 1, **pipes) as process,
-                suppress(subprocess.TimeoutExpired),
-            ):
-                process.wait(_SECONDS_OF_PROCESS)
-            out.seek(0)
-            lines = out.read().split(b"\n")[:-1][: len(some)]
-        # A test that ends the process is judged by none; those behind it go to another process.
-        missing = 0 if len(lines) == len(some) else 1 if process.poll() is not None else len(some) - len(lines)
-        found += [set(json.loads(line)) for line in lines] + [set()] * missing
+        asked = [(one, tested_program.asked_names(one), tested_program.named_modules(one)) for one in some]
+        lines = run_limited(script, json.dumps(asked), **limits).output.split("\n")[:-1][: len(some)]
+        found += [set(json.loads(line)) for line in lines]
+        if len(lines) < len(some):  # a test that ends the process is judged by none; others go to another process
+            found.append(set())
     return found
