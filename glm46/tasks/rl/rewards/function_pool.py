@@ -34,7 +34,8 @@ from glm46.tasks.rl.rewards.answer import (
     well_formed,
 )  # fmt: skip
 from glm46.tasks.rl.rewards.choice import choice, choice_fault
-from glm46.tasks.rl.rewards.code import code, code_label_faults
+from glm46.tasks.rl.rewards.code import code
+from glm46.tasks.rl.rewards.label_tests import code_label_faults
 
 _HERE: dict[str, Reward] = {
     "exact": exact, "choice": choice, "format": well_formed, "repetition": repetition,

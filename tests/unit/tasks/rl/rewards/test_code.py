@@ -6,7 +6,8 @@ import re
 import pytest
 
 from glm46.tasks.rl.rewards.answer import Answer
-from glm46.tasks.rl.rewards.code import code, code_label_faults
+from glm46.tasks.rl.rewards.code import code
+from glm46.tasks.rl.rewards.label_tests import code_label_faults
 
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 RIGHT = "def f(x):\n    return x + 1"
