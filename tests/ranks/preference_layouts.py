@@ -42,7 +42,7 @@ from glm46.engine.training.totals import count_step
 from glm46.run.plan import resolve_plan
 from glm46.tasks.finetune.halves import HALF, split_pairs
 from glm46.tasks.finetune.task import PreferenceTuning
-from glm46.tasks.rl.reward_model import last_values
+from glm46.tasks.rl.engines import last_values
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (
     ROWS,

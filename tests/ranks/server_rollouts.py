@@ -15,10 +15,9 @@ import torch.distributed as dist
 from glm46.compute.distributed.process import join, leave
 from glm46.config.rollout import RolloutConfig
 from glm46.tasks.rl.rollout import first_rank, server_engine, server_pool
-from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.records import Request, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollout.server_state import EngineError
+from glm46.tasks.rl.rollout.server_state import EngineError, ServedPolicy
 from tests.ranks.forked_ranks import run_whole
 from tests.unit.tasks.rl.rollout.stub_server import STOP, StubServer, scores
 

@@ -1,4 +1,4 @@
-"""The engine that [rollout] names, for the policy of a run."""
+"""The engine that [rollout] names, for the policy of a run, and the values of networks for given sequences."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +15,7 @@ from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.compute.model.router import Router, Routing
 from glm46.compute.model.routes import moe_layers, no_routes
 from glm46.compute.model.transformer import Transformer
+from glm46.engine.evaluation.rows import share_of_rows
 from glm46.engine.inference.model_mesh import build_model_mesh
 from glm46.engine.training.network import Network
 from glm46.files.local_disk import real_path
@@ -23,11 +24,11 @@ from glm46.run.parameters import named_rows
 from glm46.storage.data.batches import Batch
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.schemes import FP8_SCHEMES
-from glm46.tasks.pretrain.network_rows import batch_of_rows
-from glm46.tasks.rl.rollout.first_completions import ServedPolicy
+from glm46.tasks.pretrain.network_rows import batch_of_rows, tokens_at_once
 from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.records import Engine, SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
+from glm46.tasks.rl.rollout.server_state import ServedPolicy
 from glm46.tasks.rl.rollout.weights import base_folder, served_tensors, write_adapters, write_policy
 
 _ADDED = 0.05
@@ -41,8 +42,6 @@ def build_engine(
     """The engine of a policy, without weights before its first update.
 
     Args:
-        prompts: all of the run.
-        rules: of training rollouts.
         is_stopped: asked on each rank before each token of a local engine; true ends its samples with "abort".
     """
     config, (rl, section) = policy.plan.config, policy.plan.config.reinforcement
@@ -170,3 +169,24 @@ def _rows(sequences: Sequence[Sequence[int]], multiple: int) -> Batch:
     for labels, sequence in zip(batch["labels"], sequences, strict=True):
         labels[: len(sequence) - 1] = torch.tensor(sequence[1:])
     return batch
+
+
+def last_values(network: Network, rows: Sequence[Sequence[int]]) -> list[float]:
+    """The value of the last token of each row, as `PreferenceLoss` trains it. Rows are token ids without the marker
+    that ends an answer, the same on all ranks. Collective."""
+    rank, ranks, pieces = network.cluster.dp_rank, network.plan.layout.dp_degree, network.plan.layout.sequence_pieces
+    length = -(-max(map(len, rows), default=1) // pieces) * pieces
+    at_once = max(1, tokens_at_once(network.plan) // length) * ranks
+    found = torch.full((len(rows),), -torch.inf)
+    for first in range(0, len(rows), at_once):
+        places, mine = share_of_rows(list(rows[first : first + at_once]), rank, ranks)
+        batch = batch_of_rows(mine, length)
+        output = network.evaluate(batch)
+        if output is not None and output.values is not None:  # other stages of a pipeline have no head
+            last = [len(row) - 1 for row in mine]
+            values = network.whole_rows(output.values.unsqueeze(0), batch)[0, range(len(mine)), last].cpu()
+            found[[first + place for place in places]] = values[: len(places)]
+    network.release()
+    # Ranks that compute the same row may differ in the last bits.
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()

@@ -130,12 +130,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Ten
 
 
 def differing_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """bool [N]: samples in whose group the rewards differ, by `group_advantages` the only ones that teach anything.
-
-    Args:
-        rewards: [N].
-        groups: int64 [N].
-    """
+    """bool [N]: samples in whose group, int64 [N], the rewards [N] differ: by `group_advantages` only they teach."""
     _, of, sizes = groups.unique(return_inverse=True, return_counts=True)
     highest, lowest = (
         rewards.new_zeros(len(sizes)).scatter_reduce(0, of, rewards, reduce, include_self=False)
@@ -145,12 +140,8 @@ def differing_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """The penalty of a reward in the last ``buffer`` tokens of the ``longest`` length, from 0 to -1 (arXiv 2503.14476).
-
-    Args:
-        lengths: [N]: tokens of completions.
-        buffer: 0 for no penalty.
-    """
+    """The penalty of a reward in the last ``buffer`` tokens, 0 for no penalty, of the ``longest`` length, from 0 to -1
+    (arXiv 2503.14476), for each length [N] of a completion."""
     return ((longest - buffer - lengths) / max(buffer, 1)).clamp(-1.0, 0.0) * (buffer > 0)
 
 

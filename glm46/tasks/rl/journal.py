@@ -188,11 +188,7 @@ class Journal:
 def removable(rollouts: Sequence[int], checkpoints: Sequence[int], keep: int) -> list[int]:
     """Steps of rollouts that neither a resume nor ``keep_latest_k`` needs. A resume from a checkpoint needs the rollout
     that it lies in or behind; one from the newest checkpoint also all later rollouts, so that none is generated twice.
-
-    Args:
-        rollouts: ascending.
-        checkpoints: ascending.
-    """
+    Both lists of steps ascend."""
     needed = set(rollouts[-keep:]) if keep else set(rollouts)
     for checkpoint in checkpoints:
         needed |= set([step for step in rollouts if step < checkpoint][-1:])

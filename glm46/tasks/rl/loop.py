@@ -13,14 +13,13 @@ from glm46.compute.model.routes import compact_routes
 from glm46.engine.training.state import Progress
 from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
-from glm46.tasks.rl.ahead import AheadSource
 from glm46.tasks.rl.fields import training_fields
 from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
 from glm46.tasks.rl.rollout.background import begin_samples
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollouts import demonstrate, generate_rollout
+from glm46.tasks.rl.rollouts import AheadSource, demonstrate, generate_rollout
 from glm46.tasks.rl.samples import Samples
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.stepping import StepBuilder, TokenRecord, samples_per_step, step_ends, steps_per_rollout
@@ -141,11 +140,7 @@ class RolloutLoop:
             yield RolloutStep(own, samples.next_prompt, columns, 0.0 if number > within else seconds)
 
     def update_weights(self, version: int) -> None:
-        """6 weights: give the engine those of the policy, if it has others.
-
-        Args:
-            version: optimizer steps that the policy has made.
-        """
+        """6 weights: give the engine those of the policy, which has made so many steps, if it has others."""
         if version != self._version:
             self._sampler.engine.update(version)
             self._version = version

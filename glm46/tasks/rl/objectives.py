@@ -37,6 +37,11 @@ from glm46.tasks.rl.stepping import TokenRecord
 
 _FAR = 2.0
 """A ratio beyond this or its inverse counts in ``ratio_far``."""
+_MEANS = (
+    "clip_fraction", "old_policy_kl", "ratio_deviation", "ratio_far", "entropy", "mismatch_kl", "mismatch_logprob",
+    "correction_mean", "correction_dropped", "reference_kl",
+)  # fmt: skip
+"""Columns of metrics of the policy that are means over targets, ``ratio_deviation`` the root of one."""
 _VALUE_CLIP = 0.2  # of the approach of a value to its return, as in slime
 
 
@@ -78,13 +83,7 @@ class PolicyGradient:
     """
 
     def __init__(self, network: Network, config: ResolvedRL, temperature: float, *, is_on_policy: bool = False):
-        """
-        Args:
-            network: the policy.
-            config: resolved.
-            temperature: at which the samples were generated.
-            is_on_policy: see `ResolvedRL.is_on_policy`; batches need no ``old_logprobs`` and no ``correction``.
-        """
+        """With ``is_on_policy`` of `ResolvedRL` batches need no ``old_logprobs`` and no ``correction``."""
         self._is_on_policy = is_on_policy
         self.record: TokenRecord | None = None
         """Takes the log-probabilities of a step on policy, which are the old ones of its rollout."""
@@ -182,11 +181,7 @@ class PolicyGradient:
     def empty_sums(self) -> dict[str, Tensor]:
         """FP64 []: over tokens; ``loss``, ``policy_kl`` and ``policy_entropy`` as the reduction weighs them. With
         prediction depths ``mtp_losses`` [K]."""
-        names = (
-            "loss", "policy_kl", "policy_entropy", "clipped", "old_kl", "ratio_square", "ratio_far", "entropy",
-            "mismatch_kl", "mismatch", "correction", "dropped", "reference_kl",
-        )  # fmt: skip
-        sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
+        sums = {name: torch.zeros((), dtype=torch.float64) for name in ("loss", "policy_kl", "policy_entropy", *_MEANS)}
         return sums | ({"mtp_losses": torch.zeros(self._depths, dtype=torch.float64)} if self._depths else {})
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
@@ -206,13 +201,13 @@ class PolicyGradient:
             "loss": self._reduced(losses.loss, of),
             "policy_kl": self._reduced(self._penalty(logprobs, of), of),
             "policy_entropy": self._reduced(entropy, of),
-            "clipped": losses.is_clipped & is_token,
-            "old_kl": kl_estimate(old, logprobs, "k3"),
-            "ratio_square": (ratio - 1).square() * is_token,
+            "clip_fraction": losses.is_clipped & is_token,
+            "old_policy_kl": kl_estimate(old, logprobs, "k3"),
+            "ratio_deviation": (ratio - 1).square() * is_token,
             "ratio_far": ((ratio > _FAR) | (ratio < 1 / _FAR)) & is_token,
             "mismatch_kl": kl_estimate(of["rollout_logprobs"], old, "k3"), "entropy": entropy,
-            "mismatch": (old - of["rollout_logprobs"]).abs(), "correction": of["correction"],
-            "dropped": (of["correction"] == 0) & is_token,
+            "mismatch_logprob": (old - of["rollout_logprobs"]).abs(), "correction_mean": of["correction"],
+            "correction_dropped": (of["correction"] == 0) & is_token,
         }  # fmt: skip
         if self._config.has_reference:
             figures["reference_kl"] = kl_estimate(logprobs, of["reference_logprobs"], "k3")
@@ -222,16 +217,11 @@ class PolicyGradient:
     def metrics(self, sums: dict[str, Tensor], totals: Mapping[str, Any], clock: int) -> dict[str, float]:
         """See `Objective.metrics`."""
         of = {name: sums[name].item() for name in self.empty_sums() if name != "mtp_losses"}
-        mean = {name: value / max(totals["targets"], 1) for name, value in of.items()}
         weighted = {"loss": of["loss"], "kl": of["policy_kl"], "entropy": of["policy_entropy"]}
-        row = {
-            "loss": self._total(weighted, totals), "clip_fraction": mean["clipped"], "old_policy_kl": mean["old_kl"],
-            "ratio_deviation": mean["ratio_square"] ** 0.5, "ratio_far": mean["ratio_far"], "entropy": mean["entropy"],
-            "mismatch_kl": mean["mismatch_kl"], "mismatch_logprob": mean["mismatch"],
-            "correction_mean": mean["correction"], "correction_dropped": mean["dropped"],
-        }  # fmt: skip
-        if self._config.has_reference:
-            row["reference_kl"] = mean["reference_kl"]
+        row = {"loss": self._total(weighted, totals)} | {name: of[name] / max(totals["targets"], 1) for name in _MEANS}
+        row["ratio_deviation"] **= 0.5
+        if not self._config.has_reference:
+            del row["reference_kl"]
         if any(totals["mtp_targets"]):
             losses = zip(sums["mtp_losses"].tolist(), totals["mtp_targets"], strict=True)
             row["mtp_loss"] = sum(loss / max(targets, 1) for loss, targets in losses) / self._depths

@@ -39,15 +39,8 @@ def kl_estimate(logprobs: Tensor, others: Tensor, estimator: Literal["k1", "k2",
 
 
 def sum_by_sample(values: Tensor, sample: Tensor, samples: int) -> Tensor:
-    """Sum values over the tokens of each sample.
-
-    Args:
-        values: any shape, 0 outside of samples.
-        sample: int64 of this shape; negative outside of samples.
-
-    Returns:
-        [samples].
-    """
+    """Sum values of any shape, 0 outside of samples, over the tokens of each sample, [samples]. ``sample`` is int64 of
+    this shape, negative outside of samples."""
     return values.new_zeros(samples).index_add(0, sample.clamp(min=0).flatten(), values.flatten())
 
 
@@ -112,10 +105,8 @@ def masked_loss(
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> TokenLosses:
-    """max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2 of each token; with ``clip`` 0 only the first."""
+    """max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2 of each token."""
     plain = (values - returns).square()
-    if not clip:
-        return TokenLosses(plain / 2, torch.zeros_like(plain, dtype=torch.bool))
     near = values.clamp(old_values - clip, old_values + clip)  # inside of the bounds exactly the value
     bounded = (near - returns).square()
     return TokenLosses(torch.maximum(plain, bounded) / 2, bounded > plain)

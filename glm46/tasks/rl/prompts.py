@@ -116,10 +116,7 @@ def require_reachable_labels(prompts: Sequence[Prompt], rewards: FunctionPool, *
 
 
 def _check_labels(prompts: Sequence[Prompt], rewards: Sequence[str]) -> None:
-    """
-    Raises:
-        UserError: with file and line, the first labels that a reward cannot judge.
-    """
+    """Raise UserError with file and line of the first labels that a reward cannot judge."""
     faults = []
     for name in READ_LABELS.keys() & set(rewards):
         # A list has several labels, of which one suffices; of code it is several tests.
@@ -162,10 +159,7 @@ def _order(epoch: int, count: int, seed: int) -> np.ndarray:
 
 
 def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label: bool) -> Prompt:
-    """
-    Raises:
-        ValueError: the row is not a prompt.
-    """
+    """The prompt of a row; ValueError if it is none."""
     if not isinstance(row, Mapping):
         found = row.args[0] if isinstance(row, BadDocument) else type(row).__name__
         raise ValueError(f"{found}: a JSON object is expected")

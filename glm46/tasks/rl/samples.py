@@ -103,11 +103,7 @@ class Samples:
 
 
 def to_samples(episodes: Sequence[EpisodeEnd], part_names: Sequence[str], **facts: Any) -> Samples:
-    """The record of scored episodes.
-
-    Args:
-        facts: other fields of it.
-    """
+    """The record of scored episodes, with other fields of it."""
     numbered = [(number, *sample) for number, one in enumerate(episodes) for sample in one.samples]
     tokens, targets, versions = ([np.empty(0, np.int32)] for _ in range(3))
     logprobs, routes = [np.empty(0, np.float32)], []

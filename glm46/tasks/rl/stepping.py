@@ -46,13 +46,8 @@ def step_ends(plan: Plan, samples: Samples) -> list[int]:
 
 
 class StepBuilder:
-    """Makes the steps of rollouts.
-
-    Args:
-        config: resolved.
-        networks: by name: the policy, and the reference and the critic where there are.
-        form: of the policy's head, which its objective reads.
-    """
+    """Makes the steps of rollouts. Its networks are the policy, and the reference and the critic where there are;
+    `form` is that of the policy's head, which its objective reads."""
 
     def __init__(
         self, plan: Plan, cluster: Cluster, config: ResolvedRL, networks: Mapping[str, Network], form: HeadForm
@@ -81,11 +76,7 @@ class StepBuilder:
         )
 
     def route_at(self, clock: int) -> None:
-        """Have samples be of the function that the first step on them learns with.
-
-        Args:
-            clock: tokens of the curriculum.
-        """
+        """Have samples be of the function that the first step on them learns with, at tokens of the curriculum."""
         for name in {"policy", "critic"} & self._networks.keys():
             self._networks[name].route_at(schedule_value(self._plan.config.moe.router_temperature, clock))
 

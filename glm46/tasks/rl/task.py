@@ -28,14 +28,13 @@ from glm46.storage.data.batches import Batch
 from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
-from glm46.tasks.rl.engines import build_engine
+from glm46.tasks.rl.engines import build_engine, last_values
 from glm46.tasks.rl.episode_checks import require_episodes
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.loop import RolloutLoop, RolloutStep
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
-from glm46.tasks.rl.reward_model import last_values
 from glm46.tasks.rl.rewards.function_pool import READ_LABELS, environment_pool, filter_pool, reward_pool, sandbox_lines
 from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.rollouts import PromptSet, answered_lines, validate_sets
@@ -237,12 +236,7 @@ class Reinforcement(Task):
 
 
 def broken_bound(stop: StopConfig, row: Mapping[str, float], equal_rollouts: int) -> str | None:
-    """The bound of [rl.stop] that a step breaks, with the remedy; None if none.
-
-    Args:
-        row: of metrics.
-        equal_rollouts: in a row up to now, whose groups all have equal rewards.
-    """
+    """The bound of [rl.stop] that a step with a row of metrics breaks, with the remedy; None if none."""
     if stop.max_mismatch_kl and row["mismatch_kl"] > stop.max_mismatch_kl:
         return (
             f"mismatch_kl = {row['mismatch_kl']:.3g} is above rl.stop.max_mismatch_kl = {stop.max_mismatch_kl:g}: the "

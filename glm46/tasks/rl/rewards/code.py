@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from keyword import iskeyword
 from pathlib import Path
@@ -18,15 +18,13 @@ from typing import Any, NamedTuple
 from glm46.storage.prepare.limited import limited_process, run_limited, status_of
 from glm46.tasks.rl.rewards import tested_program
 from glm46.tasks.rl.rewards.answer import Answer, usable_seconds
-from glm46.tasks.rl.rewards.label_tests import compares, ends_itself, passed_by_meaningless
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?![\w-])", re.IGNORECASE)
-_VERDICTS = frozenset(("yes", "no", "true", "false", "possible", "impossible"))
 _OF_CPU_LIMIT = (-signal.SIGXCPU, -signal.SIGKILL)
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """A test of a program: Python that calls it, or its standard input and output."""
 
     test: str
@@ -54,7 +52,7 @@ def code(answer: Answer, options: Mapping[str, Any]) -> float:
         ValueError: the label has no tests.
         TimeoutError: the tests are too many for that time: no run has taken its ``seconds``.
     """
-    cases, program = _cases(answer.label), _last_program(answer.result)
+    cases, program = cases_of(answer.label), _last_program(answer.result)
     if program is None:
         return 0.0
     whole = usable_seconds(options)
@@ -76,86 +74,6 @@ def code(answer: Answer, options: Mapping[str, Any]) -> float:
             return 0.0
         passed += is_passed
     return passed / len(cases)
-
-
-def check_code_label(label: Any) -> None:
-    """Check that each test of a label can fail, and that no program passes all of them without an answer.
-
-    Raises:
-        ValueError: it has none, or one that a program without any answer passes.
-    """
-    (fault,) = code_label_faults([label])
-    if fault:
-        raise ValueError(fault)
-
-
-def code_label_faults(labels: Sequence[Any]) -> list[str]:
-    """Return for each label what `check_code_label` finds wrong, or an empty text.
-
-    Tests that could pass for a program that does nothing are run against such programs, all in few processes. A test
-    that takes too long there has no fault.
-    """
-    faults, doubtful, alone = [], {}, set()
-    for number, label in enumerate(labels):
-        try:
-            cases = _cases(label)
-            _check_form(cases)
-            faults.append("")
-            doubtful[number] = [
-                case.test for case in cases if case.expected is None and not (case.is_call or compares(case.test))
-            ]
-            if len(doubtful[number]) == len(cases):
-                alone.add(number)
-        except ValueError as error:
-            faults.append(str(error))
-    tests = list(dict.fromkeys(test for some in doubtful.values() for test in some))
-    passed = dict(zip(tests, passed_by_meaningless(tests), strict=True))
-    for number, some in doubtful.items():
-        for test in some:
-            if {"a true object", "a false object", "None"} <= passed[test]:
-                faults[number] = f"test {test:.60}: passes whatever the program gives; let it compare a result"
-        programs = set.intersection(*(passed[test] for test in some)) if number in alone else set()
-        programs -= {"1", "0", *("just True",) * ("1" in programs), *("just False",) * ("0" in programs)}
-        if not faults[number] and programs:
-            faults[number] = (
-                f"test {some[0]:.60}: a program whose functions give {sorted(programs)[0]} passes all tests; "
-                "add a test with another result"
-            )
-    return faults
-
-
-def _check_form(cases: Sequence[_Case]) -> None:
-    """
-    Raises:
-        ValueError: a test that needs no run to see that it cannot fail.
-    """
-    for case in cases:
-        if case.expected is not None:
-            if case.expected.strip().casefold() in _VERDICTS and len({one.expected for one in cases}) == 1:
-                raise ValueError(
-                    f"outputs: all are {case.expected.strip()}, which a program gives that does not read its input; "
-                    "add a case with another output"
-                )
-            if not case.expected.split():
-                raise ValueError(
-                    "an output is empty, and a program that ends at once would pass; leave that test or the row out"
-                )
-            continue
-        shown = " ".join(case.test.split())
-        try:
-            has_assert = any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(case.test)))
-            is_asked, ending = bool(tested_program.asked_names(case.test)), ends_itself(case.test)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"test {shown:.60}: is not Python ({error}); correct it") from None
-        if ending:
-            raise ValueError(
-                f"test {shown:.60}: {ending} can end the test before it has passed; let assert statements decide"
-            )
-        if not has_assert or not is_asked:
-            raise ValueError(
-                f"test {shown:.60}: needs an assert statement and a name of the program, or each program passes; "
-                "write it as 'assert f(1) == 2'"
-            )
 
 
 def _last_program(text: str) -> str | None:
@@ -188,17 +106,14 @@ def _is_program(text: str) -> bool:
     return any(not isinstance(one, ast.Expr) or any(isinstance(n, calls) for n in ast.walk(one)) for one in body)
 
 
-def _cases(label: Any) -> list[_Case]:
-    """
-    Raises:
-        ValueError: a label of another form.
-    """
+def cases_of(label: Any) -> list[Case]:
+    """The tests of a label; ValueError for one of another form."""
     try:
         tests = json.loads(label) if isinstance(label, str) else label
     except ValueError:
         tests = None
     if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
-        return [_Case(test) for test in tests]
+        return [Case(test) for test in tests]
     inputs, outputs = (tests.get("inputs"), tests.get("outputs")) if isinstance(tests, Mapping) else (None, None)
     if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
         raise ValueError(
@@ -209,7 +124,7 @@ def _cases(label: Any) -> list[_Case]:
         if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
             raise ValueError(f"fn_name {name!r:.60}: is not the name of a function; correct it")
         return _calls(name, inputs, outputs)
-    return [_Case("", _lines(one), _lines(other)) for one, other in zip(inputs, outputs, strict=True)]
+    return [Case("", _lines(one), _lines(other)) for one, other in zip(inputs, outputs, strict=True)]
 
 
 def _lines(value: Any) -> str:
@@ -225,7 +140,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def _calls(name: str, inputs: list, outputs: list) -> list[_Case]:
+def _calls(name: str, inputs: list, outputs: list) -> list[Case]:
     """A test for each call of a function. Results are compared as JSON, which has one kind of list."""
     if all(isinstance(one, str) for one in inputs):
         try:
@@ -248,7 +163,7 @@ def _calls(name: str, inputs: list, outputs: list) -> list[_Case]:
             "one that does not look at its arguments; add a case with another result"
         )
     return [
-        _Case(
+        Case(
             f"import json\nfound = json.loads(json.dumps({name}(*{given!r})))\n"
             f"assert found in {[wanted, *(wanted if is_wrapped else ())]!r}",
             is_call=True,

@@ -1,16 +1,16 @@
 """The functions of a run: rewards, environment, filter. What may hang or crash runs in processes that can be killed."""
 
 import importlib
-import itertools
 import math
 import numbers
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from itertools import count, islice
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,21 @@ from glm46.config.rl_data import EnvironmentConfig
 from glm46.storage.prepare.equal_results import load_math_verify
 from glm46.storage.prepare.jail import describe_jail, jail_of_code, jail_of_programs, require_jail
 from glm46.storage.prepare.workers import end_worker, start_worker
-from glm46.tasks.rl.rewards.answer import Answer, Reward, RewardRule
-from glm46.tasks.rl.rewards.code import code, code_label_faults
-from glm46.tasks.rl.rewards.maths import check_maths_label, maths
-from glm46.tasks.rl.rewards.remote import remote
-from glm46.tasks.rl.rewards.text import check_choice_label, check_exact_label, choice, exact, repetition, well_formed
+from glm46.tasks.rl.rewards.answer import (
+    Answer,
+    Reward,
+    RewardRule,
+    exact,
+    exact_fault,
+    maths,
+    maths_fault,
+    remote,
+    repetition,
+    well_formed,
+)  # fmt: skip
+from glm46.tasks.rl.rewards.choice import choice, choice_fault
+from glm46.tasks.rl.rewards.code import code
+from glm46.tasks.rl.rewards.label_tests import code_label_faults
 
 _HERE: dict[str, Reward] = {
     "exact": exact, "choice": choice, "format": well_formed, "repetition": repetition,
@@ -33,22 +43,9 @@ _HERE: dict[str, Reward] = {
 }  # fmt: skip
 """Rewards that cannot hang."""
 _IN_PROCESSES: dict[str, Reward] = {"math": maths, "code": code, "remote": remote}
-
-
-def _faults(check: Callable[[Any], None], labels: Sequence[Any]) -> list[str]:
-    found = []
-    for label in labels:
-        try:
-            check(label)
-            found.append("")
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
 READ_LABELS: dict[str, Callable[[Sequence[Any]], list[str]]] = {
-    "exact": partial(_faults, check_exact_label), "choice": partial(_faults, check_choice_label),
-    "math": partial(_faults, check_maths_label), "code": code_label_faults,
+    "exact": lambda labels: [*map(exact_fault, labels)], "choice": lambda labels: [*map(choice_fault, labels)],
+    "math": lambda labels: [*map(maths_fault, labels)], "code": code_label_faults,
 }  # fmt: skip
 """Built-in rewards that are nothing without a label, each with what finds why it cannot judge one; empty if it can."""
 
@@ -79,11 +76,6 @@ class Reply(NamedTuple):
     """None: the conversation has ended."""
 
 
-class _Task(NamedTuple):
-    answer: int
-    rule: int
-
-
 class FunctionPool:
     """Calls functions on answers: the rewards, the environment or the filter of a run. Several threads may.
 
@@ -104,7 +96,7 @@ class FunctionPool:
         self._processes = set[BaseProcess]()
         """All that may run."""
         self._lock, self._starting, self._is_closed = threading.Lock(), threading.Lock(), False
-        self._numbers = itertools.count(1)
+        self._numbers = count(1)
         """Of the tasks that are handed out."""
         if any(rule.name not in _HERE for rule in self._rules):
             self._idle.append(self._start())
@@ -112,25 +104,15 @@ class FunctionPool:
     def score(self, answers: Sequence[Answer]) -> list[Score]:
         """The scores of the answers in their order. An error, a value that is not a finite number, or no value
         within the time of its rule drops the answer."""
-        is_here = [rule.name in _HERE for rule in self._rules]
-        others = [rule for rule, is_simple in enumerate(is_here) if not is_simple]
-        found = self._in_processes([_Task(n, rule) for n in range(len(answers)) for rule in others], answers)
-        return [
-            self._score([
-                _value(rule, _HERE, answer) if is_here[number] else found[_Task(n, number)]
-                for number, rule in enumerate(self._rules)
-            ])
-            for n, answer in enumerate(answers)
-        ]  # fmt: skip
+        rules = range(len(self._rules))
+        values = iter(self._values([(rule, answer) for answer in answers for rule in rules]))
+        return [self._score(list(islice(values, len(rules)))) for _ in answers]
 
     def values(self, name: str, answers: Sequence[Any]) -> list[Any]:
         """The result of one function for each answer, or a text that says why it has none. A reward gets an `Answer`,
         the function of rl.filter a list of `Scored`; both give a number."""
         number = self.names.index(name)
-        if name in _HERE:
-            return [_value(self._rules[number], _HERE, answer) for answer in answers]
-        found = self._in_processes([_Task(n, number) for n in range(len(answers))], answers)
-        return [found[_Task(n, number)] for n in range(len(answers))]
+        return self._values([(number, answer) for answer in answers])
 
     def replies(self, answers: Sequence[Answer]) -> list[Reply | str]:
         """Replies of the environment to each turn, or as a text the reason for none: it raised, hung or returned no
@@ -181,50 +163,45 @@ class FunctionPool:
             raise UserError(f"{self._key}: a function cannot be loaded: {reason}; correct {own}") from error
         return connection, process
 
-    def _in_processes(self, tasks: Sequence[_Task], answers: Sequence[Answer]) -> dict[_Task, Any]:
-        """The value of each task, or why there is none."""
-        waiting, found = deque(tasks), {}
-        busy: dict[Connection, tuple[BaseProcess, _Task, float, int]] = {}
-        while waiting or busy:
-            while waiting and len(busy) < self._most:
-                task, is_new, asked = waiting.popleft(), False, next(self._numbers)
-                try:
-                    connection, process = self._idle.pop()
-                except IndexError:  # asked for: another thread may have taken the last one
-                    with self._starting:  # one after another: each imports what the user's module does
-                        connection, process = self._start()
-                    is_new = True
-                try:
-                    connection.send((asked, (task.rule, answers[task.answer])))
-                except OSError:  # it has ended
-                    self._end(process)
-                    if is_new:
-                        found[task] = f"its process ended with code {process.exitcode}"
-                    else:
-                        waiting.appendleft(task)
-                    continue
-                busy[connection] = (process, task, time.monotonic() + self._rules[task.rule].seconds, asked)
-            first = min((deadline for _, _, deadline, _ in busy.values()), default=0.0)
-            ready = wait(list(busy), max(first - time.monotonic(), 0.0))
-            for connection in [one for one in busy if one in ready]:
-                process, task, _, asked = busy[connection]
-                try:
+    def _values(self, tasks: Sequence[tuple[int, Any]]) -> list[Any]:
+        """The value of each task, which is the number of a rule and an answer, or why there is none."""
+        threads, calls = ThreadPoolExecutor(self._most), list[Future[Any] | None]()
+        try:
+            for rule, answer in tasks:
+                is_here = self._rules[rule].name in _HERE
+                calls.append(None if is_here else threads.submit(self._call, rule, answer))
+            return [
+                _value(self._rules[rule], _HERE, answer) if call is None else call.result()
+                for (rule, answer), call in zip(tasks, calls, strict=True)
+            ]
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    def _call(self, rule: int, answer: Any) -> Any:
+        """The value of a function that may hang, by a process, or why there is none."""
+        while True:
+            asked, is_new, is_sent = next(self._numbers), False, False
+            try:
+                connection, process = self._idle.pop()
+            except IndexError:  # asked for: another thread may have taken the last one
+                with self._starting:  # one after another: each imports what the user's module does
+                    connection, process = self._start()
+                is_new = True
+            try:
+                connection.send((asked, (rule, answer)))
+                is_sent, end = True, time.monotonic() + self._rules[rule].seconds
+                while connection.poll(max(end - time.monotonic(), 0.0)):
                     number, value, _ = connection.recv()
-                except (EOFError, OSError):
-                    self._end(process)
-                    found[task] = f"its process ended with code {process.exitcode}"
-                else:
-                    if number != asked:  # of a task before
-                        continue
-                    found[task] = value
-                    self._idle.append((connection, process))
-                del busy[connection]
-            now = time.monotonic()
-            for connection in [one for one, (_, _, deadline, _) in busy.items() if deadline <= now]:
-                process, task, *_ = busy.pop(connection)
+                    if number == asked:  # else of a task before
+                        self._idle.append((connection, process))
+                        return value
+            except (EOFError, OSError):
                 self._end(process)
-                found[task] = f"no value within {self._rules[task.rule].seconds:g} s"
-        return found
+                if is_new or is_sent:  # else it has ended before
+                    return f"its process ended with code {process.exitcode}"
+            else:
+                self._end(process)
+                return f"no value within {self._rules[rule].seconds:g} s"
 
 
 def reward_pool(config: RLConfig) -> FunctionPool:

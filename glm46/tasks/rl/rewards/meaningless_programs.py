@@ -61,7 +61,11 @@ may be a result that says something."""
 _SECONDS_OF_TEST = 0.5
 
 
-def _run(verdicts: int) -> None:
+def _run() -> None:
+    verdicts, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):  # of the tests
+        os.dup2(nowhere, output)
+
     def late(*_):
         raise TimeoutError
 
@@ -82,4 +86,4 @@ def _run(verdicts: int) -> None:
 
 
 if __name__ == "__main__":
-    _run(int(sys.argv[1]))
+    _run()

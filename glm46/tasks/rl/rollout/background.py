@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from zipfile import BadZipFile
+from zlib import crc32
 
 from glm46.engine.reliability.run_lock import writing
 from glm46.files.durable import replace_durably, sync_folder
@@ -254,7 +254,8 @@ class BackgroundGeneration:
 
 def _line(of_member: tuple[int, EpisodeEnd]) -> bytes:
     index, end = of_member
-    return b64encode(pack_groups({index: [end]})) + b"\n"
+    packed = b64encode(pack_groups({index: [end]}))
+    return b"%08x %s\n" % (crc32(packed), packed)
 
 
 def append_durably(path: Path, lines: Iterable[bytes]) -> None:
@@ -281,8 +282,11 @@ def read_ends(path: Path, say: Callable[[str], None] = print) -> Iterator[tuple[
         if not line.endswith(b"\n"):
             break
         try:
-            ((index, (end,)),) = unpack_groups(b64decode(line)).items()
-        except (ValueError, LookupError, EOFError, BadZipFile) as error:
+            total, packed = line.split()
+            if int(total, 16) != crc32(packed):
+                raise ValueError("its checksum is another one")
+            ((index, (end,)),) = unpack_groups(b64decode(packed)).items()
+        except ValueError as error:
             say(f"rollout: {path}: cut at byte {readable}, behind which it cannot be read ({error})")
             break
         readable += len(line)

@@ -11,7 +11,8 @@ from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.server_state import EngineError
 
 _SIGN_OF_LIFE_SECONDS = 5.0
-_WORKING, _ASKED, _DONE, _USER_ERROR, _ENGINE_ERROR, _FAILED = range(6)
+_WORKING, _ASKED, _DONE, _ENGINE_ERROR, _USER_ERROR, _FAILED = range(6)
+_ERRORS = {_ENGINE_ERROR: EngineError, _USER_ERROR: UserError}  # the first one is of both kinds
 
 
 class CollectiveRequest:
@@ -36,8 +37,8 @@ class CollectiveRequest:
             raise RuntimeError("the ranks failed in collective work for the inference servers")
 
 
-def run_on_first_rank(work: Callable[[], bytes], request: CollectiveRequest | None = None) -> bytes:
-    """The result of `work`, which rank 0 runs in a thread, on all ranks. Collective.
+def run_on_first_rank(work: Callable[[], bytes | None], request: CollectiveRequest | None = None) -> bytes:
+    """The result of `work`, which rank 0 runs in a thread, on all ranks; no bytes for None. Collective.
 
     Work with servers may take longer than the timeout of the process group. So while it runs, rank 0 says every few
     seconds that it is alive: the other ranks' wait has the group's timeout, and lasts as long as the work.
@@ -56,7 +57,7 @@ def run_on_first_rank(work: Callable[[], bytes], request: CollectiveRequest | No
 
     def run() -> None:
         try:
-            events.put(work())
+            events.put(work() or b"")
         except BaseException as error:
             events.put(error)
             if not isinstance(error, Exception):
@@ -82,8 +83,7 @@ def run_on_first_rank(work: Callable[[], bytes], request: CollectiveRequest | No
     if isinstance(result, bytes):
         _send(_DONE, result)
         return result
-    kinds = ((EngineError, _ENGINE_ERROR), (UserError, _USER_ERROR), (BaseException, _FAILED))
-    _send(next(state for kind, state in kinds if isinstance(result, kind)), b"")
+    _send(next((state for state, kind in _ERRORS.items() if isinstance(result, kind)), _FAILED), b"")
     raise result
 
 
@@ -100,10 +100,8 @@ def _result_of_first_rank(request: CollectiveRequest) -> bytes:
         if header[0] == _ASKED:
             request.work()
     state, length = header.tolist()
-    if state == _ENGINE_ERROR:
-        raise EngineError()
-    if state == _USER_ERROR:
-        raise UserError()
+    if state in _ERRORS:
+        raise _ERRORS[state]()
     if state == _FAILED:
         raise RuntimeError("rank 0 failed in its work with the inference servers; its output says why")
     content = torch.empty(length, dtype=torch.uint8)

@@ -4,13 +4,17 @@ import http.client
 import io
 import json
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic_core import to_json
 
+_Result = TypeVar("_Result")
 _LONGEST_REASON = 400
 
 
@@ -106,3 +110,21 @@ def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
         kind = RefusedError if reply.status < 500 else StatusError
         raise kind(f"{path} answered {reply.status}: {content[:_LONGEST_REASON].decode(errors='replace')}")
     return content
+
+
+def in_thread(work: Callable[[], _Result]) -> Future[_Result]:
+    """The result of work in a thread that does not hold up the end of the process."""
+    found: Future[_Result] = Future()
+
+    def run() -> None:
+        error: Exception = CallError("the client failed; see the traceback above")
+        try:
+            found.set_result(work())
+        except (CallError, RuntimeError) as raised:
+            error = raised
+        finally:
+            if not found.done():
+                found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found

@@ -1,33 +1,59 @@
 """A server as the pool sees it, whatever its kind, and the checks of every reply."""
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, call, exchange
+from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, call, exchange
 from glm46.tasks.rl.rollout.records import FINISHES, Completion, Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 QUICK_SECONDS = 10.0
 """Deadline of calls that a healthy server answers at once."""
+ADAPTER = "glm46-version-"
+"""Names of adapters begin so. Each version has another one: requests name their adapter, and vLLM takes the cache of a
+prompt for that of all adapters of a name."""
+_MOST_BIAS = 100.0
+"""Largest that both servers take for a logit."""
 
 
-class InferenceServer(Protocol):
+class InferenceServer(ABC):
     """One server by its URL. All methods raise `CallError`, within a bounded time."""
 
-    url: str
-    dtype: str
-    """Type that it computes in, after `check`."""
-    context: int | None
-    """Most tokens of prompt and completion, after `check`; None: it does not say."""
-    note: str
-    """What to say of it when it joins, after `check`; perhaps nothing."""
+    _health: str
+    """The path that a server answers at once, also one that is paused."""
+    _path: str
+    """Of requests for tokens."""
+    _forgotten: str
+    """In the refusal of such a request for an adapter that a server does not have any more."""
 
+    def __init__(self, url: str, padding: range, routed: tuple[int, int] = (0, 0)):
+        """
+        Args:
+            padding: ids of the head's padding rows, which must not be generated.
+            routed: layers with experts, and experts of a token in one.
+        """
+        self.url, self._routed = url, routed
+        self.dtype = ""
+        """Type that it computes in, after `check`."""
+        self.context: int | None = None
+        """Most tokens of prompt and completion, after `check`; None: it does not say."""
+        self.note = ""
+        """What to say of it when it joins, after `check`; perhaps nothing."""
+        self._bias = dict.fromkeys(map(str, padding), -_MOST_BIAS)
+        self._facts = dict[str, Any]()
+        """What it says of itself, after `check`."""
+        self._adapter = dict[str, str]()
+        """Of each request: none for the server's own weights."""
+
+    @abstractmethod
     def check(self, *, routes: bool) -> None:
         """Compare what it runs with what is needed.
 
@@ -37,16 +63,49 @@ class InferenceServer(Protocol):
 
     def alive(self) -> None:
         """Return if it answers."""
+        call(self.url, self._health, seconds=QUICK_SECONDS)
 
     def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
         """Generate one completion. `name` is for `abort`; requests of another `salt` share no cache with it."""
+        with known_form(f"{self._path}: unknown reply"):
+            found = self._generated(name, request, rules, salt, seconds, self._bias)
+        return checked(request, rules, *found)
 
-    def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
-        """Tokens and finish of a completion of at most two tokens, whose logits have only `token` as a choice."""
+    @abstractmethod
+    def _generated(
+        self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
+    ) -> tuple[list[int], list[float], str, list[VersionSpan], np.ndarray | None]:
+        """Tokens, log-probabilities, finish, versions and experts of a completion, with a bias of tokens."""
 
+    def check_stop(self, stop: Sequence[int]) -> None:
+        """Require that each stop token ends a completion: the chat format has three, a server's defaults perhaps one.
+
+        A server that takes no bias of a token, such as vLLM with drafts, cannot be asked. Each reply is checked, too.
+
+        Raises:
+            UserError: the server continues after one.
+        """
+        rules = SamplingRules(1.0, frozenset(stop), vocab_size=0)
+        for token in sorted(stop):
+            bias, asked = {str(token): _MOST_BIAS}, Request([token], seed=0, max_new_tokens=2)
+            try:
+                with known_form(f"{self._path}: unknown reply"):
+                    tokens, _, finish, *_ = self._generated(f"stop-{token}", asked, rules, "stop", QUICK_SECONDS, bias)
+            except RefusedError:
+                return
+            if tokens[:1] != [token]:
+                return
+            if len(tokens) > 1 or finish != "stop":
+                raise UserError(
+                    f"rollout.urls: {self.url} does not end a completion at the stop token {token}: it has {tokens}, "
+                    f'finish reason "{finish}"; start it with the release of docs/rollout_servers.md'
+                )
+
+    @abstractmethod
     def abort(self, names: Sequence[str]) -> None:
         """End requests; their calls return what they have generated, with finish "abort"."""
 
+    @abstractmethod
     def load(self, folder: Path, version: int, seconds: float) -> None:
         """Take the weights of a folder, or its adapters beside the weights that it was started with: all requests
         pause, and go on only if the whole update has succeeded.
@@ -55,6 +114,7 @@ class InferenceServer(Protocol):
             UserError: it was started without what these adapters need.
         """
 
+    @abstractmethod
     def join(self, version: int, seconds: float) -> WeightGroup:
         """Pause all requests, and have its workers wait for weights in a group.
 
@@ -62,65 +122,55 @@ class InferenceServer(Protocol):
             UserError: it was started in a way that no group can be made for.
         """
 
+    @abstractmethod
     def receive(self, group: WeightGroup, version: int, seconds: float) -> None:
         """Go on, behind the broadcast, if all workers have loaded the weights of a version."""
 
     def prompt_logprobs(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
         """Log-probabilities at temperature 1, given the tokens before, of each token but the first and of the ``top_k``
         most likely ones in its place, by their ids."""
+        with known_form("no log-probabilities of the prompt"):
+            return self._of_prompt(tokens, top_k, seconds)
 
+    @abstractmethod
+    def _of_prompt(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]: ...
 
-ADAPTER = "glm46-version-"
-"""Names of adapters begin so. Each version has another one: requests name their adapter, and vLLM takes the cache of a
-prompt for that of all adapters of a name."""
-
-
-def unload_adapters(url: str, path: str) -> None:
-    """Remove the adapters of the version before, and of a run that was killed, by the call at `path`."""
-    for model in call(url, "/v1/models", seconds=QUICK_SECONDS)["data"]:
-        if model["id"].startswith(ADAPTER):
-            exchange(url, path, {"lora_name": model["id"]}, seconds=QUICK_SECONDS)  # vLLM answers in words
-
-
-def group_backend(device: str) -> str:
-    """Of a broadcast to workers on a device."""
-    return "nccl" if device == "cuda" and torch.cuda.is_available() else "gloo"
-
-
-def score(server: InferenceServer, tokens: list[int], seconds: float) -> list[float]:
-    """Log-probability of each token but the first, given those before it, at temperature 1."""
-    places = server.prompt_logprobs(tokens, 0, seconds)
-    try:
-        return [place[token] for token, place in zip(tokens[1:], places, strict=True)]
-    except (KeyError, ValueError):
-        raise CallError("no log-probabilities of the prompt (those of other tokens)") from None
-
-
-MOST_BIAS = 100.0
-"""Largest that both servers take for a logit."""
-
-
-def check_stop(server: InferenceServer, stop: Sequence[int]) -> None:
-    """Require that each stop token ends a completion: the chat format has three, a server's defaults perhaps one.
-
-    A server that takes no bias of a token, such as vLLM with drafts, cannot be asked. Each reply is checked, too.
-
-    Raises:
-        UserError: the server continues after one.
-        CallError: it does not answer.
-    """
-    for token in sorted(stop):
+    def score(self, tokens: list[int], seconds: float) -> list[float]:
+        """Log-probability of each token but the first, given those before it, at temperature 1."""
+        places = self.prompt_logprobs(tokens, 0, seconds)
         try:
-            tokens, finish = server.ended_by(token, stop, QUICK_SECONDS)
-        except RefusedError:
-            return
-        if tokens[:1] != [token]:
-            return
-        if len(tokens) > 1 or finish != "stop":
-            raise UserError(
-                f"rollout.urls: {server.url} does not end a completion at the stop token {token}: it has {tokens}, "
-                f'finish reason "{finish}"; start it with the release of docs/rollout_servers.md'
-            )
+            return [place[token] for token, place in zip(tokens[1:], places, strict=True)]
+        except (KeyError, ValueError):
+            raise CallError("no log-probabilities of the prompt (those of other tokens)") from None
+
+    def _ask(self, body: dict[str, Any], seconds: float) -> Any:
+        """The reply to a request for tokens, from the weights of the last update."""
+        try:
+            return call(self.url, self._path, body | self._adapter, seconds=seconds)
+        except RefusedError as error:
+            if self._adapter and self._forgotten in str(error):
+                raise ForgottenError(str(error)) from None
+            raise
+
+    def _unload_adapters(self, path: str) -> None:
+        """Remove the adapters of the version before, and of a run that was killed, by the call at `path`."""
+        for model in call(self.url, "/v1/models", seconds=QUICK_SECONDS)["data"]:
+            if model["id"].startswith(ADAPTER):
+                exchange(self.url, path, {"lora_name": model["id"]}, seconds=QUICK_SECONDS)  # vLLM answers in words
+
+    @property
+    def _group_backend(self) -> str:
+        """Of a broadcast to its workers."""
+        return "nccl" if self._facts["device"] == "cuda" and torch.cuda.is_available() else "gloo"
+
+
+@contextmanager
+def known_form(said: str) -> Iterator[None]:
+    """Errors in reading a reply as `CallError`, whose message begins with this."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CallError(f"{said} ({type(error).__name__}: {error})") from None
 
 
 def checked(

@@ -7,12 +7,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError
+from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, in_thread
 from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, rest
 from glm46.tasks.rl.rollout.server_pool import ServerPool
 from glm46.tasks.rl.rollout.server_state import MOST_FAILURES, EngineError, ServerState
@@ -32,6 +33,9 @@ class OpenRequest:
     """At the last halt."""
     failed_on: list[ServerState] = field(default_factory=list)
     """Since the last halt."""
+    state: ServerState = field(init=False)
+    """On its way: of its server."""
+    abort_at: float = field(init=False)
 
 
 class Requests(Protocol):
@@ -44,16 +48,8 @@ class Requests(Protocol):
         """End a request without an answer."""
 
 
-class _Sent(NamedTuple):
-    """A request on its way."""
-
-    one: OpenRequest
-    state: ServerState
-    abort_at: float
-
-
-Inbox = queue.SimpleQueue[tuple[str, Completion | CallError | list[OpenRequest] | OpenRequest]]
-"""Outcomes of calls by the name of the request; without a name requests to answer, or one to drop."""
+Inbox = queue.SimpleQueue[tuple[str, Future[Completion] | list[OpenRequest] | OpenRequest]]
+"""Calls that have ended, by the name of the request; without a name requests to answer, or one to drop."""
 
 
 class OpenRequests:
@@ -136,7 +132,7 @@ class OpenRequests:
             UserError: all servers refuse a request.
         """
         self._waiting = deque[list[OpenRequest]]()
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, OpenRequest] = {}
         self._halted_at, self._look_at = math.inf, 0.0
         try:
             self._pool.join_again()
@@ -157,21 +153,21 @@ class OpenRequests:
                         self._waiting += _by_prompt(outcome)
                     elif isinstance(outcome, OpenRequest):
                         self._forget(outcome)
-                    elif (sent := self._sent.pop(name, None)) is not None:  # else of a server that was lost meanwhile
-                        sent.state.running.discard(name)
-                        self._take(sent, outcome)
+                    elif name in self._sent:  # else of a server that was lost meanwhile
+                        self._take(name, outcome)
         finally:
             self._pool.abort_all()  # nothing, unless an error ends it
 
     def _forget(self, dropped: OpenRequest) -> None:
         """Abort a request, or do not send it."""
-        self._abort_now({dropped})
+        self._abort_now([dropped])
         left = ([one for one in group if one is not dropped] for group in self._waiting)
         self._waiting = deque(group for group in left if group)
 
-    def _abort_now(self, some: set[OpenRequest]) -> None:
+    def _abort_now(self, some: Iterable[OpenRequest]) -> None:
         self._look_at = 0.0
-        self._sent |= {name: sent._replace(abort_at=0.0) for name, sent in self._sent.items() if sent.one in some}
+        for one in some:
+            one.abort_at = 0.0
 
     def _send(self) -> None:
         """Send the groups that servers have room for."""
@@ -190,18 +186,19 @@ class OpenRequests:
         salt = f"{name.partition('-')[0]}-{self._pool.version}"
         call = (rest(one.request, one.generated), self._rules, salt, deadline + _GRACE_SECONDS)
         state.running.add(name)
-        self._sent[name] = _Sent(one, state, time.monotonic() + deadline)
-        threading.Thread(target=_generate, args=(self._inbox, state, name, *call), daemon=True).start()
+        one.state, one.abort_at = state, time.monotonic() + deadline
+        self._sent[name], inbox = one, self._inbox
+        in_thread(lambda: state.server.generate(name, *call)).add_done_callback(lambda done: inbox.put((name, done)))
 
     def _end_early(self) -> None:
         """Give up what is not sent, abort what is, and after the time for that what no server has returned."""
         if self._halted_at == math.inf:
             self._halted_at = time.monotonic()
-            self._abort_now({sent.one for sent in self._sent.values()})
+            self._abort_now(self._sent.values())
         self._waiting.clear()
         if time.monotonic() > self._halted_at + _GRACE_SECONDS:
-            for name, sent in self._sent.items():
-                sent.state.running.discard(name)
+            for name, one in self._sent.items():
+                one.state.running.discard(name)
             self._sent.clear()
 
     def _abort_overdue(self) -> None:
@@ -210,23 +207,24 @@ class OpenRequests:
             return
         self._look_at = now + _TICK_SECONDS
         overdue: dict[ServerState, list[str]] = defaultdict(list)
-        for name, sent in self._sent.items():
-            if now > sent.abort_at:
-                overdue[sent.state].append(name)
+        for name, one in self._sent.items():
+            if now > one.abort_at:
+                overdue[one.state].append(name)
         for state, names in overdue.items():
             for name in names:
-                self._sent[name] = self._sent[name]._replace(abort_at=math.inf)
+                self._sent[name].abort_at = math.inf
             try:
                 state.server.abort(names)
             except CallError as error:
                 self._lose(state, str(error))
 
-    def _take(self, sent: _Sent, outcome: Completion | CallError) -> None:
-        one, state, version = sent.one, sent.state, self._pool.version
-        outcome = _judged(outcome, version, was_told=not time.monotonic() < sent.abort_at < math.inf)
-        if isinstance(outcome, Completion):
+    def _take(self, name: str, call: Future[Completion]) -> None:
+        one = self._sent.pop(name)
+        state, was_told = one.state, not time.monotonic() < one.abort_at < math.inf
+        state.running.discard(name)
+        if (outcome := call.exception() or _fault(call.result(), self._pool.version, was_told=was_told)) is None:
             state.failures = 0
-            self._end(one, outcome)
+            self._end(one, call.result())
             return
         if isinstance(outcome, RefusedError) and self._pool.ready() == [state]:
             raise UserError(f"rollout.urls: {state.server.url} refuses a request: {outcome}")
@@ -261,7 +259,7 @@ class OpenRequests:
     def _lose(self, state: ServerState, reason: str) -> None:
         """Take a server out, and give its requests to others."""
         self._pool.lose(state, reason)
-        self._waiting.extendleft([self._sent.pop(name).one] for name in state.running if name in self._sent)
+        self._waiting.extendleft([self._sent.pop(name)] for name in state.running if name in self._sent)
         state.running.clear()
 
 
@@ -272,23 +270,14 @@ def _by_prompt(asked: Iterable[OpenRequest]) -> Iterable[list[OpenRequest]]:
     return groups.values()
 
 
-def _judged(outcome: Completion | CallError, version: int, *, was_told: bool) -> Completion | CallError:
-    """The outcome, if weights of this version gave it, and it was aborted only if the server was told to."""
-    if isinstance(outcome, Completion):
-        if outcome.finish == "abort" and not was_told:
-            return CallError("it aborted a request by itself")  # as a server that is told to end does
-        generated_by = {span.version for span in outcome.spans}
-        if generated_by != {version} and outcome.tokens:
-            return ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
-    return outcome
-
-
-def _generate(inbox: Inbox, state: ServerState, name: str, *call: Any) -> None:
-    outcome: Completion | CallError = CallError("the client failed; see the traceback above")
-    try:
-        outcome = state.generate(name, *call)
-    finally:
-        inbox.put((name, outcome))
+def _fault(completion: Completion, version: int, *, was_told: bool) -> CallError | None:
+    """An error if other weights than these gave a completion, or it was aborted and the server was not told to."""
+    if completion.finish == "abort" and not was_told:
+        return CallError("it aborted a request by itself")  # as a server that is told to end does
+    generated_by = {span.version for span in completion.spans}
+    if generated_by != {version} and completion.tokens:
+        return ForgottenError(f"generated with version {sorted(generated_by)} of the weights, not {version}")
+    return None
 
 
 def answers(pool: ServerPool, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:

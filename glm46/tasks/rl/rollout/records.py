@@ -1,17 +1,21 @@
 """Requests to an engine and its replies: the only types that engines and reinforcement learning share."""
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Annotated, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
+from pydantic import PlainValidator, TypeAdapter, ValidationInfo
+from pydantic_core import to_json
 
 Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = get_args(Finish)
-"""In files and messages a finish is its index here."""
+
+
+def _array(_: object, packed: ValidationInfo) -> np.ndarray:
+    assert isinstance(packed.context, io.BytesIO), "of `unpack`"
+    return np.load(packed.context, allow_pickle=False)
 
 
 class Request(NamedTuple):
@@ -54,7 +58,7 @@ class Completion(NamedTuple):
     """Of each token, of the distribution that it was generated from (at the temperature), natural logarithm."""
     finish: Finish
     spans: list[VersionSpan]
-    routes: np.ndarray | None
+    routes: Annotated[np.ndarray, PlainValidator(_array)] | None
     """uint8 or uint16 [prompt + tokens - 1, MoE layers, top_k]: the chosen experts of each token that was fed."""
     replies: tuple[tuple[int, int], ...] = ()
     """Start and end, among the tokens, of those that an environment has replied with, or that another sample trains;
@@ -159,60 +163,33 @@ class Engine(Protocol):
         """Free what the engine holds."""
 
 
+_COMPLETIONS, _GROUPS = TypeAdapter(list[Completion]), TypeAdapter(dict[int, list[EpisodeEnd]])
+
+
+def pack(records: object) -> bytes:
+    """Records as bytes, no pickle: a line of JSON, and behind it the experts of all completions."""
+    experts = io.BytesIO()
+
+    def outside(array: np.ndarray) -> str:
+        assert isinstance(array, np.ndarray), array
+        np.save(experts, array, allow_pickle=False)
+        return "behind the line"
+
+    return to_json(records, fallback=outside) + b"\n" + experts.getvalue()
+
+
+def unpack(content: bytes) -> list[Completion]:
+    """The completions that `pack` has packed."""
+    file = io.BytesIO(content)
+    return _COMPLETIONS.validate_json(file.readline(), context=file)
+
+
 def pack_groups(groups: Mapping[int, Sequence[EpisodeEnd]]) -> bytes:
-    """Results of groups, by their numbers, as bytes: no pickle, a few arrays whatever their number."""
-    ends = [(number, end) for number, of in groups.items() for end in of]
-    facts = [[number, len(end.samples), end.fault, end.score, end.is_part] for number, end in ends]
-    samples = [sample for _, end in ends for sample in end.samples]
-    return pack(
-        [sample.completion for sample in samples],
-        prompts=np.array([token for sample in samples for token in sample.prompt], np.int64),
-        prompt_ends=np.cumsum([len(sample.prompt) for sample in samples], dtype=np.int64),
-        ends=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-    )
+    """Results of groups, by their numbers, as bytes."""
+    return pack({number: [end._replace(output="") for end in of] for number, of in groups.items()})
 
 
 def unpack_groups(content: bytes) -> dict[int, list[EpisodeEnd]]:
     """The inverse of `pack_groups`."""
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        prompts = [part.tolist() for part in np.split(arrays["prompts"], arrays["prompt_ends"])]
-        facts = json.loads(arrays["ends"].tobytes())
-    samples, groups = map(SessionSample, prompts, unpack(content)), dict[int, list[EpisodeEnd]]()
-    for number, count, *rest in facts:
-        groups.setdefault(number, []).append(EpisodeEnd(list(islice(samples, count)), *rest))
-    return groups
-
-
-_LISTS = ("tokens", "logprobs", "spans", "replies", "contradicted")
-
-
-def pack(completions: Sequence[Completion], **more: np.ndarray) -> bytes:
-    """Completions, and more arrays, as bytes."""
-    counts = [
-        (len(one.tokens), FINISHES.index(one.finish), len(one.spans), len(one.replies), len(one.contradicted),
-         one.drafted, one.accepted) for one in completions
-    ]  # fmt: skip
-    arrays: Any = more | {"counts": np.array(counts, np.int64).reshape(-1, 7)}
-    for name in _LISTS:
-        values = [value for one in completions for value in getattr(one, name)]
-        arrays[name] = np.array(values, np.float64 if name == "logprobs" else np.int64)
-    arrays |= {f"routes {i}": one.routes for i, one in enumerate(completions) if one.routes is not None}
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
-
-
-def unpack(content: bytes) -> list[Completion]:
-    """The inverse of `pack`."""
-    completions = []
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        rest = {name: iter(arrays[name].tolist()) for name in _LISTS}
-        for index, (length, finish, *pairs) in enumerate(arrays["counts"].tolist()):
-            counts, drafts = (length, length, *pairs[:3]), pairs[3:]  # groups on the disk may have no drafts
-            tokens, logprobs, spans, replies, contradicted = (
-                list(islice(rest[name], count)) for name, count in zip(_LISTS, counts, strict=True)
-            )
-            spans, routes = [VersionSpan(*span) for span in spans], arrays.get(f"routes {index}")
-            whole = Completion(tokens, logprobs, FINISHES[finish], spans, routes, tuple(map(tuple, replies)), *drafts)
-            completions.append(whole._replace(contradicted=tuple(map(tuple, contradicted))))
-    return completions
+    file = io.BytesIO(content)
+    return _GROUPS.validate_json(file.readline(), context=file)

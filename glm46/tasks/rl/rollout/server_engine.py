@@ -13,10 +13,8 @@ from glm46.config.rollout import RolloutConfig
 from glm46.files.durable import create_durably, hash_file, sync_folder
 from glm46.storage.huggingface.write_folder import json_bytes
 from glm46.tasks.rl.rollout.background import BackgroundGeneration, Begin, begin_samples
-from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
 from glm46.tasks.rl.rollout.first_rank import CollectiveRequest, run_on_first_rank
 from glm46.tasks.rl.rollout.inference_server import InferenceServer
-from glm46.tasks.rl.rollout.launched_servers import LaunchedServers
 from glm46.tasks.rl.rollout.open_requests import OpenRequests, answers
 from glm46.tasks.rl.rollout.records import (
     Completion,
@@ -28,8 +26,8 @@ from glm46.tasks.rl.rollout.records import (
     unpack,
     unpack_groups,
 )
-from glm46.tasks.rl.rollout.server_pool import ServerPool
-from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServerState, Weights
+from glm46.tasks.rl.rollout.server_pool import LaunchedServers, ServerPool
+from glm46.tasks.rl.rollout.server_state import CHANGED, EngineError, ServedPolicy, ServerState, Weights
 from glm46.tasks.rl.rollout.sglang_server import SglangServer
 from glm46.tasks.rl.rollout.vllm_server import VllmServer
 from glm46.tasks.rl.rollout.weight_group import WeightGroup, WeightSender
@@ -57,9 +55,6 @@ class ServerEngine:
                 ranks and all servers see under this path.
             prompts: all of the run, at least one of two or more tokens. Servers score the first ones after each
                 update, and answer some from all over them before they generate for the run.
-            rules: of training rollouts.
-            padding: ids of the head's padding rows.
-            routed: layers with experts, and experts of a token in one.
             base: Hugging Face folder that servers are started with, if the policy exports adapters for it alone. It
                 may be written by the first export. None: servers are started with the weights of the moment.
             say: takes a line for the log, on rank 0.
@@ -75,7 +70,10 @@ class ServerEngine:
             VllmServer(url, padding) if config.kind == "vllm" else SglangServer(url, padding, routed)
             for url in config.urls
         ]
-        self._launched = LaunchedServers(config.launch, config.urls, self._folder, say)
+        self._launches, self._launched = (
+            bool(config.launch),
+            LaunchedServers(config.launch, config.urls, self._folder, say),
+        )
         self._pool = ServerPool(
             servers, rules=rules, longest=max(map(len, prompts)) + config.max_new_tokens,
             most_running=config.samples_at_once, deadline=config.deadline_seconds, restart=_RESTART_SECONDS, say=say,
@@ -85,10 +83,12 @@ class ServerEngine:
         """After `generate_ahead`, on rank 0."""
         self._base, self._newest = base, base
         self._is_fp8 = config.weights_dtype is not None
-        self._broadcasts = config.weights == "broadcast"
+        self._broadcasts, self._launches = config.weights == "broadcast", bool(config.launch)
         self._groups: Sequence[WeightGroup] = ()
         self._request = CollectiveRequest(self._broadcast)
         self._version = -1
+        self._new: dict[ServerState, list[Completion]] = {}
+        """First completions of servers that have joined, on rank 0."""
 
     def generate_ahead(self, folder: Path, begin: Begin = begin_samples, *, goes_on: bool) -> None:
         """Keep `background` in step with the weights from now on: it is halted while servers load, and while
@@ -187,14 +187,16 @@ class ServerEngine:
 
         def join() -> bytes:
             self._pool.join_again()
-            return self._has_new()
+            return self._first_samples()
 
         self._check_new(self._run(join))
 
-    def _has_new(self) -> bytes:
-        return b"new" if self._pool.has_new else b""
+    def _first_samples(self) -> bytes:
+        """Of the servers that have joined; on rank 0."""
+        self._new = self._pool.first_samples(self._first, at_start=not self._has_generated)
+        return pack([one for completions in self._new.values() for one in completions])
 
-    def _check_new(self, has_new: bytes) -> None:
+    def _check_new(self, first_samples: bytes) -> None:
         """Compare what servers that have joined generate with the policy, which has the weights of the last update: the
         probe asks what a server says of given tokens, this check what it says of its own, and whether they are of its
         distribution. Collective; all ranks decide alike.
@@ -202,17 +204,11 @@ class ServerEngine:
         Raises:
             EngineError: at the start of the run, of one that differs. Later that one is left out.
         """
-        new: dict[ServerState, list[Completion]] = {}
-
-        def generate() -> bytes:
-            new.update(self._pool.first_samples(self._first, at_start=not self._has_generated))
-            return pack([one for completions in new.values() for one in completions])
-
-        completions = unpack(self._run(generate)) if has_new else []
-        states, prompts = list(new), [request.prompt for request in self._first]
+        completions = unpack(first_samples)
+        states, prompts = list(self._new), [request.prompt for request in self._first]
         for number, start in enumerate(range(0, len(completions), _FIRST)):
             generated = list(zip(prompts, completions[start : start + _FIRST], strict=True))
-            said, is_right = compare_samples(self._policy, generated, self._rules.temperature)
+            said, is_right = self._policy.compare(generated, self._rules.temperature)
             if not is_right and not self._has_generated:
                 raise EngineError(
                     *on_first_rank(
@@ -238,9 +234,9 @@ class ServerEngine:
         if self._version < 0:
             with self._policy.changed():
                 self._hand_over(CHANGED, self._folder / "version-check")
-        has_new = self._hand_over(version, self._folder / f"version-{version:08d}")
+        first_samples = self._hand_over(version, self._folder / f"version-{version:08d}")
         self._version = version
-        self._check_new(has_new)
+        self._check_new(first_samples)
 
     def _hand_over(self, version: int, path: Path) -> bytes:
         """The weights that `_check_new` asks for."""
@@ -248,7 +244,7 @@ class ServerEngine:
         if folder is not None:
             self._export(folder)
             self._newest = self._base or folder
-        elif self._launched.are_named and self._newest is None:
+        elif self._launches and self._newest is None:
             self._newest = path.with_name("version-start")  # its weights do not matter
             self._export(self._newest)
         if dist.get_rank() == 0 and self._newest is not None:
@@ -262,7 +258,7 @@ class ServerEngine:
             if folder is not None:
                 # A server that comes back loads the newest one, behind the one that it was started with.
                 self._remove(but={folder, *map(self._launched.folder_of, self._pool.awaited)})
-            return b"" if version == CHANGED else self._has_new()
+            return b"" if version == CHANGED else self._first_samples()
 
         return self._run(load)
 

@@ -1,20 +1,33 @@
-"""Several inference servers: who generates, who is left out, and who comes back."""
+"""Several inference servers: who generates, who is left out, and who comes back; and those that a run starts on its own
+machine, which end with it."""
 
+import atexit
 import contextlib
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
 
+from glm46.compute.distributed.environment import environment_without_ranks
 from glm46.config.errors import UserError
-from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError
+from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, in_thread
 from glm46.tasks.rl.rollout.inference_server import InferenceServer
 from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules
 from glm46.tasks.rl.rollout.server_state import CHANGED, NEVER_JOINED, EngineError, ServerState, Weights
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _RESTART_TICK_SECONDS = 2.0
+_LAST_LINES = 15
+_STOP_SECONDS = 10
+# Sets PR_SET_PDEATHSIG, of linux/prctl.h, and becomes the server, which keeps it: a killed run leaves no server.
+_END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class ServerPool:
@@ -24,19 +37,16 @@ class ServerPool:
         self, servers: Sequence[InferenceServer], *, rules: SamplingRules, longest: int, most_running: int,
         deadline: float, restart: float, say: Callable[[str], None], still_starting: Callable[[], None] = lambda: None,
     ):  # fmt: skip
-        """
+        """See `ServerState` for the other ones.
+
         Args:
-            rules: of training rollouts.
-            longest: tokens of a prompt and its completion.
             most_running: requests that one server gets at a time.
-            deadline: seconds for one completion, and for one server's update.
             restart: seconds to wait for a server to come back when none is left.
             say: takes a line for the log.
             still_starting: raises EngineError if no server can come up any more.
         """
-        self._states = [ServerState(server) for server in servers]
-        self._rules, self._longest, self.most_running = rules, longest, most_running
-        self.deadline, self._restart = deadline, restart
+        self._states = [ServerState(server, rules, longest, deadline) for server in servers]
+        self._rules, self.most_running, self.deadline, self._restart = rules, most_running, deadline, restart
         self._say, self._still_starting = say, still_starting
         self._newest: Weights | None = None
         self.send: Callable[[Sequence[WeightGroup]], None] | None = None
@@ -63,11 +73,6 @@ class ServerPool:
         """Addresses of the servers that do not generate, and may come."""
         return [state.server.url for state in self._states if state.lost is not None and not state.is_refused]
 
-    @property
-    def has_new(self) -> bool:
-        """True if a server has generated nothing since it joined."""
-        return any(not state.is_checked for state in self._serving())
-
     def first_samples(self, requests: Sequence[Request], *, at_start: bool) -> dict[ServerState, list[Completion]]:
         """Completions of these requests by each server that has generated none since it joined. One that fails is lost.
 
@@ -75,21 +80,19 @@ class ServerPool:
             UserError: a server refuses a request, at the start of the run or when no other one generates.
         """
         new = [state for state in self._serving() if not state.is_checked]
-        if not new:
-            return {}
-
-        def generate(state: ServerState, request: Request) -> Completion | CallError:
-            salt = f"{self._session}-{self.version}"
-            return state.generate(self.new_name(), request, self._rules, salt, self.deadline)
-
-        found: dict[ServerState, list[Completion]] = {}
-        with ThreadPoolExecutor(len(new) * len(requests)) as threads:
-            calls = {state: [threads.submit(generate, state, request) for request in requests] for state in new}
-        for state, outcomes in ((state, [call.result() for call in of]) for state, of in calls.items()):
-            error = next((one for one in outcomes if isinstance(one, CallError)), None)
-            completions = [one for one in outcomes if not isinstance(one, CallError)]
+        salt, found = f"{self._session}-{self.version}", dict[ServerState, list[Completion]]()
+        calls = {
+            state: [
+                in_thread(partial(state.server.generate, self.new_name(), request, self._rules, salt, self.deadline))
+                for request in requests
+            ]
+            for state in new
+        }
+        for state, of in calls.items():
+            error = next(filter(None, [call.exception() for call in of]), None)
             if isinstance(error, RefusedError) and (at_start or self._serving() == [state]):
                 raise UserError(f"rollout.urls: {state.server.url} refuses a request: {error}")
+            completions = [] if error is not None else [call.result() for call in of]
             if error is not None or not all(one.tokens for one in completions):
                 self.lose(state, str(error or "it was told to abort its first completions"))
             else:
@@ -136,11 +139,7 @@ class ServerPool:
         return [state for state in self._states if state.lost is None]
 
     def join_again(self) -> None:
-        """Ask the servers that are lost, and wait for one if none is left.
-
-        Raises:
-            EngineError: none came back.
-        """
+        """Ask the servers that are lost; see `ready`."""
         self._join([state for state in self._states if state.lost and state.refused != self.version])
         self.ready()
 
@@ -150,22 +149,18 @@ class ServerPool:
         if not states:
             return
 
-        weights, deadline, rules = self._weights, self.deadline, self._rules
+        weights, reasons = self._weights, dict[ServerState, str | None]()
         try:
             with ThreadPoolExecutor(len(states)) as threads:  # all its calls have deadlines
-                reasons: dict[ServerState, str | None]
-                reasons = dict.fromkeys(states, "it waits for the weights of the next update")
-                if weights.folder is not None or self.send is not None:
-                    begin = partial(
-                        ServerState.begin, weights=weights, rules=rules, longest=self._longest, deadline=deadline
-                    )
-                    reasons = dict(zip(states, threads.map(begin, states), strict=True))
+                if weights.folder is None and self.send is None:
+                    reasons = dict.fromkeys(states, "it waits for the weights of the next update")
+                else:
+                    reasons = dict(zip(states, threads.map(lambda state: state.begin(weights), states), strict=True))
                 begun = [state for state in states if reasons[state] is None]
                 groups = [state.group for state in begun if state.group is not None]
                 if groups and self.send is not None:
                     self.send(groups)
-                complete = partial(ServerState.complete, weights=weights, rules=rules, deadline=deadline)
-                reasons |= dict(zip(begun, threads.map(complete, begun), strict=True))
+                reasons |= dict(zip(begun, threads.map(lambda state: state.complete(weights), begun), strict=True))
         finally:  # an error of one server, or in the broadcast, must not leave the others waiting
             for state in states:
                 state.leave_group()
@@ -195,3 +190,80 @@ class ServerPool:
             time.sleep(min(_RESTART_TICK_SECONDS, self._restart))
             self._join(self._states)
         return self._serving()
+
+
+class LaunchedServers:
+    """One process for each address, with one command. Use it on rank 0, in the main thread: the processes end with the
+    thread that started them."""
+
+    def __init__(self, command: Sequence[str], urls: Sequence[str], logs: Path, say: Callable[[str], None]):
+        """
+        Args:
+            command: its words; ``{folder}`` and ``{port}`` stand for a Hugging Face folder and the port of an address.
+            logs: folder of the servers' output.
+        """
+        self._command, self._logs, self._say = command, logs, say
+        self._ports = [urlsplit(url).port or 80 for url in urls] if command else []
+        self._running: dict[int, subprocess.Popen] = {}
+        self._folders: dict[int, Path] = {}
+        atexit.register(self.stop)
+
+    def folder_of(self, url: str) -> Path | None:
+        """That the server at an address was started with."""
+        return self._folders.get(urlsplit(url).port or 80)
+
+    def ensure(self, folder: Path) -> None:
+        """Start the servers that do not run, with the model of a folder.
+
+        Raises:
+            EngineError: the command cannot be run.
+        """
+        for port in self._ports:
+            if port not in self._running or self._running[port].poll() is not None:
+                self._start(port, folder)
+
+    def _start(self, port: int, folder: Path) -> None:
+        words = [
+            word.replace("{folder}", str(folder.absolute())).replace("{port}", str(port)) for word in self._command
+        ]
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._folders[port] = folder
+        with self._log(port).open("wb") as output:
+            self._running[port] = subprocess.Popen(
+                [sys.executable, "-c", _END_WITH_PARENT, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment_without_ranks(),
+            )
+        self._say(f"rollout: starts {words[0]} at port {port}; its output is in {self._log(port)}")
+
+    def require_running(self) -> None:
+        """Return if a server may still come up.
+
+        Raises:
+            EngineError: all of them have ended; with the end of the output of one.
+        """
+        if self._running and all(process.poll() is not None for process in self._running.values()):
+            port, process = next(iter(self._running.items()))
+            lines = self._log(port).read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            said = "\n".join(["", *lines])
+            raise EngineError(
+                f"rollout.launch: {' '.join(self._command)} ended with exit code {process.returncode}; correct it, or "
+                f"the server. The end of {self._log(port)}:{said}"
+            )
+
+    def stop(self) -> None:
+        """End the servers: a request to end, then by force."""
+        for signal_, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
+            for process in self._running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal_)
+            for process in self._running.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+        self._running.clear()
+
+    def _log(self, port: int) -> Path:
+        return self._logs / f"server-{port}.log"

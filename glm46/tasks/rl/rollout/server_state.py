@@ -1,13 +1,19 @@
-"""One server of a pool: whether it may generate, and the weights that it must have for it."""
+"""One server of a pool: whether it may generate, the weights that it must have for it, and the comparisons of what it
+says and of what it generates with the policy."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
 
 from glm46.config.errors import UserError
 from glm46.tasks.rl.rollout.http_calls import CallError
-from glm46.tasks.rl.rollout.inference_server import InferenceServer, check_stop, score
+from glm46.tasks.rl.rollout.inference_server import InferenceServer
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
@@ -18,6 +24,11 @@ half of its weights was 0.6 off, one with old ones 3. Rounding the weights of a 
 0.12 in the mean, and servers may round activations too."""
 _LEAST_STEP = 1e-5
 """A step of the trainer's log-probabilities that no server computes the same bits before and after."""
+_USUAL_MISMATCH, _MOST_MISMATCH = 0.015, 0.15
+_DEVIATIONS = 4
+"""Of the mean of log-probability and entropy. A server with a wrong sampler had -3.3 nats."""
+_WARMER = 1.05
+"""Factor of the temperature between which and its inverse entropies are compared."""
 MOST_FAILURES = 3
 """In a row, of one server; or of one request on all servers."""
 NEVER_JOINED = "not asked yet"
@@ -27,6 +38,68 @@ CHANGED = -1
 
 class EngineError(UserError):
     """No server is left. What was generated before is kept by who has it; weights and optimizer are untouched."""
+
+
+class ServedPolicy(NamedTuple):
+    """The policy as the ranks that train have it; what uses it is collective."""
+
+    export: Callable[[Path], None]
+    """Writes it as a Hugging Face folder under a new path."""
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    """Its whole tensors by their Hugging Face names, one after another."""
+    score: Callable[[list[list[int]], float], tuple[list[list[float]], list[list[float]]]]
+    """Its log-probability, at a temperature, of each token but the first of sequences, and the entropy at its place."""
+    routed_score: Callable[[list[list[int]], list[np.ndarray], float], tuple[list[list[float]], float]]
+    """The log-probabilities of `score` with given experts, [tokens but the last, MoE layers, top_k] of a sequence, and
+    the share of tokens and layers for which it would choose other ones."""
+    changed: Callable[[], AbstractContextManager[None]]
+    """While it is open, a tensor of each kind has other values."""
+
+    def compare(self, generated: Sequence[tuple[list[int], Completion]], temperature: float) -> tuple[str, bool]:
+        """Compare prompts and what a server has generated with the policy at the temperature of the samples: their
+        log-probabilities, and that log-probability and entropy add up to 0 in the mean, as they do for samples of the
+        policy. Of completions with routes also the experts. Equal on all ranks.
+
+        Returns:
+            What to say of them, and whether samples of this server can be learned from.
+        """
+        sequences = [prompt + one.tokens for prompt, one in generated]
+
+        def of_drawn(rows: list[list[float]]) -> np.ndarray:
+            return np.array([x for row, (_, one) in zip(rows, generated, strict=True) for x in row[-len(one.tokens) :]])
+
+        ours, entropies = map(of_drawn, self.score(sequences, temperature))
+        theirs = np.array([x for _, one in generated for x in one.logprobs])
+        gap, mismatch = _mismatch(ours, theirs)
+        said = (
+            f"{len(ours)} generated tokens differ from the trainer's policy by {gap:.2g} in the mean of the "
+            f"log-probability, a KL divergence of {mismatch:.2g}"
+        )
+        routes = [one.routes for _, one in generated if one.routes is not None]
+        if len(routes) == len(generated):
+            logprobs, share = self.routed_score(sequences, routes, temperature)
+            mean, mismatch = _mismatch(of_drawn(logprobs), theirs)
+            others = "" if math.isnan(share) else f", {share:.2%} of which differ from its own,"
+            said += f"; with the server's experts{others} by {mean:.2g} and {mismatch:.2g}"
+        if not mismatch <= _MOST_MISMATCH:
+            return (
+                f"{said}; at most {_MOST_MISMATCH:g} can be learned from: it reports log-probabilities of another "
+                "distribution than it samples from"
+            ), False
+        # The derivative of the entropy by the logarithm of the temperature is the variance of the log-probability.
+        colder, warmer = (of_drawn(self.score(sequences, t)[1]) for t in (temperature / _WARMER, temperature * _WARMER))
+        variance = ((warmer - colder) / (2 * math.log(_WARMER))).clip(0.0).sum()
+        surprises = ours + entropies
+        # The variance of the policy covers rare tokens that were not generated; the squares cover those that were, each
+        # of which is many deviations away. The entropy of a server that rounds in another way differs by about `gap`.
+        deviation = math.sqrt(max(variance, (surprises**2).sum())) / len(ours)
+        bias = surprises.mean()
+        if not abs(bias) <= _DEVIATIONS * deviation + gap:
+            return (
+                f"log-probability and entropy of {len(ours)} generated tokens add up to {bias:.2g} in the mean, not to "
+                f"0 (standard deviation {deviation:.1g}): it samples from another distribution than the policy's"
+            ), False
+        return said if mismatch <= _USUAL_MISMATCH else f"warning: {said}; {_USUAL_MISMATCH:g} is usual in BF16", True
 
 
 class Weights(NamedTuple):
@@ -52,6 +125,12 @@ class ServerState:
     """A server and what the pool knows of it."""
 
     server: InferenceServer
+    rules: SamplingRules
+    """Of training rollouts."""
+    longest: int
+    """Tokens of a prompt and its completion."""
+    deadline: float
+    """Seconds for one completion, and for one update."""
     lost: str | None = NEVER_JOINED
     """Why it generates nothing."""
     is_checked: bool = False
@@ -69,12 +148,9 @@ class ServerState:
     """Of the probe, by the version before."""
     expected: list[list[float]] = field(default_factory=list)
 
-    def begin(self, weights: Weights, *, rules: SamplingRules, longest: int, deadline: float) -> str | None:
+    def begin(self, weights: Weights) -> str | None:
         """Compare the server with what is needed and, for a broadcast, have it join a group; returns why it cannot,
         None if it can.
-
-        Args:
-            longest: tokens of a prompt and its completion.
 
         Raises:
             UserError: it was started in another way than needed, and has never generated.
@@ -83,15 +159,15 @@ class ServerState:
         def prepare() -> None:
             self.server.alive()
             if self.lost is not None:
-                self.server.check(routes=rules.routes)
-                self._require_context(longest)
+                self.server.check(routes=self.rules.routes)
+                self._require_context()
             self.refused = weights.version  # until it has passed
             if weights.folder is None:
-                self.group = self.server.join(weights.version, deadline)
+                self.group = self.server.join(weights.version, self.deadline)
 
         return self._fault_of(prepare)
 
-    def complete(self, weights: Weights, *, rules: SamplingRules, deadline: float) -> str | None:
+    def complete(self, weights: Weights) -> str | None:
         """Load the weights of a folder, or wait until those of the broadcast are loaded, and compare; returns why the
         server cannot generate with them, None if it can.
 
@@ -104,12 +180,12 @@ class ServerState:
         def load() -> None:
             if weights.folder is None:
                 assert self.group is not None, "it has joined the broadcast"
-                self.server.receive(self.group, weights.version, deadline)
+                self.server.receive(self.group, weights.version, self.deadline)
             else:
-                self.server.load(weights.folder, weights.version, deadline)
-            scores.extend(score(self.server, tokens, deadline) for tokens in weights.probe)
+                self.server.load(weights.folder, weights.version, self.deadline)
+            scores.extend(self.server.score(tokens, self.deadline) for tokens in weights.probe)
             if self.lost is not None and weights.version != CHANGED:
-                check_stop(self.server, list(rules.stop))
+                self.server.check_stop(list(self.rules.stop))
 
         if (fault := self._fault_of(load)) is not None:
             return fault
@@ -124,14 +200,7 @@ class ServerState:
             self.refused = None
         return reason
 
-    def generate(self, *call: Any) -> Completion | CallError:
-        """See `InferenceServer.generate`; the completion or the error."""
-        try:
-            return self.server.generate(*call)
-        except CallError as error:
-            return error
-
-    def fault_behind(self, failure: CallError) -> str | None:
+    def fault_behind(self, failure: BaseException) -> str | None:
         """The reason why the server can generate nothing more, now that a request has failed; None if it can."""
         self.failures += 1
         try:
@@ -146,8 +215,8 @@ class ServerState:
             self.group.close()
         self.group = None
 
-    def _require_context(self, longest: int) -> None:
-        context = self.server.context
+    def _require_context(self) -> None:
+        context, longest = self.server.context, self.longest
         if context is not None and longest > context:
             raise UserError(
                 f"rollout.urls: {self.server.url} has a context of {context} tokens, but a prompt with "
@@ -184,3 +253,9 @@ class ServerState:
 
 def _gaps(ours: list[list[float]], theirs: list[list[float]]) -> list[float]:
     return [abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)]
+
+
+def _mismatch(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """Mean absolute difference of log-probabilities, and the KL divergence."""
+    gaps = ours - theirs
+    return float(np.abs(gaps).mean()), float((np.exp(np.minimum(gaps, 20.0)) - 1.0 - gaps).mean())

@@ -13,17 +13,9 @@ import numpy as np
 from glm46.compute.distributed.process import nccl_version
 from glm46.config.errors import UserError
 from glm46.storage.huggingface.peft_export import CONFIG, is_for_experts
-from glm46.tasks.rl.rollout.http_calls import CallError, ForgottenError, RefusedError, StatusError, call, exchange
-from glm46.tasks.rl.rollout.inference_server import (
-    ADAPTER,
-    MOST_BIAS,
-    QUICK_SECONDS,
-    checked,
-    group_backend,
-    unload_adapters,
-    version_of,
-)
-from glm46.tasks.rl.rollout.records import Completion, Request, SamplingRules, VersionSpan
+from glm46.tasks.rl.rollout.http_calls import CallError, RefusedError, StatusError, call, exchange
+from glm46.tasks.rl.rollout.inference_server import ADAPTER, QUICK_SECONDS, InferenceServer, known_form, version_of
+from glm46.tasks.rl.rollout.records import Request, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollout.weight_group import WeightGroup
 
 _EXTENSION_REVISION = 8
@@ -32,18 +24,10 @@ _EXTENSION_REVISION = 8
 _REMEDY = "start it as deploy/vllm/serve_cpu.sh does (the options marked with *)"
 
 
-class VllmServer:
+class VllmServer(InferenceServer):
     """See `InferenceServer`."""
 
-    def __init__(self, url: str, padding: range):
-        """Args:
-        padding: ids of the head's padding rows, which must not be generated.
-        """
-        self.url, self.dtype, self.note = url, "", ""
-        self.context: int | None = None
-        self._bias = dict.fromkeys(map(str, padding), -MOST_BIAS)
-        self._facts: dict[str, Any] = {}
-        self._model: dict[str, str] = {}  # of each request: none for the server's own weights
+    _health, _path, _forgotten = "/health", "/inference/v1/generate", "NotFoundError"
 
     def check(self, *, routes: bool) -> None:
         """See `InferenceServer.check`."""
@@ -73,12 +57,9 @@ class VllmServer:
         self._facts = facts
         self.dtype, self.context = facts["dtype"], models["data"][0]["max_model_len"]
 
-    def alive(self) -> None:
-        """See `InferenceServer.alive`."""
-        call(self.url, "/health", seconds=QUICK_SECONDS)
-
-    def generate(self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float) -> Completion:
-        """See `InferenceServer.generate`."""
+    def _generated(
+        self, name: str, request: Request, rules: SamplingRules, salt: str, seconds: float, bias: dict[str, float]
+    ) -> tuple[list[int], list[float], str, list[VersionSpan], np.ndarray | None]:
         sampling = {
             "max_tokens": request.max_new_tokens,
             "temperature": rules.temperature,
@@ -87,39 +68,21 @@ class VllmServer:
             "stop_token_ids": sorted(rules.stop),
             "ignore_eos": True,  # only `stop` ends a completion, not what the folder's generation_config.json says
             "detokenize": False,
-            **({"logit_bias": self._bias} if self._bias else {}),
+            **({"logit_bias": bias} if bias else {}),
         }
         body = {"request_id": name, "token_ids": request.prompt, "cache_salt": salt, "sampling_params": sampling}
-        reply = self._ask(body, seconds)
-        try:
-            choice = reply["choices"][0]
-            tokens, entries = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
-            if [entry["token_id"] for entry in entries] != tokens:
-                raise CallError("log-probabilities of other tokens")
-            spans = [
-                VersionSpan(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()
-            ]
-            logprobs, finish = [entry["logprob"] for entry in entries], choice["finish_reason"]
-            encoded = choice.get("routed_experts")
-        except (LookupError, TypeError, ValueError) as error:
-            raise CallError(f"/inference/v1/generate: unknown reply ({type(error).__name__}: {error})") from None
+        choice = self._ask(body, seconds)["choices"][0]
+        tokens, entries = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
+        if [entry["token_id"] for entry in entries] != tokens:
+            raise CallError("log-probabilities of other tokens")
+        spans = [VersionSpan(span["start"], version_of(span["version"])) for span in choice["weight_versions"] or ()]
+        encoded, routes = choice.get("routed_experts"), None
         skipped = self._facts["dense_layers"]  # in vLLM's own routes, whose rows of dense layers are 0
         if rules.routes and encoded is None:
             encoded, skipped = self._extension("glm46_take_routes", f"generate-tokens-{name}")["routes"], 0
-        routes = None
         if encoded is not None:
             routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)[:, skipped:]
-        return checked(request, rules, tokens, logprobs, finish, spans, routes)
-
-    def ended_by(self, token: int, stop: Sequence[int], seconds: float) -> tuple[list[int], str]:
-        """See `InferenceServer.ended_by`."""
-        sampling = {"max_tokens": 2, "logit_bias": {str(token): MOST_BIAS}, "stop_token_ids": sorted(stop)}
-        body = {"token_ids": [token], "sampling_params": sampling | {"ignore_eos": True, "detokenize": False}}
-        try:
-            choice = self._ask(body, seconds)["choices"][0]
-            return choice["token_ids"], choice["finish_reason"]
-        except (KeyError, TypeError, IndexError) as error:
-            raise CallError(f"/inference/v1/generate: unknown reply ({type(error).__name__}: {error})") from None
+        return tokens, [entry["logprob"] for entry in entries], choice["finish_reason"], spans, routes
 
     def abort(self, names: Sequence[str]) -> None:
         """See `InferenceServer.abort`."""
@@ -136,7 +99,10 @@ class VllmServer:
         path = str(folder.absolute())
         if is_adapter:
             loaded = self._extension("glm46_check", path, seconds=seconds)
-            self._load_adapter(path, f"{ADAPTER}{version}", seconds)
+            self._unload_adapters("/v1/unload_lora_adapter")
+            self._adapter = {"model": f"{ADAPTER}{version}"}
+            body = {"lora_name": self._adapter["model"], "lora_path": path}
+            exchange(self.url, "/v1/load_lora_adapter", body, seconds=seconds)  # it answers in words
         else:
             try:
                 loaded = self._extension("glm46_load", path, seconds=seconds)
@@ -146,7 +112,7 @@ class VllmServer:
 
     def join(self, version: int, seconds: float) -> WeightGroup:
         """See `InferenceServer.join`."""
-        backend = group_backend(self._facts["device"])
+        backend = self._group_backend
         if backend == "nccl" and (theirs := self._facts["nccl"]) != (ours := nccl_version()):
             raise UserError(
                 f'{self.url} has NCCL {theirs}, this process has {ours}; install one or set rollout.weights = "disk"'
@@ -185,43 +151,21 @@ class VllmServer:
                 "rollout.send_adapters"
             )
 
-    def _load_adapter(self, path: str, name: str, seconds: float) -> None:
-        """Load an adapter by vLLM's own call, in place of the one before."""
-        unload_adapters(self.url, "/v1/unload_lora_adapter")
-        body = {"lora_name": name, "lora_path": path}
-        exchange(self.url, "/v1/load_lora_adapter", body, seconds=seconds)  # it answers in words
-        self._model = {"model": name}
-
-    def _ask(self, body: dict[str, Any], seconds: float) -> Any:
-        """The reply of the endpoint of tokens, from the weights of the last `load`."""
-        try:
-            return call(self.url, "/inference/v1/generate", body | self._model, seconds=seconds)
-        except RefusedError as error:
-            if self._model and "NotFoundError" in str(error):
-                raise ForgottenError(str(error)) from None
-            raise
-
-    def prompt_logprobs(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
-        """See `InferenceServer.prompt_logprobs`."""
+    def _of_prompt(self, tokens: list[int], top_k: int, seconds: float) -> list[dict[int, float]]:
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k, "detokenize": False}
-        reply = self._ask({"token_ids": tokens, "sampling_params": sampling}, seconds)
-        try:
-            places = reply["prompt_logprobs"][1:]
-            return [{int(token): float(of["logprob"]) for token, of in place.items()} for place in places]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CallError(f"no log-probabilities of the prompt ({type(error).__name__}: {error})") from None
+        places = self._ask({"token_ids": tokens, "sampling_params": sampling}, seconds)["prompt_logprobs"][1:]
+        return [{int(token): float(of["logprob"]) for token, of in place.items()} for place in places]
 
     def _extension(self, method: str, *arguments: str, seconds: float = QUICK_SECONDS) -> Any:
         """The result of a method of the extension, equal on all workers."""
         try:
             reply = call(self.url, "/collective_rpc", {"method": method, "args": arguments}, seconds=seconds)
+        except RefusedError as error:  # no fault of a request for tokens
+            raise StatusError(str(error)) from None
+        with known_form(f"/collective_rpc {method}: unknown reply"):
             results = reply["results"]
             failed = [one["failed"] for one in results if one and "failed" in one]
             found = next((one for one in results if one and one != {"routes": None}), results[0])
-        except RefusedError as error:  # no fault of a request for tokens
-            raise StatusError(str(error)) from None
-        except (KeyError, TypeError, IndexError) as error:
-            raise CallError(f"/collective_rpc {method}: unknown reply ({type(error).__name__}: {error})") from None
         if failed:
             raise CallError(f"{method} failed: {failed[0]}")
         return found

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm46.compute.distributed.environment import temporary_variable
-from glm46.tasks.rl.rollout.http_calls import CallError
+from glm46.tasks.rl.rollout.http_calls import CallError, in_thread
 
 BUCKET_BYTES = 256 << 20
 """Of tensors that are sent at once; a larger tensor is a bucket of its own."""
@@ -86,18 +86,7 @@ class WeightGroup:
         """
         said = {**self._at, "size": 1 + self._workers, "seconds": _OF_SERVER * self._wait, "backend": self.backend}
         invitation = json.dumps(said | {"version": version})
-
-        def ask() -> None:
-            error = CallError("the client failed; see the traceback above")
-            try:
-                self._reply.set_result(load(invitation))
-            except CallError as found:
-                error = found
-            finally:
-                if not self._reply.done():
-                    self._reply.set_exception(error)
-
-        threading.Thread(target=ask, daemon=True).start()
+        self._reply = in_thread(lambda: load(invitation))
         try:
             self._await_workers()
             if self.fault is not None:
@@ -134,10 +123,8 @@ class WeightGroup:
 
     def _begin_first(self, values: Tensor) -> dist.Work | None:
         """Broadcast, from a thread: NCCL makes its communicator then, and waits for all workers in C."""
-        started: Future[dist.Work | None] = Future()
-        threading.Thread(target=lambda: started.set_result(self.begin(values)), daemon=True).start()
         try:
-            return started.result(self._wait)
+            return in_thread(lambda: self.begin(values)).result(self._wait)
         except FutureTimeoutError:
             self._fail(
                 f"the first {self.backend} broadcast to its {self._workers} workers, at {self._at['address']} port "

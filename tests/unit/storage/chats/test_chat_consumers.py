@@ -33,9 +33,8 @@ from glm46.storage.prepare.pipeline import prepare_text
 from glm46.storage.prepare.readers import file_rows
 from glm46.storage.prepare.rows import Fields, read_row
 from glm46.tasks.rl.prompts import Prompt, read_prompts
-from glm46.tasks.rl.rewards.answer import Answer, RewardRule
+from glm46.tasks.rl.rewards.answer import Answer, RewardRule, well_formed
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
-from glm46.tasks.rl.rewards.text import well_formed
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.sampling import Sampler
 from tests.small_run import call_here

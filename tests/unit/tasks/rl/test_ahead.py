@@ -10,10 +10,10 @@ import pytest
 
 from glm46.compute.distributed.process import join, leave
 from glm46.config.rl import RLConfig
-from glm46.tasks.rl.ahead import AheadSource
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan
+from glm46.tasks.rl.rollouts import AheadSource
 from glm46.tasks.rl.sampling import Sampler
 
 PROMPTS = [Prompt([5, number], "", None) for number in range(40)]

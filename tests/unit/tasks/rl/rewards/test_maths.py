@@ -10,8 +10,7 @@ import pytest
 
 from glm46.storage.prepare.equal_results import result_fault, same_answer
 from glm46.storage.prepare.maths import concluded_result, maths_fault, stated_result
-from glm46.tasks.rl.rewards.answer import Answer
-from glm46.tasks.rl.rewards.maths import maths
+from glm46.tasks.rl.rewards.answer import Answer, maths
 
 CASES = Path(__file__).parents[6] / "shared" / "cases" / "maths_cases.jsonl"
 RIGHT = [

@@ -21,13 +21,11 @@ import torch
 
 from glm46.config.errors import UserError
 from glm46.config.rl_data import EnvironmentConfig
-from glm46.tasks.rl.rewards.answer import Answer, RewardRule
+from glm46.tasks.rl.rewards.answer import Answer, RewardRule, exact, maths, remote, repetition, well_formed
 from glm46.tasks.rl.rewards.calculator import calculate
+from glm46.tasks.rl.rewards.choice import choice
 from glm46.tasks.rl.rewards.code import code
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, _value, environment_pool
-from glm46.tasks.rl.rewards.maths import maths
-from glm46.tasks.rl.rewards.remote import remote
-from glm46.tasks.rl.rewards.text import choice, exact, repetition, well_formed
 from tests.processes import HANG_SECONDS, is_alive, wait_until
 
 BAD = "tests.unit.tasks.rl.rewards.bad_rewards"

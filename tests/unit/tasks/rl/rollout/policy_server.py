@@ -63,14 +63,17 @@ class PolicyServer(StubServer):
         if "prompt_logprobs" in sampling:
             return self._score(prompt)
         if forced := self.forced(sampling, "max_tokens"):
-            return {"choices": [{"token_ids": forced[0], "finish_reason": forced[1]}]}
+            return self._reply(forced[0], [0.0] * len(forced[0]), forced[1])
         one = Continuation(prompt, sampling["max_tokens"], sampling["seed"])
         waiting = _Waiting("generate-tokens-" + body["request_id"], one, sampling, threading.Event())
         self._requests.put(waiting)
         waiting.ended.wait()
-        content = [{"token_id": t, "logprob": v} for t, v in zip(one.tokens, one.logprobs, strict=True)]
-        choice = {"token_ids": one.tokens, "finish_reason": one.finish, "logprobs": {"content": content}}
-        span = {"start": 0, "end": len(one.tokens), "version": self.name}
+        return self._reply(one.tokens, one.logprobs, one.finish)
+
+    def _reply(self, tokens: list[int], logprobs: list[float], finish: str) -> dict:
+        content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, logprobs, strict=True)]
+        choice = {"token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
+        span = {"start": 0, "end": len(tokens), "version": self.name}
         return {"choices": [choice | {"weight_versions": [span]}]}
 
     @torch.no_grad()

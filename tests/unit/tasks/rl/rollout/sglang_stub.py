@@ -189,10 +189,10 @@ class SglangCalls:
         if "logprob_start_len" in body:
             places = [[None, prompt[0], None], *([self._given(token), token, None] for token in prompt[1:])]
             return {"meta_info": {"input_token_logprobs": places}}
-        if forced := self.forced(sampling, "max_new_tokens"):
-            places = [[0.0, token, None] for token in forced[0]]
-            return {"meta_info": {"output_token_logprobs": places, "finish_reason": {"type": forced[1]}}}
-        generated = self._sample(body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
+        generated = self.forced(sampling, "max_new_tokens")
+        generated = generated or self._sample(
+            body["rid"], prompt, sampling["sampling_seed"], sampling["max_new_tokens"]
+        )
         if isinstance(generated, int):
             return generated
         tokens, finish = generated

@@ -307,10 +307,9 @@ class StubServer(SglangCalls):
             return {"prompt_logprobs": [None, *places], "choices": []}
         if len(prompt) >= self.context:
             return 400
-        if forced := self.forced(sampling, "max_tokens"):
-            return {"choices": [{"token_ids": forced[0], "finish_reason": forced[1]}]}
         name = "generate-tokens-" + body["request_id"]
-        generated = self._sample(name, prompt, sampling["seed"], sampling["max_tokens"])
+        generated = self.forced(sampling, "max_tokens")
+        generated = generated or self._sample(name, prompt, sampling["seed"], sampling["max_tokens"])
         if isinstance(generated, int):
             return generated
         tokens, finish = generated

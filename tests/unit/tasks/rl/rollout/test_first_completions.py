@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from glm46.tasks.rl.rollout.first_completions import ServedPolicy, compare_samples
 from glm46.tasks.rl.rollout.records import Completion
+from glm46.tasks.rl.rollout.server_state import ServedPolicy
 
 VOCABULARY, LENGTH, COMPLETIONS = 200, 256, 8
 
@@ -30,7 +30,7 @@ class Categorical:
         tokens = self.chance.choice(VOCABULARY, size=(COMPLETIONS, length), p=generates)
         reported = self.logprobs(temperature)
         generated = [([1, 2], Completion(row.tolist(), reported[row].tolist(), "length", [], None)) for row in tokens]
-        return compare_samples(ServedPolicy(None, None, self.score, None, None), generated, temperature)
+        return ServedPolicy(None, None, self.score, None, None).compare(generated, temperature)
 
 
 def nucleus(probabilities: np.ndarray, share: float) -> np.ndarray:

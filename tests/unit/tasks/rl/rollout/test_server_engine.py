@@ -18,10 +18,9 @@ from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, server_pool
-from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.records import Request, SamplingRules, seed_behind
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
-from glm46.tasks.rl.rollout.server_state import CHANGED
+from glm46.tasks.rl.rollout.server_state import CHANGED, ServedPolicy
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.task import Reinforcement
 from tests.processes import wait_until
@@ -34,7 +33,7 @@ RULES = SamplingRules(1.0, frozenset({STOP}), vocab_size=50)
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
     monkeypatch.setattr(server_pool, "_RESTART_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(server_engine, "compare_samples", lambda *_: ("as the policy", True))
+    monkeypatch.setattr(ServedPolicy, "compare", lambda *_: ("as the policy", True))
     join(60.0)
     yield
     leave()

@@ -1,6 +1,5 @@
-"""Rewards that compare and count text, in linear time: exact, choice, format, repetition."""
+"""The reward for a choice: the letter that an answer decides for, in linear time."""
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -98,23 +97,6 @@ _JUDGED = re.compile(
 )  # fmt: skip
 
 
-def exact(answer: Answer, options: Mapping[str, Any]) -> float:
-    """1 if the result is the label, or one of several labels, without the white space around it."""
-    return float(bool(answer.result) and answer.result in {str(label).strip() for label in labels(answer)})
-
-
-def check_exact_label(label: Any) -> None:
-    """Check that an answer can be a label.
-
-    Raises:
-        ValueError: none can.
-    """
-    if not is_text_or_number(label):
-        raise ValueError("is not a text or a finite number; write it as one of these, or as a list of them")
-    if not str(label).strip():
-        raise ValueError("is empty, as an answer that was not given; write what the answer is to be")
-
-
 def choice(answer: Answer, options: Mapping[str, Any]) -> float:
     """1 if the letter that the result decides for is the label, such as "C".
 
@@ -124,46 +106,15 @@ def choice(answer: Answer, options: Mapping[str, Any]) -> float:
     counts in a box alone, and in brackets if the prompt lists small ones. If the prompt lists options, other letters
     are no choices.
     """
-    wanted = {_letter(label) for label in labels(answer)}
+    wanted = {_letter(label) for label in answer.labels}
     return float(_chosen(answer.result, answer.prompt, wanted) in wanted)
 
 
-def check_choice_label(label: Any) -> None:
-    """Check that a label is a letter.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(label, str) or not re.fullmatch(r"[A-Z]", _letter(label)):
-        raise ValueError('is no letter from A to Z; write one such as "C", or take the reward exact')
-
-
-def well_formed(answer: Answer, options: Mapping[str, Any]) -> float:
-    """1 if the answer ended by itself, closed its thought exactly once, if it could think at all, and holds no other
-    tag of a thought, and some text behind it."""
-    opened, closed = answer.text.count("<think>"), answer.text.count("</think>")
-    is_closed = closed == 1 and opened <= 1 and answer.text.find("<think>") < answer.text.find("</think>")
-    is_formed = is_closed if answer.thinking else not opened and not closed
-    return float(answer.is_finished and is_formed and bool(answer.result))
-
-
-def repetition(answer: Answer, options: Mapping[str, Any]) -> float:
-    """From 0 to -1: the share of runs of ``n`` words (4) that were there before."""
-    words, n = answer.text.split(), options.get("n", 4)
-    runs = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
-    return len(set(runs)) / len(runs) - 1.0 if runs else 0.0
-
-
-def is_text_or_number(label: Any) -> bool:
-    """True if a label is a text or a finite number: True is no 1, and nothing equals NaN."""
-    return isinstance(label, str) or (
-        isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)
-    )
-
-
-def labels(answer: Answer) -> list[Any]:
-    """The labels of an answer, of which one suffices."""
-    return list(answer.label) if isinstance(answer.label, list | tuple) else [answer.label]
+def choice_fault(label: Any) -> str:
+    """The reason why a label is no letter; empty if it is one."""
+    if isinstance(label, str) and re.fullmatch(r"[A-Z]", _letter(label)):
+        return ""
+    return 'is no letter from A to Z; write one such as "C", or take the reward exact'
 
 
 def _letter(label: Any) -> str:
