@@ -79,11 +79,11 @@ def test_the_program_of_a_recipe_uses_its_tool_and_is_judged(recipe, tokenizer, 
     pool = FunctionPool([RewardRule(one.name, seconds=100.0) for one in config.rewards])
     length = RolloutConfig.model_validate({"max_new_tokens": 4000})
     of = Sampler(config, length, tokenizer, engine, [prompt], rules, 0, pool)
-    of.episodes = CommandEpisodes(config.environment, config.prompts, tokenizer, engine, lambda: False, tmp_path / "no")
+    of.environment = CommandEpisodes(config.environment, config.prompts, tokenizer, tmp_path / "no")
     try:
         rollout = generate_rollout(of, of.generate_groups, 7, 0)
     finally:
-        of.episodes.close()
+        of.environment.close()
         pool.close()
         dist.destroy_process_group()
     assert not list(tmp_path.iterdir()), "no program failed"
