@@ -26,7 +26,7 @@ from glm46.storage.huggingface.schemes import FP8_SCHEMES
 from glm46.tasks.pretrain.network_rows import batch_of_rows
 from glm46.tasks.rl.rollout.first_completions import ServedPolicy
 from glm46.tasks.rl.rollout.local import LocalEngine
-from glm46.tasks.rl.rollout.records import Engine, SamplingRules
+from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.weights import base_folder, served_tensors, write_adapters, write_policy
 
@@ -37,7 +37,7 @@ _ADDED = 0.05
 def build_engine(
     policy: Network, tokenizer: Tokenizer, prompts: Sequence[list[int]], rules: SamplingRules,
     is_stopped: Callable[[], bool],
-) -> Engine:  # fmt: skip
+) -> LocalEngine | ServerEngine:  # fmt: skip
     """The engine of a policy, without weights before its first update.
 
     Args:

@@ -1,10 +1,8 @@
 """Runs episodes to their ends, whatever leads them: a function, a program, or a task set behind one."""
 
-import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
@@ -16,22 +14,17 @@ from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.conversations import Conversations
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rewards.function_pool import environment_pool
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, environment_pool
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
+from glm46.tasks.rl.rollout.local import LocalEngine
 from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests, Requests
-from glm46.tasks.rl.rollout.records import (
-    Completion,
-    Engine,
-    EpisodeEnd,
-    Request,
-    SamplingRules,
-    pack_groups,
-    unpack_groups,
-)
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, pack_groups, unpack_groups
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 
-_TICK_SECONDS = 0.25
+_TICK_SECONDS = 0.5
+_WINDOW = 16
+"""Tokens after which the engine of the ranks waits for replies that come soon: those to turns of the window before."""
 _CALLS_OF_A_RANK, _MOST_CALLS = 4, 64
 """Of the function of [rl.environment] at once, all on the first rank."""
 
@@ -69,7 +62,8 @@ def build_environment(
     Raises:
         UserError: its function cannot be loaded, or its programs cannot run.
     """
-    pool = environment_pool(table)
+    is_called_here = dist.get_rank() == 0 or table.kind == "command"  # a process of its own imports the function
+    pool = environment_pool(table) if is_called_here else FunctionPool([])
     if table.kind == "command":
         return CommandEpisodes(table, keys, tokenizer, failed)
     threads = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
@@ -77,30 +71,30 @@ def build_environment(
 
 
 class _Run:
-    """See `Requests`: episodes that begin together, and their requests in rounds of the engine. On rank 0."""
+    """See `Requests`: episodes that begin together, and what they ask the engine of the ranks. On rank 0."""
 
     def __init__(
         self, environment: Environment, prompt: Callable[[int], Prompt], asked: Sequence[tuple[int, Request]],
         is_stopped: Callable[[], bool],
     ):  # fmt: skip
         self._begin, self._soon = partial(environment.begin, prompt), environment.replies_soon
-        self._members = [Member(number, request, EpisodeEnd([], is_part=True)) for number, request in asked]
-        self._is_stopped, self._left, self._has_started = is_stopped, len(asked), False
+        self._members = [
+            Member(number, request, EpisodeEnd([], is_part=True), finish=partial(self._finish, index))
+            for index, (number, request) in enumerate(asked)
+        ]
+        self._is_stopped, self._left = is_stopped, len(asked)
         self._changed, self._error = threading.Condition(), cast(BaseException | None, None)
-        self._new, self._open = list[OpenRequest](), list[OpenRequest]()
+        self._new, self._open = list[OpenRequest](), dict[int, OpenRequest]()
+        self._dropped, self._ended = list[int](), dict[int, Completion]()
+        self._count = self._tokens = 0
 
-    def _finish(self, member: Member, end: EpisodeEnd | BaseException) -> None:
+    def _finish(self, index: int, end: EpisodeEnd | BaseException) -> None:
         with self._changed:
             if isinstance(end, EpisodeEnd):
-                member.end, self._left = end, self._left - 1
+                self._members[index].end, self._left = end, self._left - 1
             else:
                 self._error = self._error or end
             self._changed.notify_all()
-
-    def _start(self, requests: Requests) -> None:
-        for member in self._members:
-            member.finish = partial(self._finish, member)
-        self._begin(requests, self._members)
 
     def _is_over(self) -> bool:
         return self._error is not None or not self._left or self._is_stopped()
@@ -117,7 +111,7 @@ class _Run:
 
     def by_servers(self, requests: OpenRequests) -> bytes:
         """Run all episodes with the answers of servers; see `ends`."""
-        self._start(requests)
+        self._begin(requests, self._members)
         with self._changed:
             while not self._is_over():
                 self._changed.wait(_TICK_SECONDS)
@@ -132,43 +126,50 @@ class _Run:
 
     def drop(self, asked: OpenRequest) -> None:
         """See `Requests.drop`."""
-        with self._changed, suppress(ValueError):  # it is generated already
-            self._new.remove(asked)
-
-    def next_round(self, ended: Sequence[Completion]) -> bytes:
-        """The requests of the next round, when all episodes wait, or none has come to wait for a while; empty if there
-        is none. Takes the answers of the round before."""
-        if not self._has_started:
-            self._has_started = True
-            self._start(self)
-        for one, completion in zip(self._open, ended, strict=True):
-            one.done(completion)
         with self._changed:
-            while not self._is_over() and len(self._new) < self._left:
-                if not self._changed.wait(_TICK_SECONDS) and self._new and not self._soon:
-                    break  # the others are busy
-            if self._is_over():
-                return b""
-            self._open, self._new = sorted(self._new, key=lambda one: one.request.seed), []
-            return json.dumps([one.request for one in self._open]).encode()
+            self._new = [one for one in self._new if one is not asked]
+            dropped = [number for number, one in self._open.items() if one is asked]
+            self._dropped += [number for number in dropped if self._open.pop(number)]
+
+    def exchange(self, ended: Mapping[int, Completion]) -> tuple[list[tuple[int, Request]], list[int]] | None:
+        """See `Exchange`. Programs get their turns at once, and what they ask is begun as it comes. Replies that come
+        soon are waited for, and begun at the end of the window behind that of their turns."""
+        if not self._tokens:
+            self._begin(self, self._members)
+        with self._changed:
+            self._ended |= ended
+            self._tokens += 1
+            if self._soon and self._tokens % _WINDOW and self._open.keys() - self._ended:
+                return [], []
+            while not self._is_over():
+                if not self._soon or len(self._new) + len(self._open) == self._left:
+                    new = dict(enumerate(sorted(self._new, key=lambda one: one.request.seed), self._count))
+                    self._new, self._count = [], self._count + len(new)
+                    for number, completion in self._ended.items():
+                        if number in self._open:
+                            self._open.pop(number).done(completion)
+                    self._ended = {}
+                    self._open |= new
+                    if self._open:
+                        dropped, self._dropped = self._dropped, []
+                        return [(number, one.request) for number, one in new.items()], dropped
+                self._changed.wait(_TICK_SECONDS)
+        return None
 
 
 def run_episodes(
-    environment: Environment, prompt: Callable[[int], Prompt], asked: Sequence[tuple[int, Request]], engine: Engine,
-    rules: SamplingRules, is_stopped: Callable[[], bool],
+    environment: Environment, prompt: Callable[[int], Prompt], asked: Sequence[tuple[int, Request]],
+    engine: LocalEngine | ServerEngine, rules: SamplingRules, is_stopped: Callable[[], bool],
 ) -> list[EpisodeEnd] | None:  # fmt: skip
     """The ends of an episode for each number of a prompt and request; None if a stop was requested. Collective.
 
     Args:
         is_stopped: asked on rank 0.
     """
-    run, ended = _Run(environment, prompt, asked, is_stopped), list[Completion]()
+    run = _Run(environment, prompt, asked, is_stopped)
     if isinstance(engine, ServerEngine):
         content = engine.answer(run.by_servers, rules)
     else:
-        while content := run_on_first_rank(partial(run.next_round, ended)):
-            ended = engine.generate([Request(*one) for one in json.loads(content)], rules)
-            if any(one.finish == "abort" for one in ended):
-                break  # a rank may know of the stop before rank 0
+        engine.serve(run.exchange, rules)
         content = run_on_first_rank(run.ends)
     return [end for (end,) in unpack_groups(content).values()] if content else None

@@ -21,7 +21,9 @@ from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Score
-from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.local import LocalEngine
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.server_engine import ServerEngine
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -37,7 +39,7 @@ class Sampler:
     config: ResolvedRL
     section: RolloutConfig
     tokenizer: Tokenizer
-    engine: Engine
+    engine: LocalEngine | ServerEngine
     prompts: Sequence[Prompt]
     """Of the run."""
     rules: SamplingRules

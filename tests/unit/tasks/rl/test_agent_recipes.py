@@ -23,6 +23,7 @@ from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpa
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.task import train
+from tests.unit.tasks.rl.samples import InRounds
 
 RECIPES = [Path(__file__).parents[4] / "train_configs" / f"{name}_rl_agent.toml" for name in ("air", "glm47")]
 TASK = "Write f, which doubles a number."
@@ -34,7 +35,7 @@ TURNS = [  # of a policy: it tries its function, answers with it, and in the las
 ]
 
 
-class Scripted:
+class Scripted(InRounds):
     """An engine that gives the turns one after another: a request has as many calls as turns before it."""
 
     def __init__(self, tokenizer):

@@ -32,6 +32,7 @@ from glm46.tasks.rl.rollout.session import Session
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 from tests.processes import HANG_SECONDS
+from tests.unit.tasks.rl.samples import InRounds
 
 TOOLS = ({"name": "calculator"},)
 QUESTION = Message("user", "12 * 3 + 1/2?")
@@ -46,7 +47,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-class Scripted:
+class Scripted(InRounds):
     """An engine that generates the turns of a document, one in each call."""
 
     def __init__(self, turns: list[list[int]], *, has_routes: bool = False):

@@ -29,6 +29,7 @@ from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import answered_lines, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
+from tests.unit.tasks.rl.samples import InRounds
 from tests.unit.tasks.rl.test_conversations import replying
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
@@ -41,7 +42,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-class Echo:
+class Echo(InRounds):
     """An engine whose answer depends on prompt and seed."""
 
     def __init__(self, tokenizer):
