@@ -35,8 +35,8 @@ class Environment(Protocol):
 
     @property
     def replies_soon(self) -> bool:
-        """What it says depends on the turns alone and comes within seconds: the engine of the ranks waits for it, so
-        that another run computes the same samples in the same batches."""
+        """True if what it says depends on the turns alone and comes within seconds: the engine of the ranks waits for
+        it, so that another run computes the same samples in the same batches."""
 
     def begin(self, prompt: Callable[[int], Prompt], requests: Requests, members: Sequence[Member]) -> None:
         """See `Begin`: each member is an episode, which goes on behind its recorded turns. Does not wait.

@@ -45,7 +45,7 @@ class CommandEpisodes:
         say: Callable[[str], None] = print,
     ):  # fmt: skip
         self._table, self._prompts, self._tokenizer = table, prompts, tokenizer
-        self._say, self._folder, self._failures = say, folder, 0
+        self._say, self._folder, self._failures, self._tries = say, folder, 0, table.tries
         self._programs = Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,7 +92,7 @@ class CommandEpisodes:
         """Run the programs of an episode, and again if they fail. Its faults are its own."""
         table, keys, request = self._table, self._prompts, member.request
         async with self._places[requests]:
-            for number in range(1, table.tries + 1):
+            for number in range(1, self._tries + 1):
                 session = Session(
                     self._tokenizer, request, thinking=keys.thinking, most_turns=table.max_turns,
                     keeps_thoughts=keys.keep_thoughts, recorded=member.end.samples, note=member.note,
@@ -103,7 +103,7 @@ class CommandEpisodes:
                 request = request._replace(seed=(request.seed + _SEED_OF_TRY) % 2**63)
                 self._failures += 1
                 if self._failures.bit_count() == 1:
-                    self._say(kept_failure(self._folder, self._failures, f"try {number} of {table.tries}", prompt, end))
+                    self._say(kept_failure(self._folder, self._failures, f"try {number} of {self._tries}", prompt, end))
         return end
 
     async def _try(self, prompt: Prompt, session: Session, requests: Requests) -> EpisodeEnd:
