@@ -85,7 +85,7 @@ async def _serve(sessions: int, turns: int) -> tuple[list[float], float]:
     tokenizer = load_tokenizer("builtin")
     answer = [*tokenizer.encode(f"\n{WORDS}").tolist(), tokenizer.special["<|user|>"]]
     loop = asyncio.get_running_loop()
-    endpoint = PolicyEndpoint(lambda: None, print)
+    endpoint = PolicyEndpoint(print)
     await endpoint.start()
     prompt = chat_prompt(tokenizer, [Message("user", WORDS)], thinking=False)
     pairs = []

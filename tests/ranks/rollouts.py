@@ -101,6 +101,27 @@ def trained_logprobs(network: Network, completions: list[Completion]) -> list[to
     return [row[start : start + len(c.tokens)] for row, start, c in zip(found, starts, completions, strict=True)]
 
 
+def admitted(engine: LocalEngine, rules: SamplingRules, gap: int) -> list[Completion]:
+    """Completions, on rank 0, of the requests as programs ask: each some tokens behind the one before it. Others are
+    dropped in front of their end. Collective."""
+    found, calls = dict[int, Completion](), 0
+    unwanted = {len(REQUESTS) + n: Request(prompt, n, 16) for n, prompt in enumerate(PROMPTS)}
+
+    def exchange(ended):
+        nonlocal calls
+        found.update(ended)
+        assert not unwanted.keys() & ended.keys() or calls < 3
+        number, calls = calls, calls + 1
+        if len(found.keys() - unwanted.keys()) == len(REQUESTS):
+            return None
+        begun = number // gap
+        new = [(begun, REQUESTS[begun])] if number % gap == 0 and begun < len(REQUESTS) else []
+        return [*new, *(unwanted.items() if number == 0 else ())], list(unwanted) if number == 2 else []
+
+    engine.serve(exchange, rules)
+    return [found[number] for number in range(len(REQUESTS))] if dist.get_rank() == 0 else []
+
+
 def replayed(network: Network, completions: list[Completion]) -> dict:
     """The share of experts that differ from the trainer's, before and after its selection biases changed, and how far
     its log-probabilities with given experts move. Collective."""
@@ -173,7 +194,7 @@ def merged_error(network: Network) -> float:
 @torch.no_grad()
 def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     """Generate the same requests before and after the policy changed: by a whole model on each rank; and in groups, in
-    few rows and with drafts."""
+    few rows and with drafts; all at once, and as they come."""
     plan = resolve_plan(make_config(layout, SHAPE["num_hidden_layers"]), process.world_size)
     network = build_network(plan, build_cluster(plan, process))
     network.loaded(new_adapters=True)
@@ -192,10 +213,11 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
     errors, rules = [], SamplingRules(TEMPERATURE, STOP, VOCABULARY, routes=True)
     for version, factor in enumerate((5.0, 1.2)):
         spread(network, factor)
-        of_engines = []
-        for engine in engines:
+        of_engines, as_they_come = [], []
+        for gap, engine in enumerate(engines, 1):
             engine.update(version)
             of_engines.append(engine.generate(REQUESTS, rules))
+            as_they_come.append(admitted(engine, rules, gap))
         tokens, finishes = ([getattr(c, key) for c in of_engines[0]] for key in ("tokens", "finish"))
         for completions in of_engines:
             for completion, wanted in zip(completions, trained_logprobs(network, completions), strict=True):
@@ -204,6 +226,10 @@ def draw_on(layout: Layout, of_engine: Degrees, process) -> dict:
         experts, of_groups = ([np.sort(c.routes, -1).tolist() for c in completions] for completions in of_engines)
         found["generated"].append({"tokens": tokens, "finishes": finishes, "experts": experts})
         found.setdefault("engines_agree", []).append([c.tokens for c in of_engines[1]] == tokens)
+        for one, other in zip(sum(as_they_come, []), sum(of_engines, []), strict=False):
+            assert (one.tokens, one.finish, one.spans) == (other.tokens, other.finish, other.spans)
+            assert np.array_equal(np.sort(one.routes), np.sort(other.routes))
+            errors.append(max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)))
         found.setdefault("routes_agree", []).append(of_groups == experts)
     found["error"] = max(errors)
     found["replayed"] = replayed(network, of_engines[0])

@@ -13,7 +13,7 @@ from glm46.compute.model.init import fill_parameter
 from glm46.compute.model.transformer import Transformer
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
-from glm46.engine.inference.generation import continue_tokens
+from glm46.engine.inference.sampling import continue_tokens
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer

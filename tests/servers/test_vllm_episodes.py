@@ -63,7 +63,7 @@ def test_an_agent_over_an_update_has_the_trainers_logprobs_in_each_turn(policy, 
         kind="command", command=(sys.executable, str(agent)), max_turns=2, seconds=300.0, tries=1,
         variables=("STEPS_FOLDER",),
     )  # fmt: skip
-    episodes = CommandEpisodes(table, PromptsConfig(file="p.jsonl"), tokenizer, engine, lambda: False, tmp_path)
+    episodes = CommandEpisodes(table, PromptsConfig(file="p.jsonl"), tokenizer, tmp_path)
     prompt = chat_prompt(tokenizer, [Message("user", "12 * 3?")], thinking=False)
     row = {"prompt": "12 * 3?"}
     begin = partial(episodes.begin, lambda number: Prompt(prompt, "12 * 3?", None, row=row))

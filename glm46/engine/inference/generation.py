@@ -3,6 +3,7 @@ of the prediction layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
@@ -47,10 +48,10 @@ class Continuation:
 class _Row:
     """A row of the decoder: what it continues, and the drafts of its next tokens."""
 
-    def __init__(self, of: Continuation, kind: int):
-        self.of, self.kind = of, kind
-        """Kinds are equal for equal prompts."""
-        self.seed = signed(of.seed)
+    def __init__(self, of: Continuation):
+        self.of, self.seed = of, signed(of.seed)
+        self.kind = blake2b(np.array(of.prompt, np.int64).tobytes(), digest_size=16).digest()
+        """Equal for equal prompts."""
         self.drafts: list[int] = []
         self.last = of.tokens[-1] if of.tokens else of.prompt[-1]
         """The token to be fed next, the last known one."""
@@ -89,6 +90,8 @@ class Generation:
         stop: ids that end a continuation.
         vocab_size: ids from here on are padding rows of the head and are never taken.
         is_stopped: called before each round; true, on any of the ranks in step, ends all continuations with "abort".
+        arriving: called before each round, and again and again without one; gives more continuations, or None at the
+            end. One whose `finish` it sets loses its row.
     """
 
     def __init__(
@@ -100,13 +103,12 @@ class Generation:
         stop: frozenset[int],
         vocab_size: int,
         is_stopped: Callable[[], bool] = lambda: False,
+        arriving: Callable[[], Sequence[Continuation] | None] | None = None,
     ):
         self._decoder, self._sampling, self._stop, self._vocab = decoder, sampling, stop, vocab_size
-        self._is_stopped = is_stopped
-        kinds: dict[tuple[int, ...], int] = {}
-        waiting = [_Row(one, kinds.setdefault(tuple(one.prompt), len(kinds))) for one in continuations]
-        self._waiting, self._rows = waiting[::-1], list[_Row]()
-        self._cached = [-1] * decoder.batch
+        self._is_stopped, self._arriving = is_stopped, arriving
+        self._waiting, self._rows = [*map(_Row, reversed(continuations))], list[_Row]()
+        self._cached = [b""] * decoder.batch
         """The kind of prompt whose keys and values each row of the cache begins with."""
 
     @torch.inference_mode()
@@ -114,18 +116,24 @@ class Generation:
         """Run until all continuations have ended."""
         with self._decoder:
             while True:
+                if self._arriving is not None:
+                    if (new := self._arriving()) is None:
+                        return
+                    waiting = [row for row in self._waiting if row.of.finish is None]
+                    self._waiting = [*map(_Row, reversed(new)), *waiting]
                 has_work = bool(self._waiting) or any(row.of.finish is None for row in self._rows)
                 is_open, is_stopped = self._decoder.mesh.most(has_work, has_work and self._is_stopped())
-                if not is_open:
+                if not is_open and self._arriving is None:
                     return
                 if is_stopped:
                     for row in (*self._rows, *self._waiting):
                         row.of.finish = row.of.finish or "abort"
                     self._keep_routes()
                     return
-                self._admit()
-                self._round()
-                yield
+                if is_open:
+                    self._admit()
+                    self._round()
+                    yield
 
     def run(self) -> None:
         """Write all continuations to their end."""
@@ -143,11 +151,13 @@ class Generation:
         for number in reversed([number for number in rest if number < len(self._rows)]):
             last = self._rows.pop()
             if number < len(self._rows):
-                self._rows[number], self._cached[number] = last, last.kind
+                self._rows[number] = last
                 moved[number] = moved.pop(len(self._rows), len(self._rows))  # it may have been moved already
         if moved:
             length = max(self._rows[number].position for number in moved)
             self._decoder.copy_rows(list(moved.values()), list(moved), length)
+        for number in moved:
+            self._cached[number] = self._rows[number].kind
         self._fill(new)
 
     def _fill(self, new: list[int]) -> None:
@@ -155,7 +165,7 @@ class Generation:
         of_others = set(range(self._decoder.batch)).difference(new)
         kept = (*of_others, *(row for row in new if self._cached[row] == self._rows[row].kind))
         held = {self._cached[row]: row for row in kept}
-        computed: dict[int, int] = {}
+        computed: dict[bytes, int] = {}
         sources: dict[int, int] = {}
         for row in new:
             kind, length = self._rows[row].kind, len(self._rows[row].of.prompt) - 1
@@ -256,44 +266,3 @@ class Generation:
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
         return torch.from_numpy(np.array(rows, np.int64)).to(self._decoder.device)  # NumPy reads lists faster
-
-
-@torch.no_grad()
-def continue_tokens(
-    logits_of: Callable[[Tensor], Tensor],
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    stop: frozenset[int],
-    vocab_size: int,
-    device: torch.device,
-    is_stopped: Callable[[], bool] = lambda: False,
-) -> list[int]:
-    """Continue a prompt without a cache: each token runs the model on the whole sequence.
-
-    For models that `Decoder` cannot run, because their layers are sharded over ranks (FSDP2 gathers the weights only in
-    the forward of the whole model). Collective if the model is: all ranks call it with the same arguments.
-
-    Args:
-        logits_of: the model, int64 [1, S] to [1, S, V].
-        prompt: token ids, at least one.
-        temperature: 0 takes the most likely token; otherwise sample with a fixed seed, the same on every rank.
-        stop: ids that end the text.
-        vocab_size: ids from here on are padding rows of the head and are never taken.
-        is_stopped: called before each token; true ends the text. All ranks must get the same answer.
-
-    Returns:
-        The new ids, without the stop id.
-    """
-    sampling, tokens = Sampling(temperature), list(prompt)
-    for _ in range(max_new_tokens):
-        if is_stopped():
-            break
-        logits = logits_of(torch.tensor([tokens], device=device))[0, -1:, :vocab_size].float()
-        place = torch.tensor([len(tokens)], device=device)
-        token = int(sample(logits, sampling, torch.zeros_like(place), place)[0])  # sync: the next call needs the token
-        if token in stop:
-            break
-        tokens.append(token)
-    return tokens[len(prompt) :]

@@ -1,5 +1,6 @@
 """Sampling of tokens from logits: each token is a function of its own logits, seed and position."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,47 @@ def sample(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor)
         # Less than the last sum, whatever it rounds to: the number is at most 1 - 2**-52.
         tokens = torch.searchsorted(sums, uniform(seeds, positions).unsqueeze(-1) * sums[..., -1:], right=True)
     return tokens.squeeze(-1), chances.gather(-1, tokens).log().squeeze(-1)
+
+
+@torch.no_grad()
+def continue_tokens(
+    logits_of: Callable[[Tensor], Tensor],
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    stop: frozenset[int],
+    vocab_size: int,
+    device: torch.device,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """Continue a prompt without a cache: each token runs the model on the whole sequence.
+
+    For models that `Decoder` cannot run, because their layers are sharded over ranks (FSDP2 gathers the weights only in
+    the forward of the whole model). Collective if the model is: all ranks call it with the same arguments.
+
+    Args:
+        logits_of: the model, int64 [1, S] to [1, S, V].
+        prompt: token ids, at least one.
+        temperature: 0 takes the most likely token; otherwise sample with a fixed seed, the same on every rank.
+        stop: ids that end the text.
+        vocab_size: ids from here on are padding rows of the head and are never taken.
+        is_stopped: called before each token; true ends the text. All ranks must get the same answer.
+
+    Returns:
+        The new ids, without the stop id.
+    """
+    sampling, tokens = Sampling(temperature), list(prompt)
+    for _ in range(max_new_tokens):
+        if is_stopped():
+            break
+        logits = logits_of(torch.tensor([tokens], device=device))[0, -1:, :vocab_size].float()
+        place = torch.tensor([len(tokens)], device=device)
+        token = int(sample(logits, sampling, torch.zeros_like(place), place)[0])  # sync: the next call needs the token
+        if token in stop:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

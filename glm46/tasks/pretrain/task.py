@@ -12,7 +12,7 @@ from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.compute.distributed.mesh import Cluster
 from glm46.config.command_line import module_command
 from glm46.config.run_config import RunConfig
-from glm46.engine.inference.generation import continue_tokens
+from glm46.engine.inference.sampling import continue_tokens
 from glm46.engine.reliability.stop import StopRequest
 from glm46.engine.training.build import run
 from glm46.engine.training.hf_weights import save_weights

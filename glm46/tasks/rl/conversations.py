@@ -1,5 +1,4 @@
-"""Conversations of the policy with the function of [rl.environment]: its replies, the turns behind them, and whole
-conversations that go on in the background."""
+"""Conversations of the policy with the function of [rl.environment]."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -7,85 +6,77 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from glm46.storage.chats.chat import chat_reply
+from glm46.storage.chats.chat import chat_reply, opened_thought
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import Answer
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
 from glm46.tasks.rl.rollout.background import Member
-from glm46.tasks.rl.rollout.open_requests import OpenRequest, OpenRequests
+from glm46.tasks.rl.rollout.open_requests import OpenRequest, Requests
 from glm46.tasks.rl.rollout.records import NOTHING, Completion, EpisodeEnd, Request, SessionSample, seed_behind
 
 Role = Literal["tool", "user"]
 
 
-def asked_role(done: Completion, tokenizer: Tokenizer) -> Role | None:
-    """The role that is asked to reply to the last turn of a conversation."""
-    if done.finish != "stop":
-        return None
-    last, markers = done.tokens[-1], tokenizer.special
-    return "tool" if last == markers["<|observation|>"] else "user" if last == markers["<|user|>"] else None
-
-
-def behind_reply(
-    request: Request, done: Completion, role: Role, reply: Reply | str, tokenizer: Tokenizer, *, thinking: bool
-) -> EpisodeEnd | tuple[list[int], Request]:
-    """The end of a conversation, or the tokens of a reply and the turn behind it, with the seed that a `Session` gives.
-
-    Args:
-        reply: a text says why there is none.
-    """
-    fault = f"rl.environment: {reply}" if isinstance(reply, str) else ""
-    if isinstance(reply, Reply) and reply.text is not None:
-        # The turn has the marker.
-        tokens = chat_reply(tokenizer, [Message(role, reply.text)], thinking=thinking)[1:]
-        whole, ends = [*done.tokens, *tokens], [0, *(end for _, end in done.replies), None]
-        if (left := request.max_new_tokens - len(whole)) > 0:
-            seed = reduce(seed_behind, (whole[start:end] for start, end in pairwise(ends)), request.seed)
-            known = 0 if done.routes is None else len(done.routes)
-            return tokens, Request([*request.prompt, *whole], seed, left, known)
-        done = done._replace(finish="length")
-    return EpisodeEnd([SessionSample(request.prompt, done)], fault)
+def answer_of(
+    prompt: Prompt, completion: Completion, tokenizer: Tokenizer, stop: frozenset[int], *, thinking: bool
+) -> Answer:
+    """A prompt and what was generated behind it, as functions get them; ``stop`` are the ids that end a turn."""
+    is_finished, history, start = completion.finish == "stop", list[str](), 0
+    decode, tokens = tokenizer.decode, completion.tokens
+    # A thought that the prompt opens belongs to the turn: rewards read the same text in each chat format.
+    opened = opened_thought(tokenizer, thinking)
+    for first, end in completion.replies:
+        last = first - (tokens[first - 1] in stop)  # a turn may be cut
+        history += [opened + decode(tokens[start:last]), decode(tokens[first:end]).removesuffix(opened)]
+        start = end
+    text = opened + decode(tokens[start : len(tokens) - is_finished])
+    return Answer(prompt.text, text, prompt.label, thinking, len(tokens), is_finished, tuple(history))
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Conversations that servers and a function continue in the background, also while the policy trains."""
+    """See `Environment`: a function replies to each turn."""
 
     pool: FunctionPool
     """Has the function."""
     tokenizer: Tokenizer
+    stop: frozenset[int]
+    """Ids that end a turn."""
     thinking: bool
     most_turns: int
     """Of the policy."""
-    prompt: Callable[[int], Prompt]
-    """Of a number."""
-    answer: Callable[[Prompt, Completion], Answer]
-    """Gives what the function gets of a prompt and its conversation."""
     threads: ThreadPoolExecutor
     """As many as calls of the function at once."""
+    replies_soon: ClassVar = True
 
-    def begin(self, requests: OpenRequests, members: Sequence[Member]) -> None:
-        """See `Begin`: each member is a conversation, which continues after its recorded turns."""
-        begun = [_Conversation(self, member, requests) for member in members]
+    def begin(self, prompt: Callable[[int], Prompt], requests: Requests, members: Sequence[Member]) -> None:
+        """See `Environment.begin`."""
+        begun = [_Conversation(self, prompt(member.number), member, requests) for member in members]
         new = [one for one in begun if not one.done.tokens]
         requests.ask([one.next_turn([], one.request) for one in new])  # equal prompts go to one server
         for one in begun:
             if one.done.tokens:
                 self.threads.submit(one.reply)
 
+    def close(self) -> None:
+        """See `Environment.close`: calls that wait for a thread are given up before the processes end."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.pool.close()
+
 
 class _Conversation:
     """One conversation of `Conversations`; one thread at a time works on it."""
 
-    def __init__(self, of: Conversations, member: Member, requests: OpenRequests):
-        self._of, self._member, self._requests, self.request = of, member, requests, member.request
-        self._asked, self.done = OpenRequest(self.request), NOTHING
+    def __init__(self, of: Conversations, prompt: Prompt, member: Member, requests: Requests):
+        self._of, self._prompt, self._member, self._requests = of, prompt, member, requests
+        self.request, self.done = member.request, NOTHING
+        self._asked = OpenRequest(self.request)
         for reply, turn in member.end.samples:
             self._extend(reply, turn)
         self._lock, self._is_open, member.cancel = threading.Lock(), True, self._cancel
@@ -117,13 +108,8 @@ class _Conversation:
 
     def reply(self) -> None:
         """Have the function reply to the last turn, and ask for the next one, or end."""
-        of = self._of
-        found: EpisodeEnd | tuple[list[int], Request] = EpisodeEnd([SessionSample(self.request.prompt, self.done)])
         try:
-            role = asked_role(self.done, of.tokenizer)
-            if self._is_open and role is not None and len(self.done.replies) + 1 < of.most_turns:
-                (reply,) = of.pool.replies([of.answer(of.prompt(self._member.number), self.done)])
-                found = behind_reply(self.request, self.done, role, reply, of.tokenizer, thinking=of.thinking)
+            found = self._behind()
         except BaseException as error:
             self._member.finish(error)
             raise
@@ -132,4 +118,29 @@ class _Conversation:
             return
         with self._lock:
             if self._is_open:
-                self._requests.ask([self.next_turn(*found)])
+                self._requests.ask([found])
+
+    def _behind(self) -> EpisodeEnd | OpenRequest:
+        """The next turn, with the seed that a `Session` gives, or the end."""
+        of, done, fault, role = self._of, self.done, "", self._asked_role()
+        if self._is_open and role is not None and len(done.replies) + 1 < of.most_turns:
+            answer = answer_of(self._prompt, done, of.tokenizer, of.stop, thinking=of.thinking)
+            (reply,) = of.pool.replies([answer])
+            fault = f"rl.environment: {reply}" if isinstance(reply, str) else ""
+            if isinstance(reply, Reply) and reply.text is not None:
+                # The turn has the marker.
+                tokens = chat_reply(of.tokenizer, [Message(role, reply.text)], thinking=of.thinking)[1:]
+                whole, ends = [*done.tokens, *tokens], [0, *(end for _, end in done.replies), None]
+                if (left := self.request.max_new_tokens - len(whole)) > 0:
+                    seed = reduce(seed_behind, (whole[start:end] for start, end in pairwise(ends)), self.request.seed)
+                    known = 0 if done.routes is None else len(done.routes)
+                    return self.next_turn(tokens, Request([*self.request.prompt, *whole], seed, left, known))
+                done = done._replace(finish="length")
+        return EpisodeEnd([SessionSample(self.request.prompt, done)], fault)
+
+    def _asked_role(self) -> Role | None:
+        """The role that is asked to reply to the last turn."""
+        if self.done.finish != "stop":
+            return None
+        last, markers = self.done.tokens[-1], self._of.tokenizer.special
+        return "tool" if last == markers["<|observation|>"] else "user" if last == markers["<|user|>"] else None

@@ -26,7 +26,7 @@ from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.schemes import FP8_SCHEMES
 from glm46.tasks.pretrain.network_rows import batch_of_rows, tokens_at_once
 from glm46.tasks.rl.rollout.local import LocalEngine
-from glm46.tasks.rl.rollout.records import Engine, SamplingRules
+from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import ServedPolicy
 from glm46.tasks.rl.rollout.weights import base_folder, served_tensors, write_adapters, write_policy
@@ -38,7 +38,7 @@ _ADDED = 0.05
 def build_engine(
     policy: Network, tokenizer: Tokenizer, prompts: Sequence[list[int]], rules: SamplingRules,
     is_stopped: Callable[[], bool],
-) -> Engine:  # fmt: skip
+) -> LocalEngine | ServerEngine:  # fmt: skip
     """The engine of a policy, without weights before its first update.
 
     Args:

@@ -66,11 +66,9 @@ class RolloutLoop:
             self._ahead = AheadSource(
                 sampler, engine, oldest=oldest, version=lambda: self._version, is_stopped=is_stopped, drops=self._drops
             )
-            begin, conversations = begin_samples, sampler.conversations()
-            if sampler.episodes is not None:
-                begin = partial(sampler.episodes.begin, sampler.prompt)
-            elif conversations is not None:
-                begin = conversations.begin
+            begin = begin_samples
+            if sampler.environment is not None:
+                begin = partial(sampler.environment.begin, sampler.prompt)
             engine.generate_ahead(journal.ahead_folder, begin, goes_on=oldest > 0)
 
     def steps(self, progress: Progress) -> Iterator[RolloutStep | None]:

@@ -1,10 +1,9 @@
-"""From prompts to scored samples: completions, conversations with an environment, rewards, and groups worth a step."""
+"""From prompts to scored samples: completions or episodes, rewards, and groups worth a step."""
 
 import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar, get_args
@@ -15,23 +14,22 @@ import torch.distributed as dist
 from glm46.compute.distributed.collective_errors import run_on_all_ranks
 from glm46.config.rl import ResolvedRL
 from glm46.config.rollout import RolloutConfig
-from glm46.storage.chats.chat import opened_thought
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.conversations import Conversations, asked_role, behind_reply
-from glm46.tasks.rl.episodes import CommandEpisodes
+from glm46.tasks.rl.conversations import answer_of
+from glm46.tasks.rl.environment import Environment, run_episodes
 from glm46.tasks.rl.fields import Baseline, differing_groups
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rewards.answer import Answer, Scored
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, Score
-from glm46.tasks.rl.rollout.records import Completion, Engine, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Score
+from glm46.tasks.rl.rollout.local import LocalEngine
+from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SamplingRules, SessionSample
+from glm46.tasks.rl.rollout.server_engine import ServerEngine
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 Take = Callable[[int, int], list[EpisodeEnd] | None]
 """Gives the episodes of groups from the number of a prompt on, as many groups as asked for; None if a stop was
 requested. Collective."""
-_CALLS_OF_A_RANK, _MOST_CALLS = 4, 64
-"""Of the function of [rl.environment] at once, in the background on the first rank."""
 
 
 @dataclass
@@ -41,24 +39,22 @@ class Sampler:
     config: ResolvedRL
     section: RolloutConfig
     tokenizer: Tokenizer
-    engine: Engine
+    engine: LocalEngine | ServerEngine
     prompts: Sequence[Prompt]
     """Of the run."""
     rules: SamplingRules
     """Of training rollouts."""
     seed: int
     rewards: FunctionPool
-    environment: FunctionPool | None = None
+    environment: Environment | None = None
     filter: FunctionPool | None = None
     reward_model: Callable[[Sequence[Sequence[int]]], list[float]] | None = None
     """Rewards of rows of tokens, by a network. Collective."""
-    episodes: CommandEpisodes | None = None
-    """Of kind = "command"."""
+    is_stopped: Callable[[], bool] = lambda: False
+    """Asked on the first rank while episodes run."""
     say: Callable[[str], None] = print
     """Takes a line for the log, on rank 0."""
     _times: Counter[str] = field(default_factory=Counter)
-    _calls: ThreadPoolExecutor | None = None
-    """Of the function of [rl.environment], in the background."""
 
     @property
     def least_samples(self) -> int:
@@ -78,11 +74,9 @@ class Sampler:
     def close(self) -> None:
         """End the processes and free the engine."""
         with ExitStack() as ends:  # the last one first, and all of them, whatever fails
-            for pool in (self.rewards, self.environment, self.filter, self.episodes):
+            for pool in (self.rewards, self.environment, self.filter):
                 if pool is not None:
                     ends.callback(pool.close)
-            if self._calls is not None:
-                ends.callback(self._calls.shutdown, wait=False, cancel_futures=True)
             self.engine.close()
 
     def prompt(self, number: int) -> Prompt:
@@ -109,13 +103,17 @@ class Sampler:
         """Episodes of prompts, by their numbers, not yet scored: of each a group, or as many as asked for; None if a
         stop was requested."""
         requests = {number: self.requests(prompt, number, what, count) for number, prompt in prompts.items()}
-        asked = [(prompts[number], request) for number, of in requests.items() for request in of]
-        run = self._converse if self.episodes is None else self.episodes.run
-        ends = run(asked, rules)
+        asked = [(number, request) for number, of in requests.items() for request in of]
+        if self.environment is None:
+            completions = self.engine.generate([request for _, request in asked], rules)
+            is_cut = self.section.kind == "local" and any(one.finish == "abort" for one in completions)
+            pairs = zip(asked, completions, strict=True)
+            ends = None if is_cut else [EpisodeEnd([SessionSample(of.prompt, one)]) for (_, of), one in pairs]
+        else:
+            ends = run_episodes(self.environment, prompts.__getitem__, asked, self.engine, rules, self.is_stopped)
         if ends is None:
             return None
-        groups = [number for number, of in requests.items() for _ in of]
-        return [end._replace(group=number) for end, number in zip(ends, groups, strict=True)]
+        return [end._replace(group=number) for end, (number, _) in zip(ends, asked, strict=True)]
 
     def score(self, ends: Sequence[EpisodeEnd], prompts: Mapping[int, Prompt]) -> list[EpisodeEnd]:
         """Episodes with their rewards, or the reason for none; each rank scores its share.
@@ -175,61 +173,8 @@ class Sampler:
             self.tell("rl.filter", f"rl.filter = {self.config.filter!r}: a group is left out, because of {fault}")
         return [one for one in kept if not isinstance(found[one.group], str) and found[one.group]]
 
-    def _converse(self, asked: Sequence[tuple[Prompt, Request]], rules: SamplingRules) -> list[EpisodeEnd] | None:
-        """Completions of requests, with the replies of the environment and the turns after them, or why it failed; None
-        if a stop was requested."""
-        prompts, requests = [prompt for prompt, _ in asked], [request for _, request in asked]
-        completions, ended = list(self.engine.generate(requests, rules)), dict[int, EpisodeEnd]()
-        numbers, pool, table = list(range(len(asked))), self.environment, self.config.environment
-
-        def reply(share: list[int]) -> list[Reply | str]:
-            return [] if pool is None else pool.replies([self._answer(prompts[n], completions[n]) for n in share])
-
-        for _ in range(0 if pool is None or table is None else table.max_turns - 1):
-            open_ = [(n, role) for n in numbers if (role := asked_role(completions[n], self.tokenizer)) is not None]
-            replies = _by_shares(reply, [n for n, _ in open_])
-            turns: dict[int, tuple[list[int], Request]] = {}
-            for (number, role), said in zip(open_, replies, strict=True):
-                of, done = requests[number], completions[number]
-                found = behind_reply(of, done, role, said, self.tokenizer, thinking=self._thinking)
-                if isinstance(found, EpisodeEnd):
-                    ended[number] = found
-                else:
-                    turns[number] = found
-            if not turns:
-                break
-            generated = self.engine.generate([request for _, request in turns.values()], rules)
-            for (number, (tokens, _)), turn in zip(turns.items(), generated, strict=True):
-                completions[number] = completions[number].extended(tokens, turn)
-            numbers = list(turns)
-        if self.section.kind == "local" and any(one.finish == "abort" for one in completions):
-            return None
-        return [
-            ended.get(number) or EpisodeEnd([SessionSample(request.prompt, completion)])
-            for number, (request, completion) in enumerate(zip(requests, completions, strict=True))
-        ]
-
-    def conversations(self) -> Conversations | None:
-        """The conversations with the function of [rl.environment], for servers to go on with in the background; None
-        without a function."""
-        pool, table = self.environment, self.config.environment
-        if pool is None or table is None or self.episodes is not None:
-            return None
-        self._calls = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
-        turns = table.max_turns
-        return Conversations(pool, self.tokenizer, self._thinking, turns, self.prompt, self._answer, self._calls)
-
     def _answer(self, prompt: Prompt, completion: Completion) -> Answer:
-        is_finished, history, start = completion.finish == "stop", list[str](), 0
-        decode, tokens = self.tokenizer.decode, completion.tokens
-        # A thought that the prompt opens belongs to the turn: rewards read the same text in each chat format.
-        opened = opened_thought(self.tokenizer, self._thinking)
-        for first, end in completion.replies:
-            last = first - (tokens[first - 1] in self.rules.stop)  # a turn may be cut
-            history += [opened + decode(tokens[start:last]), decode(tokens[first:end]).removesuffix(opened)]
-            start = end
-        text = opened + decode(tokens[start : len(tokens) - is_finished])
-        return Answer(prompt.text, text, prompt.label, self._thinking, len(tokens), is_finished, tuple(history))
+        return answer_of(prompt, completion, self.tokenizer, self.rules.stop, thinking=self._thinking)
 
 
 def rewards_and_groups(ends: Sequence[EpisodeEnd]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,13 +29,13 @@ from glm46.storage.data.corpus import load_text
 from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.equal_results import math_verify_version
 from glm46.tasks.rl.engines import build_engine, last_values
+from glm46.tasks.rl.environment import build_environment
 from glm46.tasks.rl.episode_checks import require_episodes
-from glm46.tasks.rl.episodes import CommandEpisodes
-from glm46.tasks.rl.journal import Journal
+from glm46.tasks.rl.journal import FOLDER, Journal
 from glm46.tasks.rl.loop import RolloutLoop, RolloutStep
 from glm46.tasks.rl.objectives import PolicyGradient, ValueLoss, critic_plan, reference_plan, reward_plan
 from glm46.tasks.rl.prompts import Prompt, read_prompts, require_reachable_labels
-from glm46.tasks.rl.rewards.function_pool import READ_LABELS, environment_pool, filter_pool, reward_pool, sandbox_lines
+from glm46.tasks.rl.rewards.function_pool import READ_LABELS, filter_pool, reward_pool, sandbox_lines
 from glm46.tasks.rl.rollout.records import SamplingRules
 from glm46.tasks.rl.rollouts import PromptSet, answered_lines, validate_sets
 from glm46.tasks.rl.sampling import Sampler
@@ -69,7 +69,14 @@ class Reinforcement(Task):
         rewards = run_on_all_ranks(lambda: reward_pool(self._config))
         for some in (prompts, *(one.prompts for one in self._sets)):
             read_on_first_rank(partial(require_reachable_labels, some, rewards, thinking=self._keys.thinking))
-        environment = run_on_all_ranks(lambda: None if table is None else environment_pool(table))
+        rules = SamplingRules(
+            rollout.temperature, frozenset(stop_ids(self.tokenizer)), self.tokenizer.vocab_size,
+            self._config.routing_replay,
+        )  # fmt: skip
+        failed = Path(plan.config.job.dump_folder, FOLDER, "failed")
+        environment = run_on_all_ranks(
+            lambda: None if table is None else build_environment(table, self._keys, self.tokenizer, rules.stop, failed)
+        )
         if table is not None and table.kind == "command":
             every = [*prompts, *(one for some in self._sets for one in some.prompts)]
             read_on_first_rank(partial(require_episodes, table, self._keys, every))
@@ -88,10 +95,6 @@ class Reinforcement(Task):
         if self._config.has_critic:
             self.networks["critic"] = build_network(critic_plan(plan), cluster, head="value", on_samples=True)
             self.objectives["critic"] = ValueLoss(self.networks["critic"], self._config)
-        rules = SamplingRules(
-            rollout.temperature, frozenset(stop_ids(self.tokenizer)), self.tokenizer.vocab_size,
-            self._config.routing_replay,
-        )  # fmt: skip
         tokens = [one.tokens for some in (prompts, *(own for _, own in self._sets)) for one in some]
         self._stop: StopRequest | None = None
         self._progress: Progress | None = None
@@ -100,15 +103,9 @@ class Reinforcement(Task):
         self._sampler = Sampler(
             self._config, rollout, self.tokenizer, engine, prompts, rules, plan.config.debug.seed,
             rewards, environment, filter_,
-            None if judged is None else partial(last_values, self.networks["reward"]),
+            None if judged is None else partial(last_values, self.networks["reward"]), self._is_stopped,
         )  # fmt: skip
         self._journal = Journal(plan, self.fingerprint(), self.tokenizer.fingerprint)
-        if table is not None and table.kind == "command":
-            sampler, failed = self._sampler, self._journal.folder / "failed"
-            make = partial(
-                CommandEpisodes, table, self._keys, self.tokenizer, engine, self._is_stopped, failed, sampler.say
-            )
-            sampler.episodes = run_on_all_ranks(make)
         builder = StepBuilder(plan, cluster, self._config, self.networks, policy.form)
         self._loop = RolloutLoop(plan, self._sampler, policy, builder, self._journal, self._is_stopped)
 

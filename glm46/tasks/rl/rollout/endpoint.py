@@ -67,12 +67,11 @@ class PolicyEndpoint:
     """The server, for one event loop.
 
     Args:
-        changed: is called when a request waits, and when one is answered.
         say: takes a line for the log, at most once for each key that requests have without effect.
     """
 
-    def __init__(self, changed: Callable[[], None], say: Callable[[str], None]):
-        self._changed, self._say, self._said = changed, say, set[str]()
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self._said = say, set[str]()
         self._episodes: dict[str, Episode] = {}
         self._reading: dict[asyncio.StreamWriter, None] = {}
         self._waiting: dict[Turn, _Waiting] = {}
@@ -113,11 +112,6 @@ class PolicyEndpoint:
         """The address that a client of OpenAI's API takes as its base."""
         return f"{self._address}/s/{episode.name}/v1"
 
-    @property
-    def all_wait(self) -> bool:
-        """True if each episode has a request that waits for tokens."""
-        return len({waiting.episode.name for waiting in self._waiting.values()}) == len(self._episodes)
-
     def _give(self, turn: Turn, completion: Completion) -> None:
         """Answer the request of a turn."""
         if turn not in self._waiting:  # its episode has ended
@@ -128,7 +122,6 @@ class PolicyEndpoint:
         else:
             waiting.episode.session.end(turn, completion)
         waiting.answered.set()
-        self._changed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reading[writer] = None
@@ -216,7 +209,6 @@ class PolicyEndpoint:
                 asked = OpenRequest(session.request(turn), lambda found: soon(self._give, turn, found))
                 self._waiting[turn] = _Waiting(episode, asked, asyncio.Event())
                 episode.engine.ask([asked])
-                self._changed()
             await self._waiting[turn].answered.wait()
         answered = session.answered.get(turn)
         if answered is None:

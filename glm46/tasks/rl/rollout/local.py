@@ -1,6 +1,9 @@
 """The engine that samples inside the training job, on its ranks, with the weights of the policy network."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +16,23 @@ from glm46.engine.inference.generation import Continuation, Generation
 from glm46.engine.inference.model_mesh import ModelMesh
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.training.network import Network
-from glm46.tasks.rl.rollout.records import NOTHING, Completion, Request, SamplingRules, VersionSpan, pack, unpack
+from glm46.tasks.rl.rollout.first_rank import run_on_first_rank
+from glm46.tasks.rl.rollout.records import (
+    Completion,
+    EpisodeEnd,
+    Request,
+    SamplingRules,
+    SessionSample,
+    VersionSpan,
+    pack_groups,
+    unpack_groups,
+)
 from glm46.tasks.rl.rollout.weights import whole_weights
+
+Exchange = Callable[[Mapping[int, Completion]], tuple[Sequence[tuple[int, Request]], Sequence[int]] | None]
+"""Takes the completions that have ended since the last call, by the numbers of their requests; gives new requests with
+their numbers, and the numbers of those that are not wanted any more; None at the end."""
+_STOPPED = b"stopped"
 
 
 class LocalEngine:
@@ -93,28 +111,80 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request], rules: SamplingRules) -> list[Completion]:
         """See `Engine.generate`."""
+        own = self._share(dict(enumerate(requests)), {})
+        self._generation(list(own.values()), rules, is_stopped=self._is_stopped).run()
+        found = _unpacked(_of_all_ranks(self._packed(own, rules)))
+        return [found[number] for number in range(len(requests))]
+
+    def serve(self, exchange: Exchange, rules: SamplingRules) -> None:
+        """Generate requests that come while others are generated: each is admitted at the next token if a row is free,
+        with the tokens that it would have alone. Until the end of the exchange, or a stop on any rank. Collective: all
+        ranks admit and end the same requests at the same tokens.
+
+        Args:
+            exchange: called on rank 0 before each token. It may wait, for a request or its own ends.
+        """
+        own, groups = dict[int, Continuation](), dict[int, int]()
+
+        def arriving() -> list[Continuation] | None:
+            ended = {number: one for number, one in own.items() if one.finish is not None}
+            of_ranks = _of_all_ranks(_STOPPED if self._is_stopped() else self._packed(ended, rules))
+            if _STOPPED in of_ranks:
+                return None
+            found = _unpacked(of_ranks)
+            work = lambda: json.dumps(exchange(found)).encode()  # noqa: E731
+            content = work() if dist.get_world_size() == 1 else run_on_first_rank(work)
+            if (given := json.loads(content)) is None:
+                return None
+            new, dropped = {number: Request(*of) for number, of in given[0]}, given[1]
+            for number in (*found, *dropped):
+                groups.pop(number, None)
+                if (one := own.pop(number, None)) is not None:
+                    one.finish = one.finish or "abort"
+            begun = self._share(new, groups)
+            own.update(begun)
+            return list(begun.values())
+
+        self._generation([], rules, arriving=arriving).run()
+
+    def _share(self, new: Mapping[int, Request], groups: dict[int, int]) -> dict[int, Continuation]:
+        """This rank's part of new requests, of which the ranks with the fewest get the most.
+
+        Args:
+            groups: of ranks, by the numbers of open requests, to which the new ones are added.
+        """
+        numbers, open_ = list(new), Counter(groups.values())
+        shares = sorted(_shares(list(new.values()), self._mesh.layout.dp_degree), key=len)
+        for group, share in zip(sorted(range(len(shares)), key=lambda one: -open_[one]), shares, strict=True):
+            groups |= {numbers[index]: group for index in share}
+        return {number: _continuation(one) for number, one in new.items() if groups[number] == self._mesh.row_group}
+
+    def _generation(self, begun: Sequence[Continuation], rules: SamplingRules, **calls: Any) -> Generation:
         assert self._decoder is not None, "no weights before the first update"
         assert self._routes or not rules.routes, "an engine that keeps no routes"
-        layout = self._mesh.layout
-        shares = _shares(requests, layout.dp_degree)
-        mine = [_continuation(requests[number]) for number in shares[self._mesh.row_group]]
-        assert all(len(one.prompt) + one.max_new_tokens <= self._length for one in mine)
-        Generation(
+        return Generation(
             self._decoder,
-            mine,
+            begun,
             sampling=Sampling(rules.temperature),
             stop=rules.stop,
             vocab_size=rules.vocab_size,
-            is_stopped=self._is_stopped,
-        ).run()
-        found = [NOTHING] * len(requests)
-        # Of the ranks with the same rows the first sends them; they are of the first stage.
-        sent = mine if self._mesh.is_first_of_rows else []
-        of_ranks = _of_all_ranks([_completion(one, self._version, with_routes=rules.routes) for one in sent])
-        for share, completions in zip(shares, of_ranks[: layout.dp_degree * layout.tp : layout.tp], strict=True):
-            for number, completion in zip(share, completions, strict=True):
-                found[number] = completion
-        return found
+            **calls,
+        )
+
+    def _completion(self, one: Continuation, rules: SamplingRules) -> Completion:
+        assert one.finish is not None, "it has ended"
+        spans = [VersionSpan(0, self._version)] if one.tokens else []
+        routes = one.routes.numpy() if rules.routes and one.routes is not None else None
+        if routes is not None and routes.dtype != np.uint8:
+            routes = routes.astype(np.uint16)
+        return Completion(one.tokens, one.logprobs, one.finish, spans, routes, (), one.drafted, one.accepted)
+
+    def _packed(self, ended: Mapping[int, Continuation], rules: SamplingRules) -> bytes:
+        """Completions by their numbers. Of the ranks with the same rows the first sends them; they are of the first
+        stage."""
+        sent = ended if self._mesh.is_first_of_rows else {}
+        samples = {n: SessionSample([], self._completion(one, rules)) for n, one in sent.items()}
+        return pack_groups({n: [EpisodeEnd([one])] for n, one in samples.items()}) if samples else b""
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -129,13 +199,9 @@ def _part(whole: Tensor, own: Tensor) -> Tensor:
     return whole
 
 
-def _completion(one: Continuation, version: int, *, with_routes: bool) -> Completion:
-    assert one.finish is not None, "it has ended"
-    spans = [VersionSpan(0, version)] if one.tokens else []
-    routes = one.routes.numpy() if with_routes and one.routes is not None else None
-    if routes is not None and routes.dtype != np.uint8:
-        routes = routes.astype(np.uint16)
-    return Completion(one.tokens, one.logprobs, one.finish, spans, routes, (), one.drafted, one.accepted)
+def _unpacked(of_ranks: Sequence[bytes]) -> dict[int, Completion]:
+    groups = [unpack_groups(content) for content in of_ranks if content]
+    return {number: end.completion for of in groups for number, (end,) in of.items()}
 
 
 def _continuation(request: Request) -> Continuation:
@@ -153,14 +219,16 @@ def _shares(requests: Sequence[Request], ranks: int) -> list[list[int]]:
     return [order[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def _of_all_ranks(completions: list[Completion]) -> list[list[Completion]]:
-    """The completions of each rank. Collective."""
+def _of_all_ranks(content: bytes) -> list[bytes]:
+    """The content of each rank. Collective."""
     if dist.get_world_size() == 1:
-        return [completions]
-    own = torch.frombuffer(bytearray(pack(completions)), dtype=torch.uint8)
+        return [content]
+    own = torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8)[: len(content)]
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(own)]))
-    padded = torch.cat([own, own.new_zeros(max(map(int, sizes)) - len(own))])
+    if not (longest := max(map(int, sizes))):
+        return [b""] * len(sizes)
+    padded = torch.cat([own, own.new_zeros(longest - len(own))])
     found = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(found, padded)
-    return [unpack(content[: int(size)].numpy().tobytes()) for content, size in zip(found, sizes, strict=True)]
+    return [content[: int(size)].numpy().tobytes() for content, size in zip(found, sizes, strict=True)]

@@ -24,8 +24,8 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.inference import decoder as decoder_module
 from glm46.engine.inference import few_tokens, sampling
 from glm46.engine.inference.decoder import Decoder
-from glm46.engine.inference.generation import Continuation, Generation, continue_tokens, decoder_for
-from glm46.engine.inference.sampling import Sampling
+from glm46.engine.inference.generation import Continuation, Generation, decoder_for
+from glm46.engine.inference.sampling import Sampling, continue_tokens
 from glm46.files import progress
 from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.data.tokenizer import load_tokenizer
@@ -324,6 +324,42 @@ def test_a_continuation_does_not_depend_on_rows_neighbours_or_drafts_and_can_be_
         Generation(Decoder(model, batch=1, max_length=40), [rest], **rules).run()
         whole = next(one for one in alone.values() if one.seed == seed)
         assert first.finish == "stop" or first.tokens + rest.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_continuations_that_come_while_others_are_written_are_those_written_alone(drafts):
+    """At other tokens in each run; those that are not wanted any more lose their rows, or never get one."""
+    model = random_model(vocab_size=61, num_nextn_predict_layers=1)
+    rules = {"sampling": Sampling(0.8), "stop": frozenset({13, 14, 20, 31}), "vocab_size": 58}
+    requests = [(PROMPTS[i % 4], 5 + 3 * i % 11, 100 + i) for i in range(23)]
+    alone = [Continuation(*request) for request in requests]
+    for one in alone:
+        Generation(Decoder(model, batch=1, max_length=40), [one], **rules).run()
+    for gap, rows in ((0, 4), (1, 4), (2, 8), (3, 4)):
+        found, calls = [Continuation(*request) for request in requests], 0
+        dropped = [Continuation(prompt, 20, seed) for seed, prompt in enumerate(PROMPTS)]
+
+        def arriving(gap=gap, found=found, dropped=dropped):
+            nonlocal calls
+            number, calls = calls, calls + 1
+            if number == 5:
+                for one in dropped:
+                    one.finish = "abort"
+            if number > 22 * gap and all(one.finish for one in found):
+                return None
+            if gap == 0:
+                return [*dropped[:1], *found, *dropped[1:]] if number == 0 else []
+            new = [] if number % gap or number // gap >= 23 else [found[number // gap]]
+            return [*new, *(() if number else dropped)]
+
+        decoder = Decoder(model, batch=rows, max_length=40, drafts=drafts)
+        rounds = sum(1 for _ in Generation(decoder, [], **rules, arriving=arriving))
+        assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in alone]
+        for one, other in zip(found, alone, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=5e-5)  # FP32, logits of order 1; processors differ
+        if gap == 0:
+            assert 0 < len(dropped[0].tokens) <= 5 * (1 + drafts) and not dropped[-1].tokens
+        assert rounds < sum(len(one.tokens) for one in alone) / 2, "they share rounds"
 
 
 def test_equal_prompts_are_computed_once_and_long_ones_in_portions(monkeypatch):

@@ -26,7 +26,7 @@ from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.ablation import AblationConfig, require_one_run
 from glm46.config.errors import UserError
 from glm46.config.loader import load_config
-from glm46.engine.inference.generation import continue_tokens
+from glm46.engine.inference.sampling import continue_tokens
 from glm46.engine.observe import writes
 from glm46.engine.observe.heartbeat import read_heartbeat
 from glm46.engine.observe.history import LineFile, read_history

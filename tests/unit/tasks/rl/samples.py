@@ -104,3 +104,16 @@ def value_step(batch: dict[str, Tensor], config: RLConfig) -> tuple[Tensor, dict
     loss = objective.loss(output(values, values=values), batch, totals, 0)
     sums = objective.sums(output(values.detach(), values=values.detach()), batch)
     return loss.detach(), objective.metrics(sums, totals, 0), torch.autograd.grad(loss, values)[0]
+
+
+class InRounds:
+    """Serves by `generate`: what comes is a round. As `LocalEngine.serve` it ends early at a stop."""
+
+    def serve(self, exchange, rules) -> None:
+        ended = {}
+        while (given := exchange(ended)) is not None:
+            (numbers, requests), _ = zip(*given[0], strict=True) if given[0] else ((), ()), given[1]
+            completions = self.generate(requests, rules) if requests else []
+            if any(one.finish == "abort" for one in completions):
+                return
+            ended = dict(zip(numbers, completions, strict=True))

@@ -25,6 +25,7 @@ from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpa
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 from glm46.tasks.rl.task import train
+from tests.unit.tasks.rl.samples import InRounds
 
 FOLDER = Path(__file__).parents[4] / "train_configs"
 PROGRAMS = FOLDER / "programs"
@@ -68,7 +69,7 @@ SEARCH = Agent(
 )  # fmt: skip
 
 
-class Scripted:
+class Scripted(InRounds):
     """An engine that gives turns one after another: a request has as many calls as turns before it."""
 
     def __init__(self, tokenizer, turns):
@@ -137,11 +138,11 @@ def test_the_program_of_a_recipe_uses_its_tool_and_is_judged(recipe, tokenizer, 
     pool = FunctionPool([RewardRule(one.name, seconds=100.0) for one in config.rewards])
     length = RolloutConfig.model_validate({"max_new_tokens": 4000})
     of = Sampler(config, length, tokenizer, engine, [prompt], rules, 0, pool)
-    of.episodes = CommandEpisodes(config.environment, config.prompts, tokenizer, engine, lambda: False, tmp_path / "no")
+    of.environment = CommandEpisodes(config.environment, config.prompts, tokenizer, tmp_path / "no")
     try:
         rollout = generate_rollout(of, of.generate_groups, 7, 0)
     finally:
-        of.episodes.close()
+        of.environment.close()
         pool.close()
         dist.destroy_process_group()
     assert not (tmp_path / "no").exists(), "no program failed"

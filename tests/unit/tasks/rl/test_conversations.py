@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,8 @@ from glm46.config.rollout import RolloutConfig as RolloutSection
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
 from glm46.storage.chats.conversation import Conversation, Message, ToolCall
 from glm46.storage.huggingface.tokenizer_files import stop_ids
+from glm46.tasks.rl.conversations import Conversations
+from glm46.tasks.rl.environment import run_episodes
 from glm46.tasks.rl.journal import FOLDER, write_fields, write_rollout
 from glm46.tasks.rl.packing import PackShape, build_batch, collect, items_of
 from glm46.tasks.rl.prompts import Prompt
@@ -29,6 +32,7 @@ from glm46.tasks.rl.rollout.session import Session
 from glm46.tasks.rl.rollouts import generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 from tests.processes import HANG_SECONDS
+from tests.unit.tasks.rl.samples import InRounds
 
 TOOLS = ({"name": "calculator"},)
 QUESTION = Message("user", "12 * 3 + 1/2?")
@@ -43,7 +47,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-class Scripted:
+class Scripted(InRounds):
     """An engine that generates the turns of a document, one in each call."""
 
     def __init__(self, turns: list[list[int]], *, has_routes: bool = False):
@@ -76,7 +80,6 @@ def document_of(messages: tuple[Message, ...], tokenizer) -> tuple[list[int], li
 
 
 def sampler(engine, tokenizer, replies, longest: int = LONGEST) -> Sampler:
-    environment = SimpleNamespace(replies=replies)
     section = RolloutSection.model_validate({"max_new_tokens": longest})
     config = RLConfig.model_validate({
         "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl"}, "rewards": [{"name": "exact"}],
@@ -84,7 +87,14 @@ def sampler(engine, tokenizer, replies, longest: int = LONGEST) -> Sampler:
     }).resolved()  # fmt: skip
     rules = SamplingRules(1.0, frozenset(stop_ids(tokenizer)), tokenizer.vocab_size)
     pool = FunctionPool([RewardRule("exact")])
+    environment = replying(replies, tokenizer, 3)
     return Sampler(config, section, tokenizer, engine, [], rules, 0, pool, environment)
+
+
+def replying(replies, tokenizer, most_turns: int) -> Conversations:
+    """An environment whose function is one of this process."""
+    pool = SimpleNamespace(replies=replies, close=lambda: None)
+    return Conversations(pool, tokenizer, frozenset(stop_ids(tokenizer)), False, most_turns, ThreadPoolExecutor(4))
 
 
 def calculated(answers):
@@ -228,6 +238,10 @@ def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_thei
         FunctionPool([RewardRule("no_such_module:f")], key="rl.filter")
 
 
+def in_rounds(of: Sampler, request: Request) -> list[EpisodeEnd]:
+    return run_episodes(of.environment, of.prompt, [(0, request)], of.engine, of.rules, lambda: False)
+
+
 class Answering:
     """See `Requests`: answers by an engine, at once."""
 
@@ -247,7 +261,7 @@ def in_background(of: Sampler, request: Request, turns=()) -> tuple[EpisodeEnd |
     """The end of a conversation that goes on by itself behind recorded turns, and its new turns."""
     ends, noted = queue.SimpleQueue(), []
     member = Member(0, request, EpisodeEnd(list(turns), is_part=True), finish=ends.put, note=noted.append)
-    of.conversations().begin(Answering(of.engine), [member])
+    of.environment.begin(of.prompt, Answering(of.engine), [member])
     return ends.get(timeout=HANG_SECONDS), noted
 
 
@@ -263,7 +277,7 @@ def test_a_conversation_that_goes_on_by_itself_is_that_of_rounds(tokenizer):
 
     for longest in (len(turns[0]) + 3, LONGEST):
         of, request = made(longest)
-        (expected,) = of._converse([(prompt, request)], of.rules)
+        (expected,) = in_rounds(of, request)
         end, noted = in_background(*made(longest))
         assert end == expected and len(end.samples[0].completion.replies) == len(noted) - 1
     asked = of.engine.asked
@@ -285,8 +299,8 @@ def test_a_conversation_that_goes_on_by_itself_is_that_of_rounds(tokenizer):
 def test_the_end_of_a_run_waits_for_no_call_of_the_function(tokenizer):
     """Calls that wait for a thread are given up before the processes of the others end."""
     of, has_ended = sampler(Scripted([]), tokenizer, calculated), threading.Event()
-    of.engine.close, of.environment.close = lambda: None, has_ended.set
-    threads = of.conversations().threads
+    of.engine.close, of.environment.pool.close = lambda: None, has_ended.set
+    threads = of.environment.threads
     calls = [threads.submit(has_ended.wait, HANG_SECONDS) for _ in range(100)]
     of.close()
     assert calls[0].result(HANG_SECONDS) and calls[-1].cancelled()
@@ -312,5 +326,7 @@ def test_a_turn_is_kept_with_the_experts_of_its_own_tokens_alone(tokenizer):
     ]  # of an earlier version
     again, _ = in_background(of, request, whole)
     assert np.array_equal(again.samples[0].completion.routes, routes)
-    (expected,) = sampler(Scripted(turns, has_routes=True), tokenizer, calculated)._converse([(prompt, request)], None)
+    of = sampler(Scripted(turns, has_routes=True), tokenizer, calculated)
+    of.prompts = [prompt]
+    (expected,) = in_rounds(of, request)
     assert np.array_equal(expected.samples[0].completion.routes, routes)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +29,8 @@ from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import answered_lines, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
+from tests.unit.tasks.rl.samples import InRounds
+from tests.unit.tasks.rl.test_conversations import replying
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 
@@ -41,7 +42,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-class Echo:
+class Echo(InRounds):
     """An engine whose answer depends on prompt and seed."""
 
     def __init__(self, tokenizer):
@@ -79,10 +80,8 @@ def make_sampler(tokenizer, request, tmp_path):
             FunctionPool([RewardRule(name) for name in rewards]),
         )  # fmt: skip
         if config.environment.kind == "command":
-            made.episodes = CommandEpisodes(
-                config.environment, config.prompts, tokenizer, engine, lambda: False, tmp_path / "failed"
-            )  # fmt: skip
-            request.addfinalizer(made.episodes.close)
+            made.environment = CommandEpisodes(config.environment, config.prompts, tokenizer, tmp_path / "failed")
+            request.addfinalizer(made.environment.close)
         return made
 
     return make
@@ -108,7 +107,7 @@ def test_a_program_has_the_samples_of_a_function_that_replies_alike(make_sampler
     of_program = make_sampler(["two tries"] * 3, command())
     of_function = make_sampler(["two tries"] * 3, {"function": "a:b"})
     replies = lambda answers: [Reply(None if a.history else a.prompt) for a in answers]  # noqa: E731
-    of_function.environment = SimpleNamespace(replies=replies)
+    of_function.environment = replying(replies, of_function.tokenizer, 2)
     one, other = (generate_rollout(of, of.generate_groups, 7, 0) for of in (of_program, of_function))
     assert len(one) == 6 and len(one.logprobs) < (one.lengths - one.prompt_lengths).sum() and one.reward.min() > 0
     for field in fields(other):
@@ -157,7 +156,7 @@ def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampl
     monkeypatch.setenv("STEPS_FOLDER", str(tmp_path / "marks"))
     said = []
     of = make_sampler(["fails once"] * 2, command(variables=["STEPS_FOLDER"]))
-    of.episodes._say = said.append
+    of.environment._say = said.append
     assert not any(one.fault for one in of.generate_groups(0, 2)) and len(list(tmp_path.glob("marks-*"))) == 2
     assert said[0].startswith("rl.environment: it ended with code 3 (try 1 of 2") and len(said) == 2
     # Each prompt fails once more, and has no other try.
@@ -176,7 +175,7 @@ def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampl
 
 def test_a_first_request_without_room_ends_the_run_before_a_step_with_key_and_remedy(make_sampler, length):
     of, said = make_sampler(["long"] * 2, command(tries=1)), []
-    of.say = of.episodes._say = said.append
+    of.say = of.environment._say = said.append
     remedy = (
         r"rl\.environment: the prompt has \d+ tokens, and a conversation has at most \d+: \d+ of the row's prompt and "
         r"200 of rollout\.max_new_tokens, .* system prompt and tools count too; raise rollout\.max_new_tokens above "
@@ -197,7 +196,7 @@ def test_a_first_request_without_room_ends_the_run_before_a_step_with_key_and_re
 def test_the_output_of_a_failed_program_can_be_read_afterwards(make_sampler, length, tmp_path):
     said = []
     of = make_sampler(["fails"], command(tries=5))
-    of.config, of.episodes._say = of.config.model_copy(update={"group_size": 1}), said.append
+    of.config, of.environment._say = of.config.model_copy(update={"group_size": 1}), said.append
     of.generate_groups(0, 1)
     files = sorted((tmp_path / "failed").iterdir())
     assert [file.name for file in files] == [f"failure_{number:06d}.txt" for number in (1, 2, 4)]
@@ -212,8 +211,8 @@ def test_the_output_of_a_failed_program_can_be_read_afterwards(make_sampler, len
     )
     of.generate_groups(0, 1)
     assert (tmp_path / "failed/failure_000001.txt").read_text().endswith("much\n")
-    of.episodes._folder, of.episodes._failures, of.episodes._say = tmp_path / "no folder", 0, said.append
-    of.episodes._folder.touch()
+    of.environment._folder, of.environment._failures, of.environment._say = tmp_path / "no folder", 0, said.append
+    of.environment._folder.touch()
     samples = of.generate_groups(0, 1)
     assert said[3].startswith("rl.environment.score_command: ") and "no folder" in said[3] and len(said) == 5
     assert "(try 1 of 1; failure 1; its output cannot be written: " in said[3] and all(one.fault for one in samples)
@@ -305,9 +304,9 @@ def test_a_script_that_is_not_there_is_refused_before_a_program_starts():
 
 def test_a_stop_ends_the_programs(make_sampler, length):
     of = make_sampler(["hang"], command())
-    of.episodes._is_stopped = lambda: bool(of.engine.rounds)
+    of.is_stopped = lambda: bool(of.engine.rounds)
     assert of.generate_groups(0, 1) is None
-    of.episodes._is_stopped = lambda: False
+    of.is_stopped = lambda: False
     generate = of.engine.generate
     of.engine.generate = lambda *_: [Completion([], [], "abort", [], None)] * 2
     assert of.generate_groups(0, 1) is None, "another rank was stopped first"

@@ -19,7 +19,7 @@ class Served:
     def __init__(self, turns: list[list[int]], *, thinking: bool = False):
         self.thinking = thinking
         self.turns, self.generated, self.said = turns, [], []
-        self.endpoint = PolicyEndpoint(lambda: None, self.said.append)
+        self.endpoint = PolicyEndpoint(self.said.append)
 
     def ask(self, asked) -> None:
         for one in asked:

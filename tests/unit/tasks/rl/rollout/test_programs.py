@@ -64,7 +64,7 @@ def run(monkeypatch, tmp_path, loop):
 
         async def whole() -> ProgramOutcome:
             tokenizer = load_tokenizer("builtin")
-            endpoint = PolicyEndpoint(lambda: None, print)
+            endpoint = PolicyEndpoint(print)
             server = await endpoint.start()
             episode = endpoint.open(Session(tokenizer, Request([1], 0, 9), thinking=False, most_turns=2), 2, None)
             variables = {"OPENAI_BASE_URL": endpoint.base_url(episode), "OPENAI_API_KEY": episode.key}

@@ -15,10 +15,11 @@ from glm46.config.rollout import RolloutConfig
 from glm46.storage.chats.chat import chat_prompt
 from glm46.storage.chats.conversation import Message
 from glm46.storage.data.tokenizer import load_tokenizer
+from glm46.tasks.rl.environment import run_episodes
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rollout import server_engine, server_pool
-from glm46.tasks.rl.rollout.records import Request, SamplingRules, seed_behind
+from glm46.tasks.rl.rollout.records import EpisodeEnd, Request, SamplingRules, seed_behind
 from glm46.tasks.rl.rollout.server_engine import ServerEngine
 from glm46.tasks.rl.rollout.server_state import CHANGED, ServedPolicy
 from glm46.tasks.rl.sampling import Sampler
@@ -124,15 +125,20 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
     )
     table = EnvironmentConfig(kind="command", command=(sys.executable, "-S", str(PROGRAM)), max_turns=2, seconds=100.0)
     keys = PromptsConfig(file="p.jsonl")
-    episodes = CommandEpisodes(table, keys, tokenizer, engine, lambda: False, tmp_path)
+    episodes = CommandEpisodes(table, keys, tokenizer, tmp_path)
     row = {"prompt": "Hi", "kind": "cut"}
-    asked = [(Prompt(prompt, "Hi", None, row=row), Request(prompt, seed, 50)) for seed in range(4)]
+    asked = [(0, Request(prompt, seed, 50)) for seed in range(4)]
+    read = lambda number: Prompt(prompt, "Hi", None, row=row)  # noqa: E731
+
+    def run() -> list[EpisodeEnd]:
+        return run_episodes(episodes, read, asked, engine, RULES, lambda: False)
+
     try:
         policy.version = 3
         engine.update(3)
         for stub in stubs:
             stub.generated.clear()
-        for (_, request), end in zip(asked, episodes.run(asked, RULES), strict=True):
+        for (_, request), end in zip(asked, run(), strict=True):
             ((first, completion),) = end.samples
             assert not end.fault and first == prompt and {span.version for span in completion.spans} == {3}
             expected = generate(prompt, seed_behind(request.seed, [*prompt, -6]), 6)  # the program states the limit
@@ -144,7 +150,7 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
         engine._pool.deadline = 0.3
         for stub in stubs:
             stub.fault = "hang"
-        assert all("did not finish" in end.fault and not end.samples for end in episodes.run(asked, RULES))
+        assert all("did not finish" in end.fault and not end.samples for end in run())
     finally:
         episodes.close()
         engine.close()
@@ -159,7 +165,7 @@ def test_a_turn_goes_on_through_an_update_and_its_program_only_waits(stubs, tmp_
         config, folder=tmp_path / "weights", policy=served, prompts=[prompt], rules=RULES, padding=range(50, 52)
     )
     table = EnvironmentConfig(kind="command", command=(sys.executable, "-S", str(PROGRAM)), max_turns=2, seconds=100.0)
-    episodes = CommandEpisodes(table, PromptsConfig(file="p.jsonl"), tokenizer, engine, lambda: False, tmp_path)
+    episodes = CommandEpisodes(table, PromptsConfig(file="p.jsonl"), tokenizer, tmp_path)
     row = {"prompt": "Hi", "kind": "cut"}
     begin = partial(episodes.begin, lambda number: Prompt(prompt, "Hi", None, row=row))
     try:

@@ -55,7 +55,7 @@ def run_worker(
     """The end of the worker on a task, and what the endpoint recorded; the policy answers as told."""
 
     async def whole() -> tuple[ProgramOutcome, Session]:
-        endpoint = PolicyEndpoint(lambda: None, print)
+        endpoint = PolicyEndpoint(print)
 
         def ask(asked) -> None:
             for one in asked:
