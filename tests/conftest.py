@@ -44,7 +44,6 @@ EVERY = {
     "test_folder_kinds::test_a_hugging_face_folder_is_quantised_as_its_step_folder_is": 3,
     "test_folder_kinds::test_a_verb_says_what_a_folder_of_another_kind_is": 3,
     "test_gpu_report::test_a_dry_run_runs_every_part": 0,
-    "test_measure_conversion::test_a_rank_reads_and_holds_only_what_it_keeps": 0,
     "test_attention::test_packed_micro_batches_meet_few_plans": 3,
     "test_attention::test_runs_equal_the_mask_of_all_pairs": 4,
     "test_attention_cost::test_memory_grows_with_the_row_and_falls_with_the_ranks": 0,

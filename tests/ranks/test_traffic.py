@@ -1,4 +1,4 @@
-"""Tokens and keys that ranks exchange are those that routing and window require; `test_planned_steps.py` has the rest."""
+"""Tokens and keys that ranks exchange are those of routing and window; `test_planned_steps.py` has all else."""
 
 import pytest
 
