@@ -35,7 +35,6 @@ EVERY = {
     "test_sharded_layouts::test_a_layout_equals_one_process": 11,
     "test_stale_rollouts::test_a_kill_in_a_rollout_loses_no_finished_group_and_changes_nothing": 0,
     "test_stops::test_a_signal_at_any_moment_loses_nothing_and_a_second_one_ends_at_once": 0,
-    "test_three_networks::test_a_policy_a_reference_and_a_critic_train_on_any_layout_and_resume_bit_for_bit": 0,
     "test_tutorial::test_every_command_of_the_tutorial_prints_what_the_page_shows": 0,
     "test_validation_tasks::test_every_layout_validates_what_one_process_does": 0,
     "test_ablate::test_a_signal_stops_the_run_and_the_next_call_goes_on": 2,
