@@ -18,11 +18,9 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import Process
-from glm46.compute.model.adapters import add_adapters, without_adapters
+from glm46.compute.model.adapters import without_adapters
 from glm46.compute.model.cross_entropy import IGNORE
-from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.magnitudes import Magnitudes
-from glm46.compute.parallelize.plan import initialise
 from glm46.config.adapter import AdapterConfig
 from glm46.config.presets import PRESETS, resolve_shape
 from glm46.config.run_config import RunConfig
@@ -35,7 +33,7 @@ from glm46.tasks.finetune.distillation import TEACHER
 from glm46.tasks.finetune.task import Distillation
 from glm46.tasks.finetune.teacher_values import TeacherValues
 from tests.ranks.preference_layouts import make_pairs, run_against_one
-from tests.ranks.sharded_layouts import Layout, begin_adapters, held, make_config, write_base
+from tests.ranks.sharded_layouts import Layout, begin_adapters, held, make_config, new_model, share_of, write_base
 from tests.teacher_folder import answer_of, logits_of, write_answers
 
 WIDE = "teacher of tests"
@@ -94,21 +92,10 @@ def config_of(keys: dict, layout: Layout) -> RunConfig:
     return RunConfig.model_validate(table)
 
 
-def new_model(config: RunConfig, adapter: AdapterConfig | None) -> Transformer:
-    """With the weights that every layout begins with."""
-    with torch.device("meta"):
-        model = Transformer(resolve_shape(config.model))
-        if adapter is not None:
-            add_adapters(model, adapter.model_copy(update={"base_dtype": None}))
-    model.to_empty(device="cpu")
-    initialise(model, config.debug.seed)
-    return model
-
-
 def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients, of one process without any transform, packing or chunk."""
     of = config.distillation
-    model = new_model(config, config.adapter)
+    model = new_model(config)
     if base is not None:
         write_base(model, base, layout.base)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -117,7 +104,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple
     if config.adapter is not None:
         begin_adapters(parameters)
         magnitudes.refresh()
-    teacher = None if config.teacher is None else new_model(config.teacher, None)
+    teacher = None if config.teacher is None else new_model(config.teacher)
     if teacher is not None:
         teacher.lm_head.weight.data.mul_(SHARP)
     batch, kls, nlls = make_rows(), [], []
@@ -152,7 +139,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float, top_k: int) -> Ten
 def store_answers(config: RunConfig, folder: Path) -> None:
     """What the teacher says of each document alone, in three parts and another order than that of the rows; of more
     tokens than the student reads."""
-    teacher, of, batch, found = new_model(config.teacher, None), config.distillation, make_rows(), []
+    teacher, of, batch, found = new_model(config.teacher), config.distillation, make_rows(), []
     teacher.lm_head.weight.data.mul_(SHARP)
     for ids, labels, numbers in zip(*(batch[n] for n in ("input_ids", "labels", "document_ids")), strict=True):
         for here in (numbers == number for number in range(int(numbers.max()) + 1)):
@@ -188,13 +175,9 @@ def run_layout(
     if (head := learner._teacher.frozen.get("lm_head.weight")) is not None and "teacher" in learner.networks:
         local_tensor(head).data.mul_(SHARP)
     task = SimpleNamespace(plan=plan, cluster=cluster, networks=learner.networks, objectives=learner.objectives)
-    whole, count = make_rows(), layout.micro_batches
-    rows = len(whole["labels"])
-    share = rows // count // plan.layout.dp_degree
-    first = [micro * (rows // count) + cluster.dp_rank * share for micro in range(count)]
-    micro_batches = [{name: tensor[at : at + share] for name, tensor in whole.items()} for at in first]
+    whole = make_rows()
     totals = count_step(task, [whole])
-    micro_batches = learner.complete(micro_batches)
+    micro_batches = learner.complete(share_of(whole, plan, cluster, layout.micro_batches))
     assert all(batch[TEACHER].shape == batch["labels"][:, 1:].shape for batch in micro_batches)
     outcome = train_step(task, micro_batches, totals, 0, 1.0).main
     gradients = {name: held(p.grad) for name, p in student.parameters.items()}

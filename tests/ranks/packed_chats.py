@@ -16,9 +16,7 @@ from torch import Tensor
 
 from glm46.compute.distributed.process import join, leave
 from glm46.compute.model.transformer import Transformer
-from glm46.compute.parallelize.plan import initialise
 from glm46.config.moe import MoEConfig
-from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
@@ -39,6 +37,7 @@ from tests.ranks.sharded_layouts import (
     gradient_errors,
     held,
     make_config,
+    new_model,
     squares,
 )  # fmt: skip
 
@@ -84,15 +83,6 @@ def run_config(layout: Layout) -> RunConfig:
     config = make_config(layout, layers=3)
     moe = MoEConfig(balance="none", sequence_aux_loss_weight=0.0)
     return config.model_copy(update={"moe": moe, "training": config.training.model_copy(update={"max_norm": 1e9})})
-
-
-def make_model(config: RunConfig) -> Transformer:
-    """Of one process, with its initial weights."""
-    with torch.device("meta"):
-        model = Transformer(resolve_shape(config.model))
-    model.to_empty(device="cpu")
-    initialise(model, config.debug.seed)
-    return model
 
 
 def run_alone(model: Transformer) -> tuple[float, dict, dict[str, Tensor]]:
@@ -141,7 +131,7 @@ def compare_some(names: list[str], expected: tuple[float, dict, dict[str, Tensor
 def main(world_size: int, *names: str) -> None:
     """Compare the named layouts, or all, with one process, which is this one."""
     torch.set_num_threads(1)
-    expected = run_alone(make_model(run_config(Layout())))
+    expected = run_alone(new_model(run_config(Layout())))
     names = names or tuple(LAYOUTS[world_size])
     run_cases(world_size, list(names), lambda some: compare_some(some, expected), len(names))
 

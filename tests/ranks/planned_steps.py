@@ -167,8 +167,6 @@ EVERYWHERE = {"n_routed_experts": 8, "num_experts_per_tok": 7}
 """All ranks have an expert of each token, so that the plan's mean over random choices is exact."""
 CASES = {
     "fsdp": Case(4),
-    "fsdp-uneven": Case(5, micro_batches=2, dtype=BF16),
-    "fsdp-full": Case(10, checkpointing="full", rows=2),
     "fsdp-8bit": Case(4, optimizer={"state_dtype": "8bit"}),
     "fsdp-adamw": Case(5, optimizer={"name": "AdamW", "state_dtype": "bfloat16"}, checkpointing="selective"),
     "fsdp-8bit-gathers": Case(4, dtype=BF16, micro_batches=2, model=EVEN, float8=TENSORWISE),
@@ -226,11 +224,9 @@ CASES = {
     "replicas": Case(4, replicate=4),
     "hsdp-ep-full": Case(8, replicate=2, experts_over=2, checkpointing="full", dtype=BF16),
     "ep": Case(4, experts_over=2),
-    "ep-selective": Case(4, experts_over=2, checkpointing="selective", dtype=BF16),
     "ep-uneven": Case(10, experts_over=2, micro_batches=2, rows=2),
     "ep-chunks": Case(4, experts_over=2, chunks=2),
     "ep-chunks-full": Case(8, experts_over=2, chunks=2, checkpointing="full", dtype=BF16, micro_batches=2),
-    "ep-chunks-selective": Case(8, experts_over=2, chunks=2, checkpointing="selective", dtype=BF16),
     "levels": Case(8, experts_over=4, of_host=2, model=EVERYWHERE, dtype=BF16),
     "levels-full": Case(8, experts_over=4, of_host=2, chunks=2, model=EVERYWHERE, checkpointing="full"),
     "levels-selective": Case(
@@ -250,12 +246,9 @@ CASES = {
     "cp-full": Case(6, context=2, checkpointing="full", dtype=BF16, rows=2),
     "cp-window": Case(4, context=2, dtype=BF16, model={"sliding_window": 40}),
     "cp-ring": Case(8, context=4, dtype=BF16, most_gathered=0),
-    "cp-ring-full": Case(4, context=2, checkpointing="full", most_gathered=0),
-    "cp-tp-ep-full": Case(8, context=2, tensor=2, experts_over=2, checkpointing="full"),
     "no-prediction": Case(8, context=2, tensor=2, experts_over=2, model={"num_nextn_predict_layers": 0}),
     "pp": Case(4, pipeline=2, micro_batches=4),
     "pp-always": Case(4, pipeline=2, micro_batches=4, reshard="always"),
-    "pp-tp-full": Case(8, pipeline=2, tensor=2, checkpointing="full", dtype=BF16, micro_batches=4),
     "pp4-hsdp": Case(8, pipeline=4, replicate=2, micro_batches=4),
     "pp-cp-full": Case(8, pipeline=2, context=2, checkpointing="full", dtype=BF16, micro_batches=2),
     "gpipe-ep-full": Case(
@@ -276,9 +269,6 @@ CASES = {
         8, pipeline=2, experts_over=2, schedule=schedule_here("InterleavedZeroBubble"), checkpointing="full",
         micro_batches=4,
     ),
-    "zbv-tp-selective": Case(
-        4, pipeline=2, tensor=2, schedule=schedule_here("ZBVZeroBubble"), checkpointing="selective", micro_batches=4
-    ),
     "dual-ep-full": Case(
         8, pipeline=2, experts_over=2, schedule=schedule_here("DualPipeV"), checkpointing="full", micro_batches=4
     ),
@@ -291,9 +281,7 @@ CASES = {
     ),
     "lora": Case(4, adapter=LORA, micro_batches=2, dtype=BF16),
     "lora-full": Case(4, adapter=LORA, replicate=2, checkpointing="full"),
-    "lora-ep": Case(8, adapter=LORA, experts_over=2, checkpointing="selective", dtype=BF16),
     "lora-whole-experts": Case(6, adapter=LORA, experts_over=6, dtype=BF16, micro_batches=2),
-    "lora-tp": Case(4, adapter=LORA, tensor=2, dtype=BF16),
     "lora-tp-ep-full": Case(12, adapter=LORA, tensor=2, experts_over=6, checkpointing="full", micro_batches=2),
     "lora-cp-tp": Case(4, adapter=LORA | {"targets": ["attention", "experts"]}, context=2, tensor=2),
     "lora-attention-of-some-layers": Case(4, adapter=LORA | {"targets": ["attention"], "layers": [2, 3]}),
@@ -331,7 +319,6 @@ CASES = {
     "latent": Case(5, model=LATENT, micro_batches=2, dtype=BF16),
     "latent-full": Case(4, model=LATENT, replicate=2, checkpointing="full", rows=2),
     "latent-selective": Case(4, model=LATENT, experts_over=2, checkpointing="selective", dtype=BF16),
-    "latent-tp": Case(4, model=LATENT, tensor=2),
     "latent-tp4-ep-full": Case(8, model=LATENT, tensor=4, experts_over=2, checkpointing="full", dtype=BF16),
     "latent-cp": Case(4, model=LATENT, context=2, dtype=BF16),
     "latent-cp-window": Case(4, model=LATENT | {"sliding_window": 40}, context=2),

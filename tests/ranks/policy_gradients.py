@@ -42,6 +42,7 @@ from tests.ranks.sharded_layouts import (
     make_batch,
     make_config,
     make_routes,
+    share_of,
     squares,
 )
 from tests.unit.tasks.rl.samples import LAYOUT, prepared
@@ -170,14 +171,12 @@ def run_layout(process: Process, layout: Layout) -> dict[str, tuple[dict, dict]]
     networks = {"policy": build_network(plan, cluster), "critic": build_network(plan, cluster, head="value")}
     for model in networks["policy"].models:
         model.mtp_alone = True
-    share = ROWS // layout.micro_batches // plan.layout.dp_degree
     for name in ALGORITHMS:
         rl = resolved(name)
         rows, rewards = make_samples(layout)
         (rows,) = prepared([rows], *rewards, rl, LONGEST)
         rows["routes"] = make_routes(0, plan.shape)
-        first = [(m * plan.layout.dp_degree + cluster.dp_rank) * share for m in range(layout.micro_batches)]
-        batches = [{key: tensor[start : start + share] for key, tensor in rows.items()} for start in first]
+        batches = share_of(rows, plan, cluster, layout.micro_batches)
         objectives = objectives_of(networks, rl)
         task = SimpleNamespace(plan=plan, cluster=cluster, networks=networks, objectives=objectives)
         own = count_step(task, batches)

@@ -25,15 +25,12 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import Process, join, leave
-from glm46.compute.model.adapters import add_adapters, without_adapters
+from glm46.compute.model.adapters import without_adapters
 from glm46.compute.model.cross_entropy import IGNORE, token_logprobs
 from glm46.compute.model.init import fill_normal
-from glm46.compute.model.transformer import Transformer
 from glm46.compute.parallelize.magnitudes import Magnitudes
-from glm46.compute.parallelize.plan import initialise
 from glm46.config.adapter import AdapterConfig
 from glm46.config.finetune import PreferenceConfig
-from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.training.hf_weights import load_weights
 from glm46.engine.training.network import build_network
@@ -54,7 +51,9 @@ from tests.ranks.sharded_layouts import (
     gradient_errors,
     held,
     make_config,
+    new_model,
     relative,
+    share_of,
     squares,
     write_base,
 )
@@ -199,12 +198,7 @@ def mismatched_halves(rows: list[int]) -> list[tuple[int, int]]:
 def run_reference(config: RunConfig, layout: Layout, base: Path | None) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients, of one process without any transform, packing or batch; ``base``: see `write_base`."""
     preference = config.preference
-    with torch.device("meta"):
-        model = Transformer(resolve_shape(config.model), head=config.head)
-        if config.adapter is not None:
-            add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
-    model.to_empty(device="cpu")
-    initialise(model, config.debug.seed)
+    model = new_model(config, head=config.head)
     if base is not None:
         write_base(model, base, layout.base)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -278,11 +272,9 @@ def run_layout(process: Process, loss_type: str, layout: Layout, base: Path | No
     vars(learner).update(plan=plan, cluster=cluster, network=policy, networks={"model": policy}, tokenizer=tokenizer)
     learner._prefer(PREFERENCES[loss_type])
     task = SimpleNamespace(plan=plan, cluster=cluster, networks=learner.networks, objectives=learner.objectives)
-    whole, count = make_pairs(), layout.micro_batches
-    share = ROWS // count // plan.layout.dp_degree
-    first = [micro * (ROWS // count) + cluster.dp_rank * share for micro in range(count)]
-    micro_batches = [{name: tensor[at : at + share] for name, tensor in whole.items()} for at in first]
-    micro_batches = learner.complete([learner._split(batch) for batch in micro_batches])
+    whole = make_pairs()
+    micro_batches = [learner._split(batch) for batch in share_of(whole, plan, cluster, layout.micro_batches)]
+    micro_batches = learner.complete(micro_batches)
     totals = count_step(task, [learner._split(whole)])
     rewards = torch.tensor(last_values(policy, answers(whole)) if plan.config.head == "value" else [])
     outcome = train_step(task, micro_batches, totals, 0, 1.0).main

@@ -467,6 +467,17 @@ def write_base(model: Transformer, folder: Path, base_dtype: str) -> None:
             rows.copy_(in_compute_type(*quantise_base(rows, base_dtype), torch.float32))
 
 
+def new_model(config: RunConfig, **options: str) -> Transformer:
+    """The model of one process with the weights that every layout begins with; its base is not quantised."""
+    with torch.device("meta"):
+        model = Transformer(resolve_shape(config.model), **options)
+        if config.adapter is not None:
+            add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
+    model.to_empty(device="cpu")
+    initialise(model, config.debug.seed)
+    return model
+
+
 def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -> tuple:
     """Of one process, in a plain loop without any transform: initial weights, value and gradients of `token_objective`,
     losses, counts and norms, first gradients and last weights of some steps, and the weights before these.
@@ -474,12 +485,7 @@ def run_reference(config: RunConfig, layout: Layout, base: Path | None = None) -
     Args:
         base: folder to write a quantised base to, and to compute with what it holds.
     """
-    with torch.device("meta"):
-        model = Transformer(resolve_shape(config.model))
-        if config.adapter is not None:
-            add_adapters(model, config.adapter.model_copy(update={"base_dtype": None}))
-    model.to_empty(device="cpu")
-    initialise(model, config.debug.seed)
+    model = new_model(config)
     if base is not None:
         write_base(model, base, layout.base)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -630,12 +636,15 @@ def make_config(layout: Layout, layers: int | None = None) -> RunConfig:
 
 def micro_batches(job: Job, step: int, count: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step: each is a block of rows, of which each reader takes its share."""
-    mask, readers = job.plan.config.data.document_mask, job.plan.layout.dp_degree
-    batch = make_batch(step, mask) | {"weights": make_token_weights()}
-    batch["routes"] = make_routes(step, job.plan.shape)
-    share = ROWS // count // readers
-    first = [micro * (ROWS // count) + job.cluster.dp_rank * share for micro in range(count)]
-    return [{name: tensor[start : start + share] for name, tensor in batch.items()} for start in first]
+    batch = make_batch(step, job.plan.config.data.document_mask) | {"weights": make_token_weights()}
+    return share_of(batch | {"routes": make_routes(step, job.plan.shape)}, job.plan, job.cluster, count)
+
+
+def share_of(rows: dict[str, Tensor], plan: Plan, cluster: Cluster, count: int) -> list[dict[str, Tensor]]:
+    """The part of whole rows that this rank reads, in so many micro-batches."""
+    share = ROWS // count // plan.layout.dp_degree
+    first = [micro * (ROWS // count) + cluster.dp_rank * share for micro in range(count)]
+    return [{name: tensor[start : start + share] for name, tensor in rows.items()} for start in first]
 
 
 def run_by_token(job: Job, layout: Layout) -> tuple[float, dict[str, Held]]:

@@ -51,18 +51,17 @@ class Case(NamedTuple):
 RECOMPUTED = [("core_attn",), ("experts",), ("exchange",), ("core_attn", "experts", "exchange")]
 CASES = {
     2: [
-        Case(), Case(replicate=2), Case(context=2), Case(tensor=2),
-        Case(context=2, ring=True), Case(context=2, window=5), Case(context=2, window=5, checkpointing="full"),
+        Case(context=2, window=5), Case(context=2, window=5, checkpointing="full"),
+        Case(context=2, window=5, flavor="debug-flash"),
+        *(Case(context=2, checkpointing=mode, flavor="debug-flash") for mode in ("none", "full")),
         *(Case(experts_over=2, checkpointing=mode) for mode in ("none", "selective", "full")),
         *(Case(experts_over=2, checkpointing="selective", recompute=some) for some in RECOMPUTED),
-        *(Case(context=2, checkpointing=mode, flavor="debug-flash") for mode in ("none", "full")),
-        Case(tensor=2, flavor="debug-flash"), Case(context=2, window=5, flavor="debug-flash"),
     ],
-    4: [Case(), Case(replicate=2), Case(replicate=2, experts_over=2), Case(experts_over=4),
-        Case(context=2), Case(context=2, experts_over=2), Case(context=2, experts_over=2, checkpointing="selective"),
+    4: [
+        Case(replicate=2, experts_over=2), Case(experts_over=4), Case(tensor=2, experts_over=4),
+        Case(context=2, experts_over=2), Case(context=2, experts_over=2, checkpointing="selective"),
         Case(context=4, ring=True), Case(context=4, ring=True, checkpointing="full"),
-        Case(tensor=2), Case(tensor=2, experts_over=4), Case(tensor=2, context=2),
-        Case(tensor=2, context=2, flavor="debug-flash")],
+    ],
 }  # fmt: skip
 
 

@@ -76,9 +76,3 @@ def test_prune_removes_nothing_when_the_newest_is_damaged(run):
     with pytest.raises(UserError, match="no older one is removed"):
         checkpoint_command(["prune", str(run), "--keep-latest-k", "1", "--yes"])
     assert len(names(run)) == 3
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    for verb in ("list", "verify", "show"):
-        with pytest.raises(UserError, match="absent: no such folder"):
-            checkpoint_command([verb, str(tmp_path / "absent")])

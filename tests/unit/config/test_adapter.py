@@ -4,9 +4,9 @@ import pytest
 
 from glm46.config import rules_layout
 from glm46.config.errors import UserError
-from glm46.config.loader import load_config
 from glm46.config.rules import broken_rules
 from glm46.config.run_config import RunConfig
+from tests.unit.config.test_preference import load
 
 SOUND = """
 [model]
@@ -84,12 +84,6 @@ BAD = {
     "unknown base": ('base_dtype = "int8"', ["adapter.base_dtype", '"int8"', "'nf4'"]),
     "dropout": ("dropout = 0.1", ["adapter.dropout", "unknown key"]),
 }  # fmt: skip
-
-
-def load(text: str, folder):
-    path = folder / "run.toml"
-    path.write_text(text)
-    return load_config(path)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -49,8 +49,6 @@ BAD = {
         ("validation.tasks[0].freq = 150", "take 200")),
     "validation task beyond the positions": (TASKS + '[{ kind = "position", lengths = [256, 4096] }]',
         ("validation.tasks[0].lengths = [256, 4096]", "take lengths up to that, or raise it")),
-    "lengths of a task without rows": (TASKS + '[{ kind = "standard", names = ["a"], lengths = [64] }]',
-        ("validation.tasks[0].lengths = [64]", 'without validation.tasks[0].kind = "position"')),
     "chats that are cut, that see each other, and are longer than a row": (
         ('path = "data/a"', 'path = "data/a"\nrecipe = { input = ["a"], format = "messages", max_tokens = 200 }'),
         ('data.sources[0].packing = "concatenate"', 'set packing = "best_fit"'),
@@ -194,6 +192,8 @@ BAD = {
         ('metrics.save_tb_folder = "."', "must not hold job.dump_folder = ", "name another folder")),
     "events among the checkpoints": ('[metrics]\nsave_tb_folder = "checkpoint"',
         ('metrics.save_tb_folder = "checkpoint"', "must not hold checkpoint.folder = ", "name another folder")),
+    "window that an export cannot have": ("sliding_window = 64\n[checkpoint]\nlast_save_in_hf = true",
+        ("checkpoint.last_save_in_hf = true", "no model.sliding_window = 64", "set only one of the two")),
     "two checkpoints to start from": ('[checkpoint]\nload_path = "a"\ninitial_load_path = "b"',
         ('checkpoint.load_path = "a", checkpoint.initial_load_path = "b"', "both given; ", "remove one of them")),
     "blocks of 8-bit states cut between ranks": (

@@ -1,33 +1,11 @@
 """Memory of attention grows with the row, and work with the squares of its documents."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 import torch.nn.functional as F
 
 from glm46.compute.model import attention_runs
 from glm46.compute.model.attention import attend
 from glm46.compute.model.attention_layout import attention_layout
-
-SCRIPT = Path(__file__).resolve().parents[4] / "scripts/measure/measure_attention.py"
-
-
-@pytest.mark.slow
-def test_memory_grows_with_the_row_and_falls_with_the_ranks():
-    """Two ranks: half of what the layer holds, and besides the keys and values of the whole row, a twelfth of it."""
-    lengths = (8192, 16384)  # docs/results/long_rows_2026-11-26.md has them up to 65,536
-    command = [sys.executable, str(SCRIPT), "--document", "256", "--lengths", *map(str, lengths)]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    rows = [json.loads(line) for line in ended.stdout.splitlines()]
-    peak = {(row["ranks"], row["length"]): row["peak"] for row in rows}
-    for ranks in (1, 2):
-        assert all(peak[ranks, 2 * length] <= 2.1 * peak[ranks, length] for length in lengths[:-1]), peak
-    assert all(peak[2, length] <= 0.58 * peak[1, length] for length in lengths), peak
 
 
 def test_sixteen_documents_cost_a_tenth_of_one(monkeypatch):

@@ -61,11 +61,6 @@ def test_expanded_gradient_is_accepted():
     torch.testing.assert_close(weight.grad[0], x[:4].sum(0).unsqueeze(1).expand(8, 4))
 
 
-def test_outer_of_an_empty_group_is_zero():
-    got = grouped_outer(torch.randn(3, 8), torch.randn(3, 8), offsets_of([0, 3, 0]))
-    assert (got[[0, 2]] == 0).all() and (got[1] != 0).any()
-
-
 def refuse_as_on_a_gpu(matrix):
     """The rule of torch's grouped CUDA kernels for an operand: one of the last two dimensions is contiguous, the step
     of the other is as long as it at least, and a multiple of 16 bytes."""
@@ -229,35 +224,6 @@ def test_dispatch_sorts_stably_and_counts_exactly():
     assert rows[:, 0].tolist() == [0, 1, 3, 1, 3, 0, 2, 2]  # tokens of expert 0, then 1, 2, 3; in token order inside
     assert sorted_weights.tolist() == [1, 2, 7, 3, 6, 0, 4, 5]
     assert offsets.tolist() == [3, 5, 7, 8, 8] and offsets.dtype == torch.int32
-
-
-def test_gather_and_combine_equal_indexing(relative_error):
-    generator = torch.Generator().manual_seed(1)
-    choice = torch.rand(40, 6, generator=generator).argsort(-1)[:, :3]
-    weights = torch.ones(40, 3)
-    x = torch.randn(40, 7, generator=generator, requires_grad=True)
-    dispatcher = LocalDispatcher()
-    rows, _, _, context = dispatcher.arrived(dispatcher.start(x, Routing(weights, choice, None), 6))
-    token = choice.flatten().argsort(stable=True) // 3
-    assert torch.equal(rows, x[token])
-    grad = torch.randn(120, 7, generator=generator)
-    (got,) = torch.autograd.grad(rows, x, grad)
-    assert relative_error(got, torch.zeros(40, 7).index_add(0, token, grad)) < 1e-6
-    y = torch.randn(120, 7, generator=generator, requires_grad=True)
-    combined = dispatcher.combine(y, context)
-    assert relative_error(combined, torch.zeros(40, 7).index_add(0, token, y)) < 1e-6
-    grad = torch.randn(40, 7, generator=generator)
-    (got,) = torch.autograd.grad(combined, y, grad)
-    assert torch.equal(got, grad[token])
-
-
-def test_bf16_sums_of_a_token_are_rounded_once():
-    """1 + 2**-8 + 2**-8 is 1.0078125 in FP32 and in BF16, but adding the terms in BF16 gives 1: each is half a step."""
-    choice = torch.tensor([[0, 1, 2]])
-    dispatcher = LocalDispatcher()
-    *_, context = dispatcher.arrived(dispatcher.start(torch.zeros(1, 1), Routing(torch.ones(1, 3), choice, None), 3))
-    y = torch.tensor([[1.0], [2.0**-8], [2.0**-8]], dtype=torch.bfloat16)
-    assert dispatcher.combine(y, context).item() == 1.0078125
 
 
 def test_dropped_assignments_add_nothing(tiny_shape, random_model):

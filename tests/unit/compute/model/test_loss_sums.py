@@ -4,45 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from glm46.compute.model.cross_entropy import token_logprobs
 from glm46.compute.model.router import RoutingOptions
-
-EVERYTHING = RoutingOptions(temperature=torch.tensor(1.3), capacity_factor=1.1, balance_loss=True, z_loss=True)
-
-
-def checkpointed(model):
-    """Recompute every block in backward, as activation checkpointing does."""
-    blocks = [*model.layers.values(), *(layer.block for layer in model.mtp.values())]
-    for block in blocks:
-        block.forward = _recomputing(block.forward)
-    return model
-
-
-def _recomputing(forward):
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
-
-
-def run(model, batch):
-    sums = model(**batch, options=EVERYTHING)
-    (sums.loss + 0.3 * sums.mtp_losses.sum() + 0.01 * sums.aux_losses.sum()).backward()
-    return sums, {name: p.grad for name, p in model.named_parameters()}
-
-
-def test_recomputation_changes_no_bit_and_counts_no_token_twice(tiny_shape, random_model, random_batch):
-    shape = tiny_shape(num_nextn_predict_layers=2)
-    batch = random_batch(shape) | dict(document_ids=torch.tensor([[0] * 8 + [1] * 8 + [-1] * 3] * 2))
-    sums, grads = run(random_model(shape), batch)
-    again, grads_again = run(checkpointed(random_model(shape)), batch)
-    assert sums.logprobs is sums.entropy is sums.values is None and again.loss is not None
-    for field in set(sums._fields) - {"logprobs", "entropy", "values"}:
-        assert torch.equal(getattr(sums, field), getattr(again, field)), field
-    for name in grads:
-        assert torch.equal(grads[name], grads_again[name]), name
-    assigned = sums.tokens_per_expert.sum(-1) + sums.overflow
-    assert assigned.tolist() == [2 * 16 * shape.num_experts_per_tok] * 4
-    assert (sums.overflow > 0).all()
 
 
 def test_prediction_layers_alone_have_the_gradients_of_their_losses(tiny_shape, random_model, random_batch):
@@ -100,15 +64,6 @@ def test_a_model_without_experts_reports_empty_counts(tiny_shape, random_model, 
     assert sums.tokens_per_expert.shape == (0, 8) and sums.overflow.shape == (0,)
     assert sums.mtp_losses.shape == (0,) and sums.aux_losses.tolist() == [0.0, 0.0]
     assert sums.tokens_per_expert.dtype == sums.overflow.dtype == torch.int64
-
-
-def test_temperature_flattens_the_weights_but_not_the_order(tiny_shape, random_model, random_batch):
-    shape = tiny_shape(num_nextn_predict_layers=0)
-    model, batch = random_model(shape), random_batch(shape)
-    one = model(**batch, options=RoutingOptions(temperature=torch.tensor(1.0)))
-    assert torch.equal(one.loss, model(**batch).loss)
-    hot = model(**batch, options=RoutingOptions(temperature=torch.tensor(50.0)))
-    assert abs((hot.loss - one.loss) / one.loss) > 1e-4
 
 
 def test_the_form_of_the_head_is_chosen_for_the_models_own_labels_alone(tiny_shape, random_model, random_batch):

@@ -58,17 +58,6 @@ def test_choice_weights_and_counts_equal_a_plain_loop(changes, temperature, rout
     assert routing.statistics.overflow == 0
 
 
-def test_bias_moves_the_choice_but_not_the_weights(router_and_input):
-    router, x = router_and_input(routed_scaling_factor=1.0)
-    router.e_score_correction_bias.zero_()[5] = 100.0
-    routing = router(x, None, RoutingOptions())
-    assert (routing.experts == 5).any(-1).all()
-    scores = (x.reshape(-1, x.shape[-1]) @ router.weight.t()).sigmoid()
-    chosen = scores.gather(1, routing.experts)
-    torch.testing.assert_close(routing.weights, chosen / chosen.sum(-1, keepdim=True), rtol=1e-5, atol=0)
-    assert routing.weights.max() < 1.0
-
-
 def test_scores_are_fp32_in_a_bf16_model(router_and_input):
     router, x = router_and_input()
     router.weight.data = router.weight.data.bfloat16()
@@ -184,13 +173,3 @@ def test_balance_loss_is_one_per_token_when_balanced_and_grows_with_imbalance(ro
     # Expert 2 has f = 8 / 2 and P = 0.953 / (0.953 + 7 * 0.5); the others share one choice per token: f = 4 / 7 each.
     probability = 0.9526 / (0.9526 + 3.5)
     assert skewed == pytest.approx(4 * probability + 4 / 7 * (1 - probability), abs=1e-3)
-
-
-def test_padding_is_given_no_weight_and_no_count(router_and_input):
-    router, x = router_and_input()
-    is_real = torch.ones(3, 11, dtype=torch.bool)
-    is_real[0, 7:] = False
-    routing = router(x, is_real, RoutingOptions())
-    assert (routing.weights.view(3, 11, 2)[~is_real] == 0).all()
-    assert (routing.weights.view(3, 11, 2)[is_real] > 0).all()
-    assert routing.statistics.tokens_per_expert.sum() == 2 * 29

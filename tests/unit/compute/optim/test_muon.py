@@ -92,26 +92,6 @@ def test_batches_and_row_blocks_equal_the_reference(monkeypatch, workspace_bytes
         assert torch.equal(optimizer.state[p]["momentum_buffer"], m)
 
 
-def test_fused_rows_equal_separate_parameters_bitwise():
-    fused, gradients = parameters_with_gradients([(4, 24, 40)])
-    parts = [torch.nn.Parameter(fused[0].detach()[:, rows].clone()) for rows in (slice(0, 8), slice(8, 24))]
-    part_gradients = [[g[0][:, :8], g[0][:, 8:]] for g in gradients]
-    options = dict(lr=0.02, ns_dtype=torch.float32)
-    run_steps(Muon([{"params": fused, "row_blocks": (8, 16)}], **options), fused, gradients)
-    run_steps(Muon(parts, **options), parts, part_gradients)
-    assert torch.equal(fused[0].detach(), torch.cat([part.detach() for part in parts], dim=1))
-
-
-def test_heads_equal_separate_parameters_bitwise():
-    fused, gradients = parameters_with_gradients([(96 * 8, 64)])
-    heads = [torch.nn.Parameter(head.clone()) for head in fused[0].detach().split(8)]
-    head_gradients = [list(g[0].split(8)) for g in gradients]
-    options = dict(lr=0.02, ns_dtype=torch.float32)
-    run_steps(Muon([{"params": fused, "row_blocks": (8,) * 96}], **options), fused, gradients)
-    run_steps(Muon(heads, **options), heads, head_gradients)
-    assert torch.equal(fused[0].detach(), torch.cat([head.detach() for head in heads]))
-
-
 def matrix_with_singular_values(values, columns=96, seed=1):
     generator = torch.Generator().manual_seed(seed)
     n = len(values)

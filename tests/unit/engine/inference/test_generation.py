@@ -236,15 +236,6 @@ def test_good_drafts_save_rounds_and_keep_all_tokens(predictable, prompts):
     assert 0.4 * sum(row.drafted for row in rows) < sum(row.accepted for row in rows)
 
 
-def test_a_row_does_not_depend_on_its_neighbours_when_drawing(predictable):
-    options = dict(temperature=1.5, top_k=12, seed=3)
-    for speculative in (False, True):
-        batched, _, _ = generate(predictable, PROMPTS[:2] * 2, speculative=speculative, **options)
-        alone = [generate(predictable, [p], speculative=speculative, **options)[0][0] for p in PROMPTS[:2]]
-        assert batched == alone * 2
-    assert generate(predictable, PROMPTS[:1], temperature=1.5, seed=4)[0] != batched[:1]
-
-
 @pytest.mark.parametrize(
     "options", [dict(), dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.02)], ids=str
 )
@@ -522,17 +513,6 @@ def test_mistakes_are_named_with_exit_code_2(arguments, words, folders, capsys):
     assert main(["generate", "--model", str(folders[1]), "--prompt", "x", *arguments]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words)
-
-
-def test_a_path_that_is_not_a_model_folder_is_named(folders, tmp_path, capsys):
-    for option, folder, words in (
-        ("--model", tmp_path / "none", "none: no such folder"),
-        ("--checkpoint", tmp_path, "neither a Hugging Face folder (config.json) nor a step folder"),
-        ("--checkpoint", folders[0].parent, f"it holds steps; give one of them, such as {folders[0]}"),
-        ("--model", folders[1] / "config.json", "config.json: is a file; give its folder"),
-    ):
-        assert main(["generate", option, str(folder), "--prompt", "x"]) == 2
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def _row(step, **more):
     return row | {"tokens_per_second": 50.0} | more
 
 
-def _report(folder, *, resumed_step=None, tensorboard=False, width=200, is_main=True):
-    console = Console(file=(folder / "console.txt").open("a"), width=width, highlight=False)
+def _report(folder, *, resumed_step=None, tensorboard=False, width=200, is_main=True, said=None):
+    console = Console(file=(said or folder / "console.txt").open("a"), width=width, highlight=False)
     return Report(
         folder,
         is_main=is_main,
@@ -41,6 +41,12 @@ def _report(folder, *, resumed_step=None, tensorboard=False, width=200, is_main=
 
 def _steps(folder, key="step"):
     return [row[key] for row in read_history(folder / "metrics.jsonl") if key in row]
+
+
+def _fill(disk):
+    with suppress(OSError), (disk / "filler").open("ab", buffering=0) as file:
+        while file.write(b"x" * 4096) == 4096:
+            pass
 
 
 def test_rows_are_in_the_file_at_once_and_in_the_log(tmp_path):
@@ -96,15 +102,9 @@ def test_a_damaged_line_is_left_out_of_a_resume(tmp_path):
 
 def test_a_full_disk_pauses_the_files_and_says_so_once(tmp_path, small_disk):
     mount, resize = small_disk
-    report = Report(
-        mount, is_main=True, tensorboard_folder=None, total_tokens=1000,
-        console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
-    )  # fmt: skip
+    report = _report(mount, said=tmp_path / "said", width=300)
     report.train(_row(1))
-    (mount / "filler").touch()
-    with suppress(OSError), (mount / "filler").open("ab", buffering=0) as file:
-        while file.write(b"x" * 4096) == 4096:
-            pass
+    _fill(mount)
     for step in range(2, 60):  # the rest of a page is filled first
         report.train(_row(step))
     written = _steps(mount)
@@ -123,10 +123,7 @@ def test_rows_wait_for_a_lost_folder(tmp_path):
     """As after a network disk has failed: the open files stay broken, and below the mount is an empty folder."""
     folder, away = tmp_path / "run", tmp_path / "away"
     folder.mkdir()
-    report = Report(
-        folder, is_main=True, tensorboard_folder=None, total_tokens=1000,
-        console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
-    )  # fmt: skip
+    report = _report(folder, said=tmp_path / "said", width=300)
     report.train(_row(1))
     folder.rename(away)
     folder.mkdir()
@@ -146,10 +143,7 @@ def test_rows_wait_for_a_lost_folder(tmp_path):
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("before"))])
 def test_a_folder_that_is_deleted_or_renamed_is_said_once_and_no_file_is_split(tmp_path, change):
     folder = tmp_path / "run"
-    report = Report(
-        folder, is_main=True, tensorboard_folder=folder / "tb", total_tokens=1000,
-        console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
-    )  # fmt: skip
+    report = _report(folder, tensorboard=True, said=tmp_path / "said", width=300)
     for step in range(1, 7):
         report.train(_row(step))
         report.validation({"step": step, "validation_loss": 4.0})
@@ -190,15 +184,9 @@ def test_a_full_disk_ends_tensorboard_with_one_message(tmp_path, small_disk, mon
     mount, _ = small_disk
     tracebacks = []
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
-    report = Report(
-        tmp_path, is_main=True, tensorboard_folder=tmp_path / "tb", total_tokens=1000,
-        console=ConsoleView(1000, Console(file=(tmp_path / "said").open("w"), width=300)),
-    )  # fmt: skip
+    report = _report(tmp_path, tensorboard=True, said=tmp_path / "said", width=300)
     report._tensorboard._folders = {"train": mount / "tb", "validation": mount / "tb/validation"}
-    (mount / "filler").touch()
-    with suppress(OSError), (mount / "filler").open("ab", buffering=0) as file:
-        while file.write(b"x" * 4096) == 4096:
-            pass
+    _fill(mount)
     for step in range(1, 400):
         report.train(_row(step))
     report.close()

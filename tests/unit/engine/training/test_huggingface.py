@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from glm46.config.errors import UserError
-from glm46.config.loader import load_config
 from glm46.engine.training.origin import refuse_origin
 from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.pretrain.task import train
@@ -101,16 +100,3 @@ def test_a_teacher_without_its_config_is_told_so(make_config, tmp_path):
         UserError, match="not a step folder but a Hugging Face folder; set checkpoint.initial_load_in_hf"
     ):
         refuse_origin(make_config(checkpoint=start | {"initial_load_in_hf": False}))
-
-
-def test_keys_that_cannot_work_are_refused_before_the_start(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(
-        '[model]\nflavor = "debug"\nsliding_window = 64\n[training]\nsteps = 1\n'
-        "[checkpoint]\ninitial_load_in_hf = true\nlast_save_in_hf = true\n"
-    )
-    with pytest.raises(UserError) as error:
-        load_config(path)
-    text = "\n".join(error.value.faults)
-    assert "checkpoint.initial_load_in_hf = true: has no effect without checkpoint.initial_load_path" in text
-    assert "model.sliding_window = 64" in text

@@ -65,11 +65,6 @@ def test_each_of_several_nodes_has_a_process_for_each_of_its_gpus(monkeypatch, t
     assert found == [(128, 8)]
 
 
-def test_machine_that_fits_is_accepted():
-    assert describe_refusal(debug_run(), LAPTOP, None) is None
-    assert describe_refusal(debug_run(), SERVER, 8) is None
-
-
 def test_memory_snapshots_are_refused_where_there_is_no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(one_node, "detect_machine", lambda *arguments, **keys: LAPTOP)
     dump = ["--job.dump_folder", str(tmp_path / "out")]
@@ -105,6 +100,7 @@ def test_refusal_of_a_large_run_shows_needs_and_machine():
         "8,192 = pipeline 8 x context 128 x tensor 8, experts over 32",
         "12.0 GiB free of 16.0 GiB",
         "GPUs               none",
+        *(f"  {length}  " for length in ("32,768", "65,536", "131,072", "196,608")),
     ):
         assert text in screen
     # One screen: of the usual 24 to 50 lines of a terminal.
@@ -407,15 +403,6 @@ def start(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
     command = [str(ROOT / "run_train.sh"), *arguments]
     environment = {**os.environ, "PATH": path, **variables}
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_one_command_refuses_the_large_run_on_one_screen():
-    end = start(CONFIG_FILE="train_configs/glm46_phase3.toml")
-    assert end.returncode == 2 and end.stdout.startswith("starting     ") and len(end.stdout.splitlines()) == 1
-    assert "What this run needs (GLM-4.6:" in end.stderr and "What was found" in end.stderr
-    for length in ("32,768", "65,536", "131,072", "196,608"):
-        assert f"  {length}  " in end.stderr
-    assert len(end.stderr.splitlines()) <= 40
 
 
 def test_one_command_passes_overrides_on():

@@ -4,7 +4,7 @@ import pytest
 
 from glm46.config.errors import UserError
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
-from glm46.storage.chats.conversation import Message, ToolCall, parse_conversation
+from glm46.storage.chats.conversation import Message, parse_conversation
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER = load_tokenizer("builtin")
@@ -243,24 +243,6 @@ def test_a_document_is_the_prompt_of_generate_and_what_is_sampled_behind_it(thou
     ((ids, is_target),) = rendered(system("Be."), user(), answer).documents
     assert ids.tolist() == prompt + sampled
     assert is_target.tolist() == [False] * len(prompt) + [True] * len(sampled)
-
-
-def test_the_prompt_of_a_long_conversation_begins_its_document():
-    messages = user(), assistant("A", "x"), user(), assistant("", "y", [("now", {})]), tool(), assistant("B", "z")
-    document = rendered(*messages, tools=[{"name": "now"}]).documents[-1]
-    so_far = [Message("user", "Hi"), Message("assistant", "A", "x"), Message("user", "Hi")]
-    so_far += [Message("assistant", "", "y", (ToolCall("now"),)), Message("tool", "noon")]
-    prompts = [chat_prompt(TOKENIZER, so_far[:n], tools=[{"name": "now"}], thinking=True) for n in (3, 5)]
-    for prompt in prompts:
-        assert document.ids[: len(prompt)].tolist() == prompt
-        assert not document.is_target[len(prompt) - 1] and document.is_target[len(prompt)]
-
-
-@pytest.mark.parametrize("thinking", [True, False])
-def test_prompts_as_text(thinking):
-    prompt = chat_prompt(TOKENIZER, [Message("system", "Be."), Message("user", "Hi")], thinking=thinking)
-    end = "<|assistant|>" if thinking else "/nothink<|assistant|>\n<think></think>"
-    assert TOKENIZER.decode(prompt) == "[gMASK]<sop><|system|>\nBe.<|user|>\nHi" + end
 
 
 def test_a_tokenizer_without_the_markers_is_refused():

@@ -1,7 +1,6 @@
 """One parser and one format: whoever reads a conversation gives the same tokens, those of GLM-4.5's own template."""
 
 import base64
-import builtins
 import datetime
 import decimal
 import json
@@ -18,9 +17,7 @@ from glm46.config.rl import RLConfig
 from glm46.config.rl_data import PromptsConfig
 from glm46.config.rollout import RolloutConfig
 from glm46.config.text_recipe import TextRecipe
-from glm46.engine.inference.generation import Continuation
 from glm46.operate.models import generate_prompts
-from glm46.operate.models.terminal_chat import TerminalChat
 from glm46.storage.chats.chat import ChatOptions, chat_prompt, render
 from glm46.storage.chats.chat_format import GLM_45, GLM_47
 from glm46.storage.chats.chat_template import chat_template, rendered
@@ -28,7 +25,6 @@ from glm46.storage.chats.conversation import BadConversation, Conversation, pars
 from glm46.storage.data.packing import TokenStream
 from glm46.storage.data.shards import NOT_A_TARGET
 from glm46.storage.data.tokenizer import load_tokenizer
-from glm46.storage.huggingface.tokenizer_files import stop_ids
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.storage.prepare.readers import file_rows
 from glm46.storage.prepare.rows import Fields, read_row
@@ -38,6 +34,7 @@ from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.sampling import Sampler
 from tests.small_run import call_here
+from tests.unit.commands.test_terminal_chat import talk
 
 TOKENIZER = load_tokenizer("builtin")
 _ORIGINAL = Path(__file__).resolve().parents[4].parent / "shared" / "cases" / "templates" / "glm45.jinja"
@@ -315,23 +312,11 @@ def test_prompts_of_a_chat_in_the_terminal(rows, monkeypatch):
         rest = messages[messages[0].role == "system" :]
         if "system" in roles_of(rest):
             continue
-        typed = iter([one.content for one in rest if one.role != "assistant"])
-        turns = iter([turn_of(messages[: n + 1], tools) for n, one in enumerate(messages) if one.role == "assistant"])
-        asked = []
-
-        def answer(prompt, is_stopped, turns=turns, asked=asked):
-            asked.append(prompt)
-            one = Continuation(prompt, 100, finish="stop")
-            return one, map(one.tokens.append, next(turns, sampled()))
-
-        def line(*_, typed=typed):
-            if (found := next(typed, None)) is None:
-                raise EOFError
-            return found
-
-        monkeypatch.setattr(builtins, "input", line)
+        typed = [one.content for one in rest if one.role != "assistant"]
+        turns = [turn_of(messages[: n + 1], tools) for n, one in enumerate(messages) if one.role == "assistant"]
         system = messages[0].content if messages[0].role == "system" else None
-        TerminalChat(TOKENIZER, answer, frozenset(stop_ids(TOKENIZER)), system, tools, thinks=True).run()
+        written = [(turn, "stop") for turn in (*turns, sampled())]
+        asked = talk(typed, written, monkeypatch, system=system, tools=tools, thinks=True)
         assert asked[-1] == wanted
         seen += 1
     assert seen == 10
@@ -349,6 +334,18 @@ class Scripted:
         return [Completion(turn, [0.0] * len(turn), "stop", [VersionSpan(0, 7)], None, (), 0, 0) for _ in requests]
 
 
+def converse(tokenizer, engine, rules, prompt, reply, thinking=True):
+    """Sample one conversation for a prompt, whose replies a function gives."""
+    config = RLConfig.model_validate({
+        "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl", "thinking": thinking},
+        "rewards": [{"name": "exact"}],
+        "environment": {"function": "a:b", "max_turns": 9},
+    }).resolved()  # fmt: skip
+    section, scorer = RolloutConfig.model_validate({"max_new_tokens": 5000}), FunctionPool([RewardRule("exact")])
+    environment = SimpleNamespace(replies=reply)
+    Sampler(config, section, tokenizer, engine, [], rules, 0, scorer, environment).generate({0: prompt}, rules)
+
+
 @pytest.fixture(scope="module")
 def one_rank():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -359,11 +356,6 @@ def one_rank():
 def test_requests_of_a_conversation_with_an_environment(rows, one_rank):
     """A reply is one message, and what was sampled stays: a thought too, which the template removes from old turns."""
     seen = 0
-    config = RLConfig.model_validate({
-        "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl", "thinking": True},
-        "rewards": [{"name": "exact"}],
-        "environment": {"function": "a:b", "max_turns": 9},
-    }).resolved()  # fmt: skip
     for messages, tools, wanted in parsed(rows):
         roles = roles_of(messages)
         last_user = len(roles) - 1 - roles[::-1].index("user")
@@ -373,12 +365,9 @@ def test_requests_of_a_conversation_with_an_environment(rows, one_rank):
             continue
         turns = [turn_of(messages[: n + 1], tools) for n in range(start, len(messages), 2)]
         replies = iter([Reply(one.content) for one in messages[start + 1 :: 2]] + [Reply(None)])
-        environment = SimpleNamespace(replies=lambda answers, replies=replies: [next(replies)])
         engine, rules = Scripted([*turns, sampled()]), SamplingRules(1.0, frozenset(), TOKENIZER.vocab_size)
-        section, scorer = RolloutConfig.model_validate({"max_new_tokens": 5000}), FunctionPool([RewardRule("exact")])
-        sampler = Sampler(config, section, TOKENIZER, engine, [], rules, 0, scorer, environment)
         prompt = Prompt(chat_prompt(TOKENIZER, messages[:start], tools=tools, thinking=True), "?", None)
-        sampler.generate({0: prompt}, rules)
+        converse(TOKENIZER, engine, rules, prompt, lambda answers, replies=replies: [next(replies)])
         assert engine.asked[-1].prompt == wanted and len(engine.asked) == len(turns) + 1
         seen += 1
     assert seen == 5
@@ -532,27 +521,13 @@ def test_prompts_of_rl_and_of_evaluation_in_the_format_of_glm_47(thinking, tmp_p
 
 def test_a_chat_in_the_terminal_in_the_format_of_glm_47(monkeypatch, capsys):
     """Three turns: with a thought, with one that the model ends at once, and one that the user forbids."""
-    typed = iter(["Hi", "And?", "No? /nothink"])
-    turns = iter(["why</think>Hello<|user|>", "</think>B<|user|>", "C<|user|>"])
-    asked = []
-
-    def answer(prompt, is_stopped):
-        asked.append(OF_47.decode(prompt))
-        one = Continuation(prompt, 100, finish="stop")
-        return one, map(one.tokens.append, OF_47.encode_with_special(next(turns)).tolist())
-
-    def line(*_):
-        if (found := next(typed, None)) is None:
-            raise EOFError
-        return found
-
-    monkeypatch.setattr(builtins, "input", line)
-    chat = TerminalChat(OF_47, answer, frozenset(stop_ids(OF_47)), thinks=True)
-    chat.run()
+    texts = ("why</think>Hello<|user|>", "</think>B<|user|>", "C<|user|>")
+    turns = [(OF_47.encode_with_special(text).tolist(), "stop") for text in texts]
+    asked = talk(["Hi", "And?", "No? /nothink"], turns, monkeypatch, OF_47, thinks=True)
     first = "[gMASK]<sop><|user|>Hi<|assistant|>"
     second = f"{first}</think>Hello<|user|>And?<|assistant|>"
-    assert asked == [f"{first}<think>", f"{second}<think>", f"{second}</think>B<|user|>No?<|assistant|></think>"]
-    assert [(one.reasoning, one.content) for one in chat._messages[1::2]] == [("why", "Hello"), ("", "B"), ("", "C")]
+    wanted = [f"{first}<think>", f"{second}<think>", f"{second}</think>B<|user|>No?<|assistant|></think>"]
+    assert [OF_47.decode(prompt) for prompt in asked] == wanted
     assert capsys.readouterr().out == "why\nHello\nB\nC\n"
 
 
@@ -560,11 +535,6 @@ def test_a_chat_in_the_terminal_in_the_format_of_glm_47(monkeypatch, capsys):
 def test_a_conversation_of_rl_goes_on_behind_what_was_sampled(thinking, one_rank):
     """An ended thought without text stays ``<think></think>``, which the template would write ``</think>``. Rewards
     read whole turns, with the tag that the prompt holds."""
-    config = RLConfig.model_validate({
-        "prompts_per_rollout": 1, "group_size": 1, "prompts": {"file": "p.jsonl", "thinking": thinking},
-        "rewards": [{"name": "exact"}],
-        "environment": {"function": "a:b", "max_turns": 9},
-    }).resolved()  # fmt: skip
     texts = ["</think>A<|user|>", "why</think>B<|user|>"] if thinking else ["A<|user|>", "B<|user|>"]
     engine = Scripted([OF_47.encode_with_special(text).tolist() for text in texts])
     replies, seen = iter([Reply("And?"), Reply(None)]), []
@@ -573,11 +543,9 @@ def test_a_conversation_of_rl_goes_on_behind_what_was_sampled(thinking, one_rank
         seen.extend(answers)
         return [next(replies)]
 
-    section, scorer = RolloutConfig.model_validate({"max_new_tokens": 500}), FunctionPool([RewardRule("exact")])
     rules = SamplingRules(1.0, frozenset({OF_47.special["<|user|>"]}), OF_47.vocab_size)
-    sampler = Sampler(config, section, OF_47, engine, [], rules, 0, scorer, SimpleNamespace(replies=reply))
     prompt = Prompt(chat_prompt(OF_47, parse_prompt("Hi"), thinking=thinking), "Hi", None)
-    sampler.generate({0: prompt}, rules)
+    converse(OF_47, engine, rules, prompt, reply, thinking)
     opening, opened = ("<think>", "<think>") if thinking else ("</think>", "")
     asked = f"[gMASK]<sop><|user|>Hi<|assistant|>{opening}{texts[0]}And?<|assistant|>{opening}"
     assert OF_47.decode(engine.asked[-1].prompt) == asked

@@ -307,13 +307,3 @@ def test_missing_and_broken_files_are_named(content, tmp_path):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match="config.json"):
         read_config(tmp_path)
-
-
-def test_a_path_that_is_not_a_model_folder_is_named(tmp_path):
-    for folder, words in (("none", "none: no such folder"), ("file", "file: is a file; give its folder")):
-        (tmp_path / "file").touch()
-        with pytest.raises(UserError, match=words):
-            read_config(tmp_path / folder)
-    (tmp_path / "manifest.json").touch()
-    with pytest.raises(UserError, match="this is a step folder"):
-        read_config(tmp_path)

@@ -59,19 +59,10 @@ def write_parquet(file, texts):
     pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": list(range(len(texts)))}), file, row_group_size=50)
 
 
-@pytest.mark.parametrize("name", [
-    "x.jsonl", "x.jsonl.gz", pytest.param("x.jsonl.zst", marks=needs_zstd),
-    pytest.param("x.parquet", marks=needs_parquet),
-])  # fmt: skip
-def test_every_format_gives_the_same_documents(tmp_path, name):
-    file = tmp_path / name
-    if name.endswith(".parquet"):
-        write_parquet(file, TEXTS)
-    elif name.endswith(".zst"):
-        file.write_bytes(zstd(lines(TEXTS)))
-    else:
-        file.write_bytes(gzip.compress(lines(TEXTS)) if name.endswith(".gz") else lines(TEXTS))
-    assert texts_of(read([file])) == TEXTS
+@needs_parquet
+def test_parquet_gives_the_documents_of_its_row_groups(tmp_path):
+    write_parquet(tmp_path / "x.parquet", TEXTS)
+    assert texts_of(read([tmp_path / "x.parquet"])) == TEXTS
 
 
 @pytest.mark.parametrize("part_bytes", [1, 7, 64, 1_000, 10**9])
@@ -129,21 +120,6 @@ def test_hidden_files_and_folders_are_skipped_unless_named(tmp_path):
     (tmp_path / "c" / ".d" / "x").write_text("x")
     with pytest.raises(UserError, match="hidden files"):
         find_files([str(tmp_path / "c")], "input")
-
-
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "mark"])
-@pytest.mark.parametrize("name", ["x.json", "x.json.gz", "X.JSON"])
-@pytest.mark.parametrize("form", ["array", "indented array", "lines", "lines of windows"])
-def test_rows_in_a_json_file_are_documents(tmp_path, form, name, mark):
-    rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
-    data = {
-        "array": json.dumps(rows).encode(),
-        "indented array": json.dumps(rows, indent=2).encode(),
-        "lines": lines(TEXTS),
-        "lines of windows": lines(TEXTS).replace(b"\n", b"\r\n"),
-    }[form]
-    (tmp_path / name).write_bytes(gzip.compress(mark + data) if name.endswith(".gz") else mark + data)
-    assert texts_of(read([tmp_path / name])) == TEXTS
 
 
 LONG = json.dumps({"id": 1, "notes": "n" * 3_000_000, "text": "behind 3 MB"})
