@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import tomli
 import torch
 
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
@@ -13,7 +12,7 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.engine.inference.stored_model import alignment_faults, require_whole_model
+from glm46.engine.inference.stored_model import alignment_faults, whole_model
 from glm46.storage.checkpoint.finite import describe, names_not_finite
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
@@ -95,9 +94,7 @@ def _from_hugging_face(folder: Path, empty: _Empty) -> _Filled:
 @torch.no_grad()
 def _from_step(folder: Path, empty: _Empty) -> _Filled:
     tensors = StepTensors(folder, Ranks.of_this_run())
-    config, function = tomli.loads(tensors.meta["config"]), tensors.function
-    require_whole_model(folder, config)
-    table = config["model"]
+    config, function = whole_model(folder, tensors.meta["config"]), tensors.function
     model, mesh = empty(function.shape)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     raise_if([f"{folder}: lacks {name}" for name in own if name not in tensors])
@@ -107,5 +104,4 @@ def _from_step(folder: Path, empty: _Empty) -> _Filled:
     if names := names_not_finite({name: local_tensor(tensor) for name, tensor in own.items()}):
         raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
     model.compute_as(function, local_tensor(next(model.parameters())).device)
-    path, flavor = table.get("tokenizer_path", "builtin"), table.get("flavor", "")
-    return model, mesh, path, tensors.meta.get(TOKENIZER_KEY), flavor
+    return model, mesh, config.tokenizer_path, tensors.meta.get(TOKENIZER_KEY), config.flavor

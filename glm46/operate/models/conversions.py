@@ -8,24 +8,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import tomli
 import torch
 from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import global_indices
 from glm46.compute.distributed.ranks import CheckpointError
-from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError, raise_if
 from glm46.config.loader import dump_config
 from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS, REPEATING
 from glm46.config.run_config import RunConfig
-from glm46.engine.inference.stored_model import require_whole_model
+from glm46.config.stored import stored_config
+from glm46.engine.inference.stored_model import whole_model
 from glm46.engine.training.resume import BASES_KEY
 from glm46.files.local_disk import real_path, space_fault
 from glm46.files.progress import bytes_progress
 from glm46.run.curriculum import describe_attention
-from glm46.run.function import capacity_lines, moe_of_meta
+from glm46.run.function import capacity_lines
 from glm46.run.parameters import named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
@@ -72,17 +71,16 @@ def _to_hf(arguments: argparse.Namespace) -> int:
         with FolderReader(folder, shape) as reader:
             return _export(arguments, reader, shape, read_config(folder), (str(folder), None, flavor))
     tensors = StepTensors(arguments.checkpoint)
-    config, raw = tomli.loads(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
+    config, raw = stored_config(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
     shape, temperature = tensors.function
-    if "adapter" in config:
+    if config.adapter is not None:
         raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
-    require_whole_model(arguments.checkpoint, config)
+    table = whole_model(arguments.checkpoint, tensors.meta["config"])
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
-    tokenizer = config["model"].get("tokenizer_path", "builtin")
-    tokenizer = tokenizer if arguments.tokenizer else local_tokenizer(tokenizer)
-    origin = tokenizer, tensors.meta.get(TOKENIZER_KEY), config["model"].get("flavor", "")
+    tokenizer = table.tokenizer_path if arguments.tokenizer else local_tokenizer(table.tokenizer_path)
+    origin = tokenizer, tensors.meta.get(TOKENIZER_KEY), table.flavor
     code = _export(arguments, tensors, shape, raw, origin, temperature)
-    for line in capacity_lines(moe_of_meta(tensors.meta), "what reads this folder"):
+    for line in capacity_lines(config.moe, "what reads this folder"):
         _report(line)
     return code
 
@@ -170,10 +168,10 @@ def _import(
 
 def _adapter_to_hf(arguments: argparse.Namespace) -> int:
     tensors = StepTensors(arguments.checkpoint)
-    config = tomli.loads(tensors.meta["config"])
-    if "adapter" not in config:
+    config = stored_config(tensors.meta["config"])
+    if (adapter := config.adapter) is None:
         raise UserError(f"{arguments.checkpoint}: holds a whole model, not adapters; use convert to-hf")
-    adapter, base = AdapterConfig.model_validate(config["adapter"]), config["checkpoint"]["initial_load_path"]
+    base = str(config.checkpoint.initial_load_path)
     stored = {name: tensors.stored(name) for name in tensors}
     total = sum(tensor.nbytes for tensor in stored.values())
     base_files = next(iter(tensors.meta[BASES_KEY].values()))
