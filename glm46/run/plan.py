@@ -58,16 +58,6 @@ class Plan:
         """The stage in force after this many samples: that of the last one, or of the first one at the start."""
         return stage_at(self.text_stages, max(samples - 1, 0))
 
-    def batches_of(self, index: int) -> tuple[int, int]:
-        """The smallest and the largest number of sequences of a step in one of `text_stages`."""
-        batch, rows = self.config.training.global_batch_size, self.rows_per_micro_batch
-        first = self.config.lr_scheduler.start_tokens + sum(self.stage_tokens[:index])
-        last = max(first, first + self.stage_tokens[index] - self.text_stages[index].seq_len)  # of the last sample
-        points = [tokens for tokens, _ in batch] if isinstance(batch, tuple) else []
-        clocks = {first, last, *(clock for point in points for clock in (point - 1, point) if first < clock <= last)}
-        sizes = [batch_sequences(batch, clock, rows) for clock in clocks]
-        return min(sizes), max(sizes)
-
     @property
     def step_tokens(self) -> int | None:
         """Tokens of one optimizer step; None if steps differ."""

@@ -240,13 +240,6 @@ def _cumulative(lengths: np.ndarray) -> Tensor:
     return torch.from_numpy(np.pad(ends, (0, kernel_runs(len(lengths)) - len(lengths)), mode="edge"))
 
 
-def rounded_length(length: int, least: int) -> int:
-    """At least ``length``, by 25 % more at most, and at least ``least``: one of four numbers per power of two."""
-    length = max(length, least)
-    step = 1 << max((length - 1).bit_length() - 3, 0)
-    return -(-length // step) * step
-
-
 def _longest(lengths: np.ndarray) -> int:
     """The next power of two after the largest length, at least 256.
 

@@ -12,10 +12,10 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.engine.inference.stored_model import alignment_faults, whole_model
+from glm46.engine.inference.stored_model import alignment_faults, tokenizer_of_checkpoint, whole_model
 from glm46.storage.checkpoint.finite import describe, names_not_finite
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
-from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
+from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer
 from glm46.storage.huggingface.folder_check import stored_shape
 from glm46.storage.huggingface.hub import local_tokenizer
 from glm46.storage.huggingface.import_weights import FolderReader

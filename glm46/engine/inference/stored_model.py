@@ -11,7 +11,7 @@ from glm46.config.stored import stored_config
 from glm46.run.function import function_of_meta
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import META
-from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
+from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, load_tokenizer
 from glm46.storage.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.storage.huggingface.hub import local_tokenizer
 
@@ -36,6 +36,36 @@ class StoredModel(NamedTuple):
             vocab_size=self.shape.vocab_size,
             flavor=self.flavor,
         )
+
+
+def tokenizer_of_checkpoint(
+    path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int, flavor: str = ""
+) -> Tokenizer:
+    """Load the tokenizer that a model was trained with, or the one that the user gives instead. Raises UserError if the
+    tokenizer does not exist, has another fingerprint, or has more ids than the model.
+
+    Args:
+        path: tokenizer path in the checkpoint; the file may have changed since.
+        stated: value of ``--tokenizer``.
+        fingerprint: fingerprint in the checkpoint; None if it holds none.
+        vocab_size: rows of the model's embedding.
+        flavor: preset in the checkpoint.
+    """
+    try:
+        loaded = load_tokenizer(stated or path, flavor)
+    except UserError as error:
+        if stated:
+            raise
+        raise UserError(*(f"{fault}; or give --tokenizer" for fault in error.faults)) from error
+    if not stated and fingerprint not in (None, loaded.fingerprint):
+        raise UserError(
+            f"tokenizer '{path}': fingerprint {loaded.fingerprint[:12]}…, but the checkpoint was trained with "
+            f"{fingerprint[:12]}…; give that tokenizer as --tokenizer"
+        )
+    if loaded.vocab_size > vocab_size:
+        ids = f"{loaded.vocab_size} ids, the model has {vocab_size}"
+        raise UserError(f"tokenizer '{loaded.path}': {ids}; give another --tokenizer")
+    return loaded
 
 
 def stored_model(folder: Path) -> StoredModel:

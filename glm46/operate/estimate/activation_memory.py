@@ -12,6 +12,7 @@ from glm46.operate.estimate.activations import (
     Frozen,
     LayerBytes,
     attention_backward_bytes,
+    sent_of_key,
     travelling_key_bytes,
 )
 from glm46.operate.estimate.rank_parts import BlockRun, StagePart, StepFacts
@@ -22,7 +23,6 @@ from glm46.run.context_keys import (
     kept_of_key,
     kernel_runs,
     keys_travel,
-    sent_of_key,
 )
 from glm46.run.parameters import part_rows
 from glm46.run.plan import Plan

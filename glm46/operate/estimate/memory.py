@@ -21,6 +21,7 @@ from glm46.operate.estimate.rank_parts import (
     HeldRows,
     StagePart,
     alike,
+    batches_of,
     fsdp_units,
     held_rows,
     in_flight,
@@ -147,7 +148,7 @@ def _reached(plan: Plan) -> list[int]:
 
 def _text(plan: Plan, stage_index: int) -> float:
     """Bytes of token data of one step: four numbers per token, and two more per MTP layer."""
-    rows = plan.batches_of(stage_index)[1] / plan.layout.dp_degree
+    rows = batches_of(plan, stage_index)[1] / plan.layout.dp_degree
     numbers = INDEX * (4 + 2 * plan.shape.num_nextn_predict_layers)
     return rows * plan.text_stages[stage_index].seq_len * numbers
 

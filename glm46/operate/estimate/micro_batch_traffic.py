@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
 from glm46.config.section import values_of
-from glm46.operate.estimate.activations import EXPERT_NUMBER, FP32, INDEX
+from glm46.operate.estimate.activations import EXPERT_NUMBER, FP32, INDEX, sent_of_key
 from glm46.operate.estimate.rank_parts import BlockRun, StagePart, StepFacts
 from glm46.run.checkpoint_size import WIDTHS
-from glm46.run.context_keys import attended_keys, sent_of_key
+from glm46.run.context_keys import attended_keys
 from glm46.run.plan import Plan
 from glm46.run.sizes import loss_chunk_tokens
 from glm46.run.stages import rank_of_stage

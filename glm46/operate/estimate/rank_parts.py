@@ -18,6 +18,7 @@ from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, adapter_layer, in_base_dtype, layer_rows, part_rows
 from glm46.run.plan import Plan, unsharded_kinds
+from glm46.run.schedule import batch_sequences
 from glm46.run.stages import split_layers, stages_of_rank
 
 Block = Literal["dense", "moe", "mtp"]
@@ -35,6 +36,17 @@ class BlockRun(NamedTuple):
     """Of activation checkpointing."""
     is_first: bool
     """Its input has no gradient, for it is the first layer with adapters."""
+
+
+def batches_of(plan: Plan, index: int) -> tuple[int, int]:
+    """The smallest and the largest number of sequences of a step in one of `Plan.text_stages`."""
+    batch, rows = plan.config.training.global_batch_size, plan.rows_per_micro_batch
+    first = plan.config.lr_scheduler.start_tokens + sum(plan.stage_tokens[:index])
+    last = max(first, first + plan.stage_tokens[index] - plan.text_stages[index].seq_len)  # of the last sample
+    points = [tokens for tokens, _ in batch] if isinstance(batch, tuple) else []
+    clocks = {first, last, *(clock for point in points for clock in (point - 1, point) if first < clock <= last)}
+    sizes = [batch_sequences(batch, clock, rows) for clock in clocks]
+    return min(sizes), max(sizes)
 
 
 @dataclass(frozen=True)
@@ -224,7 +236,7 @@ class StepFacts:
         stage, training = plan.text_stages[stage_index], plan.config.training
         self.plan, self.config, self.layout = plan, plan.config, plan.layout
         self.shape, self.length, self.rows = stage.shape, stage.seq_len, training.local_batch_size
-        self.micro_batches = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+        self.micro_batches = micro_batches or batches_of(plan, stage_index)[1] // plan.rows_per_micro_batch
         types = training.mixed_precision_param, training.dtype, training.mixed_precision_reduce
         self.width, self.master, self.reduce = (WIDTHS[each] for each in types)
         # Without a cast FSDP2 gathers the masters as they are.

@@ -15,7 +15,7 @@ from glm46.operate.estimate.activations import FP32, INDEX, Frozen
 from glm46.operate.estimate.micro_batch_traffic import FP64, Call, Kind, MicroBatchTraffic
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.other_networks import frozen_plan
-from glm46.operate.estimate.rank_parts import FsdpUnit, StagePart, alike, parts_of_ranks, sharded_dim
+from glm46.operate.estimate.rank_parts import FsdpUnit, StagePart, alike, batches_of, parts_of_ranks, sharded_dim
 from glm46.operate.estimate.target_cluster import groups
 from glm46.run.parameters import Parameter
 from glm46.run.plan import Plan, gradients_are_summed_once, replicas_reduce_once
@@ -85,7 +85,7 @@ def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | Non
     if not plan.config.has_preference_reference and (distillation is None or distillation.stored_path is not None):
         return [[] for _ in range(plan.layout.pp)]
     has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
-    count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+    count = micro_batches or batches_of(plan, stage_index)[1] // plan.rows_per_micro_batch
     of, top_k = frozen_plan(plan) or plan, 0 if distillation is None else distillation.top_k
     of_reference = _Step(of, stage_index, count * (1 + has_kl), has_backward=False, top_k=top_k)
     of_policy, found = _Step(plan, stage_index, count, has_backward=False), []

@@ -19,7 +19,7 @@ from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS, REPEATING
 from glm46.config.run_config import RunConfig
 from glm46.config.stored import stored_config
-from glm46.engine.inference.stored_model import whole_model
+from glm46.engine.inference.stored_model import tokenizer_of_checkpoint, whole_model
 from glm46.engine.training.resume import BASES_KEY
 from glm46.files.local_disk import real_path, space_fault
 from glm46.files.progress import bytes_progress
@@ -28,7 +28,7 @@ from glm46.run.function import capacity_lines
 from glm46.run.parameters import named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
-from glm46.storage.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
+from glm46.storage.data.tokenizer import TOKENIZER_KEY
 from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights

@@ -14,6 +14,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import stage_memory
+from glm46.operate.estimate.rank_parts import batches_of
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.run.flops import training_flops
 from glm46.run.plan import Plan, resolve_plan
@@ -132,7 +133,7 @@ def test_recipe_has_the_papers_numbers():
         rows = batch_sequences(first.config.training.global_batch_size, tokens, first.rows_per_micro_batch)
         assert rows * first.config.training.seq_len == million * 2**20
     for index, stage in enumerate(last.text_stages):
-        assert {rows * stage.seq_len for rows in last.batches_of(index)} == {64 * 2**20}
+        assert {rows * stage.seq_len for rows in batches_of(last, index)} == {64 * 2**20}
     for config in map(phase, names):
         assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION - 1) == 0.001
         assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION) == 0.0
@@ -163,7 +164,7 @@ def test_recipe_has_the_documents_numbers():
     ]
     # Windows limit the middle stages to the length of the stage before.
     assert [stage.shape.sliding_window for stage in last.text_stages] == [None, 32_768, 65_536, None]
-    batches = [last.batches_of(index) for index in range(4)]
+    batches = [batches_of(last, index) for index in range(4)]
     assert batches == [(64, 64), (32, 32), (16, 16), (10, 10)]
     for tokens, stage in zip(last.stage_tokens, last.text_stages, strict=True):
         assert abs(tokens - TRILLION // 4) < 2 * stage.seq_len
