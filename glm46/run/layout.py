@@ -43,11 +43,6 @@ class Layout:
         return max(self.dp_shard * self.cp * self.tp // self.ep, 1)
 
     @property
-    def experts_have_own_mesh(self) -> bool:
-        """True if FSDP shards experts over other ranks than the rest, as units of their own."""
-        return self.ep > 1 or self.tp > 1
-
-    @property
     def dp_degree(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard

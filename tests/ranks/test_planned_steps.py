@@ -11,7 +11,8 @@ from glm46.config.loader import load_config
 from glm46.config.parallelism import ActivationCheckpointConfig
 from glm46.operate.estimate.activations import LayerBytes
 from glm46.operate.estimate.memory import rank_memory
-from glm46.operate.estimate.rank_parts import batches_of, parts_of_ranks
+from glm46.operate.estimate.plan_sizes import batches_of
+from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
 from glm46.run import context_keys
 from glm46.run.checkpoint_size import WIDTHS

@@ -66,7 +66,7 @@ class LayerBytes:
     tp: int = 1
     ep: int = 1
     hops: tuple[float, ...] = ()
-    """Rows of a token in exchanges of two levels (`Plan.hops`)."""
+    """Rows of a token in exchanges of two levels (`plan_sizes.rows_of_hops`)."""
     recompute: tuple[str, ...] = ()
     """Of the results that "selective" does not keep."""
 

@@ -17,11 +17,11 @@ from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.activation_memory import ActivationMemory, pinned
 from glm46.operate.estimate.activations import FP32, INDEX
 from glm46.operate.estimate.other_networks import frozen_plan, generation_memory, other_networks, other_passes
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.rank_parts import (
     HeldRows,
     StagePart,
     alike,
-    batches_of,
     fsdp_units,
     held_rows,
     in_flight,

@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from glm46.operate.estimate.activations import Frozen
+from glm46.operate.estimate.plan_sizes import batches_of, experts_have_own_mesh
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, adapter_layer, in_base_dtype, layer_rows, part_rows
 from glm46.run.plan import Plan, unsharded_kinds
-from glm46.run.schedule import batch_sequences
 from glm46.run.stages import split_layers, stages_of_rank
 
 Block = Literal["dense", "moe", "mtp"]
@@ -36,17 +36,6 @@ class BlockRun(NamedTuple):
     """Of activation checkpointing."""
     is_first: bool
     """Its input has no gradient, for it is the first layer with adapters."""
-
-
-def batches_of(plan: Plan, index: int) -> tuple[int, int]:
-    """The smallest and the largest number of sequences of a step in one of `Plan.text_stages`."""
-    batch, rows = plan.config.training.global_batch_size, plan.rows_per_micro_batch
-    first = plan.config.lr_scheduler.start_tokens + sum(plan.stage_tokens[:index])
-    last = max(first, first + plan.stage_tokens[index] - plan.text_stages[index].seq_len)  # of the last sample
-    points = [tokens for tokens, _ in batch] if isinstance(batch, tuple) else []
-    clocks = {first, last, *(clock for point in points for clock in (point - 1, point) if first < clock <= last)}
-    sizes = [batch_sequences(batch, clock, rows) for clock in clocks]
-    return min(sizes), max(sizes)
 
 
 @dataclass(frozen=True)
@@ -193,7 +182,7 @@ def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpU
     for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
         if id(block) not in of_kinds:
             rows = sharded(block)
-            experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
+            experts = tuple(row for row in rows if row.is_expert) if experts_have_own_mesh(layout) else ()
             of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
         others, experts = of_kinds[id(block)]
         units.append(FsdpUnit(others, prefix))

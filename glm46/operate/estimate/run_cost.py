@@ -4,7 +4,7 @@ failures, restarts and the interval between checkpoints."""
 import math
 from dataclasses import dataclass, replace
 
-from glm46.operate.estimate.rank_parts import batches_of
+from glm46.operate.estimate.plan_sizes import batches_of, run_flops
 from glm46.operate.estimate.step_time import OrderOf, StepTime, step_time
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.run.plan import Plan
@@ -143,7 +143,7 @@ def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf | None) -> Ru
             each = (seconds - least) / (largest - smallest)
             fixed = seconds - each * largest
         stages.append(StageCost(steps, fixed * steps + each * sequences, time))
-    return RunCost(cluster, stages, plan.budget_tokens, plan.flops)
+    return RunCost(cluster, stages, plan.budget_tokens, run_flops(plan))
 
 
 def sensitivity(plan: Plan, cost: RunCost) -> dict[str, tuple[float, float]]:

@@ -19,6 +19,7 @@ from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.micro_batch_traffic import TOKENS
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.other_networks import frozen_plan, other_networks, other_passes
+from glm46.operate.estimate.plan_sizes import rows_of_hops
 from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
 from glm46.operate.estimate.roofline import Cost, Roofline
 from glm46.operate.estimate.target_cluster import TargetCluster
@@ -251,7 +252,8 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
         param_dtype=config.training.mixed_precision_param, is_compiled=config.compile.enable,
         linear_fp8=config.float8.recipe_name is not None and not config.float8.emulate,
         experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
-        hops=plan.hops(stage.shape), chunks=plan.exchange_chunks, recompute=config.activation_checkpoint.recompute,
+        hops=rows_of_hops(plan, stage.shape), chunks=plan.exchange_chunks,
+        recompute=config.activation_checkpoint.recompute,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from glm46.config.loader import load_config
 from glm46.engine.observe.peaks import find_accelerator
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import largest_stage, stage_memory
-from glm46.operate.estimate.rank_parts import batches_of
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.requirement import describe_requirement
 from glm46.operate.estimate.run_cost import effective_time, run_cost
 from glm46.operate.estimate.target_cluster import TargetCluster

@@ -9,7 +9,7 @@ from glm46.config.loader import load_config
 from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.limits import limits
 from glm46.operate.estimate.pipeline_order import pipeline_order
-from glm46.operate.estimate.rank_parts import batches_of
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.step_time import step_time
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
 from glm46.run.plan import resolve_plan

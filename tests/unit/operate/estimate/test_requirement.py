@@ -13,6 +13,7 @@ from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate import requirement
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import plan_memory
+from glm46.operate.estimate.plan_sizes import step_tokens
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import describe_requirement, judge_config, memory_lines, memory_parts
 from glm46.operate.estimate.target_cluster import TargetCluster
@@ -200,11 +201,11 @@ def test_flops_of_a_published_run():
 def test_budget_of_steps_and_of_a_ramp():
     config = _run("debug", seq_len=128, local_batch_size=4)
     plan = resolve_plan(config, 2)
-    assert (plan.step_tokens, plan.budget_tokens) == (1024, 10240)
+    assert (step_tokens(plan), plan.budget_tokens) == (1024, 10240)
     ramp = _run("debug", seq_len=128, global_batch_size=((0, 8.0), (1024, 16.0)), steps=3)
     # Eight sequences, then sixteen twice: the first step ends where the ramp does.
     plan = resolve_plan(ramp, 1)
-    assert (plan.step_tokens, plan.budget_tokens) == (None, (8 + 16 + 16) * 128)
+    assert (step_tokens(plan), plan.budget_tokens) == (None, (8 + 16 + 16) * 128)
 
 
 def test_a_billion_steps_are_counted_at_once():

@@ -19,7 +19,7 @@ from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds
 from glm46.operate.estimate.kernels import MicroBatch, Work, part_work
 from glm46.operate.estimate.memory import plan_memory
 from glm46.operate.estimate.pipeline_order import pipeline_order
-from glm46.operate.estimate.rank_parts import batches_of
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.roofline import Roofline
 from glm46.operate.estimate.run_cost import count_steps, run_cost
 from glm46.operate.estimate.step_time import StepTime, _micro_batch, step_time
