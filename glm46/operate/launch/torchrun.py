@@ -26,9 +26,9 @@ from glm46.engine.reliability.stop import (
     SignalListener,
     code_before_training,
     exit_now,
-    started_ranks,
 )
 from glm46.operate.launch.config_options import task_module
+from glm46.operate.launch.process_end import started_ranks
 from glm46.operate.launch.rank_server import RankServer
 
 EXIT_FAILED_RANK = 1
