@@ -4,10 +4,10 @@ rollouts, exports and served weights take it from here."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from glm46.config.loader import stored_config, without_gone_keys
 from glm46.config.model import ModelShape
 from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
-from glm46.config.stored import stored_config, without_gone_keys
 from glm46.run.schedule import schedule_value
 
 _SHAPE_KEY, _TEMPERATURE_KEY = "shape", "router_temperature"

@@ -62,19 +62,6 @@ class Layout:
         """Equal pieces that context and tensor parallelism split a sequence into."""
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
-    def describe(self) -> str:
-        """The degrees above 1 as a product: ``8,192 = pipeline 8 x context 128 x tensor 8, experts over 32``."""
-        degrees = {
-            "pipeline": self.pp,
-            "replicate": self.dp_replicate,
-            "shard": self.dp_shard,
-            "context": self.cp,
-            "tensor": self.tp,
-        }
-        named = " x ".join(f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1) or "one process"
-        experts = f", experts over {self.ep:,}" if self.ep > 1 else ""
-        return f"{self.world_size:,} = {named}{experts}"
-
     def dp_rank(self, rank: int) -> int:
         """The data-parallel rank of a rank: ranks with the same number read the same sequences.
 

@@ -50,11 +50,6 @@ class TensorLayout:
     ranks: tuple[int, ...]
 
 
-def whole_layout(shape: tuple[int, int, int]) -> TensorLayout:
-    """The layout of a tensor on one rank."""
-    return TensorLayout(shape, Holding(*((0, length) for length in shape)), {}, ())
-
-
 def mesh_layout(
     sizes: tuple[int, int, int], inner: int, mesh: Sequence[int], ranks: Sequence[int], cuts: Sequence[Cut], me: int
 ) -> TensorLayout:

@@ -9,13 +9,14 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.attention import Attention, attend
-from glm46.compute.model.attention_layout import AttentionLayout, attention_layout, layout_of_runs
+from glm46.compute.model.attention_layout import AttentionLayout, attention_layout, cumulative, longest
 from glm46.compute.model.attention_runs import attend_in_runs
 from glm46.compute.model.latent_attention import Expand, LatentAttention
 from glm46.compute.model.layers import local_weight
@@ -56,7 +57,7 @@ class Slots:
             return
         if length > _FEW_TOKENS:
             self.ends = [start + length for start in starts]
-            self.runs = layout_of_runs([length] * len(starts), self.ends, sliding_window).to(device)
+            self.runs = _layout_of_runs([length] * len(starts), self.ends, sliding_window).to(device)
             return
         self.slots = min(_rounded_length(self.last, _LEAST_SLOTS), max_length)
         """Slots that are read, the same number for many calls: kernels that are planned for each shape meet few."""
@@ -233,3 +234,10 @@ def _rounded_length(length: int, least: int) -> int:
     length = max(length, least)
     step = 1 << max((length - 1).bit_length() - 3, 0)
     return -(-length // step) * step
+
+
+def _layout_of_runs(queries: Sequence[int], keys: Sequence[int], window: int | None) -> AttentionLayout:
+    """The layout of runs with these numbers of queries and of keys; the last keys of a run are those of its queries."""
+    of_queries, of_keys = (np.array(lengths, np.int64) for lengths in (queries, keys))
+    sizes = longest(of_queries), longest(of_keys)
+    return AttentionLayout(cumulative(of_queries), cumulative(of_keys), *sizes, window)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from glm46.config.errors import UserError
+from glm46.config.loader import stored_config
 from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.rules_model import unaligned_experts
-from glm46.config.stored import stored_config
 from glm46.run.function import function_of_meta
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import META
@@ -28,44 +28,27 @@ class StoredModel(NamedTuple):
     """The preset of the run."""
 
     def tokenizer(self, stated: str | None) -> Tokenizer:
-        """The tokenizer of the model, or the one that the user states; see `tokenizer_of_checkpoint`."""
-        return tokenizer_of_checkpoint(
-            self.tokenizer_path if stated else local_tokenizer(self.tokenizer_path),
-            stated=stated,
-            fingerprint=self.fingerprint,
-            vocab_size=self.shape.vocab_size,
-            flavor=self.flavor,
-        )
+        """Load the tokenizer that the model was trained with, or the one that the user states with ``--tokenizer``.
 
-
-def tokenizer_of_checkpoint(
-    path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int, flavor: str = ""
-) -> Tokenizer:
-    """Load the tokenizer that a model was trained with, or the one that the user gives instead. Raises UserError if the
-    tokenizer does not exist, has another fingerprint, or has more ids than the model.
-
-    Args:
-        path: tokenizer path in the checkpoint; the file may have changed since.
-        stated: value of ``--tokenizer``.
-        fingerprint: fingerprint in the checkpoint; None if it holds none.
-        vocab_size: rows of the model's embedding.
-        flavor: preset in the checkpoint.
-    """
-    try:
-        loaded = load_tokenizer(stated or path, flavor)
-    except UserError as error:
-        if stated:
-            raise
-        raise UserError(*(f"{fault}; or give --tokenizer" for fault in error.faults)) from error
-    if not stated and fingerprint not in (None, loaded.fingerprint):
-        raise UserError(
-            f"tokenizer '{path}': fingerprint {loaded.fingerprint[:12]}…, but the checkpoint was trained with "
-            f"{fingerprint[:12]}…; give that tokenizer as --tokenizer"
-        )
-    if loaded.vocab_size > vocab_size:
-        ids = f"{loaded.vocab_size} ids, the model has {vocab_size}"
-        raise UserError(f"tokenizer '{loaded.path}': {ids}; give another --tokenizer")
-    return loaded
+        Raises:
+            UserError: it does not exist, has another fingerprint, or has more ids than the model.
+        """
+        path = stated or local_tokenizer(self.tokenizer_path)
+        try:
+            loaded = load_tokenizer(path, self.flavor)
+        except UserError as error:
+            if stated:
+                raise
+            raise UserError(*(f"{fault}; or give --tokenizer" for fault in error.faults)) from error
+        if not stated and self.fingerprint not in (None, loaded.fingerprint):
+            raise UserError(
+                f"tokenizer '{path}': fingerprint {loaded.fingerprint[:12]}…, but the checkpoint was trained with "
+                f"{self.fingerprint[:12]}…; give that tokenizer as --tokenizer"
+            )
+        if loaded.vocab_size > self.shape.vocab_size:
+            ids = f"{loaded.vocab_size} ids, the model has {self.shape.vocab_size}"
+            raise UserError(f"tokenizer '{loaded.path}': {ids}; give another --tokenizer")
+        return loaded
 
 
 def stored_model(folder: Path) -> StoredModel:

@@ -21,9 +21,6 @@ EXIT_HANG = 76
 EXIT_DIVERGED = 77
 """Exit code of a run whose steps or weights went bad and that cannot roll back."""
 
-EXIT_BROKEN_PIPE = 141
-"""Exit code of a process that the closed pipe of its output has cut off: 128 + SIGPIPE, as a shell reports it."""
-
 EXIT_SIGNAL = 128
 """Exit code of a process that a signal ended, minus the number of the signal."""
 

@@ -13,8 +13,3 @@ def write_verdict(folder: Path, ranks: Sequence[int], hosts: Mapping[int, str], 
     """Write ``{"step": 12, "ranks": [3], "hosts": ["node4"]}``; a rank of an unknown host has the host ""."""
     verdict = {"step": step, "ranks": list(ranks), "hosts": [hosts.get(rank, "") for rank in ranks]}
     (folder / VERDICT_FILE).write_text(json.dumps(verdict) + "\n")
-
-
-def remove_verdict(folder: Path) -> None:
-    """Remove the verdict of an earlier start."""
-    (folder / VERDICT_FILE).unlink(missing_ok=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
+from glm46.config.loader import stored_config
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.config.stored import stored_config
 from glm46.engine.reliability.run_lock import outer_run
 from glm46.files.local_disk import real_path
 from glm46.run.parameters import adapter_rows, named_rows

@@ -13,10 +13,9 @@ import tomli
 from glm46.config.ablation import AblationConfig, VariantConfig, flat_keys, folder_name
 from glm46.config.errors import UserError
 from glm46.config.faults import counted, show
-from glm46.config.loader import dump_config, load_config
+from glm46.config.loader import dump_config, load_config, stored_config
 from glm46.config.overrides import literal
 from glm46.config.run_config import RunConfig
-from glm46.config.stored import stored_config
 from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.files.durable import replace_durably
 from glm46.operate.estimate.machine import Machine, processes_of_node

@@ -7,6 +7,7 @@ from glm46.run.layout import Layout
 from glm46.run.parameters import adapter_rows, named_rows
 from glm46.run.plan import Plan, places_of_token
 from glm46.run.schedule import batch_sequences
+from glm46.run.tree import WIDTH
 
 _HF_BYTES = 2
 """Of an element in a Hugging Face folder: BF16."""
@@ -50,6 +51,28 @@ def run_flops(plan: Plan) -> float:
 def experts_have_own_mesh(layout: Layout) -> bool:
     """True if FSDP shards experts over other ranks than the rest, as units of their own."""
     return layout.ep > 1 or layout.tp > 1
+
+
+def describe_layout(layout: Layout) -> str:
+    """The degrees above 1 as a product: ``8,192 = pipeline 8 x context 128 x tensor 8, experts over 32``."""
+    degrees = {
+        "pipeline": layout.pp,
+        "replicate": layout.dp_replicate,
+        "shard": layout.dp_shard,
+        "context": layout.cp,
+        "tensor": layout.tp,
+    }
+    named = " x ".join(f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1) or "one process"
+    experts = f", experts over {layout.ep:,}" if layout.ep > 1 else ""
+    return f"{layout.world_size:,} = {named}{experts}"
+
+
+def tree_rounds(ranks: int) -> int:
+    """The most messages that follow each other in the tree of `run/tree.py`, to rank 0 and back."""
+    levels = 0
+    while WIDTH**levels < ranks:
+        levels += 1
+    return 2 * levels
 
 
 def hugging_face_bytes(plan: Plan) -> float:

@@ -11,7 +11,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of, find_accelerator
 from glm46.operate.estimate.machine import Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
-from glm46.operate.estimate.plan_sizes import batches_of
+from glm46.operate.estimate.plan_sizes import batches_of, describe_layout
 from glm46.operate.estimate.timeline import bubble
 from glm46.operate.estimate.units import aligned, binary_size, token_count
 from glm46.run.curriculum import describe_attention
@@ -194,7 +194,7 @@ def _needs(machine: Machine, verdict: Verdict) -> list[str]:
     active = f"{count.total:,} parameters, {count.active:,} active per token"
     return [
         f"What this run needs ({plan.config.model.flavor}: {active})",
-        f"  {kind:<18} {plan.layout.describe()}",
+        f"  {kind:<18} {describe_layout(plan.layout)}",
         "  memory of each",
         *(f"    {line}" for line in memory_lines(verdict.memory)),
         "  stages of text",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 from glm46.engine.reliability.stop import SIGNALS, SignalListener, exit_now, is_ending, living_processes
 
+EXIT_BROKEN_PIPE = 141
+"""Exit code of a process that the closed pipe of its output has cut off: 128 + SIGPIPE, as a shell reports it."""
 _WAIT_SECONDS = 1.0
 ENDING_SIGNALS = (*SIGNALS, signal.SIGQUIT)
 

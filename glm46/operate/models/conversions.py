@@ -14,12 +14,11 @@ from torch import Tensor
 from glm46.compute.distributed.local_tensor import global_indices
 from glm46.compute.distributed.ranks import CheckpointError
 from glm46.config.errors import UserError, raise_if
-from glm46.config.loader import dump_config
+from glm46.config.loader import dump_config, stored_config
 from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS, REPEATING
 from glm46.config.run_config import RunConfig
-from glm46.config.stored import stored_config
-from glm46.engine.inference.stored_model import tokenizer_of_checkpoint, whole_model
+from glm46.engine.inference.stored_model import StoredModel, whole_model
 from glm46.engine.training.resume import BASES_KEY
 from glm46.files.local_disk import real_path, space_fault
 from glm46.files.progress import bytes_progress
@@ -34,7 +33,6 @@ from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_check import stored_shape
 from glm46.storage.huggingface.folder_tensors import find_tensors
-from glm46.storage.huggingface.hub import local_tokenizer
 from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.storage.huggingface.names import HFNames, has_repeats
@@ -67,9 +65,9 @@ def _to_hf(arguments: argparse.Namespace) -> int:
                 f"new one with --dtype, such as {', '.join(SCHEMES)}"
             )
         shape, folder = stored_shape(arguments.checkpoint), arguments.checkpoint
-        flavor = _flavor_of(shape, has_repeats(find_tensors(folder), shape))
+        model = StoredModel(shape, str(folder), None, _flavor_of(shape, has_repeats(find_tensors(folder), shape)))
         with FolderReader(folder, shape) as reader:
-            return _export(arguments, reader, shape, read_config(folder), (str(folder), None, flavor))
+            return _export(arguments, reader, model, read_config(folder))
     tensors = StepTensors(arguments.checkpoint)
     config, raw = stored_config(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
     shape, temperature = tensors.function
@@ -77,25 +75,21 @@ def _to_hf(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
     table = whole_model(arguments.checkpoint, tensors.meta["config"])
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
-    tokenizer = table.tokenizer_path if arguments.tokenizer else local_tokenizer(table.tokenizer_path)
-    origin = tokenizer, tensors.meta.get(TOKENIZER_KEY), table.flavor
-    code = _export(arguments, tensors, shape, raw, origin, temperature)
+    model = StoredModel(shape, table.tokenizer_path, tensors.meta.get(TOKENIZER_KEY), table.flavor)
+    code = _export(arguments, tensors, model, raw, temperature)
     for line in capacity_lines(config.moe, "what reads this folder"):
         _report(line)
     return code
 
 
 def _export(
-    arguments: argparse.Namespace, source: StepTensors | FolderReader, shape: ModelShape, raw: dict[str, Any] | None,
-    origin: tuple[str, str | None, str], router_temperature: float = 1.0,
+    arguments: argparse.Namespace, source: StepTensors | FolderReader, model: StoredModel, raw: dict[str, Any] | None,
+    router_temperature: float = 1.0,
 ) -> int:  # fmt: skip
-    """Write a Hugging Face folder; returns the exit code. ``origin``: path and fingerprint of the tokenizer, preset."""
-    path, fingerprint, flavor = origin
-    dtype, repeat_shared = arguments.dtype or "bfloat16", arguments.mtp_copies or flavor in REPEATING
-    names = HFNames(shape, repeat_shared=repeat_shared)
-    tokenizer = tokenizer_of_checkpoint(
-        path, stated=arguments.tokenizer, fingerprint=fingerprint, vocab_size=shape.vocab_size, flavor=flavor
-    )
+    """Write a Hugging Face folder; returns the exit code."""
+    shape, dtype = model.shape, arguments.dtype or "bfloat16"
+    repeat_shared = arguments.mtp_copies or model.flavor in REPEATING
+    names, tokenizer = HFNames(shape, repeat_shared=repeat_shared), model.tokenizer(arguments.tokenizer)
     if arguments.config:
         raw = read_config(arguments.config)
         shape_of(raw, str(arguments.config / CONFIG))  # raises faults that name the file

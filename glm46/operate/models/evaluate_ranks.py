@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from glm46.compute.distributed.environment import launched_rank, launched_world_size
 from glm46.config.errors import UserError
-from glm46.config.stored import stored_config
+from glm46.config.loader import stored_config
 from glm46.engine.evaluation.against import Against, Drafts, compare, draft_scores
 from glm46.engine.evaluation.answers import Answers
 from glm46.engine.evaluation.loss import Loss

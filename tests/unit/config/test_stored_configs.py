@@ -7,8 +7,7 @@ import tomli
 import tomli_w
 
 from glm46.config.errors import UserError
-from glm46.config.loader import config_from, dump_config
-from glm46.config.stored import stored_config
+from glm46.config.loader import config_from, dump_config, stored_config
 from glm46.engine.inference.stored_model import stored_model
 from glm46.engine.training.origin import saved_run
 from glm46.operate.models.evaluate_ranks import _training
