@@ -8,7 +8,8 @@ def run() -> int:
     """Run the command line of `sys.argv`; returns the exit code."""
     # Signals wait until this process listens: none ends its imports with another exit code.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    from glm46.engine.reliability.stop import EXIT_SIGNAL, code_before_training, end_on_signals, wait_if_ending
+    from glm46.engine.reliability.stop import EXIT_SIGNAL, code_before_training
+    from glm46.operate.launch.process_end import end_on_signals, wait_if_ending
 
     # Before the import of the command line, which takes seconds and in which a KeyboardInterrupt can get lost.
     is_training = sys.argv[1:2] in (["launch"], ["train"], ["ablate"])

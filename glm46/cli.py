@@ -13,8 +13,8 @@ from pkgutil import resolve_name
 from glm46.compute.distributed.environment import forget_other_local_rank, let_memory_segments_grow
 from glm46.config.errors import UserError
 from glm46.config.options import VERBS, VerbParser
-from glm46.engine.reliability.stop import EXIT_BROKEN_PIPE, wait_if_ending
 from glm46.operate.launch.environment import describe_unfit, describe_version, unfit_packages
+from glm46.operate.launch.process_end import EXIT_BROKEN_PIPE, wait_if_ending
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from glm46.config.run_config import RunConfig
-from glm46.storage.data.manifest import Manifest, save_manifest
+from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
-from glm46.storage.prepare.sharding import SplitWriter
+from glm46.storage.prepare.sharding import SplitWriter, save_manifest
 from tests.processes import wait_until
 
 TINY = dict(

@@ -1,11 +1,9 @@
 """The shape of a model, with the names of Hugging Face's ``config.json``, and the section [model]."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
-from glm46.config.errors import raise_if
 from glm46.config.section import ModelFolder, Needs, OnHub, Section
 
 _YARN = Needs("rope_type", "yarn")
@@ -166,15 +164,3 @@ _SHAPE_KEYS: dict[str, Any] = {
     for name, field in ModelShape.model_fields.items()
 }
 ModelConfig = create_model("ModelConfig", __base__=_ModelBase, __doc__=_ModelBase.__doc__, **_SHAPE_KEYS)
-
-
-def without_gone_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A shape or [model] of a checkpoint, without `GONE_KEYS`. Raises UserError if one of them has another value, or
-    there is an unknown key: the weights were trained for another function than this version computes."""
-    unknown = {key: value for key, value in stored.items() if key not in ModelConfig.model_fields}
-    raise_if([
-        f"model.{key} = {value!r} of the checkpoint: this version computes the model without it; read the checkpoint "
-        "with the version of glm46 that saved it"
-        for key, value in unknown.items() if (key, value) not in GONE_KEYS.items()
-    ])  # fmt: skip
-    return {key: value for key, value in stored.items() if key not in unknown}

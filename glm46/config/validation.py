@@ -45,7 +45,8 @@ def validate_table(table: dict) -> tuple[RunConfig, list[Fault]]:
             # A missing key cannot be removed, so its section is.
             place = item["loc"][:-1] if item["type"] == "missing" else item["loc"]
             # An array with a faulty entry is removed as a whole, so that no other entry changes its number.
-            take_out(remaining, tuple(takewhile(lambda part: isinstance(part, str), place)))
+            of_table = tuple(takewhile(lambda part: isinstance(part, str), place))
+            take_out(remaining, place if item["type"] == "extra_forbidden" else of_table)
         remaining.setdefault("model", {"flavor": next(iter(PRESETS))})
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from glm46.config.model import ModelShape
-from glm46.config.presets import REPEATING
 from glm46.config.rules_layout import STATE_BLOCK
 from glm46.run.parameters import Head, adapter_rows, named_rows
 from glm46.run.plan import Plan
@@ -12,9 +11,6 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 """Bytes per element."""
 STATE_WIDTHS = WIDTHS | {"8bit": 1.0 + 4.0 / STATE_BLOCK}
 """The same of optimizer states; 8bit has an FP32 scale per block."""
-
-_HF_BYTES = 2
-"""Of an element in a Hugging Face folder: BF16."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +21,6 @@ class CheckpointSize:
     """Master weights."""
     states: float
     """Optimizer states."""
-    hugging_face: float
-    """A folder of weights in BF16."""
 
     @property
     def total(self) -> float:
@@ -39,16 +33,10 @@ def checkpoint_size(plan: Plan) -> CheckpointSize:
     networks: list[tuple[ModelShape, Head]] = [(plan.shape, plan.config.head)]
     if rl is not None and rl.resolved().has_critic:
         networks.append((plan.shape.model_copy(update={"num_nextn_predict_layers": 0}), "value"))
-    repeats = plan.shape.num_nextn_predict_layers * 2 * plan.shape.vocab_size * plan.shape.hidden_size
-    repeats *= plan.config.model.flavor in REPEATING and adapter is None
-    weights, states = [], 0
+    weights = states = 0
     for shape, head in networks:
         rows = (named_rows(shape, head) if adapter is None else adapter_rows(shape, adapter)).values()
         trained = [(row.numel(shape), row.states(optimizer)) for row in rows if row.optimizer is not None]
-        weights.append(sum(count for count, _ in trained))
+        weights += sum(count for count, _ in trained)
         states += sum(count * of_each for count, of_each in trained)
-    return CheckpointSize(
-        sum(weights) * WIDTHS[plan.config.training.dtype],
-        states * STATE_WIDTHS[optimizer.state_dtype],
-        (weights[0] + repeats) * _HF_BYTES,
-    )
+    return CheckpointSize(weights * WIDTHS[plan.config.training.dtype], states * STATE_WIDTHS[optimizer.state_dtype])

@@ -23,12 +23,6 @@ def kept_of_key(shape: ModelShape, tp: int) -> float:
     return 2 * max(shape.num_key_value_heads / tp, 1) * shape.head_dim + shape.latent_width
 
 
-def sent_of_key(shape: ModelShape, tp: int) -> float:
-    """Numbers of a token that ranks of context parallelism exchange in one call: its keys, then its values, or its
-    latent."""
-    return shape.latent_width or max(shape.num_key_value_heads / tp, 1) * shape.head_dim
-
-
 def attended_keys(window: int | None, length: int, cp: int) -> tuple[float, float]:
     """Keys of a row as one document that the chunks of a context-parallel rank see together, and those that it gets.
 

@@ -12,7 +12,7 @@ from math import expm1
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
-from glm46.run.parameters import Parameter, adapter_rows, find_parameter, layer_counts, layer_rows, part_rows
+from glm46.run.parameters import Parameter, adapter_rows, layer_counts, layer_rows, part_rows
 
 _TRAINING_OVER_FORWARD = 3
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -36,8 +36,8 @@ class TrainingFlops:
         return self.matrices + self.adapters + self.attention + self.mtp
 
 
-def _matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: AdapterConfig | None = None) -> float:
-    """Under an adapter the rows are frozen: without products for gradients of weights."""
+def matrix_flops(rows: Iterable[Parameter], shape: ModelShape, adapter: AdapterConfig | None = None) -> float:
+    """Of the products with these rows, which are frozen under an adapter: none for gradients of weights."""
     weights = sum(row.active_numel(shape) for row in rows if row.is_matrix and row.group != "magnitude")
     return float((_TRAINING_OVER_FORWARD - (adapter is not None)) * _FLOPS_PER_MULTIPLY_ADD * weights)
 
@@ -83,9 +83,9 @@ class LayerFlops:
 def layer_flops(shape: ModelShape, seq_len: int) -> LayerFlops:
     """`training_flops` of each decoder layer, and of the head and the MTP layers."""
     core, total = attention_flops(shape, seq_len), training_flops(shape, seq_len)
-    dense, moe = (_matrix_flops(layer_rows(shape, kind), shape) + core for kind in ("dense", "moe"))
+    dense, moe = (matrix_flops(layer_rows(shape, kind), shape) + core for kind in ("dense", "moe"))
     of_layer = [dense if index < shape.first_k_dense_replace else moe for index in range(shape.num_hidden_layers)]
-    return LayerFlops(of_layer, _matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
+    return LayerFlops(of_layer, matrix_flops(part_rows(shape, "head"), shape) + total.mtp)
 
 
 def training_flops(
@@ -99,32 +99,15 @@ def training_flops(
     dense_layers, moe_layers, mtp_layers = layer_counts(shape)
     core = attention_flops(shape, seq_len, document)
     head, dense, moe, mtp = (
-        _matrix_flops(rows, shape, adapter)
+        matrix_flops(rows, shape, adapter)
         for rows in (part_rows(shape, "head"), *(layer_rows(shape, kind) for kind in ("dense", "moe", "mtp")))
     )
     return TrainingFlops(
         matrices=dense_layers * dense + moe_layers * moe + head,
-        adapters=0.0 if adapter is None else _matrix_flops(adapter_rows(shape, adapter).values(), shape),
+        adapters=0.0 if adapter is None else matrix_flops(adapter_rows(shape, adapter).values(), shape),
         attention=shape.num_hidden_layers * core,
         mtp=mtp_layers * (mtp + core + head),
     )
-
-
-def product_flops(names: Iterable[str], shape: ModelShape, adapter: AdapterConfig | None = None) -> dict[str, float]:
-    """FLOPs per token of the products with each of these parameters, forward and backward, by name. The MTP layers
-    whose parameters are among them use the head too.
-
-    Args:
-        adapter: [adapter] of a network that trains no other weights.
-    """
-    names, flops = list(names), {}
-    adapters = {} if adapter is None else adapter_rows(shape, adapter)
-    for name in names:
-        row = adapters.get(name) or find_parameter(name)
-        if row.is_matrix and row.part != "embedding":
-            flops[name] = _matrix_flops([row], shape, None if name in adapters else adapter)
-    uses = 1 + sum(name.endswith("eh_proj.weight") for name in names)
-    return flops | {name: uses * flops[name] for name in names if name == "lm_head.weight"}
 
 
 def batch_flops(shape: ModelShape, tokens: int, half_pairs: int, adapter: AdapterConfig | None = None) -> float:

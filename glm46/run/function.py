@@ -4,9 +4,8 @@ rollouts, exports and served weights take it from here."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import tomli
-
-from glm46.config.model import ModelConfig, ModelShape, without_gone_keys
+from glm46.config.loader import stored_config, without_gone_keys
+from glm46.config.model import ModelShape
 from glm46.config.moe import MoEConfig
 from glm46.config.presets import resolve_shape
 from glm46.run.schedule import schedule_value
@@ -37,14 +36,14 @@ def function_of_meta(meta: Mapping[str, Any]) -> NetworkFunction:
     if _SHAPE_KEY in meta:
         shape = ModelShape.model_validate(without_gone_keys(meta[_SHAPE_KEY]))
     else:
-        shape = resolve_shape(ModelConfig.model_validate(without_gone_keys(tomli.loads(meta["config"])["model"])))
+        shape = resolve_shape(stored_config(meta["config"]).model)
     return NetworkFunction(shape, meta.get(_TEMPERATURE_KEY) or next_temperature(meta))
 
 
 def next_temperature(meta: Mapping[str, Any]) -> float:
     """The router temperature of the step that would follow a checkpoint, by its own schedule."""
     tokens = meta.get("progress", {}).get("curriculum_tokens", 0)
-    return schedule_value(moe_of_meta(meta).router_temperature, tokens)
+    return schedule_value(stored_config(meta["config"]).moe.router_temperature, tokens)
 
 
 def gate_factor(meta: Mapping[str, Any] | None, temperature: float) -> float:
@@ -58,11 +57,6 @@ def gate_factor(meta: Mapping[str, Any] | None, temperature: float) -> float:
     if meta is None:
         return temperature
     return 1.0 if temperature == next_temperature(meta) else temperature / function_of_meta(meta).router_temperature
-
-
-def moe_of_meta(meta: Mapping[str, Any]) -> MoEConfig:
-    """[moe] of the run that saved a checkpoint."""
-    return MoEConfig.model_validate(tomli.loads(meta["config"]).get("moe", {}))
 
 
 def is_gate(name: str) -> bool:

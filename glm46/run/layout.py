@@ -43,11 +43,6 @@ class Layout:
         return max(self.dp_shard * self.cp * self.tp // self.ep, 1)
 
     @property
-    def experts_have_own_mesh(self) -> bool:
-        """True if FSDP shards experts over other ranks than the rest, as units of their own."""
-        return self.ep > 1 or self.tp > 1
-
-    @property
     def dp_degree(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
@@ -66,19 +61,6 @@ class Layout:
     def sequence_pieces(self) -> int:
         """Equal pieces that context and tensor parallelism split a sequence into."""
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
-
-    def describe(self) -> str:
-        """The degrees above 1 as a product: ``8,192 = pipeline 8 x context 128 x tensor 8, experts over 32``."""
-        degrees = {
-            "pipeline": self.pp,
-            "replicate": self.dp_replicate,
-            "shard": self.dp_shard,
-            "context": self.cp,
-            "tensor": self.tp,
-        }
-        named = " x ".join(f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1) or "one process"
-        experts = f", experts over {self.ep:,}" if self.ep > 1 else ""
-        return f"{self.world_size:,} = {named}{experts}"
 
     def dp_rank(self, rank: int) -> int:
         """The data-parallel rank of a rank: ranks with the same number read the same sequences.

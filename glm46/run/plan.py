@@ -9,7 +9,6 @@ from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.run.context_keys import keys_travel
 from glm46.run.curriculum import TextStage, plan_stages, stage_at
-from glm46.run.flops import training_flops
 from glm46.run.layout import ExpertLevels, Layout, expert_levels, resolve_layout, smallest_world, why_not_in_levels
 from glm46.run.schedule import batch_sequences
 
@@ -58,32 +57,6 @@ class Plan:
         """The stage in force after this many samples: that of the last one, or of the first one at the start."""
         return stage_at(self.text_stages, max(samples - 1, 0))
 
-    def batches_of(self, index: int) -> tuple[int, int]:
-        """The smallest and the largest number of sequences of a step in one of `text_stages`."""
-        batch, rows = self.config.training.global_batch_size, self.rows_per_micro_batch
-        first = self.config.lr_scheduler.start_tokens + sum(self.stage_tokens[:index])
-        last = max(first, first + self.stage_tokens[index] - self.text_stages[index].seq_len)  # of the last sample
-        points = [tokens for tokens, _ in batch] if isinstance(batch, tuple) else []
-        clocks = {first, last, *(clock for point in points for clock in (point - 1, point) if first < clock <= last)}
-        sizes = [batch_sequences(batch, clock, rows) for clock in clocks]
-        return min(sizes), max(sizes)
-
-    @property
-    def step_tokens(self) -> int | None:
-        """Tokens of one optimizer step; None if steps differ."""
-        batch, lengths = self.config.training.global_batch_size, {stage.seq_len for stage in self.text_stages}
-        if isinstance(batch, tuple) or len(lengths) > 1:
-            return None
-        return batch_sequences(batch, 0, self.rows_per_micro_batch) * lengths.pop()
-
-    def hops(self, shape: ModelShape) -> tuple[float, ...]:
-        """Rows for each token in the exchanges of `expert_levels`: once for each host, then once for each rank."""
-        if self.expert_levels is None:
-            return ()
-        hosts, of_host = self.expert_levels
-        parts = ([hosts] if hosts > 1 else []) + ([hosts * of_host] if of_host > 1 else [])
-        return tuple(places_of_token(shape, count) for count in parts)
-
     @property
     def exchange_chunks(self) -> int:
         """Parts in which the tokens of a micro-batch travel to their experts: by default two where that pays, which on
@@ -111,13 +84,6 @@ class Plan:
         """`keys_travel` of micro-batches of this many rows and tokens per row."""
         width = 4 if self.config.training.mixed_precision_param == "float32" else 2
         return keys_travel(shape, width, rows=size[0], length=size[1], cp=self.layout.cp, tp=self.layout.tp)
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the whole run."""
-        options = self.document_tokens, self.config.adapter
-        per_token = (training_flops(stage.shape, stage.seq_len, *options).total for stage in self.text_stages)
-        return sum(tokens * flops for tokens, flops in zip(self.stage_tokens, per_token, strict=True))
 
 
 def resolve_plan(

@@ -12,11 +12,3 @@ def neighbours(rank: int, ranks: int) -> tuple[int | None, list[int]]:
         children += range(rank + stride, min(rank + WIDTH * stride, ranks), stride)
         stride *= WIDTH
     return (rank - rank // stride % WIDTH * stride if rank else None), children
-
-
-def rounds(ranks: int) -> int:
-    """The most messages that follow each other, to rank 0 and back."""
-    levels = 0
-    while WIDTH**levels < ranks:
-        levels += 1
-    return 2 * levels

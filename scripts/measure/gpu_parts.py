@@ -23,7 +23,7 @@ from glm46.compute.distributed.host_memory import host_tensor
 from glm46.compute.distributed.mesh import build_cluster
 from glm46.compute.distributed.process import join, leave
 from glm46.compute.model.cross_entropy import summed_loss
-from glm46.compute.model.dispatch import combine_assignments, sort_assignments
+from glm46.compute.model.dispatch import Sum, sort_assignments
 from glm46.compute.model.experts import grouped_mm
 from glm46.compute.model.layers import RMSNorm
 from glm46.compute.model.transformer import Transformer
@@ -89,7 +89,7 @@ def measure_kernels(is_dry: bool) -> Result:
         "top k": (lambda: scores.topk(A), 4.0 * T * E, 0),
         "RMSNorm": (lambda: norm(x), 4.0 * T * D, 0),
         "gather of rows": (lambda: x.index_select(0, order // A), 4.0 * T * A * D, 0),
-        "combine": (lambda: combine_assignments(rows, order // A, place.view(T, A)), 2.0 * T * (A + 1) * D, 0),
+        "combine": (lambda: Sum.apply(rows, order // A, place.view(T, A), None), 2.0 * T * (A + 1) * D, 0),
         "Newton-Schulz": (
             lambda: orthogonalize(gradients, 5, torch.bfloat16), 0, 5 * 8 * (4.0 * width**2 * D + 2.0 * width**3)
         ),

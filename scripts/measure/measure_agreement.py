@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from glm46.compute.distributed.agreement import combine_on_host
-from glm46.run.tree import rounds
+from glm46.operate.estimate.plan_sizes import tree_rounds
 
 NUMBERS, WARM_UP, REPEATS = 16, 10, 200
 
@@ -40,7 +40,7 @@ def _rank(rank: int, ranks: int, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
     numbers = torch.zeros(NUMBERS, dtype=torch.int64)
     forms = {
-        "agreement": (rounds(ranks), 2 * (ranks - 1), _times(lambda: combine_on_host(numbers))),
+        "agreement": (tree_rounds(ranks), 2 * (ranks - 1), _times(lambda: combine_on_host(numbers))),
         "all_reduce": (2 * (ranks - 1), 2 * (ranks - 1) * ranks, _times(lambda: dist.all_reduce(numbers))),
     }
     if rank == 0:

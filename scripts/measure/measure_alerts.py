@@ -23,7 +23,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from glm46.engine.reliability.stop import started_ranks
+from glm46.operate.launch.process_end import started_ranks
 
 ROOT = Path(__file__).parents[2]
 GOALS = {"TrainingDown": 75, "TrainingNotFinite": 15, "LossSpike": 45, "TrainingStalled": 150}

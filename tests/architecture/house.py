@@ -42,11 +42,11 @@ COURT = (
 # Most lines of a room, comments and blank lines included; "" is the package's own __init__.py. A person chose these
 # numbers, and they fall when code goes. `RAISED` holds what was added to them, with its reason.
 LINE_BUDGETS = {
-    "": 20, "__main__": 26, "cli": 104, "commands": 1280, "compat": 500, "config": 4828, "files": 718, "run": 1284,
-    "compute/distributed": 1228, "compute/model": 2680, "compute/optim": 1972, "compute/parallelize": 1610,
-    "storage/data": 1880, "storage/checkpoint": 1876, "storage/chats": 945, "storage/prepare": 3310,
+    "": 20, "__main__": 26, "cli": 104, "commands": 1280, "compat": 500, "config": 4828, "files": 718, "run": 1145,
+    "compute/distributed": 1222, "compute/model": 2623, "compute/optim": 1802, "compute/parallelize": 1608,
+    "storage/data": 1820, "storage/checkpoint": 1876, "storage/chats": 945, "storage/prepare": 3310,
     "storage/huggingface": 3071,
-    "engine/observe": 2550, "engine/reliability": 1245, "engine/inference": 1715, "engine/training": 2802,
+    "engine/observe": 2550, "engine/reliability": 1184, "engine/inference": 1715, "engine/training": 2791,
     "engine/evaluation": 1560, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2850,
     "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2697, "operate/estimate": 3751, "operate/launch": 2697,
     "operate/ablation": 940, "operate/benchmark": 168, "operate/cluster": 2355, "operate/models": 1435,
@@ -225,11 +225,34 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("engine/observe", 2, "the begin of a start in the form of another version"),
     ("files", 1, "FORCE_COLOR does not make a terminal of a file"),
     ("operate/launch", 25, "rl-servers for the CPU of this machine, with the Python that has vLLM"),
+    ("config", 17, "stored configs of other versions, for all who read them"),
+    ("engine/evaluation", 1, "the formats of pairs"),
+    (
+        "engine/inference",
+        28,
+        "the tokenizer of a stored model; layouts and heads that a cache alone asks for, moved from the court",
+    ),
+    ("engine/observe", 18, "FLOPs of single products, moved from run"),
+    ("operate/cluster", 2, "what was moved from the court comes from two files"),
+    (
+        "operate/estimate",
+        116,
+        "sizes of a plan that only its estimate needs, entries of Muon's exchange, moved from the court",
+    ),
+    (
+        "operate/launch",
+        73,
+        "ranks that were started, ends on signals, hosts of a hang, names of ranks, moved from the court",
+    ),
+    ("operate/models", 181, "the Python API's optimizer and counted shapes, moved from the court"),
+    ("storage/huggingface", 21, "a base rounded to NF4, moved from compute/model"),
+    ("storage/prepare", 29, "shards and manifests are written where they are made, moved from storage/data"),
+    ("__main__", 1, "the end on signals comes from the launcher"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 56_659
+MOST_LINES = 56_152
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 18_688
+MOST_COURT_LINES = 18_182
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
 MOST_OVERSIZED = 32

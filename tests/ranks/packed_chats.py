@@ -22,9 +22,9 @@ from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
 from glm46.storage.data.batches import IGNORE, Batch
 from glm46.storage.data.loader import BatchLayout, SampleSpan, TrainSource, build_train_loader
-from glm46.storage.data.manifest import Manifest, Split, save_manifest
+from glm46.storage.data.manifest import Manifest, Split
 from glm46.storage.data.shards import NOT_A_TARGET
-from glm46.storage.prepare.sharding import SplitWriter
+from glm46.storage.prepare.sharding import SplitWriter, save_manifest
 from glm46.tasks.pretrain.next_token import next_token_loss
 from tests.ranks.forked_ranks import run_cases
 from tests.ranks.sharded_layouts import (

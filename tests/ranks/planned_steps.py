@@ -40,6 +40,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step
+from glm46.operate.estimate.muon_cost import exchanged
 from glm46.operate.estimate.requirement import INTEGERS_TORCH
 from glm46.run import context_keys
 from glm46.run.layout import Layout
@@ -650,7 +651,7 @@ def build_full_scale(name: str) -> dict[str, Any]:
     network = build_network(plan, build_cluster(plan, Process(rank, world, torch.device("cpu"))))
     reduced = getattr(torch, plan.config.training.mixed_precision_reduce).itemsize
     muon, states = network.optimizer.muon, network.optimizer.state_tensors()
-    exchanges = [way for bucket in muon.plan().buckets for way in bucket.exchanged(bucket.ranks.index(rank))]
+    exchanges = [way for bucket in muon.plan().buckets for way in exchanged(bucket, bucket.ranks.index(rank))]
     return {
         "name": name,
         "weights": _sizes(map(local_tensor, network.weights().values())),

@@ -11,6 +11,7 @@ from glm46.config.loader import load_config
 from glm46.config.parallelism import ActivationCheckpointConfig
 from glm46.operate.estimate.activations import LayerBytes
 from glm46.operate.estimate.memory import rank_memory
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.rank_parts import parts_of_ranks
 from glm46.operate.estimate.traffic import MUON, reference_traffic, step_traffic
 from glm46.run import context_keys
@@ -106,7 +107,7 @@ def _received(plan: Plan, rank: int) -> float:
     sent *= WIDTHS[training.mixed_precision_param]
     parts = parts_of_ranks(plan)[rank]
     borders = sum((not part.has_embedding) + (not part.has_head) for part in parts)
-    return sent * (plan.batches_of(0)[1] // plan.rows_per_micro_batch * borders + 1)
+    return sent * (batches_of(plan, 0)[1] // plan.rows_per_micro_batch * borders + 1)
 
 
 def _recomputed(plan: Plan, rank: int) -> float:

@@ -4,6 +4,7 @@ all-to-all bit for bit, with the bytes that the routing requires."""
 import pytest
 
 from glm46.config.run_config import RunConfig
+from glm46.operate.estimate.plan_sizes import rows_of_hops
 from glm46.run.plan import resolve_plan
 from tests.ranks import two_levels
 
@@ -46,7 +47,7 @@ def test_the_plan_counts_the_rows_of_even_routes(figures):
             parallelism = {"expert_parallel_degree": 4, "expert_exchange": "two_level"}
             model = {"flavor": "debug"} | two_levels.CHANGES
             config = RunConfig.model_validate({"model": model, "parallelism": parallelism})
-            hops = resolve_plan(config, 4, host_ranks=case["of_host"]).hops(two_levels.SHAPE)
+            hops = rows_of_hops(resolve_plan(config, 4, host_ranks=case["of_host"]), two_levels.SHAPE)
             of_row = 4 * two_levels.WIDTH * 4 + 12 * two_levels.CHOSEN
             planned = row["real_tokens"] * sum(hops) * of_row
             assert sum(row["sent"]["two_level"].values()) == pytest.approx(planned, rel=0.03)

@@ -1,4 +1,4 @@
-"""Name of a process, and the signal that it gets at the end of its parent. Needs no torch."""
+"""The signal that a process gets at the end of its parent. Needs no torch."""
 
 import ctypes
 import os
@@ -7,7 +7,6 @@ import signal
 from glm46.compute.distributed.environment import launched_world_size
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 """Source: linux/prctl.h."""
 
 
@@ -25,8 +24,3 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def set_process_name(name: str) -> None:
-    """Set the name of this process that ``ps -o comm`` and ``pgrep`` show; they cut it off after 15 characters."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

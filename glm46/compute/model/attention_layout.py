@@ -78,7 +78,7 @@ class AttentionLayout(NamedTuple):
     """int32 [runs + 1]: the same for keys. The same object as cu_seq_q if each run has as many keys as queries: cuDNN
     takes causal attention only then."""
     max_q: int
-    """Queries of the longest run, rounded up by `_longest`."""
+    """Queries of the longest run, rounded up by `longest`."""
     max_k: int
     """Keys of the run with most keys, rounded up likewise."""
     window: int | None
@@ -132,8 +132,8 @@ def attention_layout(
     ids_BS = np.zeros(size, np.int64) if document_ids is None else document_ids.cpu().numpy()
     places_BRS = np.broadcast_to(np.arange(S), (B, 1, S)) if places is None else places.numpy()
     start, end, first_key = _runs(ids_BS, places_BRS[:, rank], window)
-    cu_seq_q, cu_seq_k = _cumulative(end - start), _cumulative(end - first_key)
-    max_q, max_k = _longest(end - start), _longest(end - first_key)
+    cu_seq_q, cu_seq_k = cumulative(end - start), cumulative(end - first_key)
+    max_q, max_k = longest(end - start), longest(end - first_key)
     if prefix_ids is not None and bool((prefix_ids >= 0).any()):
         assert places is None and window is None
         return _after_prefixes(start, end, ids_BS, prefix_ids.cpu().numpy())
@@ -153,13 +153,6 @@ def attention_layout(
         tokens = torch.from_numpy(np.concatenate(sent))
         exchange = KeyExchange(keys, tokens, [len(x) for x in sent], [len(x) for x in received])
     return AttentionLayout(cu_seq_q, cu_seq_k, max_q, max_k, window, exchange)
-
-
-def layout_of_runs(queries: Sequence[int], keys: Sequence[int], window: int | None) -> AttentionLayout:
-    """The layout of runs with these numbers of queries and of keys; the last keys of a run are those of its queries."""
-    of_queries, of_keys = (np.array(lengths, np.int64) for lengths in (queries, keys))
-    sizes = _longest(of_queries), _longest(of_keys)
-    return AttentionLayout(_cumulative(of_queries), _cumulative(of_keys), *sizes, window)
 
 
 def _runs(ids_BS: np.ndarray, place_BS: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -191,7 +184,7 @@ def _after_prefixes(start: np.ndarray, end: np.ndarray, ids_BS: np.ndarray, pref
     pairs = [np.stack([bounds[before], bounds[:-1]], 1) for bounds in (starts, ends)]
     lengths, keys = end - start, (pairs[1] - pairs[0]).sum(1)
     exchange = KeyExchange(_ranges(*(bounds.reshape(-1) for bounds in pairs)))
-    return AttentionLayout(_cumulative(lengths), _cumulative(keys), _longest(lengths), _longest(keys), None, exchange)
+    return AttentionLayout(cumulative(lengths), cumulative(keys), longest(lengths), longest(keys), None, exchange)
 
 
 def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: np.ndarray, rank: int) -> KeyRing:
@@ -204,10 +197,10 @@ def _ring(start: np.ndarray, end: np.ndarray, first_key: np.ndarray, tokens_RN: 
         first, stop = np.searchsorted(tokens, first_key), np.searchsorted(tokens, start if distance else end)
         sees = stop > first
         lengths, keys = (end - start)[sees], (stop - first)[sees]
-        cu_seq_q, cu_seq_k = _cumulative(lengths), _cumulative(keys)
+        cu_seq_q, cu_seq_k = cumulative(lengths), cumulative(keys)
         parts.append(RingPart(
             _ranges(first_query[sees], first_query[sees] + lengths), _ranges(first[sees], stop[sees]),
-            AttentionLayout(cu_seq_q, cu_seq_k, _longest(lengths), _longest(keys), None),
+            AttentionLayout(cu_seq_q, cu_seq_k, longest(lengths), longest(keys), None),
         ))  # fmt: skip
     return KeyRing(parts)
 
@@ -234,20 +227,13 @@ def _exchange(
     return sent, received
 
 
-def _cumulative(lengths: np.ndarray) -> Tensor:
+def cumulative(lengths: np.ndarray) -> Tensor:
     """int32 [runs + 1], with empty runs at the end (`kernel_runs`)."""
     ends = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
     return torch.from_numpy(np.pad(ends, (0, kernel_runs(len(lengths)) - len(lengths)), mode="edge"))
 
 
-def rounded_length(length: int, least: int) -> int:
-    """At least ``length``, by 25 % more at most, and at least ``least``: one of four numbers per power of two."""
-    length = max(length, least)
-    step = 1 << max((length - 1).bit_length() - 3, 0)
-    return -(-length // step) * step
-
-
-def _longest(lengths: np.ndarray) -> int:
+def longest(lengths: np.ndarray) -> int:
     """The next power of two after the largest length, at least 256.
 
     Kernels only take their number of blocks from it, and skip blocks without tokens. cuDNN makes a plan for each number

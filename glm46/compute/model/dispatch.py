@@ -17,20 +17,16 @@ class TokenDispatcher(Protocol):
 
     def start(self, x_TD: Tensor, routing: Routing, num_experts: int) -> Any:
         """Start sending each token to its experts. Work done before `arrived` overlaps with the exchange."""
-        ...
 
     def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Rows sorted by this rank's experts [N, D], their weights FP32 [N], offsets int32, context of `combine`. The
         results of rows past the last offset are not read."""
-        ...
 
     def rest(self, context: Any) -> tuple:
         """Further arguments of the experts, if some tokens are still on their way; see `Experts.forward`."""
-        ...
 
     def combine(self, y: Any, context: Any) -> Tensor:
         """Sum of each token's expert results, [T, D]; ``y`` is what the experts returned."""
-        ...
 
 
 class Copy(torch.autograd.Function):
@@ -99,7 +95,8 @@ class LocalDispatcher:
             row_P, place_N, offsets = pad_groups(len(token_N), offsets, self.multiple)
             weights_N = pad_weights(weights_N, place_N, len(row_P))
             token_N, place_TA = token_N[row_P], place_N[place_TA]
-        x_ND = gather_assignments(x_TD, token_N, place_TA)
+        # Dropped assignments are rows of weight 0 here.
+        x_ND = Copy.apply(x_TD, token_N, place_TA, None)
         return x_ND, weights_N, offsets, (token_N, place_TA)
 
     def arrived(self, pending: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
@@ -112,7 +109,7 @@ class LocalDispatcher:
 
     def combine(self, y: Any, context: Any) -> Tensor:
         """See `TokenDispatcher.combine`."""
-        return combine_assignments(y, *context)
+        return Sum.apply(y, *context, None)
 
 
 def sort_assignments(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,14 +161,3 @@ def pad_weights(weights_N: Tensor, place_N: Tensor, places: int) -> Tensor:
     """The weight at each of the places of `pad_groups`; that of padding is 0, and has no gradient. So padding adds
     nothing to the gradients of the experts, although `combine` hands it the gradient of the row that it repeats."""
     return weights_N.new_zeros(places).index_copy(0, place_N, weights_N)
-
-
-def gather_assignments(x_TD: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-    """The token of each sorted assignment, [N, D]; `place_TA` holds the places of each token's assignments. Between
-    ranks, dropped assignments are sorted last and `token_N` leaves them out; on one rank they are rows of weight 0."""
-    return Copy.apply(x_TD, token_N, place_TA, None)
-
-
-def combine_assignments(y_ND: Tensor, token_N: Tensor, place_TA: Tensor) -> Tensor:
-    """Sum of each token's assignments, [T, D]; the transpose of `gather_assignments`."""
-    return Sum.apply(y_ND, token_N, place_TA, None)

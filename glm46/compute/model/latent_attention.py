@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from glm46.compute.model.attention import attend
 from glm46.compute.model.attention_layout import AttentionLayout
-from glm46.compute.model.layers import Linear, RMSNorm, local_weight
+from glm46.compute.model.layers import Linear, RMSNorm
 from glm46.compute.model.rope import rotate_pairs
 from glm46.config.model import ModelShape
 
@@ -66,12 +66,3 @@ class LatentAttention(nn.Module):
         made = self.kv_b_proj(latent.squeeze(2)).unflatten(-1, (-1, self.key_part + self.head_dim))
         part, values = made.tensor_split([self.key_part], dim=-1)
         return torch.cat([part, key.expand(-1, -1, made.shape[2], -1)], dim=-1), values.contiguous()
-
-    def to_heads(self) -> Tensor:
-        """The weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values."""
-        if "product" in vars(self.kv_b_proj):  # whatever it is, its results of unit vectors are the weight
-            like = self.o_proj.weight
-            weight = self.kv_b_proj(torch.eye(self.rank, dtype=like.dtype, device=like.device)).t()
-        else:
-            weight = local_weight(self.kv_b_proj.weight).detach()
-        return weight.reshape(-1, self.key_part + self.head_dim, self.rank)

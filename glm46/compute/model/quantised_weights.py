@@ -12,7 +12,7 @@ the scales tells the format:
 * int4: value + 8, BF16 scales. Groups of 32 columns hold those of folders with groups of any multiple of 32.
 * nf4: the 16 levels of QLoRA (arXiv 2305.14314, appendix E), blocks of 64. Double quantisation is to 8-bit floats, 5
   bits of exponent and 3 of mantissa: QLoRA's second level, a scale of 256 blocks and a mean of the tensor, spans rows,
-  which no shard has. `encode` takes of the two nearest ones the better, and so loses less than QLoRA's.
+  which no shard has. `encode_nf4` takes of the two nearest ones the better, and so loses less than QLoRA's.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,8 @@ NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _LEVELS = {"int4": tuple(float(value) for value in range(-8, 8)), "nf4": NF4_LEVELS}
-_CODE_SHIFT = 7
+CODE_SHIFT = 7
 """An 8-bit float is FP16 without its sign and its last bits."""
-_LARGEST_CODE = 247
 
 
 def store_quantised(model: Transformer, base_dtype: str) -> list[nn.Module]:
@@ -112,7 +111,7 @@ def in_compute_type(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -
     parts = (part.flatten(0, -2).split(rows) for part in (whole, weight, scales))
     for out, packed, of_groups in zip(*parts, strict=True):
         values = pairs.index_select(0, packed.flatten().int()).view(torch.float32)
-        out.copy_(values.view(*of_groups.shape, columns).mul_(_in_fp32(of_groups).unsqueeze(-1)).view(out.shape))
+        out.copy_(values.view(*of_groups.shape, columns).mul_(scales_in_fp32(of_groups).unsqueeze(-1)).view(out.shape))
     return whole
 
 
@@ -139,7 +138,7 @@ def in_one_kernel(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def converted(packed: Tensor, scales: Tensor, levels: Tensor, shifts: Tensor, dtype: torch.dtype) -> Tensor:
     """`in_compute_type` of bytes [G, columns / 2] of G groups of 4-bit weights: [G, columns / 2, 2]."""
     values = levels[((packed.unsqueeze(-1) >> shifts) & 15).int()]
-    return (values * _in_fp32(scales)[:, None, None]).to(dtype)
+    return (values * scales_in_fp32(scales)[:, None, None]).to(dtype)
 
 
 @lru_cache
@@ -155,30 +154,11 @@ def _pairs(base_dtype: str, device: torch.device) -> Tensor:
     return torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1).view(torch.int64).view(-1).to(device)
 
 
-def _in_fp32(scales: Tensor) -> Tensor:
+def scales_in_fp32(scales: Tensor) -> Tensor:
     """Scales of weights of 4 bits."""
     if scales.dtype == torch.int16:
         return scales.view(torch.bfloat16).float()
-    return (scales.to(torch.int16) << _CODE_SHIFT).view(torch.float16).float()
-
-
-def encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales in NF4 of a weight, FP32 [O, I] and finite. Of each block the scale is the better one of the
-    8-bit floats below and above its largest value."""
-    blocks = weight.unflatten(-1, (-1, BASE_FORMATS["nf4"].columns))
-    below = blocks.abs().amax(-1).half().clamp(max=torch.finfo(torch.float16).max).view(torch.int16) >> _CODE_SHIFT
-    levels = torch.tensor(NF4_LEVELS, device=weight.device)
-    bounds, found = (levels[1:] + levels[:-1]) / 2, []
-    for codes in (below, below + 1):
-        scales = codes.clamp(1, _LARGEST_CODE).to(torch.uint8)
-        in_fp32 = _in_fp32(scales).unsqueeze(-1)
-        values = torch.bucketize(blocks / in_fp32, bounds, out_int32=True)
-        error = (levels[values] * in_fp32 - blocks).square_().sum(-1)
-        found.append((values, scales, error))
-    (low, low_scales, low_error), (high, high_scales, high_error) = found
-    is_low = low_error <= high_error
-    values = torch.where(is_low.unsqueeze(-1), low, high).to(torch.uint8).view(weight.shape)
-    return values[:, ::2] | values[:, 1::2] << 4, torch.where(is_low, low_scales, high_scales)
+    return (scales.to(torch.int16) << CODE_SHIFT).view(torch.float16).float()
 
 
 # Operators, because a compiled graph would keep the converted weight of forward for backward.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from glm46.compat import StridedShard, wrap_local
 from glm46.compute.distributed.host_memory import host_tensor
 from glm46.compute.distributed.local_tensor import local_tensor
-from glm46.compute.optim.muon_plan import Cut, Holding, TensorLayout, mesh_layout, whole_layout
+from glm46.compute.optim.muon_plan import Cut, Holding, TensorLayout, mesh_layout
 
 
 def is_sharding(placement: Placement) -> TypeGuard[Shard | StridedShard]:
@@ -31,7 +31,8 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
         raise ValueError(f"Muon takes matrices and batches of matrices, not a tensor of shape {tuple(tensor.shape)}")
     *leading, rows, columns = tensor.shape
     if not isinstance(tensor, DTensor):
-        return whole_layout((math.prod(leading), rows, columns))
+        shape = math.prod(leading), rows, columns
+        return TensorLayout(shape, Holding(*((0, length) for length in shape)), {}, ())
     mesh = tensor.device_mesh
     layout = mesh_layout(
         ((leading or [1])[0], rows, columns), math.prod(leading[1:]), mesh.shape, mesh.mesh.flatten().tolist(),

@@ -50,11 +50,6 @@ class TensorLayout:
     ranks: tuple[int, ...]
 
 
-def whole_layout(shape: tuple[int, int, int]) -> TensorLayout:
-    """The layout of a tensor on one rank."""
-    return TensorLayout(shape, Holding(*((0, length) for length in shape)), {}, ())
-
-
 def mesh_layout(
     sizes: tuple[int, int, int], inner: int, mesh: Sequence[int], ranks: Sequence[int], cuts: Sequence[Cut], me: int
 ) -> TensorLayout:
@@ -155,20 +150,6 @@ class Bucket:
 
     ranks: tuple[int, ...]
     units: tuple[Unit, ...]
-
-    def exchanged(self, member: int) -> tuple[Bounds, Bounds]:
-        """Entries that a rank of the group sends and receives: of matrices on the way to their owners, then of
-        updates."""
-        leaving = coming = leaving_back = coming_back = 0
-        for unit in self.units:
-            held = unit.size(member)
-            if unit.owner == member:
-                coming += unit.shape[0] * unit.shape[1] - held
-                leaving_back += sum(map(unit.size, range(len(unit.parts)))) - held
-            else:
-                leaving += held if unit.sends(member) else 0
-                coming_back += held
-        return (leaving, coming), (leaving_back, coming_back)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
-"""The optimizer of each parameter, from the table in `run/parameters.py` or, for other modules than our model, from
-its shape and module; and the printed table of roles."""
+"""The optimizer of each parameter, from the table in `run/parameters.py`, and the printed table of roles."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from glm46.config.errors import UserError, raise_if
+from glm46.config.errors import raise_if
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
 from glm46.run.parameters import ADAPTER_PARAMETERS, PARAMETERS, find_parameter
@@ -66,59 +64,6 @@ def assign_roles(
         roles.append(Role(row.group, row.choose_optimizer(config), row.is_decayed, row.row_blocks, lr_ratio, heads))
     raise_if(faults)
     return roles
-
-
-# Their weights are not matrices: rows of an embedding are looked up, filters of a convolution have more dimensions.
-_NOT_MATRICES = (
-    nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)  # fmt: skip
-
-
-def module_roles(
-    model: nn.Module, config: OptimizerConfig, adamw: Sequence[str], row_blocks: Mapping[str, int]
-) -> tuple[list[tuple[str, Tensor]], list[Role]]:
-    """The trainable parameters of any module by name, and their roles.
-
-    A module whose parameters all have rows in the table of parameters gets the roles of the table. In others Muon takes
-    matrices and stacks of matrices; embeddings, weights tied to them and convolutions are under AdamW; so are, without
-    decay, parameters of fewer than two dimensions.
-
-    Args:
-        adamw: patterns (`fnmatch`) of names of further parameters under AdamW.
-        row_blocks: by pattern, the number of matrices that a parameter fuses along its rows.
-
-    Raises:
-        ValueError: a pattern that no matrix has, or blocks that do not divide the rows.
-    """
-    named: list[tuple[str, Tensor]] = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    try:
-        roles = assign_roles([name for name, _ in named], config, shape=getattr(model, "shape", None))
-    except UserError:
-        others = [module for module in model.modules() if isinstance(module, _NOT_MATRICES)]
-        looked_up = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
-        roles = [_role_of(parameter, id(parameter) in looked_up) for _, parameter in named]
-    for pattern in (*adamw, *row_blocks):
-        chosen = [
-            index for index, (name, _) in enumerate(named)
-            if fnmatchcase(name, pattern) and roles[index].optimizer == "muon"
-        ]  # fmt: skip
-        if not chosen:
-            raise ValueError(f"{pattern!r} matches no matrix under Muon; names: {', '.join(name for name, _ in named)}")
-        for index in chosen:
-            name, parameter = named[index]
-            blocks = row_blocks.get(pattern, 1)
-            if blocks < 1 or parameter.shape[-2] % blocks:
-                raise ValueError(f"row_blocks[{pattern!r}] = {blocks}: must divide the {parameter.shape[-2]} of {name}")
-            change = {"optimizer": "adamw"} if pattern in adamw else {"row_blocks": blocks, "head_rows": ()}
-            roles[index] = replace(roles[index], **change)
-    return named, roles
-
-
-def _role_of(parameter: Tensor, is_looked_up: bool) -> Role:
-    if parameter.ndim < 2:
-        return Role("vectors", "adamw", False, 1)
-    return Role("other weights", "adamw", True, 1) if is_looked_up else Role("matrices", "muon", True, 1)
 
 
 def role_rows(tensors: Sequence[Tensor], roles: Sequence[Role], config: OptimizerConfig) -> list[RoleRow]:

@@ -16,8 +16,6 @@ from glm46.compute.distributed.recomputation import recalled
 from glm46.compute.model.dispatch import (
     Copy,
     Sum,
-    combine_assignments,
-    gather_assignments,
     pad_groups,
     pad_weights,
     sort_assignments,
@@ -124,7 +122,7 @@ class AllToAllDispatcher:
         order_N = order_N[: sum(send)]
         token_N = order_N // place_TA.shape[1]
         exchanges = tuple(Exchange(send, receive, self._group) for _ in range(2))
-        of_rows = gather_assignments(x_TD, token_N, place_TA), routing.weights.flatten()[order_N]
+        of_rows = Copy.apply(x_TD, token_N, place_TA, None), routing.weights.flatten()[order_N]
         in_flight = tuple(exchange.start(each) for exchange, each in zip(exchanges, of_rows, strict=True))
         return in_flight, exchanges, numbers_RX, (token_N, place_TA)
 
@@ -156,4 +154,4 @@ class AllToAllDispatcher:
 
     def _finish(self, returning: Any) -> Tensor:
         in_flight, back, tokens = returning
-        return combine_assignments(back.finish(in_flight), *tokens)
+        return Sum.apply(back.finish(in_flight), *tokens, None)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glm46.config.errors import UserError
+from glm46.config.text_recipe import PREFERENCES
 from glm46.storage.data.batches import IGNORE, Batch, BatchBuilder
 from glm46.storage.data.manifest import Manifest
 from glm46.storage.data.packing import TokenStream
@@ -115,7 +116,7 @@ def one_document(tokens: np.ndarray, eos_id: int) -> Batch:
 def held_out(manifest: Manifest) -> TokenStream:
     """The validation split of a source. Raises UserError if it has nothing to predict, or pairs."""
     split = manifest.splits["validation"]
-    if manifest.is_preference:
+    if manifest.format in PREFERENCES:
         raise UserError(
             f"{manifest.folder}: holds preferences, which only runs with [finetune.preference] validate; take "
             "another source"

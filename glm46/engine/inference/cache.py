@@ -9,15 +9,17 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import local_tensor
 from glm46.compute.model.attention import Attention, attend
-from glm46.compute.model.attention_layout import AttentionLayout, attention_layout, layout_of_runs, rounded_length
+from glm46.compute.model.attention_layout import AttentionLayout, attention_layout, cumulative, longest
 from glm46.compute.model.attention_runs import attend_in_runs
 from glm46.compute.model.latent_attention import Expand, LatentAttention
+from glm46.compute.model.layers import local_weight
 
 _FEW_TOKENS = 16
 """Most tokens of a row that attend by a mask over the slots: the last token and its drafts. More tokens attend in runs,
@@ -55,9 +57,9 @@ class Slots:
             return
         if length > _FEW_TOKENS:
             self.ends = [start + length for start in starts]
-            self.runs = layout_of_runs([length] * len(starts), self.ends, sliding_window).to(device)
+            self.runs = _layout_of_runs([length] * len(starts), self.ends, sliding_window).to(device)
             return
-        self.slots = min(rounded_length(self.last, _LEAST_SLOTS), max_length)
+        self.slots = min(_rounded_length(self.last, _LEAST_SLOTS), max_length)
         """Slots that are read, the same number for many calls: kernels that are planned for each shape meet few."""
         distance = self.positions.unsqueeze(-1) - torch.arange(self.slots, device=device)
         is_seen = distance >= 0
@@ -180,7 +182,7 @@ class CachedCore:
             keys, values = cached
             return _few(q_RSHC, keys, values, place).reshape(q_BSHC.shape)
         if self._to_heads is None:
-            self._to_heads = self.attention.to_heads()
+            self._to_heads = _by_head(self.attention)
         # The weights that make keys are multiplied to the queries, and those of values to the result, in place of all
         # cached latents: attention of many queries to one key.
         part, (rows,), rank = self.attention.key_part, cached, self.attention.rank
@@ -215,3 +217,27 @@ def _few(q_BSHC: Tensor, keys: Tensor, values: Tensor, place: Slots, scale: floa
     mask = place.mask(groups, q_BKGC.dtype)
     out = F.scaled_dot_product_attention(q_BKGC, keys, values, attn_mask=mask, scale=scale)
     return out.view(B, K, place.length, groups, -1).transpose(1, 2).flatten(2, 3)
+
+
+def _by_head(attention: LatentAttention) -> Tensor:
+    """The weight of `kv_b_proj` by head, [H, N + C, L], adapters included: keys first, then values."""
+    if "product" in vars(attention.kv_b_proj):  # whatever it is, its results of unit vectors are the weight
+        like = attention.o_proj.weight
+        weight = attention.kv_b_proj(torch.eye(attention.rank, dtype=like.dtype, device=like.device)).t()
+    else:
+        weight = local_weight(attention.kv_b_proj.weight).detach()
+    return weight.reshape(-1, attention.key_part + attention.head_dim, attention.rank)
+
+
+def _rounded_length(length: int, least: int) -> int:
+    """At least ``length``, by 25 % more at most, and at least ``least``: one of four numbers per power of two."""
+    length = max(length, least)
+    step = 1 << max((length - 1).bit_length() - 3, 0)
+    return -(-length // step) * step
+
+
+def _layout_of_runs(queries: Sequence[int], keys: Sequence[int], window: int | None) -> AttentionLayout:
+    """The layout of runs with these numbers of queries and of keys; the last keys of a run are those of its queries."""
+    of_queries, of_keys = (np.array(lengths, np.int64) for lengths in (queries, keys))
+    sizes = longest(of_queries), longest(of_keys)
+    return AttentionLayout(cumulative(of_queries), cumulative(of_keys), *sizes, window)

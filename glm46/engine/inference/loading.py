@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import tomli
 import torch
 
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
@@ -13,12 +12,11 @@ from glm46.compute.model.transformer import Transformer
 from glm46.config.errors import UserError, raise_if
 from glm46.config.model import ModelShape
 from glm46.engine.inference.model_mesh import ModelMesh
-from glm46.engine.inference.stored_model import alignment_faults, require_whole_model
+from glm46.engine.inference.stored_model import alignment_faults, stored_model, whole_model
 from glm46.storage.checkpoint.finite import describe, names_not_finite
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
-from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
+from glm46.storage.data.tokenizer import Tokenizer
 from glm46.storage.huggingface.folder_check import stored_shape
-from glm46.storage.huggingface.hub import local_tokenizer
 from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.step_tensors import StepTensors
 
@@ -63,41 +61,35 @@ def load_on_mesh(
     kind = require_kind(folder, Kind.HUGGING_FACE, Kind.STEP)
     load = _from_hugging_face if kind is Kind.HUGGING_FACE else _from_step
 
-    def empty(shape: ModelShape) -> tuple[Transformer, ModelMesh]:
+    def empty(shape: ModelShape) -> _Part:
         raise_if(alignment_faults(folder, shape, str(dtype).removeprefix("torch.")))
         mesh = mesh_of(shape)
         held = shape if drafts else shape.model_copy(update={"num_nextn_predict_layers": 0})
         return mesh.part_of_model(held, dtype).to_empty(device=device), mesh
 
-    model, mesh, known, fingerprint, flavor = load(folder, empty)
-    known, vocab_size = known if tokenizer else local_tokenizer(known), model.shape.vocab_size
-    found = tokenizer_of_checkpoint(
-        known, stated=tokenizer, fingerprint=fingerprint, vocab_size=vocab_size, flavor=flavor
-    )
-    return Loaded(model, found, mesh)
+    model, mesh = load(folder, empty)
+    return Loaded(model, stored_model(folder).tokenizer(tokenizer), mesh)
 
 
-_Empty = Callable[[ModelShape], tuple[Transformer, ModelMesh]]
-_Filled = tuple[Transformer, ModelMesh, str, str | None, str]
-"""Model, mesh, where its tokenizer is, the fingerprint of the tokenizer, the preset of the run."""
+_Part = tuple[Transformer, ModelMesh]
+_Empty = Callable[[ModelShape], _Part]
 
 
 @torch.no_grad()
-def _from_hugging_face(folder: Path, empty: _Empty) -> _Filled:
+def _from_hugging_face(folder: Path, empty: _Empty) -> _Part:
     shape = stored_shape(folder)
     model, mesh = empty(shape)
     with FolderReader(folder, shape) as reader:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             raise_if(reader.fill(name, local_tensor(tensor), global_indices(tensor)))
-    return model, mesh, str(folder), None, ""
+    return model, mesh
 
 
 @torch.no_grad()
-def _from_step(folder: Path, empty: _Empty) -> _Filled:
+def _from_step(folder: Path, empty: _Empty) -> _Part:
     tensors = StepTensors(folder, Ranks.of_this_run())
-    config, function = tomli.loads(tensors.meta["config"]), tensors.function
-    require_whole_model(folder, config)
-    table = config["model"]
+    whole_model(folder, tensors.meta["config"])
+    function = tensors.function
     model, mesh = empty(function.shape)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     raise_if([f"{folder}: lacks {name}" for name in own if name not in tensors])
@@ -107,5 +99,4 @@ def _from_step(folder: Path, empty: _Empty) -> _Filled:
     if names := names_not_finite({name: local_tensor(tensor) for name, tensor in own.items()}):
         raise UserError(f"{folder}: {describe(names)}: its training diverged; take an earlier step")
     model.compute_as(function, local_tensor(next(model.parameters())).device)
-    path, flavor = table.get("tokenizer_path", "builtin"), table.get("flavor", "")
-    return model, mesh, path, tensors.meta.get(TOKENIZER_KEY), flavor
+    return model, mesh

@@ -1,19 +1,17 @@
 """Facts about a model in a folder before its weights are read, without torch."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import tomli
+from typing import NamedTuple
 
 from glm46.config.errors import UserError
-from glm46.config.model import ModelShape
+from glm46.config.loader import stored_config
+from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.rules_model import unaligned_experts
 from glm46.run.function import function_of_meta
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import META
-from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, tokenizer_of_checkpoint
+from glm46.storage.data.tokenizer import TOKENIZER_KEY, Tokenizer, load_tokenizer
 from glm46.storage.huggingface.config_json import CONFIG, read_config, shape_of
 from glm46.storage.huggingface.hub import local_tokenizer
 
@@ -30,14 +28,27 @@ class StoredModel(NamedTuple):
     """The preset of the run."""
 
     def tokenizer(self, stated: str | None) -> Tokenizer:
-        """The tokenizer of the model, or the one that the user states; see `tokenizer_of_checkpoint`."""
-        return tokenizer_of_checkpoint(
-            self.tokenizer_path if stated else local_tokenizer(self.tokenizer_path),
-            stated=stated,
-            fingerprint=self.fingerprint,
-            vocab_size=self.shape.vocab_size,
-            flavor=self.flavor,
-        )
+        """Load the tokenizer that the model was trained with, or the one that the user states with ``--tokenizer``.
+
+        Raises:
+            UserError: it does not exist, has another fingerprint, or has more ids than the model.
+        """
+        path = stated or local_tokenizer(self.tokenizer_path)
+        try:
+            loaded = load_tokenizer(path, self.flavor)
+        except UserError as error:
+            if stated:
+                raise
+            raise UserError(*(f"{fault}; or give --tokenizer" for fault in error.faults)) from error
+        if not stated and self.fingerprint not in (None, loaded.fingerprint):
+            raise UserError(
+                f"tokenizer '{path}': fingerprint {loaded.fingerprint[:12]}…, but the checkpoint was trained with "
+                f"{self.fingerprint[:12]}…; give that tokenizer as --tokenizer"
+            )
+        if loaded.vocab_size > self.shape.vocab_size:
+            ids = f"{loaded.vocab_size} ids, the model has {self.shape.vocab_size}"
+            raise UserError(f"tokenizer '{loaded.path}': {ids}; give another --tokenizer")
+        return loaded
 
 
 def stored_model(folder: Path) -> StoredModel:
@@ -46,27 +57,27 @@ def stored_model(folder: Path) -> StoredModel:
         return StoredModel(shape_of(read_config(folder), str(folder / CONFIG)), str(folder), None)
     try:
         meta = json.loads((folder / META).read_bytes())
-        config = tomli.loads(meta["config"])
-        require_whole_model(folder, config)
-        table = {"tokenizer_path": "builtin", "flavor": ""} | config["model"]
-        fingerprint = meta.get(TOKENIZER_KEY)
-        return StoredModel(function_of_meta(meta).shape, table["tokenizer_path"], fingerprint, table["flavor"])
+        config, shape = whole_model(folder, meta["config"]), function_of_meta(meta).shape
+        return StoredModel(shape, config.tokenizer_path, meta.get(TOKENIZER_KEY), config.flavor)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / META}: cannot be read ({error}); take another checkpoint") from error
 
 
-def require_whole_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError if a step folder, whose config this is, holds adapters alone or a reward model."""
-    if config.get("finetune", {}).get("preference", {}).get("loss_type") == "reward":
+def whole_model(folder: Path, text: str) -> ModelConfig:
+    """[model] of a step folder, whose stored config this is. Raises UserError if it holds adapters alone or a reward
+    model."""
+    config = stored_config(text)
+    if config.head == "value":
         raise UserError(
             f"{folder}: holds a reward model, which gives a number and no text; [[rl.rewards]] with name = 'model' "
             "and options.load_path takes it"
         )
-    if "adapter" in config:
+    if config.adapter is not None:
         raise UserError(
-            f"{folder}: holds adapters without their base, {config['checkpoint']['initial_load_path']}; convert them "
+            f"{folder}: holds adapters without their base, {config.checkpoint.initial_load_path}; convert them "
             "with adapter-to-hf, then give the base, and the new folder with --adapter"
         )
+    return config.model
 
 
 def alignment_faults(folder: Path, shape: ModelShape, dtype: str) -> list[str]:

@@ -19,7 +19,8 @@ from torch.profiler import record_function
 
 from glm46.config.adapter import AdapterConfig
 from glm46.config.model import ModelShape
-from glm46.run.flops import pair_flops, product_flops
+from glm46.run.flops import matrix_flops, pair_flops
+from glm46.run.parameters import adapter_rows, find_parameter
 
 _KINDS = (
     ("embedding", r"embed_tokens$"),
@@ -225,12 +226,29 @@ def flops_by_kind(
         adapter: [adapter] of a network that trains no other weights.
     """
     flops: dict[str, float] = defaultdict(float)
-    for name, per_token in product_flops(names, shape, adapter).items():
+    for name, per_token in _product_flops(names, shape, adapter).items():
         flops[str(kind_of(name.rpartition(".")[0]))] += per_token * tokens
         if name.endswith(".self_attn.o_proj.weight"):
             core = kind_of(name.replace("o_proj.weight", "core"))
             flops[str(core)] += pair_flops(shape) * half_pairs / 2
     return dict(flops)
+
+
+def _product_flops(names: Iterable[str], shape: ModelShape, adapter: AdapterConfig | None = None) -> dict[str, float]:
+    """FLOPs per token of the products with each of these parameters, forward and backward, by name. The MTP layers
+    whose parameters are among them use the head too.
+
+    Args:
+        adapter: [adapter] of a network that trains no other weights.
+    """
+    names, flops = list(names), {}
+    adapters = {} if adapter is None else adapter_rows(shape, adapter)
+    for name in names:
+        row = adapters.get(name) or find_parameter(name)
+        if row.is_matrix and row.part != "embedding":
+            flops[name] = matrix_flops([row], shape, None if name in adapters else adapter)
+    uses = 1 + sum(name.endswith("eh_proj.weight") for name in names)
+    return flops | {name: uses * flops[name] for name in names if name == "lm_head.weight"}
 
 
 def table_rows(

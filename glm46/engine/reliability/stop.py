@@ -1,6 +1,5 @@
 """Graceful stop on Ctrl-C and on the signals of job systems, and the exit codes of a run."""
 
-import multiprocessing
 import os
 import select
 import signal
@@ -22,9 +21,6 @@ EXIT_HANG = 76
 EXIT_DIVERGED = 77
 """Exit code of a run whose steps or weights went bad and that cannot roll back."""
 
-EXIT_BROKEN_PIPE = 141
-"""Exit code of a process that the closed pipe of its output has cut off: 128 + SIGPIPE, as a shell reports it."""
-
 EXIT_SIGNAL = 128
 """Exit code of a process that a signal ended, minus the number of the signal."""
 
@@ -33,7 +29,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 before_exit: list[Callable[[], None]] = []
 """What `exit_now` calls before the end. Each call gets a second, because a disk may not answer."""
 _CLEAN_SECONDS = 1.0
-_is_ending = threading.Event()
+is_ending = threading.Event()
+"""Set by `exit_now`."""
 
 REPEAT_SECONDS = 1.0
 """Signals within this time count as one: terminals, `timeout` and job systems may send a signal to a process and
@@ -141,26 +138,9 @@ def code_before_training(number: int) -> int:
     return EXIT_SIGNAL + number if number in (signal.SIGINT, signal.SIGQUIT) else EXIT_STOPPED
 
 
-ENDING_SIGNALS = (*SIGNALS, signal.SIGQUIT)
-
-
-def end_on_signals(code: Callable[[int], int], signals: Sequence[int] = ENDING_SIGNALS) -> SignalListener:
-    """End this process and its descendants on a signal.
-
-    Args:
-        code: number of the signal -> exit code.
-        signals: those that end it; others keep their handlers.
-    """
-
-    def on_signal(number: int) -> None:
-        exit_now(code(number), f"stopped by {signal.Signals(number).name}")
-
-    return SignalListener(on_signal, signals)
-
-
 def exit_now(code: int, reason: str) -> None:
     """End this process and its descendants at once, from any thread, and print the reason."""
-    _is_ending.set()
+    is_ending.set()
     try:
         for process in _descendants(os.getpid()):
             with suppress(ProcessLookupError):
@@ -179,33 +159,14 @@ def exit_now(code: int, reason: str) -> None:
         os._exit(code)
 
 
-def wait_if_ending() -> None:
-    """Never return while `exit_now` ends this process: what other threads make of the end of its descendants, such as
-    an error and its exit code, must not be what the process ends with."""
-    while _is_ending.is_set():
-        time.sleep(_CLEAN_SECONDS)
-
-
-def started_ranks(launcher: int | None = None) -> list[int]:
-    """Process ids of the ranks of a launcher, by default of this one: living leaders of a process group among children
-    of it and of its server. Workers that prepare data are leaders too; they and their programs are left out."""
-    me, table = launcher or os.getpid(), _processes()
-    workers = {worker.pid for worker in multiprocessing.active_children()}
-    return [
-        process
-        for process, (parent, group) in table.items()
-        if group == process and me in (parent, table.get(parent, (0, 0))[0]) and workers.isdisjoint((process, parent))
-    ]
-
-
 def _descendants(process: int) -> list[int]:
-    table, found = _processes(), [process]
+    table, found = living_processes(), [process]
     for ancestor in found:  # grows inside the loop
         found += [child for child, (parent, _) in table.items() if parent == ancestor]
     return found[1:]
 
 
-def _processes() -> dict[int, tuple[int, int]]:
+def living_processes() -> dict[int, tuple[int, int]]:
     """Parent and group of each living process."""
     table = {}
     for pid in filter(str.isdecimal, os.listdir("/proc")):

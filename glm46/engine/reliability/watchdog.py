@@ -28,7 +28,7 @@ from glm46.engine.observe.history import WatchedFolder
 from glm46.engine.reliability.alarm import Alarm
 from glm46.engine.reliability.hang_report import collectives_here, describe_hang, find_culprits, innermost_frames
 from glm46.engine.reliability.stop import EXIT_HANG
-from glm46.engine.reliability.verdict import remove_verdict, write_verdict
+from glm46.engine.reliability.verdict import VERDICT_FILE, write_verdict
 
 _TICK_SECONDS = 0.25
 _ASK_SECONDS = 1.0
@@ -77,7 +77,7 @@ class Watchdog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         if process.is_main:
-            remove_verdict(folder)
+            (folder / VERDICT_FILE).unlink(missing_ok=True)  # of an earlier start
         self._stacks_path, self._above = folder / f"stacks-rank{process.rank}.txt", WatchedFolder(folder.parent)
         self._stacks = self._stacks_path.open("w")
         # Runs in C, without the interpreter: works even if a thread never releases it.

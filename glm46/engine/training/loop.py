@@ -67,7 +67,9 @@ def train(task: Task, services: Services, progress: Progress) -> int:
         services.profiler.step_begins(progress.step + 1)
     gc.disable()  # a collection on one rank makes all others wait: collect on all ranks at once instead
     while progress.tokens < plan.budget_tokens:
-        columns = prepare_step(task, services, progress)
+        # In its own time: a watchdog of steps does not know how long completions take.
+        with services.watchdog.unwatched("preparing the step"), services.heartbeat.phase("prepare"):
+            columns = task.prepare(progress, services.stop)
         step = begin_step(task, services, progress)
         if step.must_stop:
             break
@@ -94,12 +96,6 @@ def train(task: Task, services: Services, progress: Progress) -> int:
     services.saver.finish(progress, validation)
     services.heartbeat.stops()
     return _end(task, services, progress)
-
-
-def prepare_step(task: Task, services: Services, progress: Progress) -> dict[str, float]:
-    """`Task.prepare`, in its own time: a watchdog of steps does not know how long completions take. Collective."""
-    with services.watchdog.unwatched("preparing the step"), services.heartbeat.phase("prepare"):
-        return task.prepare(progress, services.stop)
 
 
 def begin_step(task: Task, services: Services, progress: Progress) -> NextStep:

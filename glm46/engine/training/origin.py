@@ -5,14 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomli
-
 from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError
+from glm46.config.loader import stored_config
 from glm46.config.model import ModelConfig
 from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
-from glm46.config.validation import validate_table
 from glm46.engine.reliability.run_lock import outer_run
 from glm46.files.local_disk import real_path
 from glm46.run.parameters import adapter_rows, named_rows
@@ -185,7 +183,7 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
 def saved_run(folder: Path) -> RunConfig | None:
     """Configuration of the run that saved a step folder; None if there is none, or this version cannot read it."""
     try:
-        return validate_table(tomli.loads(json.loads((folder / META).read_bytes())["config"]))[0]
+        return stored_config(json.loads((folder / META).read_bytes())["config"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -62,7 +62,6 @@ class Objective(Protocol):
     def count(self, micro_batches: list[Batch]) -> Counts:
         """Count this rank's micro-batches. The engine sums the counts over all ranks by name. ``targets`` is what the
         sum ``loss`` is divided by to report its mean. Without micro-batches all counts are 0."""
-        ...
 
     def loss(self, output: LossSums, batch: Fields, totals: Counts, clock: int) -> Tensor:
         """The part of the step's loss from one micro-batch.
@@ -73,11 +72,9 @@ class Objective(Protocol):
                 however the tokens are distributed.
             clock: tokens of the curriculum before the step: the argument of all schedules.
         """
-        ...
 
     def empty_sums(self) -> dict[str, Tensor]:
         """The result of `sums` without any token; ``loss`` is one of its names."""
-        ...
 
     def sums(self, output: LossSums, batch: Batch) -> dict[str, Tensor]:
         """Values to sum over the micro-batches and ranks of a step for its metrics, without gradient; any number type.
@@ -86,11 +83,9 @@ class Objective(Protocol):
         Args:
             batch: of the loader, on the CPU: whole rows.
         """
-        ...
 
     def metrics(self, sums: dict[str, Tensor], totals: Counts, clock: int) -> dict[str, float]:
         """Columns of metrics.jsonl, from the sums over all ranks (FP64 on the CPU)."""
-        ...
 
 
 class Task(ABC):

@@ -13,10 +13,9 @@ import tomli
 from glm46.config.ablation import AblationConfig, VariantConfig, flat_keys, folder_name
 from glm46.config.errors import UserError
 from glm46.config.faults import counted, show
-from glm46.config.loader import dump_config, load_config
+from glm46.config.loader import dump_config, load_config, stored_config
 from glm46.config.overrides import literal
 from glm46.config.run_config import RunConfig
-from glm46.config.validation import validate_table
 from glm46.engine.observe.history import ROWS_FILE, read_history, rows_by_kind
 from glm46.files.durable import replace_durably
 from glm46.operate.estimate.machine import Machine, processes_of_node
@@ -255,7 +254,7 @@ def _changes(run: AblationRun) -> Iterator[str]:
     if not known.exists():
         return
     try:
-        started, _ = validate_table(tomli.loads(known.read_text(encoding="utf-8")))
+        started = stored_config(known.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         remedy = f"remove {run.folder}, or set another job.dump_folder"
         raise UserError(f"{known}: cannot be read: {error}; {remedy}") from error

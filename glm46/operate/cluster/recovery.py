@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from glm46.compute.distributed.environment import environment_without_ranks
-from glm46.engine.reliability.stop import EXIT_STOPPED, started_ranks
+from glm46.engine.reliability.stop import EXIT_STOPPED
 from glm46.operate.cluster.results import FAIL, SKIP, Result, Subject, limited
+from glm46.operate.launch.process_end import started_ranks
 
 _STEPS, _STOPPED_AT, _KILLED_AT = 16, 5, 11
 _RUN_SECONDS = 95.0

@@ -12,6 +12,7 @@ from glm46.engine.training.network import build_network
 from glm46.engine.training.step import train_step
 from glm46.engine.training.totals import count_step, from_tensors, to_tensors
 from glm46.operate.cluster.results import Result, limited
+from glm46.operate.estimate.plan_sizes import describe_layout
 from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
 from glm46.tasks.pretrain.next_token import NextToken
@@ -42,7 +43,7 @@ def small_steps(plan: Plan, process: Process) -> Result:
         losses.append(outcome.main.sums["loss"].item() / max(totals["model/targets"].item(), 1))
     expected = math.log(plan.shape.vocab_size)
     is_good = losses == sorted(losses, reverse=True) and abs(losses[0] / expected - 1) < _NEW_LOSS_TOLERANCE
-    value = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; ranks: {plan.layout.describe()}"
+    value = f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; ranks: {describe_layout(plan.layout)}"
     remedy = "products and collectives above say which part is wrong; else report it with the output of --json"
     return limited("small steps", is_good, value, f"near {expected:.2f} at first, then falling", remedy)
 

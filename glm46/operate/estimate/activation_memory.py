@@ -12,8 +12,10 @@ from glm46.operate.estimate.activations import (
     Frozen,
     LayerBytes,
     attention_backward_bytes,
+    sent_of_key,
     travelling_key_bytes,
 )
+from glm46.operate.estimate.plan_sizes import rows_of_hops
 from glm46.operate.estimate.rank_parts import BlockRun, StagePart, StepFacts
 from glm46.run.context_keys import (
     SHARED_KEYS,
@@ -22,7 +24,6 @@ from glm46.run.context_keys import (
     kept_of_key,
     kernel_runs,
     keys_travel,
-    sent_of_key,
 )
 from glm46.run.parameters import part_rows
 from glm46.run.plan import Plan
@@ -41,7 +42,7 @@ class ActivationMemory(StepFacts):
         """``device``: "gpu" or "cpu"."""
         super().__init__(plan, stage_index)
         self.device, self.checkpointing, layout = device, plan.config.activation_checkpoint, self.layout
-        hops, recompute = plan.hops(self.shape), self.checkpointing.recompute
+        hops, recompute = rows_of_hops(plan, self.shape), self.checkpointing.recompute
         self.bytes = LayerBytes(self.shape, self.width, layout.tp, layout.ep, hops, recompute)
         self._of_row = {"rows": self.rows, "length": self.length, "cp": layout.cp, "tp": layout.tp}
         self._known: dict[tuple[str, Frozen | None, str], float] = {}

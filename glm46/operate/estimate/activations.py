@@ -66,7 +66,7 @@ class LayerBytes:
     tp: int = 1
     ep: int = 1
     hops: tuple[float, ...] = ()
-    """Rows of a token in exchanges of two levels (`Plan.hops`)."""
+    """Rows of a token in exchanges of two levels (`plan_sizes.rows_of_hops`)."""
     recompute: tuple[str, ...] = ()
     """Of the results that "selective" does not keep."""
 
@@ -217,3 +217,9 @@ def travelling_key_bytes(shape: ModelShape, width: int, *, rows: int, length: in
     its runs; and their gradients in FP32: of this rank, those that come, and their sum."""
     heads = max(shape.num_key_value_heads / tp, 1)
     return 2 * rows * length / cp * heads * shape.head_dim * (3 * width + 3 * FP32)
+
+
+def sent_of_key(shape: ModelShape, tp: int) -> float:
+    """Numbers of a token that ranks of context parallelism exchange in one call: its keys, then its values, or its
+    latent."""
+    return shape.latent_width or max(shape.num_key_value_heads / tp, 1) * shape.head_dim

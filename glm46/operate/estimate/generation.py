@@ -15,13 +15,14 @@ from glm46.config.errors import UserError
 from glm46.config.faults import counted
 from glm46.operate.estimate.kernels import KERNELS, form
 from glm46.operate.estimate.other_networks import cached_elements, inference_bytes
+from glm46.operate.estimate.plan_sizes import hugging_face_bytes
 from glm46.operate.estimate.rank_parts import local_shape
 from glm46.operate.estimate.requirement import usable_bytes
 from glm46.operate.estimate.run_cost import SECONDS_PER_DAY, RunCost
 from glm46.operate.estimate.server_split import leaves_room, split_model
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.operate.estimate.units import amount, duration, plan_line, run_time
-from glm46.run.checkpoint_size import WIDTHS, checkpoint_size
+from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout, generation_layout
 from glm46.run.parameters import count_parameters, layer_counts, named_rows
 from glm46.run.plan import Plan
@@ -247,7 +248,7 @@ def _update_seconds(plan: Plan, cluster: TargetCluster, engine: DecodingEngine, 
     (_, rollout), port = plan.config.reinforcement, cluster.network_gbits / 8 * 1e9 * cluster.efficiencies.network
     size = float(count_parameters(plan.shape).total * engine.weight_bytes)
     if rollout.send_adapters:
-        size = checkpoint_size(plan).hugging_face
+        size = hugging_face_bytes(plan)
     if not engine.is_server:
         is_inside = cluster.gpus <= cluster.gpus_per_node
         return size / (cluster.gpu.link_bandwidth * cluster.efficiencies.link if is_inside else port)

@@ -89,7 +89,7 @@ class MicroBatch:
     linear_fp8: bool = False
     experts_fp8: bool = False
     hops: tuple[float, ...] = ()
-    """See `Plan.hops`."""
+    """See `plan_sizes.rows_of_hops`."""
     chunks: int = 1
     recompute: tuple[str, ...] = ()
     """[activation_checkpoint] recompute."""

@@ -17,6 +17,7 @@ from glm46.config.run_config import RunConfig
 from glm46.operate.estimate.activation_memory import ActivationMemory, pinned
 from glm46.operate.estimate.activations import FP32, INDEX
 from glm46.operate.estimate.other_networks import frozen_plan, generation_memory, other_networks, other_passes
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.rank_parts import (
     HeldRows,
     StagePart,
@@ -147,7 +148,7 @@ def _reached(plan: Plan) -> list[int]:
 
 def _text(plan: Plan, stage_index: int) -> float:
     """Bytes of token data of one step: four numbers per token, and two more per MTP layer."""
-    rows = plan.batches_of(stage_index)[1] / plan.layout.dp_degree
+    rows = batches_of(plan, stage_index)[1] / plan.layout.dp_degree
     numbers = INDEX * (4 + 2 * plan.shape.num_nextn_predict_layers)
     return rows * plan.text_stages[stage_index].seq_len * numbers
 

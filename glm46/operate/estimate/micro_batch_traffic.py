@@ -6,10 +6,11 @@ from typing import Literal, NamedTuple
 
 from glm46.config.model import ModelShape
 from glm46.config.section import values_of
-from glm46.operate.estimate.activations import EXPERT_NUMBER, FP32, INDEX
+from glm46.operate.estimate.activations import EXPERT_NUMBER, FP32, INDEX, sent_of_key
+from glm46.operate.estimate.plan_sizes import rows_of_hops
 from glm46.operate.estimate.rank_parts import BlockRun, StagePart, StepFacts
 from glm46.run.checkpoint_size import WIDTHS
-from glm46.run.context_keys import attended_keys, sent_of_key
+from glm46.run.context_keys import attended_keys
 from glm46.run.plan import Plan
 from glm46.run.sizes import loss_chunk_tokens
 from glm46.run.stages import rank_of_stage
@@ -39,7 +40,7 @@ def exchanges(plan: Plan, shape: ModelShape, tokens: float) -> list[tuple[str, i
     hops: list[tuple[str, float, int]] = [("ep", tokens * chosen, 1)]
     if (levels := plan.expert_levels) is not None:
         axes = [axis for axis, ranks in (("ep_hosts", levels.hosts), ("ep_host", levels.of_host)) if ranks > 1]
-        hops = [(axis, tokens * rows, chosen) for axis, rows in zip(axes, plan.hops(shape), strict=True)]
+        hops = [(axis, tokens * rows, chosen) for axis, rows in zip(axes, rows_of_hops(plan, shape), strict=True)]
     found = []
     for axis, rows, of_row in hops:
         row = round(rows * shape.hidden_size * width)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from glm46.compute.optim.muon_plan import PlannedParameter, TensorLayout, make_plan, mesh_layout
+from glm46.compute.optim.muon_plan import Bounds, Bucket, PlannedParameter, TensorLayout, make_plan, mesh_layout
 from glm46.config.model import ModelShape
 from glm46.config.optimizer import OptimizerConfig
 from glm46.operate.estimate.rank_parts import StagePart, alike, mesh_of_stage, sharded_dim
@@ -48,11 +48,26 @@ def _cost(stages: tuple[StagePart, ...], shape: ModelShape, mesh: Layout, optimi
     for bucket in plan.buckets:
         axis = axes[bucket.ranks]
         buckets[axis] += 1
-        sizes[axis] += width * sum(map(max, bucket.exchanged(0)))
+        sizes[axis] += width * sum(map(max, exchanged(bucket, 0)))
         for unit in bucket.units:
             loads[bucket.ranks[unit.owner]] += unit.flops
     most = loads.pop(-1, 0) + max(loads.values(), default=0)
     return MuonCost({axis: (buckets[axis], sizes[axis]) for axis in buckets}, most)
+
+
+def exchanged(bucket: Bucket, member: int) -> tuple[Bounds, Bounds]:
+    """Entries that a rank of the group sends and receives: of matrices on the way to their owners, then of
+    updates."""
+    leaving = coming = leaving_back = coming_back = 0
+    for unit in bucket.units:
+        held = unit.size(member)
+        if unit.owner == member:
+            coming += unit.shape[0] * unit.shape[1] - held
+            leaving_back += sum(map(unit.size, range(len(unit.parts)))) - held
+        else:
+            leaving += held if unit.sends(member) else 0
+            coming_back += held
+    return (leaving, coming), (leaving_back, coming_back)
 
 
 def _layout_of(row: Parameter, shape: ModelShape, layout: Layout) -> TensorLayout:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from glm46.config.model import ModelShape
 from glm46.config.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from glm46.operate.estimate.activations import Frozen
+from glm46.operate.estimate.plan_sizes import batches_of, experts_have_own_mesh
 from glm46.run.checkpoint_size import WIDTHS
 from glm46.run.layout import Layout
 from glm46.run.parameters import Parameter, adapter_layer, in_base_dtype, layer_rows, part_rows
@@ -181,7 +182,7 @@ def fsdp_units(part: StagePart, shape: ModelShape, layout: Layout) -> list[FsdpU
     for block, prefix in zip(part.block_rows(shape), part.prefixes, strict=True):
         if id(block) not in of_kinds:
             rows = sharded(block)
-            experts = tuple(row for row in rows if row.is_expert) if layout.experts_have_own_mesh else ()
+            experts = tuple(row for row in rows if row.is_expert) if experts_have_own_mesh(layout) else ()
             of_kinds[id(block)] = tuple(row for row in rows if row not in experts), experts
         others, experts = of_kinds[id(block)]
         units.append(FsdpUnit(others, prefix))
@@ -224,7 +225,7 @@ class StepFacts:
         stage, training = plan.text_stages[stage_index], plan.config.training
         self.plan, self.config, self.layout = plan, plan.config, plan.layout
         self.shape, self.length, self.rows = stage.shape, stage.seq_len, training.local_batch_size
-        self.micro_batches = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+        self.micro_batches = micro_batches or batches_of(plan, stage_index)[1] // plan.rows_per_micro_batch
         types = training.mixed_precision_param, training.dtype, training.mixed_precision_reduce
         self.width, self.master, self.reduce = (WIDTHS[each] for each in types)
         # Without a cast FSDP2 gathers the masters as they are.

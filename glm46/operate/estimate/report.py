@@ -7,6 +7,7 @@ from glm46.operate.estimate.generation import EngineOptions, Rollouts, plan_roll
 from glm46.operate.estimate.limits import limits
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, stage_memory
+from glm46.operate.estimate.plan_sizes import hugging_face_bytes, run_flops, step_tokens
 from glm46.operate.estimate.requirement import Verdict, judge, memory_lines
 from glm46.operate.estimate.run_cost import (
     HOST_SHARE,
@@ -95,7 +96,7 @@ def plan_numbers(run: RunPlan) -> dict:
         "expert_exchange": describe_exchange(plan) if plan.layout.ep > 1 else None,
         "parameters": asdict(count_parameters(plan.shape)),
         "tokens": plan.budget_tokens,
-        "flops": plan.flops,
+        "flops": run_flops(plan),
         "gpu": run.cluster.gpu.name,
         "gpus": run.cluster.gpus,
         "exchange": run.cluster.exchange,
@@ -165,16 +166,16 @@ def _run_lines(plan: Plan, cluster: TargetCluster) -> list[str]:
     parts = f"(weights {decimal_size(size.weights)}, states {decimal_size(size.states)})"
     return [
         *([f"expert exchange: {describe_exchange(plan)}"] if plan.layout.ep > 1 else []),
-        *([] if plan.step_tokens is None else [plan_line("tokens per step", f"{plan.step_tokens:,.0f}")]),
+        *([] if step_tokens(plan) is None else [plan_line("tokens per step", f"{step_tokens(plan):,.0f}")]),
         plan_line("tokens", f"{plan.budget_tokens:,.0f}"),
-        plan_line("FLOPs", f"{plan.flops:.3e}"),
+        plan_line("FLOPs", f"{run_flops(plan):.3e}"),
         plan_line("checkpoint", decimal_size(size.total), parts),
         plan_line(
             "time to write it",
             duration(cluster.writing_seconds(size.total)),
             f"({cluster.storage_gbytes:g} GB/s for each node)",
         ),
-        plan_line("Hugging Face folder", decimal_size(size.hugging_face)),
+        plan_line("Hugging Face folder", decimal_size(hugging_face_bytes(plan))),
     ]
 
 

@@ -11,6 +11,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of, find_accelerator
 from glm46.operate.estimate.machine import Machine
 from glm46.operate.estimate.memory import MemoryPlan, largest_stage, plan_memory, stage_memory, step_text
+from glm46.operate.estimate.plan_sizes import batches_of, describe_layout
 from glm46.operate.estimate.timeline import bubble
 from glm46.operate.estimate.units import aligned, binary_size, token_count
 from glm46.run.curriculum import describe_attention
@@ -193,7 +194,7 @@ def _needs(machine: Machine, verdict: Verdict) -> list[str]:
     active = f"{count.total:,} parameters, {count.active:,} active per token"
     return [
         f"What this run needs ({plan.config.model.flavor}: {active})",
-        f"  {kind:<18} {plan.layout.describe()}",
+        f"  {kind:<18} {describe_layout(plan.layout)}",
         "  memory of each",
         *(f"    {line}" for line in memory_lines(verdict.memory)),
         "  stages of text",
@@ -266,7 +267,7 @@ def stage_table(plan: Plan, stages: list[MemoryPlan], capacity: float | None = N
     clock = plan.config.lr_scheduler.start_tokens
     for index, memory in enumerate(stages):
         stage, tokens = plan.text_stages[index], plan.stage_tokens[index]
-        batches = plan.batches_of(index)
+        batches = batches_of(plan, index)
         micro_batches = [size // plan.rows_per_micro_batch for size in batches]
         bubbles = [f"{bubble(plan.config.parallelism, count):.0%}" for count in micro_batches]
         flops = training_flops(stage.shape, stage.seq_len, plan.document_tokens, plan.config.adapter).total

@@ -4,6 +4,7 @@ failures, restarts and the interval between checkpoints."""
 import math
 from dataclasses import dataclass, replace
 
+from glm46.operate.estimate.plan_sizes import batches_of, run_flops
 from glm46.operate.estimate.step_time import OrderOf, StepTime, step_time
 from glm46.operate.estimate.target_cluster import TargetCluster
 from glm46.run.plan import Plan
@@ -133,7 +134,7 @@ def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf | None) -> Ru
     for index, steps in enumerate(count_steps(plan)):
         if not plan.stage_tokens[index]:
             break
-        smallest, largest = plan.batches_of(index)
+        smallest, largest = batches_of(plan, index)
         time = step_time(plan, index, largest, cluster, order_of)
         seconds, sequences = time.seconds, plan.stage_tokens[index] / plan.text_stages[index].seq_len
         each, fixed = seconds / largest, 0.0
@@ -142,14 +143,14 @@ def run_cost(plan: Plan, cluster: TargetCluster, order_of: OrderOf | None) -> Ru
             each = (seconds - least) / (largest - smallest)
             fixed = seconds - each * largest
         stages.append(StageCost(steps, fixed * steps + each * sequences, time))
-    return RunCost(cluster, stages, plan.budget_tokens, plan.flops)
+    return RunCost(cluster, stages, plan.budget_tokens, run_flops(plan))
 
 
 def sensitivity(plan: Plan, cost: RunCost) -> dict[str, tuple[float, float]]:
     """Days of a run with 20 % less and with 20 % more of each efficiency, as its longest stage changes; a time is taken
     as its inverse, and a share ends at 1. Pipelines have the bubble of equal stages here."""
     index = cost.stages.index(cost.longest)
-    sequences, days = plan.batches_of(index)[1], {}
+    sequences, days = batches_of(plan, index)[1], {}
     base = step_time(plan, index, sequences, cost.cluster, None).seconds
     for name in _SENSITIVE:
         value, found = getattr(cost.cluster.efficiencies, name), []

@@ -19,6 +19,7 @@ from glm46.operate.estimate.memory import rank_memory
 from glm46.operate.estimate.micro_batch_traffic import TOKENS
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.other_networks import frozen_plan, other_networks, other_passes
+from glm46.operate.estimate.plan_sizes import rows_of_hops, tree_rounds
 from glm46.operate.estimate.rank_parts import StagePart, held_rows, parts_of_ranks
 from glm46.operate.estimate.roofline import Cost, Roofline
 from glm46.operate.estimate.target_cluster import TargetCluster
@@ -26,7 +27,6 @@ from glm46.operate.estimate.timeline import Order, Timeline, bubble, simulate
 from glm46.operate.estimate.traffic import MUON, Traffic, reference_traffic, step_traffic
 from glm46.run.flops import training_flops
 from glm46.run.plan import Plan
-from glm46.run.tree import rounds
 
 OrderOf = Callable[[ParallelismConfig, int], Order]
 """The order of the actions of a pipeline for a number of micro-batches: `pipeline_order`."""
@@ -225,7 +225,7 @@ class _Step:
         flops = muon_cost(stages, plan.shape, plan.layout, plan.config.optimizer).flops
         cost = self.roofline.update(elements, flops, [each for each in traffic if each.what == MUON], offloaded)
         # The hosts agree on the next step while the update runs.
-        agreeing = rounds(plan.layout.world_size) * _MESSAGE_SECONDS - cost.seconds
+        agreeing = tree_rounds(plan.layout.world_size) * _MESSAGE_SECONDS - cost.seconds
         cost.update({"waiting for the agreement": agreeing} if agreeing > 0 else {})
         return cost
 
@@ -251,7 +251,8 @@ def _micro_batch(plan: Plan, stage_index: int) -> MicroBatch:
         param_dtype=config.training.mixed_precision_param, is_compiled=config.compile.enable,
         linear_fp8=config.float8.recipe_name is not None and not config.float8.emulate,
         experts_fp8=config.float8.experts_recipe_name is not None and not config.float8.emulate,
-        hops=plan.hops(stage.shape), chunks=plan.exchange_chunks, recompute=config.activation_checkpoint.recompute,
+        hops=rows_of_hops(plan, stage.shape), chunks=plan.exchange_chunks,
+        recompute=config.activation_checkpoint.recompute,
     )  # fmt: skip
 
 

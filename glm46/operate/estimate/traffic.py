@@ -15,6 +15,7 @@ from glm46.operate.estimate.activations import FP32, INDEX, Frozen
 from glm46.operate.estimate.micro_batch_traffic import FP64, Call, Kind, MicroBatchTraffic
 from glm46.operate.estimate.muon_cost import muon_cost
 from glm46.operate.estimate.other_networks import frozen_plan
+from glm46.operate.estimate.plan_sizes import batches_of, experts_have_own_mesh
 from glm46.operate.estimate.rank_parts import FsdpUnit, StagePart, alike, parts_of_ranks, sharded_dim
 from glm46.operate.estimate.target_cluster import groups
 from glm46.run.parameters import Parameter
@@ -85,7 +86,7 @@ def reference_traffic(plan: Plan, stage_index: int = 0, micro_batches: int | Non
     if not plan.config.has_preference_reference and (distillation is None or distillation.stored_path is not None):
         return [[] for _ in range(plan.layout.pp)]
     has_kl = plan.config.preference is not None and plan.config.preference.loss_type == "kto"
-    count = micro_batches or plan.batches_of(stage_index)[1] // plan.rows_per_micro_batch
+    count = micro_batches or batches_of(plan, stage_index)[1] // plan.rows_per_micro_batch
     of, top_k = frozen_plan(plan) or plan, 0 if distillation is None else distillation.top_k
     of_reference = _Step(of, stage_index, count * (1 + has_kl), has_backward=False, top_k=top_k)
     of_policy, found = _Step(plan, stage_index, count, has_backward=False), []
@@ -182,7 +183,7 @@ class _Step(MicroBatchTraffic):
         if part.frozen is None:
             return
         layout = self.layout
-        of_experts = ("efsdp" if layout.experts_have_own_mesh else "shard", layout.expert_shards), ("ep", layout.ep)
+        of_experts = ("efsdp" if experts_have_own_mesh(layout) else "shard", layout.expert_shards), ("ep", layout.ep)
         of_others = ("shard", layout.dense_shards), ("tp", layout.tp)
         blocks = [row for block in part.block_rows(self.shape) for row in block]
         rows = [row for row in blocks if row.rank is not None]
@@ -226,7 +227,7 @@ class _Step(MicroBatchTraffic):
         """The gradient norm, and the sums of the step over all ranks."""
         layout = self.layout
         # Squares are summed once for each set of axes that shard a parameter.
-        of_experts = (("efsdp", "ep") if layout.ep > 1 else ("efsdp",)) if layout.experts_have_own_mesh else ("shard",)
+        of_experts = (("efsdp", "ep") if layout.ep > 1 else ("efsdp",)) if experts_have_own_mesh(layout) else ("shard",)
         trained = [each.row for each in self.held(parts) if each.row.is_trained]
         of_others = {True: ("shard",), False: ("shard", "tp") if layout.tp > 1 else ("shard",)}
         axes_of = dict.fromkeys(of_experts if row.is_expert else of_others[row.tensor_dim is None] for row in trained)

@@ -12,7 +12,6 @@ from typing import Any, cast
 from glm46.config.faults import counted
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import (
-    EXIT_BROKEN_PIPE,
     EXIT_STOPPED,
     REPEAT_SECONDS,
     SIGNALS,
@@ -23,6 +22,7 @@ from glm46.engine.reliability.stop import (
 from glm46.operate.launch.host_group import allow_files_for_clients
 from glm46.operate.launch.hostfile import Host
 from glm46.operate.launch.node_client import ANSWER_SECONDS, HELD_LINES, SSH_FAILED, NodeClient
+from glm46.operate.launch.process_end import EXIT_BROKEN_PIPE
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, SAVE_SECONDS
 
 _FOLLOW_SECONDS = 30.0

@@ -28,9 +28,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from glm46.engine.reliability.stop import EXIT_SIGNAL, exit_now, started_ranks
+from glm46.engine.reliability.stop import EXIT_SIGNAL, exit_now
 from glm46.operate.launch.host_group import HostGroup
 from glm46.operate.launch.hostfile import Host
+from glm46.operate.launch.process_end import started_ranks
 from glm46.operate.launch.torchrun import LauncherSignals
 
 SSH_FAILED = 255

@@ -30,8 +30,7 @@ from glm46.engine.observe.start_times import VARIABLE as START_TIMES
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.observe.tracker import tracker_fault
 from glm46.engine.reliability.run_lock import refuse_locked, refuse_small_disk, refuse_unwritable
-from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED, started_ranks
-from glm46.engine.reliability.verdict import hung_hosts, hung_ranks
+from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED
 from glm46.files.local_disk import local_disk_fault
 from glm46.operate.estimate.machine import Machine, detect_machine, processes_of_node
 from glm46.operate.estimate.memory import largest_stage, stage_memory
@@ -41,6 +40,7 @@ from glm46.operate.launch.environment import describe_version
 from glm46.operate.launch.exporting import exporting
 from glm46.operate.launch.node_client import ANSWER_SECONDS, Driver
 from glm46.operate.launch.nodes import VARIABLES, Nodes, detect_nodes, refuse_node
+from glm46.operate.launch.process_end import started_ranks
 from glm46.operate.launch.rendezvous import (
     refuse_ports,
     rendezvous_options,
@@ -48,7 +48,7 @@ from glm46.operate.launch.rendezvous import (
     require_free_port,
     wait_for_first,
 )
-from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, keep_running, known_step
+from glm46.operate.launch.restarts import LONGEST_ABSENCE, SavedSteps, hung_hosts, hung_ranks, keep_running, known_step
 from glm46.operate.launch.torchrun import EXIT_USER_ERROR, End, Standby, load_torchrun, run_ranks
 from glm46.run.plan import Plan, resolve_plan
 from glm46.storage.checkpoint.integrity import published_steps, step_folder

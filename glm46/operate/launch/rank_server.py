@@ -12,6 +12,7 @@ not use one. If a library opens the driver while it is imported, each rank start
 """
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -29,11 +30,12 @@ from importlib import import_module
 from typing import cast
 
 from glm46.compute.distributed.environment import replace_variables
-from glm46.compute.distributed.process_control import die_with_parent, set_process_name
+from glm46.compute.distributed.process_control import die_with_parent
 from glm46.engine.observe.start_times import VARIABLE as START_TIMES
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED, SIGNALS
 
+_PR_SET_NAME = 15  # of linux/prctl.h
 _FOLLOW_SECONDS = 3.0
 """For the other ranks of a node to end by themselves after one has failed. The newest checkpoint is complete, and what
 they could still do is to print their own errors."""
@@ -215,7 +217,7 @@ def _become_rank(server: int, arguments: list[str], variables: dict[str, str]) -
     die_with_parent(server)
     if _driver_is_open():
         os.execve(sys.executable, [sys.executable, "-u", "-m", "glm46", *arguments], variables)
-    set_process_name(f"glm46-rank{variables['RANK']}")
+    _set_process_name(f"glm46-rank{variables['RANK']}")
     return arguments
 
 
@@ -234,3 +236,8 @@ if __name__ == "__main__":
         os._exit(0)
     sys.argv[1:] = command_line
     sys.exit(import_module("glm46.__main__").run())
+
+
+def _set_process_name(name: str) -> None:
+    """Set the name of this process that ``ps -o comm`` and ``pgrep`` show; they cut it off after 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

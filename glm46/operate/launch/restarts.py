@@ -1,5 +1,6 @@
 """Starts of all ranks after failed ones, from the newest checkpoint, while the storage of the run comes and goes."""
 
+import json
 import re
 import shlex
 import sys
@@ -14,6 +15,7 @@ from glm46.config.errors import UserError
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import EXIT_HANG, EXIT_STOPPED
+from glm46.engine.reliability.verdict import HANG_FOLDER, VERDICT_FILE
 from glm46.operate.launch.torchrun import EXIT_FAILED_RANK, End
 from glm46.storage.checkpoint.integrity import published_steps
 
@@ -169,3 +171,20 @@ def _is_folder(path: Path) -> bool:
     with suppress(OSError):
         return any(path.iterdir())
     return False
+
+
+def hung_ranks(dump_folder: Path) -> list[int]:
+    """The ranks that the verdict of the last start names; none without one."""
+    return _verdict(dump_folder)["ranks"]
+
+
+def hung_hosts(dump_folder: Path) -> list[str]:
+    """The known hosts of `hung_ranks`, each once, without domains: names as Slurm has them."""
+    return [host for host in dict.fromkeys(name.partition(".")[0] for name in _verdict(dump_folder)["hosts"]) if host]
+
+
+def _verdict(dump_folder: Path) -> dict[str, list]:
+    try:
+        return json.loads((dump_folder / HANG_FOLDER / VERDICT_FILE).read_text())
+    except (OSError, ValueError):
+        return {"ranks": [], "hosts": []}

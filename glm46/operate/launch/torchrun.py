@@ -16,7 +16,6 @@ from glm46.compute.distributed.environment import share_cores
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.start_times import StartTimes
 from glm46.engine.reliability.stop import (
-    EXIT_BROKEN_PIPE,
     EXIT_DIVERGED,
     EXIT_HANG,
     EXIT_SIGNAL,
@@ -26,9 +25,9 @@ from glm46.engine.reliability.stop import (
     SignalListener,
     code_before_training,
     exit_now,
-    started_ranks,
 )
 from glm46.operate.launch.config_options import task_module
+from glm46.operate.launch.process_end import EXIT_BROKEN_PIPE, started_ranks
 from glm46.operate.launch.rank_server import RankServer
 
 EXIT_FAILED_RANK = 1

@@ -8,34 +8,31 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import tomli
 import torch
 from torch import Tensor
 
 from glm46.compute.distributed.local_tensor import global_indices
 from glm46.compute.distributed.ranks import CheckpointError
-from glm46.config.adapter import AdapterConfig
 from glm46.config.errors import UserError, raise_if
-from glm46.config.loader import dump_config
+from glm46.config.loader import dump_config, stored_config
 from glm46.config.model import ModelConfig, ModelShape
 from glm46.config.presets import PRESETS, REPEATING
 from glm46.config.run_config import RunConfig
-from glm46.engine.inference.stored_model import require_whole_model
+from glm46.engine.inference.stored_model import StoredModel, whole_model
 from glm46.engine.training.resume import BASES_KEY
 from glm46.files.local_disk import real_path, space_fault
 from glm46.files.progress import bytes_progress
 from glm46.run.curriculum import describe_attention
-from glm46.run.function import capacity_lines, moe_of_meta
+from glm46.run.function import capacity_lines
 from glm46.run.parameters import named_rows
 from glm46.storage.checkpoint.folder_kind import Kind, require_kind
 from glm46.storage.checkpoint.integrity import published_steps, step_folder
-from glm46.storage.data.tokenizer import TOKENIZER_KEY, tokenizer_of_checkpoint
+from glm46.storage.data.tokenizer import TOKENIZER_KEY
 from glm46.storage.huggingface.adapter_origin import AdapterOrigin
 from glm46.storage.huggingface.config_json import CONFIG, config_of, read_config, shape_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_check import stored_shape
 from glm46.storage.huggingface.folder_tensors import find_tensors
-from glm46.storage.huggingface.hub import local_tokenizer
 from glm46.storage.huggingface.import_weights import FolderReader
 from glm46.storage.huggingface.merge_adapter import merge_adapter, merge_lines
 from glm46.storage.huggingface.names import HFNames, has_repeats
@@ -68,36 +65,31 @@ def _to_hf(arguments: argparse.Namespace) -> int:
                 f"new one with --dtype, such as {', '.join(SCHEMES)}"
             )
         shape, folder = stored_shape(arguments.checkpoint), arguments.checkpoint
-        flavor = _flavor_of(shape, has_repeats(find_tensors(folder), shape))
+        model = StoredModel(shape, str(folder), None, _flavor_of(shape, has_repeats(find_tensors(folder), shape)))
         with FolderReader(folder, shape) as reader:
-            return _export(arguments, reader, shape, read_config(folder), (str(folder), None, flavor))
+            return _export(arguments, reader, model, read_config(folder))
     tensors = StepTensors(arguments.checkpoint)
-    config, raw = tomli.loads(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
+    config, raw = stored_config(tensors.meta["config"]), tensors.meta.get(_HF_CONFIG)
     shape, temperature = tensors.function
-    if "adapter" in config:
+    if config.adapter is not None:
         raise UserError(f"{arguments.checkpoint}: holds adapters without their base; use convert adapter-to-hf")
-    require_whole_model(arguments.checkpoint, config)
+    table = whole_model(arguments.checkpoint, tensors.meta["config"])
     raise_if([f"{arguments.checkpoint}: holds no {name}" for name in named_rows(shape) if name not in tensors])
-    tokenizer = config["model"].get("tokenizer_path", "builtin")
-    tokenizer = tokenizer if arguments.tokenizer else local_tokenizer(tokenizer)
-    origin = tokenizer, tensors.meta.get(TOKENIZER_KEY), config["model"].get("flavor", "")
-    code = _export(arguments, tensors, shape, raw, origin, temperature)
-    for line in capacity_lines(moe_of_meta(tensors.meta), "what reads this folder"):
+    model = StoredModel(shape, table.tokenizer_path, tensors.meta.get(TOKENIZER_KEY), table.flavor)
+    code = _export(arguments, tensors, model, raw, temperature)
+    for line in capacity_lines(config.moe, "what reads this folder"):
         _report(line)
     return code
 
 
 def _export(
-    arguments: argparse.Namespace, source: StepTensors | FolderReader, shape: ModelShape, raw: dict[str, Any] | None,
-    origin: tuple[str, str | None, str], router_temperature: float = 1.0,
+    arguments: argparse.Namespace, source: StepTensors | FolderReader, model: StoredModel, raw: dict[str, Any] | None,
+    router_temperature: float = 1.0,
 ) -> int:  # fmt: skip
-    """Write a Hugging Face folder; returns the exit code. ``origin``: path and fingerprint of the tokenizer, preset."""
-    path, fingerprint, flavor = origin
-    dtype, repeat_shared = arguments.dtype or "bfloat16", arguments.mtp_copies or flavor in REPEATING
-    names = HFNames(shape, repeat_shared=repeat_shared)
-    tokenizer = tokenizer_of_checkpoint(
-        path, stated=arguments.tokenizer, fingerprint=fingerprint, vocab_size=shape.vocab_size, flavor=flavor
-    )
+    """Write a Hugging Face folder; returns the exit code."""
+    shape, dtype = model.shape, arguments.dtype or "bfloat16"
+    repeat_shared = arguments.mtp_copies or model.flavor in REPEATING
+    names, tokenizer = HFNames(shape, repeat_shared=repeat_shared), model.tokenizer(arguments.tokenizer)
     if arguments.config:
         raw = read_config(arguments.config)
         shape_of(raw, str(arguments.config / CONFIG))  # raises faults that name the file
@@ -170,10 +162,10 @@ def _import(
 
 def _adapter_to_hf(arguments: argparse.Namespace) -> int:
     tensors = StepTensors(arguments.checkpoint)
-    config = tomli.loads(tensors.meta["config"])
-    if "adapter" not in config:
+    config = stored_config(tensors.meta["config"])
+    if (adapter := config.adapter) is None:
         raise UserError(f"{arguments.checkpoint}: holds a whole model, not adapters; use convert to-hf")
-    adapter, base = AdapterConfig.model_validate(config["adapter"]), config["checkpoint"]["initial_load_path"]
+    base = str(config.checkpoint.initial_load_path)
     stored = {name: tensors.stored(name) for name in tensors}
     total = sum(tensor.nbytes for tensor in stored.values())
     base_files = next(iter(tensors.meta[BASES_KEY].values()))

@@ -11,11 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-import tomli
-
 from glm46.compute.distributed.environment import launched_rank, launched_world_size
 from glm46.config.errors import UserError
-from glm46.config.validation import validate_table
+from glm46.config.loader import stored_config
 from glm46.engine.evaluation.against import Against, Drafts, compare, draft_scores
 from glm46.engine.evaluation.answers import Answers
 from glm46.engine.evaluation.loss import Loss
@@ -177,7 +175,7 @@ def _training(checkpoint: Path | None) -> _Training:
     if checkpoint is None:
         return _Training()
     meta = json.loads((checkpoint / META).read_bytes())
-    config, _ = validate_table(tomli.loads(meta["config"]))
+    config = stored_config(meta["config"])
     stages, samples = plan_stages(config), meta["progress"]["samples"]
     return _Training(
         window=max((stage.seq_len for stage in stages if stage.first < samples), default=stages[0].seq_len),

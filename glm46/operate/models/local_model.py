@@ -16,10 +16,10 @@ from glm46.engine.inference.generation import Continuation, Generation, decoder_
 from glm46.engine.inference.sampling import Sampling
 from glm46.engine.inference.stored_model import stored_model
 from glm46.operate.launch.ranks import add_model_options
+from glm46.operate.models.counted_shape import CountedShape
 from glm46.operate.models.generate_prompts import raise_for_options, read_prompts
 from glm46.operate.models.loaded_model import load_model
 from glm46.operate.models.model_fit import require_fit
-from glm46.run.counted_shape import CountedShape
 from glm46.storage.chats.chat import ChatOptions, render
 from glm46.storage.chats.conversation import BadConversation, parse_conversation
 from glm46.storage.data.batches import Batch, BatchBuilder

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from glm46.config.errors import UserError
 from glm46.engine.inference.generation import Continuation
-from glm46.engine.reliability.stop import ENDING_SIGNALS, EXIT_SIGNAL, end_on_signals
+from glm46.engine.reliability.stop import EXIT_SIGNAL
+from glm46.operate.launch.process_end import ENDING_SIGNALS, end_on_signals
 from glm46.storage.chats.chat import chat_prompt, opened_thought
 from glm46.storage.chats.chat_template import format_of
 from glm46.storage.chats.chat_turn import Part, TurnReader

@@ -4,12 +4,11 @@
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm46.config.errors import UserError, raise_if
-from glm46.config.text_recipe import PREFERENCES
-from glm46.files.durable import hash_file, replace_durably
+from glm46.files.durable import hash_file
 from glm46.storage.data.shards import SHARD_REMEDY, open_shard
 
 FILE_NAME = "manifest.json"
@@ -104,11 +103,6 @@ class Manifest:
         """Of the rows that it was made of, as `Recipe.format`."""
         return self.settings.get("format", "text")
 
-    @property
-    def is_preference(self) -> bool:
-        """True if each document is a pair or a labelled answer, see `storage/chats/pairs.py`."""
-        return self.format in PREFERENCES
-
     def require_tokenizer(self, fingerprint: str) -> None:
         """Raise UserError unless the shards were made with the tokenizer of this fingerprint."""
         if fingerprint != self.tokenizer:
@@ -123,14 +117,6 @@ def describe_targets(split: Split) -> str:
     share, (low, high) = split.labels / split.tokens, _USUAL_TARGETS
     unusual = "" if low <= share <= high else f"; warning: outside {low:.0%} to {high:.0%}, look at them with inspect"
     return f"targets: {split.labels:,} of {split.tokens:,} tokens, {share:.1%}{unusual}"
-
-
-def save_manifest(manifest: Manifest) -> None:
-    """Write ``manifest.json`` into the folder atomically, without the ``targets`` of text."""
-    fields = asdict(manifest, dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None})
-    content = {"format": FORMAT} | {key: value for key, value in fields.items() if key != "folder"}
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    replace_durably(manifest.folder / FILE_NAME, [text.encode()])
 
 
 def load_manifest(folder: Path, *, full: bool | None = None) -> Manifest:

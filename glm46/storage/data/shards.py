@@ -7,14 +7,13 @@ U32 [tokens] the ids; ``checksums`` U32 the CRC-32 of each block of `BLOCK_BYTES
 A shard of chats has ``targets`` in its metadata: the number of tokens to learn. All others have `NOT_A_TARGET` set.
 """
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from glm46.config.errors import UserError
-from glm46.files.array_file import map_arrays, write_arrays
+from glm46.files.array_file import map_arrays
 
 FORMAT = "glm46-shard-2"
 _TYPES = {"tokens": "uint32", "doc_ends": "int64", "checksums": "uint32"}
@@ -46,21 +45,6 @@ class Shard:
     metadata: dict[str, str]
     checksums: np.ndarray
     places: dict[str, int]
-
-
-def block_checksums(array: np.ndarray) -> np.ndarray:
-    """CRC-32 of each block of `BLOCK_BYTES` of an array's bytes, uint32 [blocks]. The last block may be shorter."""
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return np.array([zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], np.uint32)
-
-
-def write_shard(file: Path, tokens: np.ndarray, doc_ends: np.ndarray, metadata: dict[str, str]) -> str:
-    """Write one shard atomically; return its SHA-256 in hex. ``tokens`` uint32 [n], ``doc_ends`` int64 [d]."""
-    counts = {"format": FORMAT, "tokens": str(len(tokens)), "documents": str(len(doc_ends))}
-    tokens, doc_ends = tokens.astype("<u4", copy=False), doc_ends.astype("<i8", copy=False)
-    checksums = np.concatenate([block_checksums(doc_ends), block_checksums(tokens)])
-    tensors = {"doc_ends": doc_ends, "tokens": tokens, "checksums": checksums}
-    return write_arrays(file, tensors, metadata | counts).sha256
 
 
 def open_shard(file: Path) -> Shard:

@@ -160,36 +160,6 @@ def load_tokenizer(path: str, flavor: str = "") -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_of_checkpoint(
-    path: str, *, stated: str | None, fingerprint: str | None, vocab_size: int, flavor: str = ""
-) -> Tokenizer:
-    """Load the tokenizer that a model was trained with, or the one that the user gives instead. Raises UserError if the
-    tokenizer does not exist, has another fingerprint, or has more ids than the model.
-
-    Args:
-        path: tokenizer path in the checkpoint; the file may have changed since.
-        stated: value of ``--tokenizer``.
-        fingerprint: fingerprint in the checkpoint; None if it holds none.
-        vocab_size: rows of the model's embedding.
-        flavor: preset in the checkpoint.
-    """
-    try:
-        loaded = load_tokenizer(stated or path, flavor)
-    except UserError as error:
-        if stated:
-            raise
-        raise UserError(*(f"{fault}; or give --tokenizer" for fault in error.faults)) from error
-    if not stated and fingerprint not in (None, loaded.fingerprint):
-        raise UserError(
-            f"tokenizer '{path}': fingerprint {loaded.fingerprint[:12]}…, but the checkpoint was trained with "
-            f"{fingerprint[:12]}…; give that tokenizer as --tokenizer"
-        )
-    if loaded.vocab_size > vocab_size:
-        ids = f"{loaded.vocab_size} ids, the model has {vocab_size}"
-        raise UserError(f"tokenizer '{loaded.path}': {ids}; give another --tokenizer")
-    return loaded
-
-
 def tokenizer_file(path: str) -> Path:
     """Return the file of a tokenizer path: the shipped one, the file itself, or the ``tokenizer.json`` of a folder."""
     file = BUILTIN_PATH if path == "builtin" else Path(path)

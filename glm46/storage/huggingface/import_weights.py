@@ -19,7 +19,7 @@ from torch import Tensor
 from glm46.compute.distributed.collective_errors import catch_user_error
 from glm46.compute.distributed.local_tensor import global_indices, local_tensor
 from glm46.compute.distributed.ranks import Ranks
-from glm46.compute.model.quantised_weights import base_dtype_of, encode_nf4, format_of
+from glm46.compute.model.quantised_weights import CODE_SHIFT, NF4_LEVELS, base_dtype_of, format_of, scales_in_fp32
 from glm46.config.adapter import BASE_FORMATS
 from glm46.config.errors import raise_if
 from glm46.config.model import ModelShape
@@ -39,6 +39,8 @@ ReportBytes = Callable[[int], None]
 NOT_FINITE = "holds NaN or infinite values: its training diverged; take weights of an earlier step"
 
 _LOG = logging.getLogger(__name__)
+_LARGEST_CODE = 247
+"""Of the 8-bit floats of NF4's scales."""
 
 
 @torch.no_grad()
@@ -88,6 +90,25 @@ def quantise_base(weight: Tensor, base_dtype: str) -> tuple[Tensor, Tensor]:
         return encode_nf4(weight)
     parts = Int4(BASE_FORMATS[base_dtype].columns).quantise(weight)
     return parts["_packed"].view(torch.uint8), parts["_scale"].view(torch.int16)
+
+
+def encode_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales in NF4 of a weight, FP32 [O, I] and finite. Of each block the scale is the better one of the
+    8-bit floats below and above its largest value."""
+    blocks = weight.unflatten(-1, (-1, BASE_FORMATS["nf4"].columns))
+    below = blocks.abs().amax(-1).half().clamp(max=torch.finfo(torch.float16).max).view(torch.int16) >> CODE_SHIFT
+    levels = torch.tensor(NF4_LEVELS, device=weight.device)
+    bounds, found = (levels[1:] + levels[:-1]) / 2, []
+    for codes in (below, below + 1):
+        scales = codes.clamp(1, _LARGEST_CODE).to(torch.uint8)
+        in_fp32 = scales_in_fp32(scales).unsqueeze(-1)
+        values = torch.bucketize(blocks / in_fp32, bounds, out_int32=True)
+        error = (levels[values] * in_fp32 - blocks).square_().sum(-1)
+        found.append((values, scales, error))
+    (low, low_scales, low_error), (high, high_scales, high_error) = found
+    is_low = low_error <= high_error
+    values = torch.where(is_low.unsqueeze(-1), low, high).to(torch.uint8).view(weight.shape)
+    return values[:, ::2] | values[:, 1::2] << 4, torch.where(is_low, low_scales, high_scales)
 
 
 class FolderReader:

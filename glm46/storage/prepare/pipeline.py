@@ -29,7 +29,7 @@ from glm46.run.plan import Plan
 from glm46.storage.chats.chat_format import FORMAT_KEY, GLM_45
 from glm46.storage.chats.chat_template import find_format, raise_for_kept_thoughts, raise_for_source
 from glm46.storage.data.corpus import load_text
-from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest, save_manifest
+from glm46.storage.data.manifest import Manifest, describe_targets, held_out_remedy, load_manifest
 from glm46.storage.data.tokenizer import Tokenizer, load_tokenizer
 from glm46.storage.prepare.compilers import require_compiler, verifier_version
 from glm46.storage.prepare.documents import require_fim_tokens
@@ -37,7 +37,7 @@ from glm46.storage.prepare.input_files import BUILTIN, find_files
 from glm46.storage.prepare.parts import DOCUMENT_BYTES, PIECE_BYTES, finished_pieces, make_part, start_worker
 from glm46.storage.prepare.readers import InputPart, parts_of
 from glm46.storage.prepare.rows import Fields
-from glm46.storage.prepare.sharding import write_splits
+from glm46.storage.prepare.sharding import save_manifest, write_splits
 from glm46.storage.prepare.tally import Tally, amount, named
 from glm46.storage.prepare.workers import call_in_workers
 

@@ -1,14 +1,20 @@
 """The serial half of preparing text: remove duplicates, split by document hash, write shards of bounded size."""
 
+import json
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from glm46.config.text_recipe import LABELLED, PAIRS, Recipe
-from glm46.files.array_file import map_arrays
-from glm46.storage.data.manifest import ShardEntry, Split
-from glm46.storage.data.shards import NOT_A_TARGET, SHARD_REMEDY, write_shard
+from glm46.files.array_file import map_arrays, write_arrays
+from glm46.files.durable import replace_durably
+from glm46.storage.data.manifest import FILE_NAME, Manifest, ShardEntry, Split
+from glm46.storage.data.manifest import FORMAT as MANIFEST_FORMAT
+from glm46.storage.data.shards import BLOCK_BYTES, NOT_A_TARGET, SHARD_REMEDY
+from glm46.storage.data.shards import FORMAT as SHARD_FORMAT
 from glm46.storage.prepare.duplicates import Duplicates, is_held_out
 from glm46.storage.prepare.tally import Tally
 
@@ -90,3 +96,26 @@ def write_splits(
                 what = {PAIRS: "pairs", LABELLED: "labelled answers"}.get(recipe.format, "conversations")
                 tally.count(tally.noted, f"{what}, {name}", [], int((keep & part).sum()))
     return {name: writer.finish() for name, writer in writers.items()}
+
+
+def _block_checksums(array: np.ndarray) -> np.ndarray:
+    """CRC-32 of each block of `BLOCK_BYTES` of an array's bytes, uint32 [blocks]. The last block may be shorter."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return np.array([zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)], np.uint32)
+
+
+def write_shard(file: Path, tokens: np.ndarray, doc_ends: np.ndarray, metadata: dict[str, str]) -> str:
+    """Write one shard atomically; return its SHA-256 in hex. ``tokens`` uint32 [n], ``doc_ends`` int64 [d]."""
+    counts = {"format": SHARD_FORMAT, "tokens": str(len(tokens)), "documents": str(len(doc_ends))}
+    tokens, doc_ends = tokens.astype("<u4", copy=False), doc_ends.astype("<i8", copy=False)
+    checksums = np.concatenate([_block_checksums(doc_ends), _block_checksums(tokens)])
+    tensors = {"doc_ends": doc_ends, "tokens": tokens, "checksums": checksums}
+    return write_arrays(file, tensors, metadata | counts).sha256
+
+
+def save_manifest(manifest: Manifest) -> None:
+    """Write ``manifest.json`` into the folder atomically, without the ``targets`` of text."""
+    fields = asdict(manifest, dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None})
+    content = {"format": MANIFEST_FORMAT} | {key: value for key, value in fields.items() if key != "folder"}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    replace_durably(manifest.folder / FILE_NAME, [text.encode()])

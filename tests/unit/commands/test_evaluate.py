@@ -6,11 +6,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import tomli
+import tomli_w
 from safetensors.torch import load_file, save_file
 
 from glm46.cli import main
 from glm46.engine.evaluation import results
+from glm46.files.durable import hash_file
 from glm46.operate.models import evaluate_ranks
+from glm46.storage.checkpoint.integrity import MANIFEST, META, read_manifest, records_of, write_manifest
 from glm46.tasks.pretrain.task import train
 from tests.small_run import small_config
 
@@ -220,6 +224,23 @@ def test_text_that_is_gone_is_named_with_the_option_that_states_other_text(train
     assert main(["evaluate", "--checkpoint", step_of(trained), *OPTIONS]) == 2
     said = capsys.readouterr().err
     assert "moved/a" in said and "--data" in said
+
+
+def test_a_run_of_an_earlier_version_is_measured_on_its_own_text(trained, tmp_path, capsys):
+    step = tmp_path / Path(step_of(trained)).name
+    shutil.copytree(step_of(trained), step)
+    meta = json.loads((step / META).read_text())
+    table = tomli.loads(meta["config"])
+    table["data"]["sources"][0] |= {"prepare": {}}
+    table["training"]["gc_freq"] = 50
+    (step / META).write_text(json.dumps(meta | {"config": tomli_w.dumps(table)}))
+    body = read_manifest(step, None)[0]
+    files = records_of(body) | {META: hash_file(step / META)}
+    (step / MANIFEST).unlink()
+    write_manifest(step, body["step"], files, {})
+    options = ["--tasks", "loss", *OPTIONS, "--samples", "1000", "--output", str(tmp_path / "out")]
+    assert main(["evaluate", "--checkpoint", str(step), *options]) == 0
+    assert columns(tmp_path / "out")["loss"] == pytest.approx(last_validation(trained)["loss"], rel=1e-6)
 
 
 def test_drafts_of_a_folder_without_prediction_layers_are_refused(trained, source_folder, tmp_path, capsys):

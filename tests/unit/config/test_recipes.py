@@ -21,6 +21,7 @@ from glm46.engine.observe.peaks import find_accelerator
 from glm46.operate.estimate import requirement
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import largest_stage, stage_memory
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.requirement import describe_requirement
 from glm46.operate.estimate.run_cost import effective_time, run_cost
 from glm46.operate.estimate.target_cluster import TargetCluster
@@ -187,7 +188,7 @@ def test_recipes_of_the_glm_45_page_have_its_numbers(name, world, degrees, rows)
     config, layout = plan.config, plan.layout
     assert (layout.tp, layout.pp, layout.ep) == degrees and layout.world_size == world
     assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (100_000, 4096, rows)
-    assert plan.batches_of(0) == (2048, 2048) and plan.budget_tokens == 100_000 * 2048 * 4096
+    assert batches_of(plan, 0) == (2048, 2048) and plan.budget_tokens == 100_000 * 2048 * 4096
     scheduler, optimizer = config.lr_scheduler, config.optimizer
     assert optimizer.name == "AdamW" and optimizer.lr == 1e-4
     assert optimizer.lr * scheduler.min_lr_factor == pytest.approx(1e-5)

@@ -14,6 +14,7 @@ from glm46.config.run_config import RunConfig
 from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import stage_memory
+from glm46.operate.estimate.plan_sizes import batches_of, step_tokens
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.run.plan import Plan, resolve_plan
 from glm46.run.schedule import batch_sequences, learning_rate_factor, schedule_value
@@ -60,8 +61,8 @@ def flat(config: RunConfig) -> dict[str, object]:
 def steps(plan: Plan) -> int:
     """Steps of a run of one stage, counted one by one through its ramp, if it has one."""
     training, (stage,) = plan.config.training, plan.text_stages
-    if plan.step_tokens is not None:
-        return -(-training.tokens // plan.step_tokens)
+    if step_tokens(plan) is not None:
+        return -(-training.tokens // step_tokens(plan))
     trained = count = 0
     while trained < training.tokens:
         clock = plan.config.lr_scheduler.start_tokens + trained
@@ -131,7 +132,7 @@ def test_recipe_has_the_papers_numbers():
         rows = batch_sequences(first.config.training.global_batch_size, tokens, first.rows_per_micro_batch)
         assert rows * first.config.training.seq_len == million * 2**20
     for index, stage in enumerate(last.text_stages):
-        assert {rows * stage.seq_len for rows in last.batches_of(index)} == {64 * 2**20}
+        assert {rows * stage.seq_len for rows in batches_of(last, index)} == {64 * 2**20}
     for config in map(phase, names):
         assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION - 1) == 0.001
         assert schedule_value(config.moe.bias_update_rate, 15 * TRILLION) == 0.0
@@ -155,21 +156,21 @@ def test_recipe_has_the_documents_numbers():
     assert all(sum(source.weight for source in plan.config.data.sources) == pytest.approx(1) for plan in plans)
     assert [plan.config.training.seq_len for plan in plans] == [2048, 4096, 196_608]
     assert [plan.config.checkpoint.interval for plan in plans] == [5000, 3000, 1000]
-    assert (first.step_tokens, second.step_tokens) == (4 * 2**20, 4 * 2**20)
+    assert (step_tokens(first), step_tokens(second)) == (4 * 2**20, 4 * 2**20)
     assert [stage.seq_len for stage in last.text_stages] == [32_768, 65_536, 131_072, 196_608]
     assert [stage.shape.rope_scaling.factor * 4096 for stage in last.text_stages] == [
         stage.seq_len for stage in last.text_stages
     ]
     # Windows limit the middle stages to the length of the stage before.
     assert [stage.shape.sliding_window for stage in last.text_stages] == [None, 32_768, 65_536, None]
-    batches = [last.batches_of(index) for index in range(4)]
+    batches = [batches_of(last, index) for index in range(4)]
     assert batches == [(64, 64), (32, 32), (16, 16), (10, 10)]
     for tokens, stage in zip(last.stage_tokens, last.text_stages, strict=True):
         assert abs(tokens - TRILLION // 4) < 2 * stage.seq_len
     for config in (plan.config for plan in plans):
         scheduler, optimizer, moe = config.lr_scheduler, config.optimizer, config.moe
         assert (optimizer.lr, optimizer.adamw_lr, optimizer.adjust_lr) == (0.02, 3e-4, "original")
-        assert scheduler.warmup_tokens == 2000 * first.step_tokens and scheduler.total_tokens == 23 * TRILLION
+        assert scheduler.warmup_tokens == 2000 * step_tokens(first) and scheduler.total_tokens == 23 * TRILLION
         assert learning_rate_factor(23 * TRILLION, scheduler, 1) == 0.1
         assert [schedule_value(moe.router_temperature, n * 10**9) for n in (0, 50, 100, 200)] == [1.0, 1.25, 1.5, 1.5]
         assert (moe.balance, moe.bias_ema_decay, moe.bias_clamp, moe.capacity_factor) == ("proportional", 0.99, 5, 1.25)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from glm46.compute.distributed import agreement
-from glm46.run.tree import neighbours, rounds
+from glm46.operate.estimate.plan_sizes import tree_rounds
+from glm46.run.tree import neighbours
 from tests.processes import HANG_SECONDS
 
 
@@ -66,7 +67,7 @@ def test_all_ranks_get_the_bits_of_one_sum_in_few_rounds(ranks, monkeypatch):
     results, longest, sent = run(ranks, lambda rank: agreement.combine_on_host(parts[rank]), monkeypatch)
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0], parts.sum(0), rtol=1e-12, atol=1e-12)
-    assert longest <= rounds(ranks) and sent == 2 * (ranks - 1)
+    assert longest <= tree_rounds(ranks) and sent == 2 * (ranks - 1)
 
 
 def test_low_ranks_stand_before_high_ones(monkeypatch):
@@ -81,7 +82,7 @@ def test_low_ranks_stand_before_high_ones(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0), (4, 2), (8, 4), (32, 6), (64, 6), (8192, 14)])
 def test_rounds_grow_with_the_logarithm_of_the_ranks(ranks, expected):
-    assert rounds(ranks) == expected
+    assert tree_rounds(ranks) == expected
     parents = {child: rank for rank in range(ranks) for child in neighbours(rank, ranks)[1]}
     assert parents == {rank: neighbours(rank, ranks)[0] for rank in range(1, ranks)}  # each has one parent
     assert max(len(neighbours(rank, ranks)[1]) for rank in range(ranks)) <= 3 * expected // 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glm46.compute.model.dispatch import combine_assignments, gather_assignments
+from glm46.compute.model.dispatch import Copy, Sum
 from glm46.compute.model.experts import Experts
 from glm46.compute.model.layers import RMSNorm, swiglu
 from glm46.compute.model.rope import rotary_tables, rotate
@@ -106,7 +106,7 @@ def test_the_compiled_sum_of_assignments_is_rounded_once_too():
     place = torch.randperm(20).view(5, 4)
     y, token = torch.randn(20, 16).bfloat16(), torch.empty(20, dtype=torch.int64)
     token[place.flatten()] = torch.arange(20) // 4
-    combine = torch.compile(combine_assignments, backend="eager", fullgraph=True)
+    combine = torch.compile(lambda *rows: Sum.apply(*rows, None), backend="eager", fullgraph=True)
     assert_rounded_once(combine(y, token, place), y[place].double().sum(1))
 
 
@@ -121,10 +121,10 @@ def test_dropped_assignments_have_no_rows(kept, dtype):
         return torch.zeros(5, 16, dtype=torch.float64).index_add(0, token, rows.double())
 
     x, y, grad_rows, grad = (torch.randn(n, 16).to(dtype) for n in (5, kept, kept, 5))
-    rows, grad_x = gradients(lambda x: gather_assignments(x, token, place), (x,), grad_rows)
+    rows, grad_x = gradients(lambda x: Copy.apply(x, token, place, None), (x,), grad_rows)
     assert torch.equal(rows, x[token])
     assert_rounded_once(grad_x, summed(grad_rows))
-    total, grad_y = gradients(lambda y: combine_assignments(y, token, place), (y,), grad)
+    total, grad_y = gradients(lambda y: Sum.apply(y, token, place, None), (y,), grad)
     assert torch.equal(grad_y, grad[token])
     assert_rounded_once(total, summed(y))
 

@@ -12,7 +12,6 @@ from glm46.compute.model import quantised_weights
 from glm46.compute.model.adapters import add_adapters, without_adapters
 from glm46.compute.model.quantised_weights import (
     NF4_LEVELS,
-    encode_nf4,
     in_compute_type,
     in_one_kernel,
     let_conversions_compile,
@@ -29,7 +28,7 @@ from glm46.storage.huggingface.config_json import config_of
 from glm46.storage.huggingface.export_weights import ExportOptions, export_weights
 from glm46.storage.huggingface.folder_check import check_base
 from glm46.storage.huggingface.folder_tensors import SINGLE_FILE
-from glm46.storage.huggingface.import_weights import FolderReader, import_weights, quantise_base
+from glm46.storage.huggingface.import_weights import FolderReader, encode_nf4, import_weights, quantise_base
 from glm46.storage.huggingface.int4 import Int4
 from glm46.storage.huggingface.names import HFNames
 from glm46.storage.huggingface.schemes import CONFIG_KEY, FP8_SCHEMES, config_of_scheme, quantised_names

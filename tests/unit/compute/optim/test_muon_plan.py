@@ -13,6 +13,7 @@ from glm46.compat import StridedShard
 from glm46.compute.optim.muon_layout import tensor_layout
 from glm46.compute.optim.muon_plan import PlannedParameter, make_plan
 from glm46.config.presets import PRESETS
+from glm46.operate.estimate.muon_cost import exchanged
 from glm46.run.flops import newton_schulz_flops
 from tests.unit.compute.optim.muon_reference import entries_per_rank, entries_received
 
@@ -105,7 +106,7 @@ def test_total_bytes_are_the_lower_bound(plans):
         assert {len(ranks) for ranks, _ in chosen} == {bucket_ranks}
         buckets = [bucket for bucket in plans[0].buckets if len(bucket.ranks) == bucket_ranks]
         total = sum(entries_received(bucket, member) for bucket in buckets for member in range(bucket_ranks))
-        counted = [way for bucket in buckets for member in range(bucket_ranks) for way in bucket.exchanged(member)]
+        counted = [way for bucket in buckets for member in range(bucket_ranks) for way in exchanged(bucket, member)]
         assert sum(sent for sent, _ in counted) == sum(received for _, received in counted) == total
         held = sum(unit.size(unit.owner) for _, unit in chosen)
         whole = sum(unit.shape[0] * unit.shape[1] for _, unit in chosen)

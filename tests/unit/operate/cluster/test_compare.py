@@ -11,6 +11,7 @@ from glm46.operate.cluster.compare import as_json, compare_hosts, from_json, pri
 from glm46.operate.cluster.preflight_ranks import small_plan
 from glm46.operate.cluster.ranks import least_copy_speed
 from glm46.operate.cluster.results import FAIL, PASS, SKIP, WARN, HostReport, Result
+from glm46.operate.estimate.plan_sizes import describe_layout
 
 
 def hosts(**changed: str) -> list[HostReport]:
@@ -70,7 +71,7 @@ def test_the_small_model_keeps_the_degrees_that_fit_it(make_config):
     plan = small_plan(make_config(parallelism={"tensor_parallel_degree": 2}), 4)
     assert (plan.layout.tp, plan.layout.world_size) == (2, 4)
     assert small_plan(make_config(parallelism={"tensor_parallel_degree": 3}), 4).layout.tp == 1
-    assert small_plan(None, 2).layout.describe() == "2 = shard 2"
+    assert describe_layout(small_plan(None, 2).layout) == "2 = shard 2"
 
 
 @pytest.mark.parametrize(
@@ -86,5 +87,5 @@ def test_any_number_of_ranks_can_train_the_small_model(ranks, layout, make_confi
     """FSDP2 takes no uneven shards of experts, and so many hosts are neither the user's mistake nor a fault."""
     for config in (None, make_config()):
         plan = small_plan(config, ranks)
-        assert plan.layout.describe() == layout
+        assert describe_layout(plan.layout) == layout
         assert check_config(plan.config, world_size=ranks) == []

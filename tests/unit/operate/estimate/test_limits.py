@@ -9,6 +9,7 @@ from glm46.config.loader import load_config
 from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.limits import limits
 from glm46.operate.estimate.pipeline_order import pipeline_order
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.step_time import step_time
 from glm46.operate.estimate.target_cluster import Efficiencies, TargetCluster
 from glm46.run.plan import resolve_plan
@@ -22,7 +23,7 @@ def explained(recipe, options):
         products=0.72, experts=0.60, experts_rows=0.0, attention=0.50, attention_rows=0.0, memory=0.80, network=0.75
     )
     cluster = TargetCluster(accelerator_of("H100"), plan.layout.world_size, efficiencies=shares)
-    sequences = plan.batches_of(0)[1]
+    sequences = batches_of(plan, 0)[1]
     step = step_time(plan, 0, sequences, cluster, pipeline_order)
     larger = step_time(plan, 0, 16 * sequences, cluster, None).mfu / step_time(plan, 0, sequences, cluster, None).mfu
     return plan, step, larger, limits(plan, 0, step, cluster)

@@ -11,6 +11,7 @@ from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import plan_memory, stage_memory, step_text
 from glm46.operate.estimate.pipeline_order import pipeline_order
+from glm46.operate.estimate.plan_sizes import batches_of, run_flops
 from glm46.operate.estimate.report import plan_run, plan_text
 from glm46.operate.estimate.requirement import describe_requirement, stage_table
 from glm46.operate.estimate.target_cluster import TargetCluster
@@ -77,7 +78,7 @@ def test_each_stage_has_its_flops_and_memory():
     assert plan.text_stages[3].shape.sliding_window == 65_536
     flops = [training_flops(shape if length == LENGTHS[3] else PRESETS["GLM-4.6"], length).total for length in LENGTHS]
     of_stages = zip(flops, plan.stage_tokens, strict=True)
-    assert plan.flops == pytest.approx(sum(each * tokens for each, tokens in of_stages))
+    assert run_flops(plan) == pytest.approx(sum(each * tokens for each, tokens in of_stages))
     shown = [float(cells(line)[9].replace(",", "")) for line in table(plan)[1:]]
     assert shown == pytest.approx([each / 1e9 for each in flops], rel=1e-3)
     memory = stage_memory(plan)
@@ -116,8 +117,8 @@ def test_the_batches_of_a_stage():
     ramp = [[22 * T, 128], [22 * T + 100 * B, 1024], [22 * T + 100 * B, 64], [22 * T + 300 * B, 64]]
     config = run()
     plan = resolve_plan(run(training=config.training.model_dump() | {"global_batch_size": ramp}))
-    assert plan.batches_of(0) == (64, 1_024)
-    assert [plan.batches_of(index) for index in (1, 2, 3)] == [(64, 64)] * 3
+    assert batches_of(plan, 0) == (64, 1_024)
+    assert [batches_of(plan, index) for index in (1, 2, 3)] == [(64, 64)] * 3
     assert cells(table(plan)[1])[6:9] == ["64 to 1,024", "1 to 16", "94% to 48%"]
 
 

@@ -19,6 +19,7 @@ from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds
 from glm46.operate.estimate.kernels import MicroBatch, Work, part_work
 from glm46.operate.estimate.memory import plan_memory
 from glm46.operate.estimate.pipeline_order import pipeline_order
+from glm46.operate.estimate.plan_sizes import batches_of
 from glm46.operate.estimate.roofline import Roofline
 from glm46.operate.estimate.run_cost import count_steps, run_cost
 from glm46.operate.estimate.step_time import StepTime, _micro_batch, step_time
@@ -51,7 +52,7 @@ def predicted(config: RunConfig, gpu="H100", world=None, network=400.0, **effici
     cluster = TargetCluster(
         accelerator_of(gpu), plan.layout.world_size, 8, network, efficiencies=Efficiencies(**efficiencies)
     )
-    return step_time(plan, 0, plan.batches_of(0)[1], cluster, pipeline_order)
+    return step_time(plan, 0, batches_of(plan, 0)[1], cluster, pipeline_order)
 
 
 def test_a_preference_adds_a_forward_of_its_reference():

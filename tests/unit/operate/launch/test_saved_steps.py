@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from glm46.engine.reliability.stop import EXIT_STOPPED
-from glm46.engine.reliability.verdict import hung_hosts, write_verdict
-from glm46.operate.launch.restarts import SavedSteps, StorageLost, known_step
+from glm46.engine.reliability.verdict import write_verdict
+from glm46.operate.launch.restarts import SavedSteps, StorageLost, hung_hosts, known_step
 
 
 @pytest.fixture

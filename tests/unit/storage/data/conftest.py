@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from glm46.storage.data.manifest import Manifest, ShardEntry, Split, save_manifest
-from glm46.storage.data.shards import NOT_A_TARGET, write_shard
+from glm46.storage.data.manifest import Manifest, ShardEntry, Split
+from glm46.storage.data.shards import NOT_A_TARGET
+from glm46.storage.prepare.sharding import save_manifest, write_shard
 
 EOS = 8156
 

@@ -12,7 +12,8 @@ from glm46.config.errors import UserError
 from glm46.storage.data import packing
 from glm46.storage.data.manifest import load_manifest
 from glm46.storage.data.packing import TokenStream
-from glm46.storage.data.shards import open_shard, write_shard
+from glm46.storage.data.shards import open_shard
+from glm46.storage.prepare.sharding import write_shard
 
 EOS = 8156
 

@@ -11,8 +11,8 @@ from glm46.operate.launch.torchrun import EXIT_FAILED_RANK
 from glm46.storage.data import shards
 from glm46.storage.data.loader import BatchLayout, TrainSource, build_train_loader
 from glm46.storage.data.manifest import load_manifest
-from glm46.storage.data.shards import write_shard
 from glm46.storage.data.verified import VerifiedShard
+from glm46.storage.prepare.sharding import write_shard
 
 VOCABULARY, TOKENS = 5000, 30_000
 

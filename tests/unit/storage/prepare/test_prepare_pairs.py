@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.config.text_recipe import TextRecipe
+from glm46.config.text_recipe import PREFERENCES, TextRecipe
 from glm46.engine.evaluation.rows import held_out
 from glm46.operate.models.chat_documents import sampled_parts, shown_text
 from glm46.storage.chats.chat import ChatOptions, render, render_pair
@@ -174,7 +174,7 @@ def test_only_the_last_answer_is_labelled_and_what_is_left_out_is_counted(prepar
         {"prompt": "Hi", "completion": "and so on " * 60, "label": False},
     ]  # fmt: skip
     manifest = prepare(rows, max_tokens=128, **UNPAIRED)
-    assert manifest.is_preference and manifest.splits["train"].documents == 3  # one answer may have both labels
+    assert manifest.format in PREFERENCES and manifest.splits["train"].documents == 3  # one answer may have both labels
     assert manifest.noted == {
         "labelled answers, train": 3,
         "labelled answers, validation": 0,
@@ -203,7 +203,7 @@ def test_pairs_that_teach_nothing_or_do_not_fit_are_counted_by_cause(prepare, tm
         pair([ASK], [say("a", weight=0)], [say("b")]), pair(rejected=long), {"prompt": "Hi", "chosen": "Hello!"},
     ]  # fmt: skip
     manifest = prepare(rows, max_tokens=128)
-    assert manifest.is_preference and manifest.splits["train"].documents == manifest.noted["pairs, train"] == 1
+    assert manifest.format in PREFERENCES and manifest.splits["train"].documents == manifest.noted["pairs, train"] == 1
     assert manifest.dropped == {
         "chosen equals rejected": 2, "no target in chosen or rejected": 1, "above max_tokens": 1, "no rejected": 1,
     }  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from glm46.config.errors import UserError
-from glm46.engine.reliability.stop import started_ranks
+from glm46.operate.launch.process_end import started_ranks
 from glm46.storage.prepare.workers import call_in_workers, end_worker, start_worker
 from tests.processes import wait_until
 

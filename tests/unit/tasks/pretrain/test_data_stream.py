@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from glm46.config.check import check_config
 from glm46.engine.training import services
 from glm46.engine.training.state import Progress
+from glm46.operate.estimate.plan_sizes import step_tokens
 from glm46.run.plan import resolve_plan
 from glm46.storage.data.corpus import load_text, plan_sources
-from glm46.storage.data.manifest import Manifest, load_manifest, save_manifest
-from glm46.storage.prepare.sharding import SplitWriter
+from glm46.storage.data.manifest import Manifest, load_manifest
+from glm46.storage.prepare.sharding import SplitWriter, save_manifest
 from glm46.tasks.pretrain.data_stream import DataStream, rows_read
 from glm46.tasks.pretrain.task import train
 
@@ -160,7 +161,7 @@ def test_planned_tokens_are_those_that_are_read(reference):
     batches = steps.model_copy(update={"training": steps.training.model_copy(update={"global_batch_size": 10.0})})
     plan = resolve_plan(batches, 1)
     assert plan.budget_tokens == first + second + third + 9 * 10 * 16
-    assert plan.step_tokens is None and resolve_plan(config, 1).budget_tokens == 4_000
+    assert step_tokens(plan) is None and resolve_plan(config, 1).budget_tokens == 4_000
 
 
 def test_the_next_phase_continues_after_what_was_read(reference, two_sources):

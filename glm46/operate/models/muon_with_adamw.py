@@ -1,14 +1,18 @@
 """Muon and AdamW as one ordinary optimizer of torch, for any module: ``from glm46 import MuonWithAdamW``."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from glm46.compute.optim.optimizers import make_pair
-from glm46.compute.optim.roles import module_roles
+from glm46.compute.optim.roles import Role, assign_roles
+from glm46.config.errors import UserError
 from glm46.config.loader import config_from
+from glm46.config.optimizer import OptimizerConfig
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -20,7 +24,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     all ranks of the process group, if there is one.
 
     Args:
-        model: its trainable parameters are taken once, here. Roles: see `roles.module_roles`.
+        model: its trainable parameters are taken once, here. Roles: see `_module_roles`.
         muon_lr: learning rate of Muon, in the scale of ``adjust_lr``.
         adamw_lr: learning rate of AdamW.
         adjust_lr: "original" for rates near 0.02, "match_rms_adamw" for rates near those of AdamW.
@@ -47,7 +51,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ):
         keys = dict(name="Muon", lr=muon_lr, adamw_lr=adamw_lr, adjust_lr=adjust_lr, **options)
         config = config_from({"optimizer": keys}).optimizer
-        named, roles = module_roles(model, config, adamw, row_blocks or {})
+        named, roles = _module_roles(model, config, adamw, row_blocks or {})
         self._muon, self._adamw = make_pair(named, roles, config, merge=True)
         names = {parameter: name for name, parameter in named}
         groups = [group for pair in (self._muon, self._adamw) for group in pair.param_groups if group["params"]]
@@ -95,3 +99,56 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 for name, state in self.state[parameter].items():
                     state.copy_(states[name])
             group.update({key: value for key, value in options.items() if key != "params"})
+
+
+# Their weights are not matrices: rows of an embedding are looked up, filters of a convolution have more dimensions.
+_NOT_MATRICES = (
+    nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def _module_roles(
+    model: nn.Module, config: OptimizerConfig, adamw: Sequence[str], row_blocks: Mapping[str, int]
+) -> tuple[list[tuple[str, Tensor]], list[Role]]:
+    """The trainable parameters of any module by name, and their roles.
+
+    A module whose parameters all have rows in the table of parameters gets the roles of the table. In others Muon takes
+    matrices and stacks of matrices; embeddings, weights tied to them and convolutions are under AdamW; so are, without
+    decay, parameters of fewer than two dimensions.
+
+    Args:
+        adamw: patterns (`fnmatch`) of names of further parameters under AdamW.
+        row_blocks: by pattern, the number of matrices that a parameter fuses along its rows.
+
+    Raises:
+        ValueError: a pattern that no matrix has, or blocks that do not divide the rows.
+    """
+    named: list[tuple[str, Tensor]] = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    try:
+        roles = assign_roles([name for name, _ in named], config, shape=getattr(model, "shape", None))
+    except UserError:
+        others = [module for module in model.modules() if isinstance(module, _NOT_MATRICES)]
+        looked_up = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+        roles = [_role_of(parameter, id(parameter) in looked_up) for _, parameter in named]
+    for pattern in (*adamw, *row_blocks):
+        chosen = [
+            index for index, (name, _) in enumerate(named)
+            if fnmatchcase(name, pattern) and roles[index].optimizer == "muon"
+        ]  # fmt: skip
+        if not chosen:
+            raise ValueError(f"{pattern!r} matches no matrix under Muon; names: {', '.join(name for name, _ in named)}")
+        for index in chosen:
+            name, parameter = named[index]
+            blocks = row_blocks.get(pattern, 1)
+            if blocks < 1 or parameter.shape[-2] % blocks:
+                raise ValueError(f"row_blocks[{pattern!r}] = {blocks}: must divide the {parameter.shape[-2]} of {name}")
+            change = {"optimizer": "adamw"} if pattern in adamw else {"row_blocks": blocks, "head_rows": ()}
+            roles[index] = replace(roles[index], **change)
+    return named, roles
+
+
+def _role_of(parameter: Tensor, is_looked_up: bool) -> Role:
+    if parameter.ndim < 2:
+        return Role("vectors", "adamw", False, 1)
+    return Role("other weights", "adamw", True, 1) if is_looked_up else Role("matrices", "muon", True, 1)

@@ -1,0 +1,85 @@
+"""Sizes that follow from a plan and that only its estimate needs: of steps, exchanges, folders and whole runs."""
+
+from glm46.config.model import ModelShape
+from glm46.config.presets import REPEATING
+from glm46.run.flops import training_flops
+from glm46.run.layout import Layout
+from glm46.run.parameters import adapter_rows, named_rows
+from glm46.run.plan import Plan, places_of_token
+from glm46.run.schedule import batch_sequences
+from glm46.run.tree import WIDTH
+
+_HF_BYTES = 2
+"""Of an element in a Hugging Face folder: BF16."""
+
+
+def batches_of(plan: Plan, index: int) -> tuple[int, int]:
+    """The smallest and the largest number of sequences of a step in one of `Plan.text_stages`."""
+    batch, rows = plan.config.training.global_batch_size, plan.rows_per_micro_batch
+    first = plan.config.lr_scheduler.start_tokens + sum(plan.stage_tokens[:index])
+    last = max(first, first + plan.stage_tokens[index] - plan.text_stages[index].seq_len)  # of the last sample
+    points = [tokens for tokens, _ in batch] if isinstance(batch, tuple) else []
+    clocks = {first, last, *(clock for point in points for clock in (point - 1, point) if first < clock <= last)}
+    sizes = [batch_sequences(batch, clock, rows) for clock in clocks]
+    return min(sizes), max(sizes)
+
+
+def step_tokens(plan: Plan) -> int | None:
+    """Tokens of one optimizer step; None if steps differ."""
+    batch, lengths = plan.config.training.global_batch_size, {stage.seq_len for stage in plan.text_stages}
+    if isinstance(batch, tuple) or len(lengths) > 1:
+        return None
+    return batch_sequences(batch, 0, plan.rows_per_micro_batch) * lengths.pop()
+
+
+def rows_of_hops(plan: Plan, shape: ModelShape) -> tuple[float, ...]:
+    """Rows for each token in the exchanges of `Plan.expert_levels`: once for each host, then once for each rank."""
+    if plan.expert_levels is None:
+        return ()
+    hosts, of_host = plan.expert_levels
+    parts = ([hosts] if hosts > 1 else []) + ([hosts * of_host] if of_host > 1 else [])
+    return tuple(places_of_token(shape, count) for count in parts)
+
+
+def run_flops(plan: Plan) -> float:
+    """FLOPs of the whole run."""
+    options = plan.document_tokens, plan.config.adapter
+    per_token = (training_flops(stage.shape, stage.seq_len, *options).total for stage in plan.text_stages)
+    return sum(tokens * flops for tokens, flops in zip(plan.stage_tokens, per_token, strict=True))
+
+
+def experts_have_own_mesh(layout: Layout) -> bool:
+    """True if FSDP shards experts over other ranks than the rest, as units of their own."""
+    return layout.ep > 1 or layout.tp > 1
+
+
+def describe_layout(layout: Layout) -> str:
+    """The degrees above 1 as a product: ``8,192 = pipeline 8 x context 128 x tensor 8, experts over 32``."""
+    degrees = {
+        "pipeline": layout.pp,
+        "replicate": layout.dp_replicate,
+        "shard": layout.dp_shard,
+        "context": layout.cp,
+        "tensor": layout.tp,
+    }
+    named = " x ".join(f"{name} {degree:,}" for name, degree in degrees.items() if degree > 1) or "one process"
+    experts = f", experts over {layout.ep:,}" if layout.ep > 1 else ""
+    return f"{layout.world_size:,} = {named}{experts}"
+
+
+def tree_rounds(ranks: int) -> int:
+    """The most messages that follow each other in the tree of `run/tree.py`, to rank 0 and back."""
+    levels = 0
+    while WIDTH**levels < ranks:
+        levels += 1
+    return 2 * levels
+
+
+def hugging_face_bytes(plan: Plan) -> float:
+    """Bytes of a folder of the weights, without a critic's; under [adapter] of the adapters alone."""
+    shape, adapter = plan.shape, plan.config.adapter
+    rows = named_rows(shape, plan.config.head) if adapter is None else adapter_rows(shape, adapter)
+    weights = sum(row.numel(shape) for row in rows.values() if row.optimizer is not None)
+    if plan.config.model.flavor in REPEATING and adapter is None:
+        weights += shape.num_nextn_predict_layers * 2 * shape.vocab_size * shape.hidden_size
+    return weights * _HF_BYTES
