@@ -304,6 +304,7 @@ def _train_once(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> 
 
     from glm46.operate.estimate.memory import plan_memory
     from glm46.operate.estimate.muon_cost import muon_cost
+    from glm46.operate.estimate.plan_sizes import step_tokens
     from glm46.operate.estimate.rank_parts import parts_of_ranks
     from glm46.run.flops import training_flops
     from glm46.run.plan import resolve_plan
@@ -323,11 +324,11 @@ def _train_once(name: str, folder: Path, is_dry: bool, overrides: list[str]) -> 
         for key in ("tokens_per_second", "step_seconds", "tflops_per_device", "mfu", "memory_peak_gib/max")
         if all(row.get(key) is not None for row in last)
     }
-    shape = f"{config.model.flavor}, {config.model.num_hidden_layers} layers, {plan.step_tokens:,} tokens a step"
+    shape = f"{config.model.flavor}, {config.model.num_hidden_layers} layers, {step_tokens(plan):,} tokens a step"
     memory = plan_memory(config, 1, device="cpu" if is_dry else "gpu")
     planned = (memory.total - memory.process) / 2**30  # the allocator's peak leaves out the process too
     peak = means.get("memory_peak_gib/max")
-    products = plan.step_tokens * training_flops(plan.shape, config.training.seq_len, plan.document_tokens).total
+    products = step_tokens(plan) * training_flops(plan.shape, config.training.seq_len, plan.document_tokens).total
     muon = muon_cost(parts_of_ranks(plan)[0], plan.shape, plan.layout, config.optimizer).flops
     return {
         "work": shape,

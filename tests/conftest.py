@@ -45,7 +45,6 @@ EVERY = {
     "test_gpu_report::test_a_dry_run_runs_every_part": 0,
     "test_attention::test_packed_micro_batches_meet_few_plans": 3,
     "test_attention::test_runs_equal_the_mask_of_all_pairs": 4,
-    "test_attention_cost::test_memory_grows_with_the_row_and_falls_with_the_ranks": 0,
     "test_compile::test_compiled_block_equals_eager_without_break_or_recompilation": 2,
     "test_compile::test_rollouts_compile_no_layer_again": 2,
     "test_quantised_weights::test_forward_keeps_no_converted_weight": 2,

@@ -19,7 +19,7 @@ from glm46.operate.estimate.exchange_time import backward_steps, exposed_seconds
 from glm46.operate.estimate.kernels import MicroBatch, Work, part_work
 from glm46.operate.estimate.memory import plan_memory
 from glm46.operate.estimate.pipeline_order import pipeline_order
-from glm46.operate.estimate.plan_sizes import batches_of
+from glm46.operate.estimate.plan_sizes import batches_of, hugging_face_bytes
 from glm46.operate.estimate.roofline import Roofline
 from glm46.operate.estimate.run_cost import count_steps, run_cost
 from glm46.operate.estimate.step_time import StepTime, _micro_batch, step_time
@@ -340,10 +340,10 @@ def test_the_size_of_a_checkpoint():
     plan = resolve_plan(run("GLM-4.6", optimizer={"name": "AdamW"}))
     trained = 356_785_898_816 - 90 * 160  # without the selection biases
     size = checkpoint_size(plan)
-    assert (size.weights, size.states, size.hugging_face) == (4 * trained, 8 * trained, 2 * trained)
+    assert (size.weights, size.states, hugging_face_bytes(plan)) == (4 * trained, 8 * trained, 2 * trained)
     assert checkpoint_size(resolve_plan(run("GLM-4.6"))).states < 1.02 * 4 * trained
     # An export of GLM-4.7 repeats embedding and head, see docs/family.md.
-    assert checkpoint_size(resolve_plan(run("GLM-4.7"))).hugging_face == 2 * (358_337_791_296 - 90 * 160)
+    assert hugging_face_bytes(resolve_plan(run("GLM-4.7"))) == 2 * (358_337_791_296 - 90 * 160)
 
 
 def test_a_checkpoint_is_written_by_all_nodes():
