@@ -13,10 +13,7 @@ from glm46.engine.observe.peaks import accelerator_of
 from glm46.operate.estimate import requirement
 from glm46.operate.estimate.machine import Gpu, Machine
 from glm46.operate.estimate.memory import plan_memory
-<<<<<<< HEAD
-=======
-from glm46.operate.estimate.plan_sizes import run_flops, step_tokens
->>>>>>> court
+from glm46.operate.estimate.plan_sizes import run_flops
 from glm46.operate.estimate.report import plan_numbers, plan_run, plan_text
 from glm46.operate.estimate.requirement import describe_requirement, judge_config, memory_lines, memory_parts
 from glm46.operate.estimate.target_cluster import TargetCluster
