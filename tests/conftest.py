@@ -59,7 +59,6 @@ EVERY = {
     "test_float8_run::test_a_checkpoint_goes_from_fp8_to_higher_precision_and_back": 2,
     "test_library_messages::test_a_run_with_eight_bit_states_and_many_workers_and_a_benchmark_write_no_errors": 0,
     "test_offload_run::test_an_offloaded_run_resumes_without_and_back": 2,
-    "test_trainer::test_a_compiled_run_reports_what_an_eager_one_reports": 0,
     "test_trainer::test_a_run_whose_files_are_deleted_says_so_once_and_goes_on": 4,
     "test_trainer::test_a_step_is_published_after_its_row_however_slow_the_storage_of_rows": 2,
     "test_trainer::test_ruined_weights_are_never_published_and_end_the_run_as_diverged": 2,

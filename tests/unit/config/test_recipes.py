@@ -133,7 +133,7 @@ def test_layouts_that_a_recipe_mentions_fit_as_it_says(path, verdict, others, op
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in RECIPES if re.search(r"(?m)^interval = .*# \[ours\]", SAYS[path])],
+    [path for path in RECIPES if re.search(OUR_INTERVAL, SAYS[path])],
     ids=lambda path: path.stem,
 )
 def test_a_checkpoint_interval_of_ours_loses_no_time_to_failures(path):

@@ -4,15 +4,12 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +41,7 @@ from glm46.storage.checkpoint.manager import CheckpointManager
 from glm46.storage.huggingface.step_tensors import StepTensors
 from glm46.tasks.pretrain import next_token
 from glm46.tasks.pretrain.task import Pretraining, train
-from tests.processes import HANG_SECONDS, wait_until
+from tests.processes import wait_until
 from tests.ranks.training_kills import contents
 
 SLOW = pytest.mark.slow
@@ -345,36 +342,6 @@ def test_the_mean_loss_weighs_labels_and_leaves_steps_without_labels_out():
     assert progress.take_mean_loss() is None  # every step since then was skipped
 
 
-def test_a_save_behind_training_holds_the_step_it_was_started_at(make_config, tmp_path):
-    settings = dict(checkpoint={"interval": 3, "keep_every": 3, "keep_latest_k": 1}, training={"steps": 5})
-    whole = make_config(job={"dump_folder": str(tmp_path / "whole")}, **settings)
-    assert train(whole) == 0
-    assert "training waited" in (tmp_path / "whole/log.txt").read_text()
-    assert sorted(p.name for p in (tmp_path / "whole/checkpoint").glob("step-*")) == ["step-000003", "step-000005"]
-    shutil.copytree(tmp_path / "whole/checkpoint/step-000003", tmp_path / "again/checkpoint/step-000003")
-    shutil.copy(tmp_path / "whole/metrics.jsonl", tmp_path / "again/metrics.jsonl")
-    again = make_config(job={"dump_folder": str(tmp_path / "again")}, **settings)
-    assert train(again) == 0
-    assert rows(again) == rows(whole)
-
-
-@pytest.mark.slow
-def test_a_compiled_run_reports_what_an_eager_one_reports(make_config, tmp_path, monkeypatch):
-    # Inductor with recomputation is in the layout fsdp-full_ac-compiled-inductor.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    eager = make_config(job={"dump_folder": str(tmp_path / "eager")}, training={"steps": 2})
-    compiled = make_config(
-        job={"dump_folder": str(tmp_path / "compiled")}, training={"steps": 2}, compile={"enable": True},
-        activation_checkpoint={"mode": "full"},
-    )  # fmt: skip
-    assert train(eager) == 0 and train(compiled) == 0
-    for row, other in zip(training_rows(eager), training_rows(compiled), strict=True):
-        # Fused kernels round FP32 in other places: some units of 2**-24 in a sum.
-        assert other["loss"] == pytest.approx(row["loss"], rel=1e-5)
-        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
-        assert other["dead_experts"] == row["dead_experts"]
-
-
 def test_news_of_a_failed_save_does_not_keep_a_rank_from_the_next_one(make_config, monkeypatch):
     # Only this rank may have heard of it by now, and the next save is collective.
     news = iter([[CheckpointError("rank 0: writing tensors: Input/output error")], [], [], []])
@@ -390,33 +357,6 @@ def test_news_of_a_failed_save_does_not_keep_a_rank_from_the_next_one(make_confi
     assert "Input/output error" in (Path(config.job.dump_folder) / "log.txt").read_text()
     folder = Path(config.job.dump_folder) / "checkpoint"
     assert sorted(p.name for p in folder.glob("step-*")) == ["step-000001", "step-000002"]
-
-
-def test_a_signal_saves_after_the_step_and_the_next_start_goes_on(make_config, monkeypatch, tmp_path):
-    config = make_config(training={"steps": 6})
-    original, on_signal, is_noted = loop.train_step, StopRequest._on_signal, threading.Event()
-
-    def note(request, number):
-        on_signal(request, number)
-        is_noted.set()
-
-    def interrupted(*arguments):
-        outcome = original(*arguments)
-        signal.raise_signal(signal.SIGTERM)
-        assert is_noted.wait(HANG_SECONDS)  # a thread notes it, which may get no core for a while
-        return outcome
-
-    monkeypatch.setattr(StopRequest, "_on_signal", note)
-    monkeypatch.setattr(loop, "train_step", interrupted)
-    assert train(config) == 75
-    assert [row["step"] for row in training_rows(config)] == [1]
-    assert "continues from here" in (Path(config.job.dump_folder) / "log.txt").read_text()
-    monkeypatch.setattr(loop, "train_step", original)
-    assert train(config) == 0
-    assert [row["step"] for row in training_rows(config)] == [1, 2, 3, 4, 5, 6]
-    whole = make_config(training={"steps": 6}, job={"dump_folder": str(tmp_path / "whole")})
-    assert train(whole) == 0
-    assert training_rows(config) == training_rows(whole)
 
 
 def poison(monkeypatch, bad_steps: set[int]) -> list[dict]:
@@ -441,17 +381,6 @@ def poison(monkeypatch, bad_steps: set[int]) -> list[dict]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def test_a_step_with_a_nan_changes_no_weight_and_no_state(make_config, monkeypatch):
-    config = make_config(training={"steps": 4})
-    before = poison(monkeypatch, {2})
-    assert train(config) == 0
-    assert all(torch.equal(local(before[1][n]), local(before[2][n])) for n in before[1])
-    moved = [n for n in before[2] if not torch.equal(local(before[2][n]), local(before[3][n]))]
-    assert len(moved) > 0.9 * len(before[2])
-    assert [row["skipped_steps"] for row in training_rows(config)] == [0, 1, 1, 1]
-    assert "step 2 skipped" in (Path(config.job.dump_folder) / "log.txt").read_text()
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run(make_config, monkeypatch):
@@ -507,13 +436,6 @@ def test_a_row_of_skipped_steps_publishes_no_checkpoint(make_config, monkeypatch
     # The last state is kept for whoever goes on, and marked.
     folder = Path(config.job.dump_folder) / "checkpoint"
     assert [one.is_good for one in summarise(folder, read_contents=False)] == [True, True, False]
-
-
-def test_a_ramp_makes_steps_larger_and_the_budget_counts_them(make_config):
-    config = make_config(training={"global_batch_size": [[0, 2.0], [64, 2.0], [64, 6.0]], "steps": 4})
-    assert train(config) == 0
-    assert [row["batch_tokens"] for row in training_rows(config)] == [32, 32, 96, 96]
-    assert training_rows(config)[-1]["tokens"] == 256
 
 
 @pytest.mark.slow
@@ -827,24 +749,6 @@ def test_padding_enters_no_statistic_and_no_balance_loss(make_config, monkeypatc
     for field in ("sums", "tokens_per_expert", "overflow", "grad_norm"):
         first, second = (getattr(outcome.main, field) for outcome in outcomes)
         torch.testing.assert_close(first, second, rtol=1e-6, atol=0.0)
-
-
-def test_weights_of_the_auxiliary_losses_are_those_of_each_step(make_config, tmp_path):
-    def figures(name: str, balance, z) -> list[tuple[float, float]]:
-        moe = {"sequence_aux_loss_weight": balance, "z_loss_weight": z}
-        config = make_config(job={"dump_folder": str(tmp_path / name)}, moe=moe, checkpoint={"enable": False})
-        assert train(config) == 0
-        assert [row["z_loss"] > 0 for row in training_rows(config)] == [True] * 4
-        return [(row["loss"], row["grad_norm"]) for row in training_rows(config)]
-
-    constant = figures("constant", 0.5, 0.1)
-    assert figures("level", [[0, 0.5], [10_000, 0.5]], [[7, 0.1]]) == constant
-    # A step has 32 tokens: the third one begins at 64, and the fourth has weights that its gradients changed.
-    for name, balance, z in (("balance", [[64, 0.5], [64, 0.0]], 0.1), ("z", 0.5, [[63, 0.1], [64, 0.2]])):
-        found = figures(name, balance, z)
-        assert found[:2] == constant[:2]
-        assert found[2][0] == constant[2][0] and found[2][1] != constant[2][1]
-        assert found[3][0] != constant[3][0]
 
 
 def test_a_step_without_targets_changes_nothing_and_is_no_bad_step(make_config, monkeypatch):
