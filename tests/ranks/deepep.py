@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from glm46.compute.distributed.process import Process
 from glm46.compute.model.moe import MoE
@@ -16,7 +16,7 @@ from glm46.compute.parallelize.deepep import DeepEPDispatcher
 from glm46.compute.parallelize.exchange import AllToAllDispatcher
 from tests.ranks.fake_deep_ep import ElasticBuffer
 from tests.ranks.forked_ranks import print_figures
-from tests.ranks.two_levels import CHOSEN, EXPERTS, SHAPE, TOKENS, WIDTH, Case, error, run, split
+from tests.ranks.two_levels import CHOSEN, TOKENS, WIDTH, Case, error, example, run, split
 
 
 def cases(ranks: int) -> list[Case]:
@@ -35,24 +35,14 @@ CASES = {ranks: cases(ranks) for ranks in (2, 4)}
 def measure(process: Process, case: Case) -> dict:
     """One case on all ranks."""
     ranks, rank, dtype = process.world_size, process.rank, torch.bfloat16
-    generator = torch.Generator().manual_seed(0)
-    whole = MoE(SHAPE).to(dtype)
-    for p in whole.parameters():
-        nn.init.normal_(p, std=0.1, generator=generator)
-    whole.router.e_score_correction_bias[: case.favourites] = 100.0
-    xs, ups = torch.randn(2, ranks, 1, TOKENS, WIDTH, generator=generator).to(dtype)
-    share = torch.arange(ranks)[:, None, None] % 2 * 0.5 if case.silent else torch.tensor(0.9)
-    real = torch.rand(ranks, 1, TOKENS, generator=generator) < share
-    routes = None
-    if case.router == "routes":
-        routes = torch.rand(1, TOKENS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.uint8)
+    whole, xs, ups, real, routes = example(case, ranks)
     buffer = ElasticBuffer(dist.group.WORLD, None, 0, TOKENS, WIDTH, CHOSEN, deterministic=True)
     found = []
     for dispatcher in (AllToAllDispatcher(dist.group.WORLD), DeepEPDispatcher(dist.group.WORLD, buffer)):
         dispatcher.multiple = case.multiple
         moe = split(whole, dispatcher, rank, ranks, dtype)
         with only_arrived(moe):
-            found.append(run(moe, case, xs[rank], ups[rank], real[rank], routes))
+            found.append(run(moe, case, xs[rank], ups[rank], real[rank], routes[rank]))
     (y, x, of_parameters), (y_here, x_here, of_parameters_here) = found
     errors = {"y": error(y_here, y), "x": error(x_here, x)}
     errors |= {name: error(grad, of_parameters[name]) for name, grad in of_parameters_here.items()}

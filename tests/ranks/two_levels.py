@@ -187,23 +187,30 @@ def error(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12))
 
 
+def example(case: Case, ranks: int) -> tuple[MoE, Tensor, Tensor, Tensor, Tensor | list[None]]:
+    """The layer of one process; and of each rank rows, gradients of their results, which are real, and routes."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    whole = MoE(SHAPE).to(dtype)
+    for p in whole.parameters():
+        nn.init.normal_(p, std=0.1, generator=generator)
+    whole.router.e_score_correction_bias[: case.favourites] = 100.0
+    xs, ups = torch.randn(2, ranks, 1, TOKENS, WIDTH, generator=generator).to(dtype)
+    share = torch.arange(ranks)[:, None, None] % min(ranks, 3) * 0.5 if case.silent else torch.tensor(0.9)
+    real = torch.rand(ranks, 1, TOKENS, generator=generator) < share
+    routes = [None] * ranks
+    if case.router == "routes":
+        routes = torch.rand(ranks, 1, TOKENS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.uint8)
+    return whole, xs, ups, real, routes
+
+
 def measure(process: Process, case: Case) -> dict:
     """One case on all ranks."""
     ranks, rank, dtype = process.world_size, process.rank, getattr(torch, case.dtype)
     everyone = torch.arange(ranks).view(case.hosts, case.of_host)
     between = group_of_partition(everyone.t()) if case.hosts > 1 else None
     in_host = group_of_partition(everyone)
-    generator = torch.Generator().manual_seed(0)
-    whole = MoE(SHAPE).to(dtype)
-    for p in whole.parameters():
-        nn.init.normal_(p, std=0.1, generator=generator)
-    whole.router.e_score_correction_bias[: case.favourites] = 100.0
-    xs, ups = torch.randn(2, ranks, 1, TOKENS, WIDTH, generator=generator).to(dtype)
-    share = torch.arange(ranks)[:, None, None] % 3 * 0.5 if case.silent else torch.tensor(0.9)
-    real = torch.rand(ranks, 1, TOKENS, generator=generator) < share
-    routes = [None] * ranks
-    if case.router == "routes":
-        routes = torch.rand(ranks, 1, TOKENS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.uint8)
+    whole, xs, ups, real, routes = example(case, ranks)
     links, found = {}, {}
     group = dist.group.WORLD
     ways = {

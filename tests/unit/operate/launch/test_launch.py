@@ -44,8 +44,14 @@ SERVER = Machine(cores=64, memory_bytes=999 * GIB, free_bytes=900 * GIB, gpus=(G
 
 def debug_run(**parallelism: int) -> RunConfig:
     """The debug run with some degrees."""
-    config = load_config(ROOT / "train_configs" / "debug.toml")
-    return config.model_copy(update={"parallelism": config.parallelism.model_copy(update=parallelism)})
+    return changed(load_config(ROOT / "train_configs" / "debug.toml"), parallelism=parallelism)
+
+
+def changed(config: RunConfig, **tables: dict) -> RunConfig:
+    """A config with some keys of its tables replaced."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=keys) for name, keys in tables.items()}
+    )
 
 
 def test_each_of_several_nodes_has_a_process_for_each_of_its_gpus(monkeypatch, tmp_path):
@@ -86,8 +92,7 @@ def test_a_job_system_states_the_processes_unless_the_command_does(monkeypatch, 
 
 
 def test_too_many_processes_for_the_memory_are_refused():
-    config = debug_run()
-    config = config.model_copy(update={"training": config.training.model_copy(update={"global_batch_size": None})})
+    config = changed(debug_run(), training={"global_batch_size": None})
     assert describe_refusal(config, LAPTOP, 2) is None
     screen = describe_refusal(config, LAPTOP, 64)
     assert "This machine cannot run it:" in screen and "of 12.0 GiB can be filled" in screen
@@ -188,17 +193,10 @@ def test_a_reference_of_another_shape_is_refused_before_ranks_start(stated, is_r
     step = tmp_path / "checkpoint" / "step-000003"
     step.mkdir(parents=True)
     (step / "meta.json").write_text(json.dumps({"config": dump_config(load_config(recipe))}))
-    config = load_config(recipe, stated)
-    teacher = ReferenceConfig(load_path=str(step))
-    rl = config.rl.model_copy(update={"reference": teacher})
-    start = config.checkpoint.model_copy(update={"initial_load_path": None})
-    config = config.model_copy(
-        update={
-            "rl": rl,
-            "checkpoint": start,
-            "job": config.job.model_copy(update={"dump_folder": str(tmp_path / "r")}),
-        }
-    )
+    config = changed(
+        load_config(recipe, stated), rl={"reference": ReferenceConfig(load_path=str(step))},
+        checkpoint={"initial_load_path": None}, job={"dump_folder": str(tmp_path / "r")},
+    )  # fmt: skip
     with (
         pytest.raises(UserError, match="was saved with.*of the model that is trained") if is_refused else nullcontext()
     ):
@@ -236,22 +234,16 @@ def test_folders_of_other_kinds_are_refused_before_ranks_start(kind, said, key, 
     config = load_config(recipe)
     if kind == "adapters":
         saved = config.model_copy(update={"adapter": AdapterConfig(name="lora"), "rl": None})
-        saved = saved.model_copy(
-            update={"checkpoint": config.checkpoint.model_copy(update={"initial_load_path": "base"})}
-        )
+        saved = changed(saved, checkpoint={"initial_load_path": "base"})
         (path / "meta.json").write_text(json.dumps({"config": dump_config(saved)}))
         said = "this is a step folder" if in_hf and not key.startswith("rl.") else said
-    start, rl = {"initial_load_path": None, "initial_load_in_hf": False}, config.rl
+    start, reference = {"initial_load_path": str(path), "initial_load_in_hf": in_hf}, config.rl.reference
     if key.startswith("rl."):
-        rl = rl.model_copy(update={"reference": ReferenceConfig(load_path=str(path))})
-    else:
-        start = {"initial_load_path": str(path), "initial_load_in_hf": in_hf}
-    checkpoint, job = (
-        config.checkpoint.model_copy(update=start),
-        config.job.model_copy(update={"dump_folder": str(tmp_path / "r")}),
-    )
+        start = {"initial_load_path": None, "initial_load_in_hf": False}
+        reference = ReferenceConfig(load_path=str(path))
+    tables = {"rl": {"reference": reference}, "checkpoint": start, "job": {"dump_folder": str(tmp_path / "r")}}
     with pytest.raises(UserError) as raised:
-        refuse_origin(config.model_copy(update={"checkpoint": checkpoint, "rl": rl, "job": job}))
+        refuse_origin(changed(config, **tables))
     (fault,) = raised.value.faults
     assert fault.startswith(f"{key} = {str(path)!r}: ") and said in fault, fault
 

@@ -125,7 +125,7 @@ def test_hidden_files_and_folders_are_skipped_unless_named(tmp_path):
 LONG = json.dumps({"id": 1, "notes": "n" * 3_000_000, "text": "behind 3 MB"})
 
 
-@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.json.gz", "x.json.bz2", "x.json.xz", "x.json.lzma"])
+@pytest.mark.parametrize("name", ["X.JSON", "x.jsonl", "x.json.gz", "x.json.bz2", "x.json.xz", "x.json.lzma"])
 @pytest.mark.parametrize("content, texts, bad", [
     (LONG, ["behind 3 MB"], 0),
     (LONG + '\n{"text": "b"}\n', ["behind 3 MB", "b"], 0),
@@ -142,6 +142,7 @@ LONG = json.dumps({"id": 1, "notes": "n" * 3_000_000, "text": "behind 3 MB"})
     ("{", [], 1),
     ("[]", [], 0),
     ('{"text": "a"}\r{"text": "b"}\r', ["a", "b"], 0),
+    ('\ufeff{"text": "a"}\r\n{"text": "b"}\r\n', ["a", "b"], 0),
     ('{"text": "a"} {"text": "b"}\n{"text": "c"}', ["a", "b", "c"], 0),
     ('{"text": "a"} trash\n{"text": "b"}\n', ["b"], 1),
     ('\x1e{"text": "a"}\n\x1e{"text": "b"}\n', ["a", "b"], 0),
