@@ -47,9 +47,9 @@ LINE_BUDGETS = {
     "storage/data": 1820, "storage/checkpoint": 1876, "storage/chats": 945, "storage/prepare": 3310,
     "storage/huggingface": 3071,
     "engine/observe": 2550, "engine/reliability": 1184, "engine/inference": 1715, "engine/training": 2791,
-    "engine/evaluation": 1560, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2850,
-    "tasks/rl/rewards": 1418, "tasks/rl/rollout": 2697, "operate/estimate": 3751, "operate/launch": 2697,
-    "operate/ablation": 940, "operate/benchmark": 168, "operate/cluster": 2355, "operate/models": 1435,
+    "engine/evaluation": 1560, "tasks/pretrain": 834, "tasks/finetune": 310, "tasks/rl": 2768,
+    "tasks/rl/rewards": 1342, "tasks/rl/rollout": 2552, "operate/estimate": 3751, "operate/launch": 2697,
+    "operate/ablation": 939, "operate/benchmark": 168, "operate/cluster": 2355, "operate/models": 1435,
 }  # fmt: skip
 RAISED: tuple[tuple[str, int, str], ...] = (
     ("compat", 50, "torchao's kernels one by one; collectives, sums and switches of compiled graphs"),
@@ -224,6 +224,9 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("commands", 1, "init makes its folders before it writes a file"),
     ("engine/observe", 2, "the begin of a start in the form of another version"),
     ("files", 1, "FORCE_COLOR does not make a terminal of a file"),
+    ("compat", 5, "the self-test of empty groups is read while a layer is compiled"),
+    ("compute/model", 16, "a package of attention that does not fit torch is refused before the first step"),
+    ("config", 2, "an entry of an array that was written with a dot is shown in brackets"),
     ("operate/launch", 25, "rl-servers for the CPU of this machine, with the Python that has vLLM"),
     ("config", 17, "stored configs of other versions, for all who read them"),
     ("engine/evaluation", 1, "the formats of pairs"),
@@ -250,12 +253,12 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("__main__", 1, "the end on signals comes from the launcher"),
 )
 """Room, lines, and what they are for."""
-MOST_LINES = 56_152
+MOST_LINES = 55_849
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 18_182
+MOST_COURT_LINES = 18_198
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
-MOST_OVERSIZED = 32
+MOST_OVERSIZED = 31
 """Files, classes and functions that are larger than good ones. It may only fall too."""
 MOST_VERB_LINES = 150
 """Of a file in `commands`: a verb parses its options and calls a room."""
