@@ -84,7 +84,8 @@ def test_completion_is_aborted_at_its_deadline(policy, monkeypatch):
 
 def test_killed_server_comes_back_with_the_latest_weights_and_routes(policy, monkeypatch):
     routed = policy.rules._replace(routes=True)
-    monkeypatch.setattr(policy.engine._pool, "_rules", routed)  # what servers are asked for when they join
+    for state in policy.engine._pool._states:
+        monkeypatch.setattr(state, "rules", routed)  # what a server is asked for when it joins
     policy.server.kill()
     began = time.monotonic()
     policy.serve("--no-enable-prefix-caching")
