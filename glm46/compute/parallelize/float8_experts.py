@@ -79,7 +79,7 @@ class _GroupedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.kernels, half = kernels, len(forms) // 2
         ctx.save_for_backward(x_NI, offsets, *(forms[half:] or (weight_EOI,)))
-        ctx.has_forms = bool(forms)
+        ctx.has_forms = len(forms) > 0  # bool() of a tuple is not traced by torch 2.11
         return kernels.multiply(x_NI, forms[:half] or kernels.forms(weight_EOI, of_backward=False), offsets)
 
     @staticmethod
