@@ -33,6 +33,7 @@ from tests.ranks.sharded_layouts import (
     make_batch,
     make_config,
     micro_batches,
+    schedule_here,
     squares,
 )
 
@@ -46,7 +47,7 @@ LAYOUTS = {
     ),
     # Of four ranks.
     "deepep, pipeline, full": Layout(experts_over=2, pipeline=2, checkpointing="full"),
-    "deepep, split backward": Layout(experts_over=2, pipeline=2, schedule="DualPipeV", micro_batches=4),
+    "deepep, split backward": Layout(experts_over=2, pipeline=2, schedule=schedule_here("DualPipeV"), micro_batches=4),
 }  # fmt: skip
 
 
