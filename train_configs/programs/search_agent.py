@@ -88,6 +88,8 @@ def main() -> None:
     if given.make is not None:
         make_index(given.index, given.make)
         return
+    if not given.index.is_file():
+        parser.error(f"{given.index}: no such index; make it with --make FILE")
     task = json.loads(os.environ["GLM46_TASK"])["prompt"]
     asked = task if isinstance(task, list) else [{"role": "user", "content": task}]
     messages = [{"role": "system", "content": RULES}, *asked]

@@ -30,7 +30,8 @@ _SHARES = {"sglang": 0.7, "vllm": 0.9}
 """Of a GPU's memory that a server takes for weights and cache: SGLang's as miles has it for GLM-4.5, vLLM's default."""
 _FIRST_PORT, _MEETING_PORT = 8000, 5000
 _MOST_GPUS = 512
-_EXTENSION = Path(glm46.__path__[0]).parent / "deploy" / "vllm"
+_HERE = Path(glm46.__path__[0]).parent / "deploy" / "vllm"
+_EXTENSION = _HERE if _HERE.is_dir() else Path("deploy/vllm")  # of a checkout, beside an installed package
 _VLLM_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(_EXTENSION)}
 _PYTHON = "GLM46_VLLM_PYTHON"
 _CPU, _CPU_CACHE = "CPU", 64 * 2**20  # the least bytes of keys and values
@@ -193,7 +194,8 @@ class ServerPlan:
             words = [str(_EXTENSION / "serve_cpu.sh"), self._folder, str(port), *address]
             words += ["--max-model-len", str(self.context), "--kv-cache-memory-bytes", str(cache)]
             return Command({_PYTHON: self._python}, words + self._vllm_options())
-        start = [self._python, "-m", "vllm.entrypoints.cli.main"] if self._python else ["vllm"]
+        is_here = self._python is not None and is_loopback(places[node][0].name)
+        start = [str(self._python), "-m", "vllm.entrypoints.cli.main"] if is_here else ["vllm"]
         words = [*start, "serve", self._folder, *address, "--max-model-len", str(self.context)]
         words += ["--tensor-parallel-size", str(engine.tensor)]
         words += ["--gpu-memory-utilization", str(_SHARES["vllm"])]

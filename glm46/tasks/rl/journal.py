@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from glm46.files.array_file import map_arrays, write_arrays
 from glm46.files.durable import FileRecord, hash_file, replace_durably
 from glm46.run.plan import Plan
 from glm46.storage.checkpoint.integrity import published_steps
+from glm46.tasks.rl.rollout.records import LINES
 from glm46.tasks.rl.samples import Samples
 from glm46.tasks.rl.stepping import steps_per_rollout
 
@@ -36,6 +38,8 @@ _REMEDY = "restore the folder of rollouts, or load another checkpoint with check
 _OTHER_REMEDY = "use that version; a run can load another checkpoint with checkpoint.load_step"
 _FORMAT = 2
 """Of these files; a manifest without the number is of the first one, which had other arrays."""
+_LARGE = 2**26
+"""Bytes of a file of an environment's command that is not read to know it again."""
 _FACTS = (
     "step", "first_prompt", "next_prompt", "part_names", "is_demonstration", "figures", "waiting", "stale", "about",
 )  # fmt: skip
@@ -79,9 +83,13 @@ class Journal:
         end = config.lr_scheduler.total_tokens or plan.end_tokens
         start = config.ids.get("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
         words = () if (table := rl.environment) is None else (*table.command, *table.score_command)
-        programs = [hash_file(Path(word)).sha256 for word in words if Path(word).is_file()]
-        facts = [keys, end, start, data, *programs]
-        self._identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self._facts, self._files = [keys, end, start, data], [Path(word) for word in words if Path(word).is_file()]
+
+    @cached_property
+    def _identity(self) -> str:
+        """Of what is generated. Read on the first rank alone: an index of passages beside a program may be large."""
+        facts = [*self._facts, *map(_fingerprint, self._files)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def read(self, step: int, *, is_inside: bool, first_prompt: int) -> Samples | None:
         """The rollout that begins at a step; None if it has to be generated.
@@ -132,7 +140,7 @@ class Journal:
     @property
     def ahead_folder(self) -> Path:
         """Folder of the groups that are generated for later rollouts, of this identity."""
-        return self.folder / "ahead" / self._identity[:16]
+        return self.folder / "ahead" / f"{self._identity[:16]}-{LINES}"
 
     def write(self, samples: Samples, then: Callable[[], None] = lambda: None) -> None:
         """Begin to write a rollout, and to remove those that no longer matter, and groups of another configuration. It
@@ -281,6 +289,12 @@ def remove_rollout(folder: Path, step: int) -> None:
 def rollout_steps(folder: Path) -> list[int]:
     """Steps of all rollouts of a journal, ascending."""
     return sorted(int(path.stem.partition("_")[2]) for path in folder.glob("step_*.json"))
+
+
+def _fingerprint(file: Path) -> str:
+    """The hash of a program, or of a large file its size and time of change."""
+    status = file.stat()
+    return hash_file(file).sha256 if status.st_size < _LARGE else f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _paths(folder: Path, step: int) -> tuple[Path, Path]:

@@ -244,7 +244,7 @@ def found_program(command: Sequence[str]) -> list[str]:
     if words and shutil.which(words[0]) is None:
         raise UserError(f"rl.environment: {words[0]}: no such program; correct the first word of the command")
     for word in words[1:]:
-        if word.endswith((".py", ".sh")) and not Path(word).is_file():
+        if word.endswith((".py", ".sh", ".db")) and not Path(word).is_file():
             raise UserError(f"rl.environment: {word}: no such file from {Path.cwd()}; correct this word of the command")
     return words
 

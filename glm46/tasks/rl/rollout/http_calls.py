@@ -112,15 +112,16 @@ def exchange(url: str, path: str, body: Any = None, *, seconds: float) -> bytes:
     return content
 
 
-def in_thread(work: Callable[[], _Result]) -> Future[_Result]:
-    """The result of work in a thread that does not hold up the end of the process."""
+def in_thread(work: Callable[[], _Result], *expected: type[Exception]) -> Future[_Result]:
+    """The result of work in a thread that does not hold up the end of the process. Other errors than `CallError` and
+    ``expected`` are faults of this program: their traceback is printed."""
     found: Future[_Result] = Future()
 
     def run() -> None:
         error: Exception = CallError("the client failed; see the traceback above")
         try:
             found.set_result(work())
-        except (CallError, RuntimeError) as raised:
+        except (CallError, *expected) as raised:
             error = raised
         finally:
             if not found.done():

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -87,10 +88,11 @@ class InferenceServer(ABC):
         """
         rules = SamplingRules(1.0, frozenset(stop), vocab_size=0)
         for token in sorted(stop):
+            name = f"stop-{uuid4().hex}"  # an earlier one that the server still has would be refused
             bias, asked = {str(token): _MOST_BIAS}, Request([token], seed=0, max_new_tokens=2)
             try:
                 with known_form(f"{self._path}: unknown reply"):
-                    tokens, _, finish, *_ = self._generated(f"stop-{token}", asked, rules, "stop", QUICK_SECONDS, bias)
+                    tokens, _, finish, *_ = self._generated(name, asked, rules, "stop", QUICK_SECONDS, bias)
             except RefusedError:
                 return
             if tokens[:1] != [token]:

@@ -166,6 +166,10 @@ class Engine(Protocol):
 _COMPLETIONS, _GROUPS = TypeAdapter(list[Completion]), TypeAdapter(dict[int, list[EpisodeEnd]])
 
 
+LINES = 2
+"""The form of a line of a waiting group: a checksum, and `pack_groups`. Groups of another form are generated again."""
+
+
 def pack(records: object) -> bytes:
     """Records as bytes, no pickle: a line of JSON, and behind it the experts of all completions."""
     experts = io.BytesIO()

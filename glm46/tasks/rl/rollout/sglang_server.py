@@ -191,7 +191,7 @@ class SglangGroup(WeightGroup):
         self._reply = self._ask("/init_weights_update_group", body)
         # Where torch's own init_process_group, which the workers call, puts the keys of a group.
         prefix = f"{self._name}/{self._name}//{DEVICES[self.backend]}/"
-        formed = in_thread(lambda: self._form(prefix))
+        formed = in_thread(lambda: self._form(prefix), RuntimeError)
         try:
             end = time.monotonic() + self._wait
             while not (formed.done() and self._reply.done()):

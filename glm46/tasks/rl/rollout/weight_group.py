@@ -124,7 +124,7 @@ class WeightGroup:
     def _begin_first(self, values: Tensor) -> dist.Work | None:
         """Broadcast, from a thread: NCCL makes its communicator then, and waits for all workers in C."""
         try:
-            return in_thread(lambda: self.begin(values)).result(self._wait)
+            return in_thread(lambda: self.begin(values), RuntimeError).result(self._wait)
         except FutureTimeoutError:
             self._fail(
                 f"the first {self.backend} broadcast to its {self._workers} workers, at {self._at['address']} port "

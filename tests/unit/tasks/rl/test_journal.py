@@ -1,5 +1,6 @@
 """Which rollouts and groups of an earlier start a run takes up."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch.distributed as dist
 
 from glm46.config.errors import UserError
 from glm46.run.plan import resolve_plan
+from glm46.tasks.rl import journal as journal_module
 from glm46.tasks.rl.journal import Journal
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.records import Completion, EpisodeEnd, Request, SessionSample, VersionSpan
@@ -71,6 +73,31 @@ def test_a_program_that_was_edited_decides_what_is_generated(journal_of, tmp_pat
     assert journal_of(environment).ahead_folder == folder != journal_of().ahead_folder
     file.write_text("print(0.75)")
     assert journal_of(environment).ahead_folder != folder
+
+
+def test_a_large_file_of_a_command_is_known_by_its_size_and_time(journal_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_LARGE", 8)
+    index = tmp_path / "index.db"
+    index.write_text("many passages")
+    environment = {"environment": {"kind": "command", "command": ["python3", str(index)]}}
+    monkeypatch.setattr(journal_module, "hash_file", lambda path: pytest.fail(f"{path} is read"))
+    folder = journal_of(environment).ahead_folder
+    assert journal_of(environment).ahead_folder == folder
+    os.utime(index, (1, 1))
+    assert journal_of(environment).ahead_folder != folder
+
+
+def test_groups_of_another_form_of_lines_go(journal_of, monkeypatch):
+    of = journal_of()
+    earlier = of.ahead_folder.with_name(
+        of.ahead_folder.name.partition("-")[0]
+    )  # before forms had numbers
+    earlier.mkdir(parents=True)
+    (earlier / "prompt_00000000").write_bytes(b"AAAA\n")
+    assert "group" not in of.outlook(0, 0, 0)
+    sample = SessionSample([5], Completion([7], [-1.0], "length", [VersionSpan(0, 0)], None))
+    written(of, rollout_of(sample, 0, 0, 1))
+    assert not earlier.exists()
 
 
 def test_the_number_of_steps_matters_where_the_learning_rate_depends_on_it(journal_of):

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from glm46.tasks.rl.rollout.http_calls import CallError, call
+from glm46.tasks.rl.rollout.http_calls import CallError, call, in_thread
+from tests.processes import wait_until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n"
 
@@ -61,3 +62,18 @@ def test_a_server_that_sends_a_byte_now_and_then_gains_no_time(parts):
 def test_a_reply_in_parts_is_whole(parts):
     with answering(parts) as url:
         assert call(url, "/path", seconds=60.0) == [1]
+
+
+def test_a_fault_of_the_client_has_its_traceback_and_is_no_fault_of_a_server(monkeypatch):
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda given: seen.append(given.exc_value))
+
+    def fail() -> None:
+        raise RuntimeError("in our own code")
+
+    with pytest.raises(CallError, match="the client failed; see the traceback above"):
+        in_thread(fail).result()
+    wait_until(lambda: seen)
+    with pytest.raises(RuntimeError, match="in our own code"):
+        in_thread(fail, RuntimeError).result()
+    assert [str(error) for error in seen] == ["in our own code"]
