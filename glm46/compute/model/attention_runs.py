@@ -37,8 +37,9 @@ def has_flash_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type in ("cuda", "meta") and dtype in (torch.bfloat16, torch.float16)
 
 
-def use_attention_kernel(name: str) -> None:
-    """Let torch's flash operators run the kernels that `model.attention_kernel` names, in this process.
+def use_attention_kernel(name: str, width: int, window: int | None) -> None:
+    """Let torch's flash operators run the kernels that `model.attention_kernel` names, in this process, and compute
+    with heads of this width and this window once, on its device.
 
     Raises:
         UserError: no GPU, torch does not know the kernels, or their package is missing or another one than this torch
@@ -57,19 +58,19 @@ def use_attention_kernel(name: str) -> None:
     except (ImportError, RuntimeError) as error:
         raise UserError(f"{key}: {error}; install the package, {remedy}") from error
     try:
-        _attend_once()
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        _attend_once(width, window)
+    except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         torch.nn.attention.restore_flash_attention_impl()
         what = f"torch {torch.__version__} cannot compute with this version of the package"
         raise UserError(f"{key}: {what} ({type(error).__name__}: {error}); install another one, {remedy}") from error
 
 
-def _attend_once() -> None:
+def _attend_once(width: int, window: int | None) -> None:
     """One forward and backward. Only a call shows that a package fits: torch 2.13 takes two results of FA4, whose later
     versions return more, and the backward of torch 2.11 refuses FA4."""
-    q, k, v = (torch.zeros(128, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (2, 1, 1))
+    q, k, v = (torch.zeros(128, n, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (2, 1, 1))
     ends = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
-    out = compat.varlen_attention(q, k, v, ends, ends, 128, 128, (-1, 0))
+    out = compat.varlen_attention(q, k, v, ends, ends, 128, 128, (-1 if window is None else window - 1, 0))
     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
 
 

@@ -16,6 +16,7 @@ from glm46.compute.distributed.process_control import die_with_parent
 from glm46.compute.model.attention_runs import use_attention_kernel
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
+from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.heartbeat import Heartbeat
 from glm46.engine.observe.kept_warnings import KeptWarnings
@@ -51,7 +52,6 @@ def run(config: RunConfig, build_task: Callable[[Plan, Cluster], Task], stop: St
     times = StartTimes.inherited(set_variables([START_TIMES]))
     stop = stop or StopRequest()
     dump_folder, locks = Path(config.job.dump_folder), RunLocks()
-    use_attention_kernel(config.model.attention_kernel)
     with ExitStack() as ends:
         if launched_rank() == 0:  # before joining the process group, so that other ranks do not wait for a refused run
             refuse_origin(config)
@@ -64,6 +64,8 @@ def run(config: RunConfig, build_task: Callable[[Plan, Cluster], Task], stop: St
         ends.enter_context(warnings.listening())
         process = join(config.comm.init_timeout_seconds)
         ends.callback(leave)
+        shape = resolve_shape(config.model)
+        use_attention_kernel(config.model.attention_kernel, shape.head_dim, shape.sliding_window)
         with writing(dump_folder):
             watchdog = Watchdog(
                 process,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ def _refuse_folders_of_others(config: RunConfig, saved: Sequence[int]) -> None:
     if not saved or "checkpoint.folder" not in config.folders_apart:
         return
     newest = step_folder(config.checkpoint_folder, saved[-1])
-    owner = saved_run(newest)
+    owner = None
+    with suppress(UserError):  # of another version
+        owner = saved_run(newest)
     if owner is not None and Path(owner.job.dump_folder).absolute() != dump_folder.absolute():
         raise UserError(
             f"checkpoint.folder = {config.checkpoint.folder!r}: has checkpoints of the run in {owner.job.dump_folder}; "
@@ -160,10 +163,11 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
     if not real_path(path).name.removeprefix("step-").isdigit():
         switch = f", or set {keys}_in_hf = true for a Hugging Face one" if is_start else ""
         raise UserError(f"{key}: not a step folder; give one such as outputs/debug/checkpoint/step-000100{switch}")
-    saved, is_reference = saved_run(path), not is_start
+    is_reference = not is_start
+    saved = None if is_start and config.checkpoint.initial_load_exclude else saved_run(path)
     if is_start and not config.checkpoint.initial_load_exclude:
         check_tokenizer(path, config.model.tokenizer_path)
-    if (is_reference or not config.checkpoint.initial_load_exclude) and saved is not None:
+    if saved is not None:
         if saved.adapter is not None:
             raise UserError(
                 f"{key}: holds adapters without their base, {saved.checkpoint.initial_load_path}; export them with "
@@ -181,9 +185,12 @@ def _refuse_weights(config: RunConfig, keys: str, path: Path, in_hf: bool) -> No
 
 
 def saved_run(folder: Path) -> RunConfig | None:
-    """Configuration of the run that saved a step folder; None if there is none, or this version cannot read it."""
+    """Configuration of the run that saved a step folder; None if there is none, or it cannot be read. Raises UserError
+    as `stored_config` does."""
     try:
         return stored_config(json.loads((folder / META).read_bytes())["config"])
+    except UserError as error:
+        raise UserError(*(f"{folder}: {fault}" for fault in error.faults)) from None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -255,7 +255,7 @@ def _changes(run: AblationRun) -> Iterator[str]:
         return
     try:
         started = stored_config(known.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         remedy = f"remove {run.folder}, or set another job.dump_folder"
         raise UserError(f"{known}: cannot be read: {error}; {remedy}") from error
     before, now = (flat_keys(tomli.loads(dump_config(config))) for config in (started, run.config))

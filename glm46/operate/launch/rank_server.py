@@ -230,14 +230,14 @@ def _driver_is_open() -> bool:
     return any(link.startswith(("/dev/nvidia", "/dev/kfd")) for link in links)
 
 
+def _set_process_name(name: str) -> None:
+    """Set the name of this process that ``ps -o comm`` and ``pgrep`` show; they cut it off after 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
 if __name__ == "__main__":
     command_line = serve(int(sys.argv[1]), sys.argv[2:])
     if command_line is None:
         os._exit(0)
     sys.argv[1:] = command_line
     sys.exit(import_module("glm46.__main__").run())
-
-
-def _set_process_name(name: str) -> None:
-    """Set the name of this process that ``ps -o comm`` and ``pgrep`` show; they cut it off after 15 characters."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -437,37 +437,37 @@ def registered(monkeypatch):
     registry, kernels = torch.nn.attention._registry, FakeKernels()
     monkeypatch.setattr(registry, "_FLASH_ATTENTION_IMPLS", {"FA3": lambda: kernels, "FA4": missing})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention_runs, "_attend_once", lambda: None)
+    monkeypatch.setattr(attention_runs, "_attend_once", lambda *_: None)
     yield kernels
     torch.nn.attention.restore_flash_attention_impl()
 
 
 def test_the_attention_kernel_that_a_run_names_is_active_and_named(registered):
     gpu = torch.device("cuda")
-    use_attention_kernel("default")
+    use_attention_kernel("default", 128, None)
     assert describe_core(gpu, torch.bfloat16) == "variable-length flash attention"
-    use_attention_kernel("FA3")
+    use_attention_kernel("FA3", 128, None)
     assert registered.is_active and describe_core(gpu, torch.bfloat16) == "variable-length flash attention, FA3"
     torch.nn.attention.restore_flash_attention_impl()
     assert not registered.is_active
 
 
 def test_a_package_that_does_not_fit_torch_is_refused_before_the_first_step(registered, monkeypatch):
-    def unpack() -> None:
+    def unpack(*_) -> None:
         raise ValueError("too many values to unpack (expected 2)")
 
     monkeypatch.setattr(attention_runs, "_attend_once", unpack)
     with pytest.raises(UserError, match='"FA3": torch .* this version of the package .*too many values.*another one'):
-        use_attention_kernel("FA3")
+        use_attention_kernel("FA3", 128, None)
     assert not registered.is_active and describe_core(torch.device("cuda"), torch.bfloat16).endswith("flash attention")
 
 
 def test_an_attention_kernel_that_cannot_run_is_refused(registered, monkeypatch):
     with pytest.raises(UserError, match='model.attention_kernel = "FA4": .*flash_attn.*install the package'):
-        use_attention_kernel("FA4")
+        use_attention_kernel("FA4", 128, None)
     monkeypatch.setattr(torch.nn.attention._registry, "_FLASH_ATTENTION_IMPLS", {})
     with pytest.raises(UserError, match='"FA3": torch .* knows none; update torch, or set "default"'):
-        use_attention_kernel("FA3")
+        use_attention_kernel("FA3", 128, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match='"FA3": these kernels run on a GPU'):
-        use_attention_kernel("FA3")
+        use_attention_kernel("FA3", 128, None)

@@ -173,3 +173,13 @@ def test_balance_loss_is_one_per_token_when_balanced_and_grows_with_imbalance(ro
     # Expert 2 has f = 8 / 2 and P = 0.953 / (0.953 + 7 * 0.5); the others share one choice per token: f = 4 / 7 each.
     probability = 0.9526 / (0.9526 + 3.5)
     assert skewed == pytest.approx(4 * probability + 4 / 7 * (1 - probability), abs=1e-3)
+
+
+def test_padding_is_given_no_weight_and_no_count(router_and_input):
+    router, x = router_and_input()
+    is_real = torch.ones(3, 11, dtype=torch.bool)
+    is_real[0, 7:] = False
+    routing = router(x, is_real, RoutingOptions())
+    assert (routing.weights.view(3, 11, 2)[~is_real] == 0).all()
+    assert (routing.weights.view(3, 11, 2)[is_real] > 0).all()
+    assert routing.statistics.tokens_per_expert.sum() == 2 * 29

@@ -271,6 +271,14 @@ def test_held_out_text_is_not_rearranged(folder, tmp_path):
     assert set(texts_of(manifest, "validation")) < set(texts)
 
 
+def test_the_same_recipe_gives_the_same_bytes_and_another_one_starts_anew(folder_of_processes, tmp_path):
+    write_lines(folder_of_processes / "a.jsonl", [f"text {i} " * 20 for i in range(50)])
+    one, two = prepare(tmp_path, "one", name="s"), prepare(tmp_path, "two", name="s", processes=2)
+    assert [s.sha256 for s in one.splits["train"].shards] == [s.sha256 for s in two.splits["train"].shards]
+    other = prepare(tmp_path, "three", name="s", fim_rate=0.5)
+    assert [s.sha256 for s in one.splits["train"].shards] != [s.sha256 for s in other.splits["train"].shards]
+
+
 STEPS = "Step 1: two\nStep 2: four\n#### 4"
 SOLUTIONS = {
     "maths": ([("Half of 1? It is \\boxed{\\frac12}.", 0.5), ("2 + 2? The answer is 5.", "4"), ("3 + 4? Seven.", "7"),

@@ -87,6 +87,16 @@ def test_stages_equal_runs_with_the_keys_of_each_stage(make_run, tmp_path, check
 
 
 @pytest.mark.slow
+def test_a_resume_inside_a_stage_continues_bit_for_bit(make_run, tmp_path):
+    assert train(make_run("whole", ENDS[-1], ATTENTION)) == 0
+    for tokens in (400, 800, ENDS[-1]):  # inside the second stage, inside the third, at the end
+        assert train(make_run("parts", tokens, ATTENTION)) == 0
+    whole, parts = figures(tmp_path / "whole"), figures(tmp_path / "parts")
+    assert whole[0] == parts[0]
+    assert all(torch.equal(whole[1][name], parts[1][name]) for name in whole[1])
+
+
+@pytest.mark.slow
 def test_a_checkpoint_has_the_window_and_scaling_of_its_step(make_run, tmp_path, tokenizer, capsys):
     attention = [{"sliding_window": 6}, {"rope_scaling": LINEAR}, {"rope_scaling": YARN}]
     last_in_hf = {"last_save_in_hf": True}

@@ -89,9 +89,7 @@ def test_a_large_file_of_a_command_is_known_by_its_size_and_time(journal_of, tmp
 
 def test_groups_of_another_form_of_lines_go(journal_of, monkeypatch):
     of = journal_of()
-    earlier = of.ahead_folder.with_name(
-        of.ahead_folder.name.partition("-")[0]
-    )  # before forms had numbers
+    earlier = of.ahead_folder.with_name(of.ahead_folder.name.partition("-")[0])  # before forms had numbers
     earlier.mkdir(parents=True)
     (earlier / "prompt_00000000").write_bytes(b"AAAA\n")
     assert "group" not in of.outlook(0, 0, 0)
