@@ -515,6 +515,15 @@ def broad_excepts(modules: dict[str, Module]) -> list[str]:
     return faults
 
 
+def behind_the_start(modules: dict[str, Module]) -> list[str]:
+    """Definitions below the block that starts a module as a program: its functions run before they exist."""
+    return [
+        module.name
+        for module in modules.values()
+        if any(isinstance(node, ast.If) and "'__main__'" in ast.dump(node.test) for node in module.tree.body[:-1])
+    ]
+
+
 def undocumented(modules: dict[str, Module]) -> list[str]:
     """Modules, public classes and public functions without a docstring."""
     faults = []

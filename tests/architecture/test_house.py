@@ -22,7 +22,7 @@ def modules() -> dict[str, house.Module]:
 ENFORCED = (
     house.layer_violations, house.root_config_readers, house.unlisted_rooms, house.cycles, house.filled_packages,
     house.eager_api, house.environment_readers, house.private_torch, house.raising_at_links, house.unsafe_calls,
-    house.grab_bags, house.broad_excepts, house.undocumented, house.indirect_docstrings, house.homonyms,
+    house.grab_bags, house.broad_excepts, house.behind_the_start, house.undocumented, house.indirect_docstrings, house.homonyms,
     house.over_budget, house.long_verbs,
 )  # fmt: skip
 
@@ -62,6 +62,7 @@ PLANTED = {
     "unsafe_calls": ("compute/model/rope.py", "import torch\ntorch.load('x')\n"),
     "grab_bags": ("compute/model/rope_utils.py", ""),
     "broad_excepts": ("compute/model/rope.py", "try:\n    pass\nexcept (ValueError, Exception):\n    pass\n"),
+    "behind_the_start": ("compute/model/rope.py", 'if __name__ == "__main__":\n    turn()\ndef turn():\n    pass\n'),
     "undocumented": ("compute/model/rope.py", '"""Rope."""\ndef rotate(x):\n    return x\n'),
     "indirect_docstrings": ("compute/model/rope.py", '"""What turns pairs."""\n'),
     "homonyms": ("compute/model/rope.py", '"""Rope."""\nclass Loop:\n    """Loop."""\n'),
