@@ -194,8 +194,10 @@ class FunctionPool:
                     if number == asked:  # else of a task before
                         self._idle.append((connection, process))
                         return value
-            except (EOFError, OSError):
+            except Exception as error:
                 self._end(process)
+                if not isinstance(error, EOFError | OSError):
+                    raise UserError(f"{self._key}: a label cannot be pickled: {error}; simplify it") from error
                 if is_new or is_sent:  # else it has ended before
                     return f"its process ended with code {process.exitcode}"
             else:

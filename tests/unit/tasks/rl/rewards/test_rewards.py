@@ -555,6 +555,17 @@ def test_what_a_user_function_says_with_a_lone_surrogate_can_be_recorded(is_envi
         assert replies == [Reply("a ?"), Reply(""), Reply(None)]
 
 
+def test_a_label_that_cannot_be_pickled_is_refused_and_its_process_ends():
+    scorer = FunctionPool([RewardRule(f"{BAD}:some", options={"bad": "b"})], processes=1)
+    try:
+        with pytest.raises(UserError, match=r"rl\.rewards: a label cannot be pickled: .*; simplify it"):
+            scorer.score([answer("a", lambda: None)])
+        assert not scorer._processes
+        assert scorer.score([answer("ccc", "a")])[0].total == 3.0
+    finally:
+        scorer.close()
+
+
 def test_an_environment_replies_and_its_faults_are_named():
     environment = environment_pool(EnvironmentConfig(function=f"{BAD}:reply"))
     try:
