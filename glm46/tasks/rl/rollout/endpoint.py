@@ -121,8 +121,9 @@ class PolicyEndpoint:
                 waiting.episode.fail("its server did not finish it (rollout.deadline_seconds)")
             else:
                 waiting.episode.session.end(turn, completion)
-        except Exception as error:  # no other one would tell the program
+        except Exception as error:
             waiting.episode.fail(f"its turn cannot be recorded: {type(error).__name__}: {error}")
+            raise  # asyncio logs it, and goes on
         finally:
             waiting.answered.set()
 
