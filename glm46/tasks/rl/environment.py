@@ -101,13 +101,14 @@ class _Run:
 
     def ends(self) -> bytes:
         """Of all episodes; empty if they have to end without one."""
-        if self._left:
-            for member in self._members:
-                if member.end.is_part and member.cancel is not None:
-                    member.cancel()
+        with self._changed:
+            left = self._left  # before a cancelled one ends
+        for member in self._members:
+            if member.end.is_part and member.cancel is not None:
+                member.cancel()
         if self._error is not None:
             raise self._error
-        return b"" if self._left else pack_groups({number: [one.end] for number, one in enumerate(self._members)})
+        return b"" if left else pack_groups({number: [one.end] for number, one in enumerate(self._members)})
 
     def by_servers(self, requests: OpenRequests) -> bytes:
         """Run all episodes with the answers of servers; see `ends`."""

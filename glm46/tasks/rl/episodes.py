@@ -129,8 +129,7 @@ class CommandEpisodes:
                 first, *others = samples
                 samples = [first._replace(completion=first.completion._replace(finish="length")), *others]
             if not self._scoring:
-                score = _last_number(ended.output, is_cut=bool(ended.fault))
-                return EpisodeEnd(samples, "", score)
+                return EpisodeEnd(samples, "", _last_number(ended.output, is_cut=bool(ended.fault)))
             return await self._scored(prompt, session, samples, folder)
 
     async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:

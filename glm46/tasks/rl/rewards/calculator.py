@@ -18,8 +18,7 @@ def calculate(answer: Answer) -> str | None:
     """The value of the expression in the last call of "calculator" in a turn, behind its thought, with + - * / and
     brackets, as an integer or a fraction; what is wrong with it, which the policy can read; None for a turn without a
     call."""
-    calls = _CALL.findall(answer.spoken)
-    if not calls:
+    if not (calls := _CALL.findall(answer.spoken)):
         return None
     try:
         return str(_value(ast.parse(calls[-1].strip()[:_LONGEST], mode="eval").body))

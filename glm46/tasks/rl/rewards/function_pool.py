@@ -168,8 +168,7 @@ class FunctionPool:
         threads, calls = ThreadPoolExecutor(self._most), list[Future[Any] | None]()
         try:
             for rule, answer in tasks:
-                is_here = self._rules[rule].name in _HERE
-                calls.append(None if is_here else threads.submit(self._call, rule, answer))
+                calls.append(None if self._rules[rule].name in _HERE else threads.submit(self._call, rule, answer))
             return [
                 _value(self._rules[rule], _HERE, answer) if call is None else call.result()
                 for (rule, answer), call in zip(tasks, calls, strict=True)
@@ -195,8 +194,10 @@ class FunctionPool:
                     if number == asked:  # else of a task before
                         self._idle.append((connection, process))
                         return value
-            except (EOFError, OSError):
+            except Exception as error:
                 self._end(process)
+                if not isinstance(error, EOFError | OSError):
+                    raise UserError(f"{self._key}: a label cannot be pickled: {error}; simplify it") from error
                 if is_new or is_sent:  # else it has ended before
                     return f"its process ended with code {process.exitcode}"
             else:
@@ -282,13 +283,13 @@ def _value(rule: RewardRule, rewards: dict[str, Reward], answer: Answer) -> floa
     Exception, as the timeout of math-verify is."""
     try:
         value: Any = rewards[rule.name](answer, rule.options)
-        if rule.is_environment:
-            is_reply = value is None or isinstance(value, str)
-            return Reply(value) if is_reply else f"gave {value!r:.60}, which is not a text"
-        if hasattr(value, "item"):  # of NumPy or torch
+        if rule.is_environment and (value is None or isinstance(value, str)):
+            return Reply(value and value.encode("utf-8", "replace").decode())
+        if hasattr(value, "item") and not rule.is_environment:  # of NumPy or torch
             value = value.item()
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            return f"gave {value!r:.60}, which is not a finite number"
-        return float(value)
+        if not rule.is_environment and isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
+        fault = f"gave {value!r:.60}, which is not a {'text' if rule.is_environment else 'finite number'}"
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"
+        fault = f"{type(error).__name__}: {error}"
+    return fault.encode("utf-8", "replace").decode()  # no record or log can hold a lone surrogate

@@ -114,14 +114,18 @@ class PolicyEndpoint:
 
     def _give(self, turn: Turn, completion: Completion) -> None:
         """Answer the request of a turn."""
-        if turn not in self._waiting:  # its episode has ended
+        if (waiting := self._waiting.pop(turn, None)) is None:  # its episode has ended
             return
-        waiting = self._waiting.pop(turn)
-        if completion.finish == "abort":
-            waiting.episode.fail("its server did not finish it (rollout.deadline_seconds)")
-        else:
-            waiting.episode.session.end(turn, completion)
-        waiting.answered.set()
+        try:
+            if completion.finish == "abort":
+                waiting.episode.fail("its server did not finish it (rollout.deadline_seconds)")
+            else:
+                waiting.episode.session.end(turn, completion)
+        except Exception as error:
+            waiting.episode.fail(f"its turn cannot be recorded: {type(error).__name__}: {error}")
+            raise  # asyncio logs it, and goes on
+        finally:
+            waiting.answered.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reading[writer] = None
@@ -210,8 +214,7 @@ class PolicyEndpoint:
                 self._waiting[turn] = _Waiting(episode, asked, asyncio.Event())
                 episode.engine.ask([asked])
             await self._waiting[turn].answered.wait()
-        answered = session.answered.get(turn)
-        if answered is None:
+        if (answered := session.answered.get(turn)) is None:
             raise RefusedRequest(409 if not episode.fault else 503, f"this episode has ended: {episode.fault}")
         name = f"{episode.name}-{session.turns.index(turn)}"
         if what == "messages":

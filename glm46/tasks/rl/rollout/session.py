@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -126,10 +127,7 @@ class Session:
         while at is not None:
             parts += [_without_marker(at.completion), at.turn.new]
             at = at.turn.parent
-        prompt: list[int] = []
-        for part in reversed(parts):
-            prompt += part
-        return Request(prompt, turn.seed, turn.most_tokens, _routed(turn.parent))
+        return Request([*chain.from_iterable(reversed(parts))], turn.seed, turn.most_tokens, _routed(turn.parent))
 
     def _seed(self, parent: AnsweredTurn | None, new: list[int]) -> int:
         if parent is not None:
@@ -169,8 +167,7 @@ class Session:
         for token in _without_marker(completion):
             reader.read(token)
         answer = reader.end()[1]
-        calls = tuple(_typed(call, turn.tools) for call in answer.tool_calls)
-        answer = replace(answer, tool_calls=calls)
+        answer = replace(answer, tool_calls=tuple(_typed(call, turn.tools) for call in answer.tool_calls))
         self.answered[turn] = AnsweredTurn(turn, completion, answer, (*turn.asked, self._key(answer)))
 
     def conversation(self) -> list[dict[str, str]]:
@@ -266,6 +263,6 @@ def _typed(call: ToolCall, tools: Sequence[Mapping]) -> ToolCall:
     for name, value in arguments.items():
         kind = of.get(name) if isinstance(of, Mapping) else None
         if isinstance(kind, Mapping) and "string" not in kind.get("type", "string") and isinstance(value, str):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 arguments[name] = json.loads(value)
     return ToolCall(call.name, arguments)

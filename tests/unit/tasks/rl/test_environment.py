@@ -106,6 +106,17 @@ def test_what_an_episode_does_not_wait_for_any_more_is_dropped_and_a_stop_ends_a
     assert run(Turns((40,), (9,)), engine, 2, is_stopped=lambda: len(engine.begun) == 2) is None
 
 
+def test_episodes_that_a_stop_has_cut_are_no_ends():
+    episodes, engine = Turns(), Stepping()
+
+    def begin(prompt, requests, members):
+        for member in members:  # as a conversation that waits for a thread ends when it is cancelled
+            member.cancel = partial(member.finish, EpisodeEnd([]))
+
+    episodes.begin = begin
+    assert run(episodes, engine, 2, is_stopped=lambda: True) is None
+
+
 def test_an_error_of_an_environment_ends_the_run():
     episodes = Turns((4,), (6,))
     episodes.begin = lambda prompt, requests, members: members[1].finish(UserError("the function cannot be loaded"))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 from dataclasses import fields
@@ -29,6 +30,7 @@ from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import answered_lines, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
+from tests.processes import HANG_SECONDS
 from tests.unit.tasks.rl.samples import InRounds
 from tests.unit.tasks.rl.test_conversations import replying
 
@@ -302,10 +304,22 @@ def test_a_script_that_is_not_there_is_refused_before_a_program_starts():
         found_program([sys.executable, "mine/agnt.py"])
 
 
-def test_a_stop_ends_the_programs(make_sampler, length):
+def test_a_stop_ends_the_programs(make_sampler, length, monkeypatch):
+    started, start = list[int](), programs.asyncio.create_subprocess_exec
+
+    async def start_and_see(*words, **options):
+        process = await start(*words, **options)
+        started.append(os.pidfd_open(process.pid))
+        return process
+
+    monkeypatch.setattr(programs.asyncio, "create_subprocess_exec", start_and_see)
     of = make_sampler(["hang"], command())
     of.is_stopped = lambda: bool(of.engine.rounds)
     assert of.generate_groups(0, 1) is None
+    for descriptor in list(started):
+        assert select.select([descriptor], [], [], HANG_SECONDS)[0], "it runs on"
+        os.close(descriptor)
+    assert started
     of.is_stopped = lambda: False
     generate = of.engine.generate
     of.engine.generate = lambda *_: [Completion([], [], "abort", [], None)] * 2

@@ -26,6 +26,7 @@ from glm46.tasks.rl.rewards.calculator import calculate
 from glm46.tasks.rl.rewards.choice import choice
 from glm46.tasks.rl.rewards.code import code
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, _value, environment_pool
+from glm46.tasks.rl.rollout.records import EpisodeEnd, pack_groups, unpack_groups
 from tests.processes import HANG_SECONDS, is_alive, wait_until
 
 BAD = "tests.unit.tasks.rl.rewards.bad_rewards"
@@ -535,6 +536,34 @@ def test_a_reward_or_filter_may_give_a_scalar_of_numpy_or_torch(value, expected)
 @pytest.mark.parametrize("value", [np.ones(2), torch.ones(2), np.float32("nan"), np.str_("1")])
 def test_other_values_of_numpy_and_torch_are_faults(value):
     assert isinstance(_value(RewardRule("m:f"), {"m:f": lambda answer, options: value}, answer("a")), str)
+
+
+@pytest.mark.parametrize("is_environment", [False, True])
+def test_what_a_user_function_says_with_a_lone_surrogate_can_be_recorded(is_environment):
+    def value(giving):
+        return _value(RewardRule("m:f", is_environment=is_environment), {"m:f": giving}, answer("a"))
+
+    def fail(answer, options):
+        raise ValueError("bad \ud83d")
+
+    shown = type("Shown", (), {"__repr__": lambda self: "\ud83d"})()
+    faults = [value(fail), value(lambda answer, options: shown)]
+    (ends,) = unpack_groups(pack_groups({0: [EpisodeEnd([], fault) for fault in faults]})).values()
+    assert ends[0].fault == "ValueError: bad ?" and ends[1].fault.startswith("gave ?, which is not a ")
+    if is_environment:
+        replies = [value(lambda answer, options, text=text: text) for text in ("a \ud83d", "", None)]
+        assert replies == [Reply("a ?"), Reply(""), Reply(None)]
+
+
+def test_a_label_that_cannot_be_pickled_is_refused_and_its_process_ends():
+    scorer = FunctionPool([RewardRule(f"{BAD}:some", options={"bad": "b"})], processes=1)
+    try:
+        with pytest.raises(UserError, match=r"rl\.rewards: a label cannot be pickled: .*; simplify it"):
+            scorer.score([answer("a", lambda: None)])
+        assert not scorer._processes
+        assert scorer.score([answer("ccc", "a")])[0].total == 3.0
+    finally:
+        scorer.close()
 
 
 def test_an_environment_replies_and_its_faults_are_named():

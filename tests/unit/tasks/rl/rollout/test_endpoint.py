@@ -39,6 +39,30 @@ def test_an_answer_has_text_calls_and_usage_and_is_given_again():
     assert len(of.said) == 1 and "temperature" in of.said[0]
 
 
+def test_an_argument_that_is_nested_too_deep_stays_a_text():
+    nested = "[" * 100_000
+    lists = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"n": {"type": "array"}}}}}
+
+    async def run():
+        async with Served([tokens_of(CALL.replace("5", nested))]) as of:
+            return await asyncio.wait_for(of.send(HELLO | {"tools": [lists]}), HANG_SECONDS)
+
+    status, content = asyncio.run(run())
+    (call,) = json.loads(content)["choices"][0]["message"]["tool_calls"]
+    assert status == 200 and json.loads(call["function"]["arguments"]) == {"n": nested}
+
+
+def test_a_turn_that_cannot_be_recorded_ends_its_episode():
+    async def run():
+        async with Served([tokens_of("\nHi")]) as of:
+            of.episode.session.end = lambda turn, completion: 1 / 0
+            return await asyncio.wait_for(of.send(HELLO), HANG_SECONDS), of.episode
+
+    (status, content), episode = asyncio.run(run())
+    assert status == 503 and "cannot be recorded: ZeroDivisionError" in content
+    assert episode.has_failed.is_set() and "ZeroDivisionError" in episode.fault
+
+
 def test_a_stream_holds_the_same_answer():
     async def run():
         async with Served([tokens_of("\nHi")]) as of:
