@@ -63,6 +63,7 @@ PLANTED = {
     "grab_bags": ("compute/model/rope_utils.py", ""),
     "broad_excepts": ("compute/model/rope.py", "try:\n    pass\nexcept (ValueError, Exception):\n    pass\n"),
     "behind_the_start": ("compute/model/rope.py", 'if __name__ == "__main__":\n    turn()\ndef turn():\n    pass\n'),
+    "behind_the_start": ("compute/model/rope.py", 'if __name__ == "__main__":\n    turn()\ndef turn():\n    pass\n'),
     "undocumented": ("compute/model/rope.py", '"""Rope."""\ndef rotate(x):\n    return x\n'),
     "indirect_docstrings": ("compute/model/rope.py", '"""What turns pairs."""\n'),
     "homonyms": ("compute/model/rope.py", '"""Rope."""\nclass Loop:\n    """Loop."""\n'),
