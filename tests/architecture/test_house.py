@@ -22,8 +22,8 @@ def modules() -> dict[str, house.Module]:
 ENFORCED = (
     house.layer_violations, house.root_config_readers, house.unlisted_rooms, house.cycles, house.filled_packages,
     house.eager_api, house.environment_readers, house.private_torch, house.raising_at_links, house.unsafe_calls,
-    house.grab_bags, house.broad_excepts, house.behind_the_start, house.undocumented, house.indirect_docstrings, house.homonyms,
-    house.over_budget, house.long_verbs,
+    house.grab_bags, house.broad_excepts, house.behind_the_start, house.undocumented, house.indirect_docstrings,
+    house.homonyms, house.over_budget, house.long_verbs,
 )  # fmt: skip
 
 
@@ -63,7 +63,6 @@ PLANTED = {
     "grab_bags": ("compute/model/rope_utils.py", ""),
     "broad_excepts": ("compute/model/rope.py", "try:\n    pass\nexcept (ValueError, Exception):\n    pass\n"),
     "behind_the_start": ("compute/model/rope.py", 'if __name__ == "__main__":\n    turn()\ndef turn():\n    pass\n'),
-    "behind_the_start": ("compute/model/rope.py", 'if __name__ == "__main__":\n    turn()\ndef turn():\n    pass\n'),
     "undocumented": ("compute/model/rope.py", '"""Rope."""\ndef rotate(x):\n    return x\n'),
     "indirect_docstrings": ("compute/model/rope.py", '"""What turns pairs."""\n'),
     "homonyms": ("compute/model/rope.py", '"""Rope."""\nclass Loop:\n    """Loop."""\n'),
@@ -86,6 +85,7 @@ EXPECTED = {
     "unsafe_calls": "glm46.compute.model.rope:2 calls torch.load without weights_only=True",
     "grab_bags": "glm46.compute.model.rope_utils",
     "broad_excepts": "glm46.compute.model.rope:3",
+    "behind_the_start": "glm46.compute.model.rope",
     "undocumented": "glm46.compute.model.rope.rotate",
     "indirect_docstrings": "glm46.compute.model.rope:1: begins with 'What'; say what it does or holds",
     "homonyms": "Loop: glm46.compute.model.rope and glm46.engine.training.trainer; rename one",
