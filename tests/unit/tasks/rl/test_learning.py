@@ -4,6 +4,7 @@ python -m pytest tests/unit/tasks/rl/test_learning.py -m long
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from glm46.tasks.rl.task import train
 
 ALGORITHMS = {"gspo": [], "grpo": [], "ppo": ["--rl.critic.lr", "1e-3", "--rl.critic.warmup_tokens", "655360"]}
 """Keys beside the algorithm, see docs/rl.md."""
+
+
+TOY = Path(__file__).parents[6] / "shared" / "cases" / "agentic"
+"""A run of others that learns in conversations of two turns: its reward is 0.20, 0.41, 0.61, 0.72 in steps of 40."""
 
 
 def rows(folder: Path) -> list[dict]:
@@ -63,3 +68,25 @@ def test_the_debug_run_raises_its_reward(tmp_path, seed):
         rewards = run(algorithm, "rl_debug", *base, "--rl.algorithm", algorithm, *keys)
         # 512 answers: a deviation of 0.02.
         assert rewards[-1] > rewards[0] + 0.2, (algorithm, rewards)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(not TOY.is_dir(), reason="the cases of others are not beside this checkout")
+def test_a_handed_conversation_of_two_turns_is_learned(tmp_path):
+    """Three minutes on two cores."""
+
+    def run(name: str, config: Path | str, *keys: str) -> None:
+        command = [sys.executable, "-m", "glm46", "train", "--config", str(config), *keys]
+        paths = os.pathsep.join([str(TOY), *filter(None, [os.environ.get("PYTHONPATH")])])
+        folder = ["--job.dump_folder", str(tmp_path / name)]
+        subprocess.run(
+            [*command, *folder], check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": paths}
+        )
+
+    run("labels", "train_configs/rl_debug_labels.toml")
+    start = tmp_path / "labels" / "checkpoint" / "step-000040"
+    run("two", TOY / "second_try.toml", "--checkpoint.initial_load_path", str(start))
+    found = [row["validation_reward/sorting"] for row in rows(tmp_path / "two") if "validation_reward/sorting" in row]
+    # 512 answers: a deviation of 0.02.
+    assert len(found) == 4 and found[0] < 0.3 and found[-1] >= 0.65, found
