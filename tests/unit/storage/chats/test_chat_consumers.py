@@ -5,6 +5,7 @@ import datetime
 import decimal
 import json
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from glm46.storage.data.tokenizer import load_tokenizer
 from glm46.storage.prepare.pipeline import prepare_text
 from glm46.storage.prepare.readers import file_rows
 from glm46.storage.prepare.rows import Fields, read_row
+from glm46.tasks.rl.conversations import Conversations
 from glm46.tasks.rl.prompts import Prompt, read_prompts
 from glm46.tasks.rl.rewards.answer import Answer, RewardRule, well_formed
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply
@@ -35,6 +37,7 @@ from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpa
 from glm46.tasks.rl.sampling import Sampler
 from tests.small_run import call_here
 from tests.unit.commands.test_terminal_chat import talk
+from tests.unit.tasks.rl.samples import InRounds
 
 TOKENIZER = load_tokenizer("builtin")
 _ORIGINAL = Path(__file__).resolve().parents[4].parent / "shared" / "cases" / "templates" / "glm45.jinja"
@@ -322,7 +325,7 @@ def test_prompts_of_a_chat_in_the_terminal(rows, monkeypatch):
     assert seen == 10
 
 
-class Scripted:
+class Scripted(InRounds):
     """An engine that gives one turn for each request, and what it was asked."""
 
     def __init__(self, turns):
@@ -342,7 +345,8 @@ def converse(tokenizer, engine, rules, prompt, reply, thinking=True):
         "environment": {"function": "a:b", "max_turns": 9},
     }).resolved()  # fmt: skip
     section, scorer = RolloutConfig.model_validate({"max_new_tokens": 5000}), FunctionPool([RewardRule("exact")])
-    environment = SimpleNamespace(replies=reply)
+    pool = SimpleNamespace(replies=reply, close=lambda: None)
+    environment = Conversations(pool, tokenizer, rules.stop, thinking, 9, ThreadPoolExecutor(1))
     Sampler(config, section, tokenizer, engine, [], rules, 0, scorer, environment).generate({0: prompt}, rules)
 
 
