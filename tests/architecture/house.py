@@ -233,7 +233,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
         "unreadable stored configs name their folder, and a start that does not need one does not ask",
     ),
     ("tasks/rl", 14, "a large index beside a program is known by its size and time, on the first rank"),
-    ("tasks/rl/rollout", 7, "lines of waiting groups have a form with a number; our own faults show their traceback"),
+    ("tasks/rl/rollout", 9, "lines of waiting groups have a form with a number; our own faults show their traceback"),
     ("operate/launch", 27, "rl-servers for the CPU of this machine, with the Python that has vLLM"),
     ("config", 17, "stored configs of other versions, for all who read them"),
     ("engine/evaluation", 1, "the formats of pairs"),

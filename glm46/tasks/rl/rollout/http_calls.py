@@ -121,7 +121,9 @@ def in_thread(work: Callable[[], _Result], *expected: type[Exception]) -> Future
         error: Exception = CallError("the client failed; see the traceback above")
         try:
             found.set_result(work())
-        except (CallError, *expected) as raised:
+        except Exception as raised:
+            if not isinstance(raised, (CallError, *expected)):
+                raise
             error = raised
         finally:
             if not found.done():
