@@ -17,7 +17,7 @@ ALGORITHMS = {"gspo": [], "grpo": [], "ppo": ["--rl.critic.lr", "1e-3", "--rl.cr
 """Keys beside the algorithm, see docs/rl.md."""
 
 
-TOY = Path(__file__).parents[6] / "shared" / "cases" / "agentic"
+TOY = Path(__file__).parents[5] / "shared" / "cases" / "agentic"
 """A run of others that learns in conversations of two turns: its reward is 0.20, 0.41, 0.61, 0.72 in steps of 40."""
 
 
