@@ -262,7 +262,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
 """Room, lines, and what they are for."""
 MOST_LINES = 55_849
 """Of the whole package, without `RAISED`. It may only fall; 48,000 is the goal of the present work on its size."""
-MOST_COURT_LINES = 18_208
+MOST_COURT_LINES = 18_206
 """Of `COURT`. It may only fall; 17,500 is the goal. Raised by 168: frozen weights in 4 bits (112), a refused start that
 leaves its folder as it was (53), answers in batches of a validation (3)."""
 MOST_OVERSIZED = 32

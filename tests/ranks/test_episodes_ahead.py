@@ -23,7 +23,7 @@ def test_kills_train_each_episode_once_with_the_versions_that_generated_it(serve
     assert len(check_run(found)) == PROMPTS * STEPS // 2
     assert min(found["ages"]) >= 0 and 0 < max(found["ages"]) <= 2 * STALENESS
     assert max(found["staleness_max"]) == max(found["ages"])
-    assert found["mixed"], "an episode goes on through an update"
+    assert found["mixed"], "an episode continues after an update"
     assert "it ended with code 3 (try 1 of 2" in found["said"]
 
 
@@ -33,7 +33,7 @@ def test_ten_kills_at_random_moments_train_each_episode_once(server):
     assert [-9 in codes for codes in found["codes"]] == [True] * 10 + [False]
     assert len(check_run(found, steps=60)) == PROMPTS * 60 // 2
     assert min(found["ages"]) >= 0 and 0 < max(found["ages"]) <= 2 * STALENESS
-    assert found["mixed"], "an episode goes on through an update"
+    assert found["mixed"], "an episode continues after an update"
     assert all(steps for behind, _, _, steps in found["moments"] if behind == "step")
 
 

@@ -79,7 +79,7 @@ def test_sdist_and_wheel_hold_every_file_of_the_package(sdist, wheel):
 
 
 def files_of(folder: Path) -> dict[Path, bytes]:
-    """What the files in a folder and its folders hold, without what Python has compiled of them."""
+    """The content of all files below a folder, but for what Python has compiled."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     return {path.relative_to(folder): path.read_bytes() for path in files}
 

@@ -50,7 +50,7 @@ def make_index(index: Path, passages: Path) -> None:
 
 
 def search(index: Path, call: dict) -> str:
-    """What a call of the tool finds, the best first, by BM25."""
+    """The passages that a call of the tool finds, the best first, by BM25."""
     try:
         words = re.findall(r"\w+", json.loads(call["function"]["arguments"])["query"])[:MOST_WORDS]
         if not words:

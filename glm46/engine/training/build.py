@@ -16,7 +16,6 @@ from glm46.compute.distributed.process_control import die_with_parent
 from glm46.compute.model.attention_runs import use_attention_kernel
 from glm46.config.errors import UserError
 from glm46.config.loader import dump_config
-from glm46.config.presets import resolve_shape
 from glm46.config.run_config import RunConfig
 from glm46.engine.observe.heartbeat import Heartbeat
 from glm46.engine.observe.kept_warnings import KeptWarnings
@@ -64,8 +63,6 @@ def run(config: RunConfig, build_task: Callable[[Plan, Cluster], Task], stop: St
         ends.enter_context(warnings.listening())
         process = join(config.comm.init_timeout_seconds)
         ends.callback(leave)
-        shape = resolve_shape(config.model)
-        use_attention_kernel(config.model.attention_kernel, shape.head_dim, shape.sliding_window)
         with writing(dump_folder):
             watchdog = Watchdog(
                 process,
@@ -76,6 +73,7 @@ def run(config: RunConfig, build_task: Callable[[Plan, Cluster], Task], stop: St
             heartbeat = Heartbeat(dump_folder, is_main=process.is_main)
         try:
             plan = resolve_plan(config, process.world_size, host_ranks=ranks_of_every_host())
+            use_attention_kernel(config.model.attention_kernel, plan.shape.head_dim, plan.shape.sliding_window)
             task, checkpoints = build_task(plan, build_cluster(plan, process)), build_checkpoints(plan)
             ends.callback(task.close)
             progress, meta = resume.start(task, checkpoints)

@@ -39,7 +39,7 @@ class Environment(Protocol):
         it, so that another run computes the same samples in the same batches."""
 
     def begin(self, prompt: Callable[[int], Prompt], requests: Requests, members: Sequence[Member]) -> None:
-        """See `Begin`: each member is an episode, which goes on behind its recorded turns. Does not wait.
+        """See `Begin`: each member is an episode, which continues after its recorded turns. Does not wait.
 
         Args:
             prompt: of a number.

@@ -111,7 +111,7 @@ def choice(answer: Answer, options: Mapping[str, Any]) -> float:
 
 
 def choice_fault(label: Any) -> str:
-    """The reason why a label is no letter; empty if it is one."""
+    """The fault of a label that is not a letter; empty for a letter."""
     if isinstance(label, str) and re.fullmatch(r"[A-Z]", _letter(label)):
         return ""
     return 'is no letter from A to Z; write one such as "C", or take the reward exact'

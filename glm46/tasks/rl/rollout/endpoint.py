@@ -123,7 +123,7 @@ class PolicyEndpoint:
                 waiting.episode.session.end(turn, completion)
         except Exception as error:
             waiting.episode.fail(f"its turn cannot be recorded: {type(error).__name__}: {error}")
-            raise  # asyncio logs it, and goes on
+            raise  # asyncio logs it and keeps running
         finally:
             waiting.answered.set()
 

@@ -47,10 +47,10 @@ class InferenceServer(ABC):
         self.context: int | None = None
         """Most tokens of prompt and completion, after `check`; None: it does not say."""
         self.note = ""
-        """What to say of it when it joins, after `check`; perhaps nothing."""
+        """Text behind the message that it has joined, after `check`; may be empty."""
         self._bias = dict.fromkeys(map(str, padding), -_MOST_BIAS)
         self._facts = dict[str, Any]()
-        """What it says of itself, after `check`."""
+        """Its own report of type, device and sizes, after `check`."""
         self._adapter = dict[str, str]()
         """Of each request: none for the server's own weights."""
 

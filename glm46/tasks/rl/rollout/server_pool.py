@@ -46,7 +46,7 @@ class ServerPool:
             still_starting: raises EngineError if no server can come up any more.
         """
         self._states = [ServerState(server, rules, longest, deadline) for server in servers]
-        self._rules, self.most_running, self.deadline, self._restart = rules, most_running, deadline, restart
+        self.most_running, self.deadline, self._restart = most_running, deadline, restart
         self._say, self._still_starting = say, still_starting
         self._newest: Weights | None = None
         self.send: Callable[[Sequence[WeightGroup]], None] | None = None
@@ -83,7 +83,7 @@ class ServerPool:
         salt, found = f"{self._session}-{self.version}", dict[ServerState, list[Completion]]()
         calls = {
             state: [
-                in_thread(partial(state.server.generate, self.new_name(), request, self._rules, salt, self.deadline))
+                in_thread(partial(state.server.generate, self.new_name(), request, state.rules, salt, self.deadline))
                 for request in requests
             ]
             for state in new
