@@ -175,6 +175,10 @@ class RLConfig(Section):
     """Use only groups whose rewards differ, and take more prompts in place of the others, in at most eight rounds:
     a rollout that is not full then has fewer samples. Absent: that of the preset."""
 
+    over_sampling: float = Field(1.0, ge=1.0, le=16.0)
+    """A round takes so many times the prompts that are missing, and uses the first of their groups that are worth a
+    step: the same samples in fewer rounds. Prompts behind the last one that is used come again in the next rollout."""
+
     overlong_share: float | None = Field(None, ge=0.0, le=1.0)
     """Completions that end in the last part of the longest length, this share of it, lose reward, linearly from 0 to 1.
     0: none do. Absent: that of the preset."""

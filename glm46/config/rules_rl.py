@@ -67,6 +67,19 @@ def group_has_a_baseline(algorithm: ResolvedRL) -> Faults:
 
 
 @rule
+def over_sampling_saves_a_round(config: RunConfig, algorithm: ResolvedRL) -> Faults:
+    """More prompts in a round can take the place of groups that are left out."""
+    if algorithm.over_sampling > 1 and not algorithm.replaces_groups:
+        yield fault(
+            "`rl.over_sampling`, `rl.dynamic_sampling`: no group is left out; set that or rl.filter, or remove it"
+        )
+    if algorithm.over_sampling > 1 and config.rollout is not None and config.rollout.max_staleness:
+        yield fault(
+            "`rl.over_sampling`, `rollout.max_staleness`: groups of later rollouts are generated meanwhile; remove one"
+        )
+
+
+@rule
 def penalty_has_a_gradient(algorithm: ResolvedRL) -> Faults:
     """The KL penalty changes the policy."""
     kl = algorithm.kl

@@ -1,6 +1,7 @@
 """Rollouts from prompts, also asynchronous ones with bounded staleness, and validations: samples with their rewards,
 and the columns of metrics that they give."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +33,8 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
     """Generate and score a rollout; None if a stop was requested. Collective.
 
     Groups that dynamic sampling or a filter leaves out are replaced by groups of the next prompts, in at most
-    `MOST_ROUNDS` rounds. A sample whose rewards failed is left out of its group.
+    `MOST_ROUNDS` rounds. The first groups in the order of prompts are used, not the first that end, which would be
+    those of short answers. A sample whose rewards failed is left out of its group.
 
     Raises:
         UserError: too many rewards failed.
@@ -45,16 +47,19 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
         if not missing:
             break
         began = time.perf_counter()
-        taken = take(next_prompt, missing)
+        taken = take(next_prompt, count := math.ceil(missing * config.over_sampling))
         if taken is None:
             return None
         ended = time.perf_counter()
         new = sampler.score(taken, {one.group: sampler.prompt(one.group) for one in taken})
         seconds["rollout_seconds"] += ended - began
         seconds["reward_seconds"] += time.perf_counter() - ended
-        next_prompt += missing
         scored += new
-        kept += sampler.worth_a_step(_rewarded(new))
+        worth = sampler.worth_a_step(_rewarded(new))
+        used = sorted({one.group for one in worth})[:missing]
+        kept += [one for one in worth if one.group in used]
+        # A rollout that is full leaves the prompts behind its last one to the next rollout.
+        next_prompt = used[-1] + 1 if len(used) == missing else next_prompt + count
     if (count := len({one.group for one in kept})) < config.prompts_per_rollout and config.replaces_groups:
         sampler.tell(
             "dynamic_sampling",
@@ -123,7 +128,9 @@ class AheadSource:
 
     def describe(self, samples: Samples) -> None:
         """Write into a rollout which groups it leaves, and which were dropped before it."""
-        samples.next_prompt, samples.stale, samples.waiting = self.next_prompt, self.stale, list(self.waiting.items())
+        samples.stale, samples.waiting = self.stale, list(self.waiting.items())
+        if self._oldest:  # else no group waits
+            samples.next_prompt = self.next_prompt
         if self._drops:
             samples.figures["stale_groups"] = len(self.stale)
 

@@ -42,6 +42,7 @@ BAD = {
         'environment = { kind = "command", command = ["c"], score_command = ["d"] }', ['name = "score"', "add"],
     ),
     "a score that nothing gives": ('rewards = [{ name = "score" }]', ["rl.environment", "add"]),
+    "over-sampling without a choice": ("over_sampling = 2.0", ["rl.over_sampling = 2.0", "no group is left out"]),
     "a group of one": ("group_size = 1", ["rl.group_size = 1", "no baseline", "raise rl.group_size"]),
     "half a rollout": ("prompts_per_rollout = 3", ["training.global_batch_size = 8: ", "= 12", "divisor"]),
     "a penalty without weight": ('kl.estimator = "k2"', ['rl.kl.estimator = "k2"', "rl.kl.weight above 0"]),

@@ -13,7 +13,7 @@ from glm46.config.rl import RLConfig
 from glm46.tasks.rl.prompts import Prompt, prompt_at
 from glm46.tasks.rl.rollout.background import BackgroundGeneration
 from glm46.tasks.rl.rollout.records import Completion, VersionSpan
-from glm46.tasks.rl.rollouts import AheadSource
+from glm46.tasks.rl.rollouts import AheadSource, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
 
 PROMPTS = [Prompt([5, number], "", None) for number in range(40)]
@@ -177,3 +177,39 @@ def test_a_group_that_does_not_finish_is_dropped_and_another_prompt_takes_its_pl
     assert sorted(every) == list(range(len(every))), "each prompt is used or dropped once"
     assert not {5, 6} & {int(path.stem.partition("_")[2]) for path in tmp_path.iterdir()}
     assert not engine.hangs & {one.request.prompt[1] for one in engine.asked}, "servers do not go on with them"
+
+
+def test_over_sampling_has_the_same_samples_in_fewer_rounds(tmp_path):
+    """Of every three prompts the rewards of one differ. The sampler's own choice, over groups of the background."""
+    found = {}
+    for factor in (1.0, 3.0):
+        engine = Engine(tmp_path / str(factor))
+        source, rounds, used = source_of(engine, 0), [], []
+        sampler = source._sampler
+        section = {"prompts_per_rollout": PER_ROLLOUT, "group_size": GROUP, "over_sampling": factor}
+        sampler.config = RLConfig(**section, dynamic_sampling=True, rewards=[{"name": "exact"}]).resolved()
+        sampler.score = lambda ends, prompts: [
+            end._replace(reward=float(number % GROUP and end.group % 3 == 2), parts={"exact": 0.0})
+            for number, end in enumerate(ends)
+        ]
+
+        def take(first, count, source=source, rounds=rounds):
+            rounds.append(count)
+            return source.take(first, count)
+
+        first = 0
+        for step in range(3):
+            engine.update(step)
+            source.begin(step, first, [])
+            samples = generate_rollout(sampler, take, step, first)
+            source.describe(samples)
+            source.forget_taken()
+            used.append((samples.group.tolist(), samples.versions.tolist()))
+            assert first == samples.first_prompt and samples.next_prompt == samples.group.max() + 1
+            first = samples.next_prompt
+        engine.background.halt()
+        found[factor] = used, rounds
+    assert found[1.0][0] == found[3.0][0] and [group for group, _ in found[1.0][0]] == [
+        [3 * number + 2 for number in range(4 * step, 4 * step + 4) for _ in range(GROUP)] for step in range(3)
+    ]
+    assert len(found[3.0][1]) == 3 < len(found[1.0][1]) and set(found[3.0][1]) == {3 * PER_ROLLOUT}
