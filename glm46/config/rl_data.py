@@ -6,7 +6,7 @@ from pydantic import Field
 
 from glm46.config.section import DataFile, Needs, OnHub, Section
 
-WITHOUT_LABELS = frozenset({"format", "repetition", "score", "model"})
+WITHOUT_LABELS = frozenset({"format", "repetition", "model"})
 """Rewards that do not read the label of a prompt."""
 
 

@@ -71,11 +71,13 @@ def over_sampling_saves_a_round(config: RunConfig, algorithm: ResolvedRL) -> Fau
     """More prompts in a round can take the place of groups that are left out."""
     if algorithm.over_sampling > 1 and not algorithm.replaces_groups:
         yield fault(
-            "`rl.over_sampling`, `rl.dynamic_sampling`: no group is left out; set that or rl.filter, or remove it"
+            "`rl.over_sampling`: no group is left out, and others are not needed; set rl.dynamic_sampling = true or "
+            "rl.filter, or remove rl.over_sampling"
         )
     if algorithm.over_sampling > 1 and config.rollout is not None and config.rollout.max_staleness:
         yield fault(
-            "`rl.over_sampling`, `rollout.max_staleness`: groups of later rollouts are generated meanwhile; remove one"
+            "`rl.over_sampling`, `rollout.max_staleness`: groups of later rollouts are generated meanwhile; remove "
+            "rl.over_sampling"
         )
 
 

@@ -258,8 +258,10 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("storage/huggingface", 21, "a base rounded to NF4, moved from compute/model"),
     ("storage/prepare", 29, "shards and manifests are written where they are made, moved from storage/data"),
     ("__main__", 1, "the end on signals comes from the launcher"),
-    ("config", 17, "prompts of a round beyond those that are missing, as slime's recipe has them"),
+    ("config", 19, "prompts of a round beyond those that are missing, as slime's recipe has them"),
     ("tasks/rl", 7, "the first groups in the order of prompts, of more than are missing"),
+    ("tasks/rl", 15, "a program without a score has failed, and the cause is named"),
+    ("tasks/rl/rewards", 18, "the key, the words and the remedy of a command that cannot start"),
     ("storage/huggingface", 2, "files of a base are hashed side by side"),
 )
 """Room, lines, and what they are for."""

@@ -12,6 +12,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -41,12 +42,13 @@ def make_index(index: Path, passages: Path) -> None:
     index.parent.mkdir(parents=True, exist_ok=True)
     part = index.with_name(f"{index.name}.part")
     part.unlink(missing_ok=True)
-    made = sqlite3.connect(part)
-    with made:
-        made.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')")
-        made.executemany("INSERT INTO passages VALUES (?, ?)", rows())
-    made.close()
-    part.replace(index)
+    try:
+        with closing(sqlite3.connect(part)) as made, made:
+            made.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')")
+            made.executemany("INSERT INTO passages VALUES (?, ?)", rows())
+        part.replace(index)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def search(index: Path, call: dict) -> str:
@@ -86,6 +88,8 @@ def main() -> None:
     parser.add_argument("--make", type=Path, metavar="FILE")
     given = parser.parse_args()
     if given.make is not None:
+        if not given.make.is_file():
+            parser.error(f"--make {given.make}: no such file")
         make_index(given.index, given.make)
         return
     if not given.index.is_file():

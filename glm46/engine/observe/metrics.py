@@ -76,7 +76,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch_logprob", "nats", "policy", "Mean absolute difference of their log-probabilities of a token."),
     Metric("correction_mean", "ratio", "policy", "Mean weight of the tokens by [rl.correction]."),
     Metric("correction_dropped", "ratio", "policy", "Tokens with the weight 0."),
-    Metric("reward", "1", "reward", "Mean reward of the samples of the rollout."),
+    Metric("reward", "1", "reward", "Mean reward of all samples generated for the rollout, used or not."),
     Metric("reward_std", "1", "reward", "Standard deviation of these rewards."),
     Metric("reward_part", "1", "reward", "Mean of one part of the reward, before its weight.", "reward"),
     Metric("overlong_penalty", "1", "reward", "Mean penalty for length (rl.overlong_share); 0 to -1, not in reward."),

@@ -51,13 +51,15 @@ class Environment(Protocol):
 
 
 def build_environment(
-    table: EnvironmentConfig, keys: PromptsConfig, tokenizer: Tokenizer, stop: frozenset[int], failed: Path
-) -> Environment:
+    table: EnvironmentConfig, keys: PromptsConfig, tokenizer: Tokenizer, stop: frozenset[int], failed: Path,
+    needs_score: bool,
+) -> Environment:  # fmt: skip
     """The environment that [rl.environment] names.
 
     Args:
         stop: ids that end a turn.
         failed: folder for the output of failed programs.
+        needs_score: a reward reads the score of a program.
 
     Raises:
         UserError: its function cannot be loaded, or its programs cannot run.
@@ -65,7 +67,7 @@ def build_environment(
     is_called_here = dist.get_rank() == 0 or table.kind == "command"  # a process of its own imports the function
     pool = environment_pool(table) if is_called_here else FunctionPool([])
     if table.kind == "command":
-        return CommandEpisodes(table, keys, tokenizer, failed)
+        return CommandEpisodes(table, keys, tokenizer, failed, needs_score=needs_score)
     threads = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
     return Conversations(pool, tokenizer, stop, keys.thinking, table.max_turns, threads)
 

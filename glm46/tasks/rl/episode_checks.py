@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from glm46.config.errors import UserError
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rewards.function_pool import found_program
+from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rollout.programs import Programs
 from glm46.tasks.rl.rollout.records import EpisodeEnd
 

@@ -15,7 +15,7 @@ from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.storage.data.tokenizer import Tokenizer
 from glm46.tasks.rl.episode_checks import TASK_NAME, kept_failure, task_of
 from glm46.tasks.rl.prompts import Prompt
-from glm46.tasks.rl.rewards.function_pool import found_program
+from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rollout.background import Member
 from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.open_requests import Requests
@@ -23,6 +23,7 @@ from glm46.tasks.rl.rollout.programs import Programs
 from glm46.tasks.rl.rollout.records import EpisodeEnd, SessionSample
 from glm46.tasks.rl.rollout.session import Session
 
+_MOST_OF_LINE = 200
 _SEED_OF_TRY = 0x9E3779B97F4A7C15
 """Added to the seed for another try, in which the policy says other things."""
 
@@ -33,6 +34,7 @@ class CommandEpisodes:
     Args:
         folder: for the output of failed episodes.
         say: takes a line for the log, on rank 0.
+        needs_score: a reward reads the score, and an episode without one has failed.
 
     Raises:
         UserError: a command is no program.
@@ -42,12 +44,13 @@ class CommandEpisodes:
 
     def __init__(
         self, table: EnvironmentConfig, prompts: PromptsConfig, tokenizer: Tokenizer, folder: Path,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = print, *, needs_score: bool = False,
     ):  # fmt: skip
         self._table, self._prompts, self._tokenizer = table, prompts, tokenizer
         self._say, self._folder, self._failures, self._tries = say, folder, 0, table.tries
         self._programs = Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
+        self._needs_score = needs_score
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = WeakKeyDictionary[Requests, asyncio.Semaphore]()
         """Of programs at once, by what answers them: those that are halted leave room for others."""
@@ -128,9 +131,18 @@ class CommandEpisodes:
             if episode.no_room:
                 first, *others = samples
                 samples = [first._replace(completion=first.completion._replace(finish="length")), *others]
-            if not self._scoring:
-                return EpisodeEnd(samples, "", _last_number(ended.output, is_cut=bool(ended.fault)))
-            return await self._scored(prompt, session, samples, folder)
+            if self._scoring:
+                return await self._scored(prompt, session, samples, folder)
+            score = _last_number(ended.output, is_cut=bool(ended.fault))
+            if score is not None or not self._needs_score:
+                return EpisodeEnd(samples, "", score)
+            # The program's own words are those of an error that it did not expect: the refusal is the cause.
+            cause = episode.no_room and f"a request was refused ({episode.no_room}), and "
+            last = (ended.output.strip().splitlines() or [""])[-1][:_MOST_OF_LINE]
+            fault = (
+                f"{cause}its last line is no score: {last!r}; print a number last, and before a request without room"
+            )
+            return EpisodeEnd([], f"rl.environment.command: {fault}", output=ended.output)
 
     async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:
         """The end of an episode, with the number of the scoring command."""

@@ -74,9 +74,10 @@ class Reinforcement(Task):
             self._config.routing_replay,
         )  # fmt: skip
         failed = Path(plan.config.job.dump_folder, FOLDER, "failed")
-        environment = run_on_all_ranks(
-            lambda: None if table is None else build_environment(table, self._keys, self.tokenizer, rules.stop, failed)
-        )
+        scores = any(one.name == "score" for one in self._config.rewards)
+        environment = run_on_all_ranks(lambda: None if table is None else build_environment(
+            table, self._keys, self.tokenizer, rules.stop, failed, scores
+        ))  # fmt: skip
         if table is not None and table.kind == "command":
             every = [*prompts, *(one for some in self._sets for one in some.prompts)]
             read_on_first_rank(partial(require_episodes, table, self._keys, every))

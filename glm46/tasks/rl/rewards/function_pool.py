@@ -3,7 +3,6 @@
 import importlib
 import math
 import numbers
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ from functools import partial
 from itertools import count, islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm46.config.errors import UserError
@@ -35,6 +33,7 @@ from glm46.tasks.rl.rewards.answer import (
 )  # fmt: skip
 from glm46.tasks.rl.rewards.choice import choice, choice_fault
 from glm46.tasks.rl.rewards.code import code
+from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rewards.label_tests import code_label_faults
 
 _HERE: dict[str, Reward] = {
@@ -227,27 +226,12 @@ def environment_pool(table: EnvironmentConfig) -> FunctionPool:
     """The function of [rl.environment]; none of a command, whose program is looked for."""
     if table.kind == "command":
         require_jail(jail_of_programs(), "rl.environment.sandbox", table.sandbox)
-        for command in (table.command, table.score_command):
-            found_program(command)
+        for key, command in (("command", table.command), ("score_command", table.score_command)):
+            found_program(command, f"rl.environment.{key}")
         return FunctionPool([], key="rl.environment")
     assert table.function is not None, "of kind = function"
     rule = RewardRule(table.function, seconds=table.timeout_seconds, options=table.options, is_environment=True)
     return FunctionPool([rule], key="rl.environment")
-
-
-def found_program(command: Sequence[str]) -> list[str]:
-    """A command whose files can be found from another folder.
-
-    Raises:
-        UserError: its first word is not a program, or a script among its other words does not exist.
-    """
-    words = [str(Path(word).absolute()) if Path(word).exists() and "/" in word else word for word in command]
-    if words and shutil.which(words[0]) is None:
-        raise UserError(f"rl.environment: {words[0]}: no such program; correct the first word of the command")
-    for word in words[1:]:
-        if word.endswith((".py", ".sh", ".db")) and not Path(word).is_file():
-            raise UserError(f"rl.environment: {word}: no such file from {Path.cwd()}; correct this word of the command")
-    return words
 
 
 def filter_pool(name: str) -> FunctionPool:

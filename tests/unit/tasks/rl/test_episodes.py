@@ -25,7 +25,8 @@ from glm46.tasks.rl.episode_checks import TASK_NAME, require_episodes, task_of, 
 from glm46.tasks.rl.episodes import CommandEpisodes
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
-from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool, found_program
+from glm46.tasks.rl.rewards.commands import found_program
+from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool
 from glm46.tasks.rl.rollout import programs
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import answered_lines, generate_rollout
@@ -82,7 +83,9 @@ def make_sampler(tokenizer, request, tmp_path):
             FunctionPool([RewardRule(name) for name in rewards]),
         )  # fmt: skip
         if config.environment.kind == "command":
-            made.environment = CommandEpisodes(config.environment, config.prompts, tokenizer, tmp_path / "failed")
+            made.environment = CommandEpisodes(
+                config.environment, config.prompts, tokenizer, tmp_path / "failed", needs_score="score" in rewards
+            )
             request.addfinalizer(made.environment.close)
         return made
 
@@ -280,11 +283,14 @@ def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_nei
     samples = score(of, of.generate_groups(0, 1))
     assert all(one.reward is None and "no number" in one.fault for one in samples)
     of = make_sampler(["own score", "own score", "two tries"], command(), ("score",))
-    own = {
-        (of.prompt(one.group).row["kind"], of.prompt(one.group).label, one.reward)
-        for one in score(of, of.generate_groups(0, 3))
-    }
+    ends = score(of, of.generate_groups(0, 3))
+    own = {(of.prompt(one.group).row["kind"], of.prompt(one.group).label, one.reward) for one in ends}
     assert own == {("own score", "0", 0.0), ("own score", "1", 1.0), ("two tries", "2", None)}
+    assert all("its last line is no score" in one.fault for one in ends if one.reward is None)
+    # Refused turns end a program that does not expect it; the words of its error are not the cause.
+    of = make_sampler(["many turns"], command(), ("score",))
+    faults = {one.fault for one in score(of, of.generate_groups(0, 1))}
+    assert all("a request was refused (" in fault and "max_turns" in fault for fault in faults) and faults
 
 
 @pytest.mark.parametrize(
@@ -300,7 +306,9 @@ def test_the_score_of_a_program_is_its_last_line_and_of_one_that_was_cut_its_las
 
 
 def test_a_script_that_is_not_there_is_refused_before_a_program_starts():
-    with pytest.raises(UserError, match=r"rl.environment: mine/agnt.py: no such file from .*; correct this word"):
+    with pytest.raises(
+        UserError, match=r"rl.environment.command = .*: mine/agnt.py: no such file from .*; correct this word"
+    ):
         found_program([sys.executable, "mine/agnt.py"])
 
 
@@ -329,10 +337,25 @@ def test_a_stop_ends_the_programs(make_sampler, length, monkeypatch):
     assert not any(one.fault for one in of.generate_groups(0, 1)), "it can go on afterwards"
 
 
+def test_a_file_of_a_command_is_found_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("agent.py", "words"):
+        (tmp_path / name).touch()
+    assert found_program(["python3", "agent.py", "words"]) == ["python3", str(tmp_path / "agent.py"), "words"]
+
+
 def test_what_is_no_program_is_refused(tmp_path):
-    config = RLConfig.model_validate({"prompts_per_rollout": 1, "environment": command(command=["no-such-program"])})
-    with pytest.raises(UserError, match="no-such-program: no such program"):
-        environment_pool(config.environment)
+    file = tmp_path / "agent.py"
+    file.write_text("print(1)\n")
+    refused = {
+        ("no-such-program",): "no-such-program: no such program", (str(file),): "not executable; put its inter",
+        ("python3 agent.py",): r'write each word by itself: \["python3", "agent.py"\]',
+    }  # fmt: skip
+    for words, message in refused.items():
+        for key in ("command", "score_command"):
+            table = command(**{key: list(words)})
+            with pytest.raises(UserError, match=rf"rl.environment.{key} = .*{message}"):
+                environment_pool(RLConfig.model_validate({"prompts_per_rollout": 1, "environment": table}).environment)
 
 
 def test_a_row_is_shown_without_its_label():
