@@ -17,6 +17,7 @@ def check_run(found: dict, steps: int = STEPS) -> list[int]:
     return sorted(set(used))
 
 
+@pytest.mark.thorough
 def test_kills_train_each_episode_once_with_the_versions_that_generated_it(server):
     (found,) = server.rows("episodes_ahead.main")
     assert [-9 in codes for codes in found["codes"]] == [True] * 3 + [False]
@@ -37,6 +38,7 @@ def test_ten_kills_at_random_moments_train_each_episode_once(server):
     assert all(steps for behind, _, _, steps in found["moments"] if behind == "step")
 
 
+@pytest.mark.thorough
 def test_kills_train_each_conversation_with_a_function_once(server):
     (found,) = server.rows("episodes_ahead.functions")
     assert [-9 in codes for codes in found["codes"]] == [True] * 3 + [False]

@@ -10,6 +10,7 @@ pytest.importorskip("trl")
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_both_trainers_have_the_same_losses(capfd):
     options = ["--flavor", "debug", "--rank", "8", "--rows", "2", "--seq-len", "256", "--steps", "2", "--rounds", "1"]
     assert main(["benchmark", "finetune", *options]) == 0

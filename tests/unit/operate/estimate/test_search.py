@@ -201,6 +201,7 @@ def test_an_interleaved_pipeline_is_tried_with_four_stages_too_where_there_are_l
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_search_of_94_layers_on_256_gpus_takes_less_than_minutes():
     """Half a minute of a core; `test_a_search_asks_for_each_size_once` counts what it computes."""
     config = run(

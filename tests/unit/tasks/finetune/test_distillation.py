@@ -91,6 +91,7 @@ def test_a_student_learns_what_its_teacher_says_and_resumes_bit_for_bit(start, t
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_student_that_begins_as_its_teacher_stays_near_it(start, tmp_path):
     """The teacher is the base: without adapters a network of its own, with them none. Its divergence begins at zero,
     and a run without it goes farther away."""
