@@ -139,9 +139,7 @@ class CommandEpisodes:
             # The program's own words are those of an error that it did not expect: the refusal is the cause.
             cause = episode.no_room and f"a request was refused ({episode.no_room}), and "
             last = (ended.output.strip().splitlines() or [""])[-1][:_MOST_OF_LINE]
-            fault = (
-                f"{cause}its last line is no score: {last!r}; print a number last, and before a request without room"
-            )
+            fault = f"{cause}the last line that it printed is not a number: {last!r}; print the score in the last line"
             return EpisodeEnd([], f"rl.environment.command: {fault}", output=ended.output)
 
     async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:

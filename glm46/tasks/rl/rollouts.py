@@ -47,7 +47,8 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
         if not missing:
             break
         began = time.perf_counter()
-        taken = take(next_prompt, count := math.ceil(missing * config.over_sampling))
+        asked = math.ceil(missing * config.over_sampling)
+        taken = take(next_prompt, asked)
         if taken is None:
             return None
         ended = time.perf_counter()
@@ -59,7 +60,7 @@ def generate_rollout(sampler: Sampler, take: Take, step: int, first_prompt: int)
         used = sorted({one.group for one in worth})[:missing]
         kept += [one for one in worth if one.group in used]
         # A rollout that is full leaves the prompts behind its last one to the next rollout.
-        next_prompt = used[-1] + 1 if len(used) == missing else next_prompt + count
+        next_prompt = used[-1] + 1 if len(used) == missing else next_prompt + asked
     if (count := len({one.group for one in kept})) < config.prompts_per_rollout and config.replaces_groups:
         sampler.tell(
             "dynamic_sampling",
