@@ -25,8 +25,8 @@ _FEW_TOKENS = 16
 """Most tokens of a row that attend by a mask over the slots: the last token and its drafts. More tokens attend in runs,
 because a mask for them would grow with queries times keys."""
 
-_LEAST_SLOTS = 256
-"""Fewest slots that a mask covers."""
+_LEAST_SLOTS = 32
+"""Fewest slots that a mask covers: few, because short answers of small models read all of them for each token."""
 
 
 class Slots:
