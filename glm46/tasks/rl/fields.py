@@ -51,13 +51,24 @@ def training_fields(
     if returns is not None:
         found["returns"] = returns
     if "old_logprobs" in given:
-        found["correction"] = torch.ones_like(advantages)
-        for first, end in zip([0, *ends], ends, strict=False):
-            of_step = (of >= first) & (of < end)
-            step = {name: values[of_step] for name, values in (given | found).items()}
-            found["correction"][of_step] = _correction(step, of[of_step] - first, end - first, config)
+        found["correction"] = corrections(given | found, samples, ends, config)
     columns = {"overlong_penalty": penalty.mean().item()} if config.overlong_share and count else {}
     return {name: values.float() for name, values in found.items()}, columns
+
+
+def corrections(fields: Mapping[str, Tensor], samples: Samples, ends: Sequence[int], config: ResolvedRL) -> Tensor:
+    """The factor of the policy loss of each target, FP32 [G], from ``old_logprobs, rollout_logprobs, sample_tokens``.
+
+    Args:
+        ends: as in `training_fields`.
+    """
+    names, of = ("old_logprobs", "rollout_logprobs", "sample_tokens"), samples.of_targets
+    found = torch.ones(len(of))
+    for first, end in zip([0, *ends], ends, strict=False):
+        of_step = (of >= first) & (of < end)
+        step = {name: fields[name][of_step].double() for name in names}
+        found[of_step] = _correction(step, of[of_step] - first, end - first, config).float()
+    return found
 
 
 def _advantages(

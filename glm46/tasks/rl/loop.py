@@ -13,7 +13,7 @@ from glm46.compute.model.routes import compact_routes
 from glm46.engine.training.state import Progress
 from glm46.run.plan import Plan
 from glm46.storage.data.batches import Batch
-from glm46.tasks.rl.fields import training_fields
+from glm46.tasks.rl.fields import corrections, training_fields
 from glm46.tasks.rl.journal import Journal, read_fields
 from glm46.tasks.rl.objectives import PolicyGradient
 from glm46.tasks.rl.packing import spread
@@ -150,7 +150,7 @@ class RolloutLoop:
             return
         (samples, fields, record), self._unwritten = self._unwritten, None
         fields["old_logprobs"] = record.of_all_ranks()
-        fields["correction"] = self._training_fields(samples, fields)[0]["correction"]
+        fields["correction"] = corrections(fields, samples, step_ends(self._plan, samples), self._config)
         self._journal.write_fields(samples.step, fields)
 
     def _training_fields(

@@ -1,8 +1,9 @@
 """The record of a rollout: what was generated, how it was judged, and what the policy learns from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -102,30 +103,37 @@ class Samples:
         return np.where(self.targets[of] >= 0, self.targets[of], self.tokens[of])[self.prompt_lengths[sample] :]
 
 
+def _flat(rows: Iterable[Iterable[float]], kind: type[np.generic]) -> np.ndarray:
+    """The values of all rows, one after another."""
+    return np.fromiter(chain.from_iterable(rows), kind)
+
+
 def to_samples(episodes: Sequence[EpisodeEnd], part_names: Sequence[str], **facts: Any) -> Samples:
     """The record of scored episodes, with other fields of it."""
     numbered = [(number, *sample) for number, one in enumerate(episodes) for sample in one.samples]
-    tokens, targets, versions = ([np.empty(0, np.int32)] for _ in range(3))
-    logprobs, routes = [np.empty(0, np.float32)], []
-    for _, prompt, completion in numbered:
-        generated, is_target = np.array(completion.tokens, np.int32), np.ones(len(completion.tokens), np.bool_)
-        read, of_weights = generated.copy(), np.zeros_like(generated)
-        for first, end in completion.replies:
-            is_target[first:end] = False
-        for index, marker in completion.contradicted:
-            read[index] = marker
-        for span in completion.spans:
-            of_weights[span.start :] = span.version
-        tokens += [np.array(prompt, np.int32), read]
-        targets += [np.full(len(prompt), -1, np.int32), np.where(is_target, generated, -1)]
-        logprobs.append(np.array(completion.logprobs, np.float32)[is_target])
-        versions.append(of_weights[is_target])
-        routes += [] if completion.routes is None else [completion.routes]
-    lengths = [len(prompt) + len(completion.tokens) for _, prompt, completion in numbered]
+    completions = [one for *_, one in numbered]
+    # All samples at once: thousands of small arrays would cost more than a step of a small model.
+    generated = _flat((one.tokens for one in completions), np.int32)
+    read, versions = generated.copy(), np.zeros_like(generated)
+    is_target, start = np.ones(len(generated), np.bool_), 0
+    for one in completions:
+        for first, end in one.replies:
+            is_target[start + first : start + end] = False
+        for index, marker in one.contradicted:
+            read[start + index] = marker
+        end = start + len(one.tokens)
+        for span in one.spans:
+            versions[start + span.start : end] = span.version
+        start = end
+    lengths = np.array([(len(prompt), len(one.tokens)) for _, prompt, one in numbered], np.int64).reshape(-1, 2)
+    is_generated = np.repeat(np.arange(lengths.size) % 2 == 1, lengths.ravel())
+    tokens, targets = np.empty(len(is_generated), np.int32), np.full(len(is_generated), -1, np.int32)
+    tokens[~is_generated], tokens[is_generated] = _flat((prompt for _, prompt, _ in numbered), np.int32), read
+    targets[is_generated] = np.where(is_target, generated, -1)
+    routes = [one.routes for one in completions if one.routes is not None]
     return Samples(
-        tokens=np.concatenate(tokens), targets=np.concatenate(targets), ends=np.cumsum(lengths, dtype=np.int64),
-        prompt_lengths=np.array([len(prompt) for _, prompt, _ in numbered], np.int64),
-        logprobs=np.concatenate(logprobs), versions=np.concatenate(versions),
+        tokens=tokens, targets=targets, ends=lengths.sum(1).cumsum(), prompt_lengths=lengths[:, 0].copy(),
+        logprobs=_flat((one.logprobs for one in completions), np.float32)[is_target], versions=versions[is_target],
         episode=np.array([number for number, *_ in numbered], np.int64),
         group=np.array([one.group for one in episodes], np.int64),
         reward=np.array([one.reward for one in episodes], np.float64),
