@@ -58,16 +58,21 @@ def training_fields(
 
 def corrections(fields: Mapping[str, Tensor], samples: Samples, ends: Sequence[int], config: ResolvedRL) -> Tensor:
     """The factor of the policy loss of each target, FP32 [G], from ``old_logprobs, rollout_logprobs, sample_tokens``.
-
-    Args:
-        ends: as in `training_fields`.
-    """
-    names, of = ("old_logprobs", "rollout_logprobs", "sample_tokens"), samples.of_targets
+    The ends are those of `training_fields`."""
+    of = samples.of_targets
     found = torch.ones(len(of))
     for first, end in zip([0, *ends], ends, strict=False):
         of_step = (of >= first) & (of < end)
-        step = {name: fields[name][of_step].double() for name in names}
-        found[of_step] = _correction(step, of[of_step] - first, end - first, config).float()
+        names = ("old_logprobs", "rollout_logprobs", "sample_tokens")
+        old, of_engine, tokens = (fields[name][of_step].double() for name in names)
+        share = torch.ones_like(tokens) if config.correction.level == "token" else 1 / tokens
+
+        def normalised(weights: Tensor, share: Tensor = share) -> Tensor:
+            total = (weights * share).sum()
+            return weights * (share.sum() / total) if config.correction.normalize and total > 0 else weights
+
+        sums = partial(sum_over_samples, sample=of[of_step] - first, samples=end - first)
+        found[of_step] = correction_weights(old - of_engine, sums, config.correction, normalised).float()
     return found
 
 
@@ -101,20 +106,6 @@ def _advantages(
     values = given["old_values"]
     advantages = generalised_advantages(of_token, table(values), is_token, config.gamma, config.gae_lambda)
     return advantages[row, column], advantages[row, column] + values
-
-
-def _correction(of: Mapping[str, Tensor], sample: Tensor, samples: int, config: ResolvedRL) -> Tensor:
-    """The factor of the policy loss of each target of an optimizer step."""
-
-    def normalised(weights: Tensor) -> Tensor:
-        if not config.correction.normalize:
-            return weights
-        share = torch.ones_like(weights) if config.correction.level == "token" else 1 / of["sample_tokens"]
-        total = (weights * share).sum()
-        return weights * (share.sum() / total) if total > 0 else weights
-
-    sums = partial(sum_over_samples, sample=sample, samples=samples)
-    return correction_weights(of["old_logprobs"] - of["rollout_logprobs"], sums, config.correction, normalised)
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Tensor:
