@@ -1,9 +1,10 @@
-"""Measure the time that the endpoint of episodes takes for a request, with an engine that answers at once.
+"""Measure the time that the endpoint of episodes takes for a request, beside that of its engine.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python scripts/measure/episode_endpoint.py --sessions 256 --turns 8
+    PYTHONPATH=. OMP_NUM_THREADS=1 python scripts/measure/episode_endpoint.py --turns 8 --answer-seconds 4
     PYTHONPATH=. OMP_NUM_THREADS=1 python scripts/measure/episode_endpoint.py --parts --turns 100 --repeats 60
 
-Sessions send their whole conversation again with each turn, as clients do, from a process beside the server. With
+Sessions send their whole conversation again with each turn, as clients do, from a process beside the server. They begin
+at random moments of the first answer; with an engine that answers at once the clients wait for each other. With
 `--parts` one conversation of calls and results of tools is measured in this process, part by part: what holds the
 interpreter of rank 0, in which the endpoint and the client of the engines are threads.
 """
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import random
 import statistics
 import time
 import tracemalloc
@@ -48,19 +50,20 @@ async def _ask(address: str, key: str, body: bytes) -> dict:
     return json.loads(content)
 
 
-async def _converse(address: str, key: str, turns: int, seconds: list[float]) -> None:
+async def _converse(address: str, key: str, turns: int, answer_seconds: float, seconds: list[float]) -> None:
     messages = [{"role": "user", "content": WORDS}]
+    await asyncio.sleep(random.random() * answer_seconds)
     for _ in range(turns):
         began = time.perf_counter()
         reply = await _ask(address, key, json.dumps({"messages": messages}).encode())
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - began - answer_seconds)
         messages += [reply["choices"][0]["message"], {"role": "user", "content": WORDS}]
 
 
-def _clients(pairs: list[tuple[str, str]], turns: int, results: multiprocessing.Queue) -> None:
+def _clients(pairs: list[tuple[str, str]], turns: int, answer_seconds: float, results: multiprocessing.Queue) -> None:
     async def run() -> list[float]:
         seconds: list[float] = []
-        await asyncio.gather(*(_converse(*pair, turns, seconds) for pair in pairs))
+        await asyncio.gather(*(_converse(*pair, turns, answer_seconds, seconds) for pair in pairs))
         return seconds
 
     results.put(asyncio.run(run()))
@@ -69,19 +72,20 @@ def _clients(pairs: list[tuple[str, str]], turns: int, results: multiprocessing.
 class _Engine:
     """See `Requests`."""
 
-    def __init__(self, answer: list[int]):
+    def __init__(self, answer: list[int], seconds: float):
+        self._seconds = seconds
         self._answer = Completion(answer, [-1.0] * len(answer), "stop", [VersionSpan(0, 0)], None)
 
     def ask(self, asked: Sequence[OpenRequest]) -> None:
         for one in asked:
-            one.done(self._answer)
+            asyncio.get_running_loop().call_later(self._seconds, one.done, self._answer)
 
     def drop(self, asked: OpenRequest) -> None:
         pass
 
 
-async def _serve(sessions: int, turns: int) -> tuple[list[float], float]:
-    """Seconds of each request, and of the server's processor."""
+async def _serve(sessions: int, turns: int, answer_seconds: float) -> tuple[list[float], float]:
+    """Seconds of each request besides the engine's, and of the server's processor."""
     tokenizer = load_tokenizer("builtin")
     answer = [*tokenizer.encode(f"\n{WORDS}").tolist(), tokenizer.special["<|user|>"]]
     loop = asyncio.get_running_loop()
@@ -91,11 +95,11 @@ async def _serve(sessions: int, turns: int) -> tuple[list[float], float]:
     pairs = []
     for number in range(sessions):
         session = Session(tokenizer, Request(prompt, number, 100_000), thinking=False, most_turns=turns)
-        episode = endpoint.open(session, turns, _Engine(answer))
+        episode = endpoint.open(session, turns, _Engine(answer, answer_seconds))
         pairs.append((endpoint.base_url(episode), episode.key))
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    process = context.Process(target=_clients, args=(pairs, turns, results), daemon=True)
+    process = context.Process(target=_clients, args=(pairs, turns, answer_seconds, results), daemon=True)
     process.start()
     began = time.process_time()
     seconds = await loop.run_in_executor(None, results.get)
@@ -148,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--answer-seconds", type=float, default=0.0, help="of the engine")
     parser.add_argument("--parts", action="store_true", help="of one conversation, in this process")
     parser.add_argument("--repeats", type=int, default=60, help="sentences of 18 tokens in a result of a tool")
     given = parser.parse_args()
@@ -161,9 +166,10 @@ def main() -> None:
             f"({said}); its session holds {held:.1f} MiB"
         )
         return
-    seconds, spent = asyncio.run(_serve(given.sessions, given.turns))
+    seconds, spent = asyncio.run(_serve(given.sessions, given.turns, given.answer_seconds))
     print(
-        f"{given.sessions} sessions of {given.turns} turns: {1e3 * statistics.median(seconds):.1f} ms at the median, "
+        f"{given.sessions} sessions of {given.turns} turns, an engine that answers after {given.answer_seconds:g} s: "
+        f"besides it {1e3 * statistics.median(seconds):.1f} ms at the median, "
         f"{1e3 * spent / len(seconds):.2f} ms of the server's processor for each of {len(seconds):,} requests"
     )
 
