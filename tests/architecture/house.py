@@ -257,6 +257,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("operate/models", 181, "the Python API's optimizer and counted shapes, moved from the court"),
     ("storage/huggingface", 21, "a base rounded to NF4, moved from compute/model"),
     ("storage/prepare", 29, "shards and manifests are written where they are made, moved from storage/data"),
+    ("storage/prepare", 2, "a Python behind the script of pyenv starts in a sandbox"),
     ("__main__", 1, "the end on signals comes from the launcher"),
     ("config", 19, "prompts of a round beyond those that are missing, as slime's recipe has them"),
     ("tasks/rl", 7, "the first groups in the order of prompts, of more than are missing"),

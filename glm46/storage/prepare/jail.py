@@ -144,6 +144,8 @@ def places_of(words: Sequence[str], variables: Mapping[str, str] | None = None) 
     for path in (Path(program), real_path(program)):
         prefix = path.parent.parent
         is_installed = path.parent.name == "bin" and (prefix / "lib").is_dir()
+        is_shim = path.parent.name == "shims" and not _is_private(prefix)  # pyenv's script asks a program beside it
+        found += [prefix] if is_shim else []
         found += (
             [prefix / name for name in ("bin", "lib", "lib64", "libexec", "pyvenv.cfg")] if is_installed else [path]
         )

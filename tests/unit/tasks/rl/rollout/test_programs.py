@@ -90,6 +90,23 @@ def test_a_program_reaches_the_policy_and_its_own_folder_and_exit_codes_are_told
     assert run(kind, starts).fault == ""
 
 
+@SANDBOXES
+def test_a_python_of_a_version_manager_starts(kind, tmp_path, loop, monkeypatch):
+    """As pyenv does it: the program on PATH is a script that asks a program beside its folder."""
+    manager, folder = tmp_path / "manager", tmp_path / "own"
+    for name, calls in (("libexec/choose", sys.executable), ("shims/python9", manager / "libexec/choose")):
+        (manager / name).parent.mkdir(parents=True)
+        (manager / name).write_text(f'#!/bin/sh\nexec {calls} "$@"\n')
+        (manager / name).chmod(0o755)
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{manager / 'shims'}:{os.environ['PATH']}")
+    monkeypatch.setattr(programs, "jail_of_programs", lambda: kind)
+    ended = loop.run_until_complete(
+        Programs((), ()).run(["python9", "-c", "print(6 * 7)"], str(folder), {}, 100.0, b"")
+    )
+    assert ended == ("", "42\n")
+
+
 @pytest.mark.parametrize("kind", [UNDER_LANDLOCK])
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not on this machine")
 def test_a_library_that_a_program_leaves_in_its_folder_is_not_loaded_outside_of_the_sandbox(
