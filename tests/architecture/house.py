@@ -263,6 +263,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 7, "the first groups in the order of prompts, of more than are missing"),
     ("tasks/rl", 15, "a program without a score has failed, and the cause is named"),
     ("tasks/rl", 9, "a rollout as arrays made at once, which halves the longest part of a step outside of the model"),
+    ("tasks/rl", 7, "prompts that changed, and a row without a prompt, are named"),
     ("tasks/rl/rewards", 18, "the key, the words and the remedy of a command that cannot start"),
     ("storage/huggingface", 2, "files of a base are hashed side by side"),
 )

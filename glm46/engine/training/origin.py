@@ -203,8 +203,8 @@ def differences(keys: tuple[str, ...], config: RunConfig, folder: Path) -> list[
     ours, theirs = _values(config), _values(saved)
     lines = [
         f"{key} = {_shown(ours.get(key))}: {folder} was saved with {_shown(theirs.get(key))}"
-        for key in keys
-        if ours.get(key) != theirs.get(key)
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key) and f"{key}.".startswith(tuple(f"{one}." for one in keys))  # or of a table
     ]
     more = len(lines) - _KEYS_SHOWN
     return [*lines[:_KEYS_SHOWN], *([f"more keys that differ from {folder}: {more}"] if more > 0 else [])]

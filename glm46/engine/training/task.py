@@ -102,8 +102,8 @@ class Task(ABC):
     name: ClassVar[str] = "task"
     """In metrics and heartbeat."""
     identity_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys and tables of the config that map sample numbers to what is read; they explain another `fingerprint`."""
     other_text: ClassVar[str] = "data.sources: the shards hold other text than before"
-    """Keys of the config that map sample numbers to what is read; they explain another `fingerprint`."""
     has_loss_level: ClassVar[bool] = True
     """True if losses of good steps are near each other, so that one far above is a spike. The loss of a policy is
     not."""

@@ -138,8 +138,9 @@ class CommandEpisodes:
                 return EpisodeEnd(samples, "", score)
             # The program's own words are those of an error that it did not expect: the refusal is the cause.
             cause = episode.no_room and f"a request was refused ({episode.no_room}), and "
-            last = (ended.output.strip().splitlines() or [""])[-1][:_MOST_OF_LINE]
-            fault = f"{cause}the last line that it printed is not a number: {last!r}; print the score in the last line"
+            lines = ended.output.strip().splitlines()
+            why = f"the last line that it printed is not a number: {lines[-1][:_MOST_OF_LINE]!r}" if lines else ""
+            fault = f"{cause}{why or 'it printed nothing'}; print the score in the last line"
             return EpisodeEnd([], f"rl.environment.command: {fault}", output=ended.output)
 
     async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:

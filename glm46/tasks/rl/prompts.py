@@ -162,12 +162,17 @@ def _prompt(row: Any, keys: PromptsConfig, tokenizer: Tokenizer, *, needs_label:
     """The prompt of a row; ValueError if it is none."""
     if not isinstance(row, Mapping):
         found = row.args[0] if isinstance(row, BadDocument) else type(row).__name__
-        raise ValueError(f"{found}: a JSON object is expected")
+        raise ValueError(f'{found}: a JSON object is expected, such as {{"{keys.prompt_key}": "..."}}')
     found, label = _at(row, keys.prompt_key), _at(row, keys.label_key)
     if needs_label and label is None:
         raise ValueError(f"no '{keys.label_key}' (rl.prompts.label_key), which rl.rewards compare answers with")
+    if found is None:
+        raise ValueError(
+            f"no '{keys.prompt_key}' (rl.prompts.prompt_key) among its keys: {', '.join(row) or 'none':.200}"
+        )
     if not isinstance(found, str | list) or not found:
-        raise ValueError(f"'{keys.prompt_key}' (rl.prompts.prompt_key) is neither a text nor a list of messages")
+        what = f"'{keys.prompt_key}' (rl.prompts.prompt_key) is {found!r:.60}"
+        raise ValueError(f"{what}: neither a text nor a list of messages")
     try:
         tools = parse_tools(_at(row, keys.tools_key))
     except BadConversation as error:

@@ -51,6 +51,7 @@ class Reinforcement(Task):
         "rl.prompts", "rl.prompts_per_rollout", "rl.group_size", "rl.warm_up_rollouts", "training.global_batch_size",
         "debug.seed", "model.tokenizer_path",
     )  # fmt: skip
+    other_text = "rl.prompts.file: holds other prompts than before"
 
     def __init__(self, plan: Plan, cluster: Cluster):
         """Read the prompts, load the rewards and build the networks. Collective.

@@ -302,3 +302,20 @@ def test_the_journal_of_a_long_run_is_bounded(make_run, tmp_path):
     # Steps 4 and 5 had a checkpoint when rollout 5 was written; they lie behind rollouts 3 and 4.
     assert rollout_steps(folder) == [3, 4, 5]
     assert {path.stem for path in folder.iterdir()} == {f"step_{step:06d}" for step in (3, 4, 5)}
+
+
+@pytest.mark.slow
+def test_a_run_on_other_prompts_is_refused_by_their_file(make_run, tmp_path):
+    assert train(make_run("run", 1)) == 0
+    prompts, other = tmp_path / "prompts.jsonl", tmp_path / "other.jsonl"
+    other.write_text(prompts.read_text().replace("is", "was"))
+
+    def refusal(**keys) -> str:
+        with pytest.raises(UserError) as caught:
+            train(make_run("run", 2, **keys))
+        return caught.value.faults[0]
+
+    fault = refusal(rl={"prompts": {"file": str(other)}})
+    assert fault.startswith(f'rl.prompts.file = "{other}": ') and f'was saved with "{prompts}"' in fault, fault
+    other.rename(prompts)
+    assert refusal().startswith("rl.prompts.file: holds other prompts than before")
