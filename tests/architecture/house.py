@@ -266,6 +266,7 @@ RAISED: tuple[tuple[str, int, str], ...] = (
     ("tasks/rl", 7, "prompts that changed, and a row without a prompt, are named"),
     ("tasks/rl/rewards", 18, "the key, the words and the remedy of a command that cannot start"),
     ("storage/huggingface", 2, "files of a base are hashed side by side"),
+    ("tasks/rl/rewards", 2, "a process that was killed between two rollouts gets no task"),
 )
 """Room, lines, and what they are for."""
 MOST_LINES = 55_849

@@ -186,6 +186,8 @@ class FunctionPool:
                     connection, process = self._start()
                 is_new = True
             try:
+                if process.exitcode is not None:  # the pipe of a killed process may take a task for a moment
+                    raise EOFError
                 connection.send((asked, (rule, answer)))
                 is_sent, end = True, time.monotonic() + self._rules[rule].seconds
                 while connection.poll(max(end - time.monotonic(), 0.0)):
