@@ -230,9 +230,9 @@ def _by_head(attention: LatentAttention) -> Tensor:
 
 
 def _rounded_length(length: int, least: int) -> int:
-    """At least ``length``, by 25 % more at most, and at least ``least``: one of four numbers per power of two."""
-    length = max(length, least)
-    step = 1 << max((length - 1).bit_length() - 3, 0)
+    """At least ``length``, and at least ``least``: a power of two up to 256, then four numbers for each."""
+    bits = (max(length, least) - 1).bit_length()
+    step = 1 << (bits if bits <= 8 else bits - 3)
     return -(-length // step) * step
 
 

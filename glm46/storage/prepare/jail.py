@@ -145,10 +145,8 @@ def places_of(words: Sequence[str], variables: Mapping[str, str] | None = None) 
         prefix = path.parent.parent
         is_installed = path.parent.name == "bin" and (prefix / "lib").is_dir()
         is_shim = path.parent.name == "shims" and not _is_private(prefix)  # pyenv's script asks a program beside it
-        found += [prefix] if is_shim else []
-        found += (
-            [prefix / name for name in ("bin", "lib", "lib64", "libexec", "pyvenv.cfg")] if is_installed else [path]
-        )
+        installed = [prefix / name for name in ("bin", "lib", "lib64", "libexec", "pyvenv.cfg")]
+        found += installed if is_installed else [prefix if is_shim else path]
     for word in words[1:]:
         if "/" in word and os.path.exists(word):
             path = Path(word).absolute()

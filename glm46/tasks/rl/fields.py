@@ -59,11 +59,10 @@ def training_fields(
 def corrections(fields: Mapping[str, Tensor], samples: Samples, ends: Sequence[int], config: ResolvedRL) -> Tensor:
     """The factor of the policy loss of each target, FP32 [G], from ``old_logprobs, rollout_logprobs, sample_tokens``.
     The ends are those of `training_fields`."""
-    of = samples.of_targets
+    names, of = ("old_logprobs", "rollout_logprobs", "sample_tokens"), samples.of_targets
     found = torch.ones(len(of))
     for first, end in zip([0, *ends], ends, strict=False):
         of_step = (of >= first) & (of < end)
-        names = ("old_logprobs", "rollout_logprobs", "sample_tokens")
         old, of_engine, tokens = (fields[name][of_step].double() for name in names)
         share = torch.ones_like(tokens) if config.correction.level == "token" else 1 / tokens
 

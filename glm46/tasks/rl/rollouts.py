@@ -201,7 +201,7 @@ def _rewarded(scored: Sequence[EpisodeEnd]) -> list[EpisodeEnd]:
     fault = next(one.fault for one in scored if one.fault)
     key, remedy = "rl.rewards", "correct the reward or its label, or raise its timeout_seconds"
     if fault.startswith("rl.environment"):
-        key, remedy = "rl.environment", "mend it, or give it more seconds or rollout.max_new_tokens"
+        key, remedy = "rl.environment", "correct it, or raise its time limit or rollout.max_new_tokens"
     lost = f"{len(scored) - len(rewarded)} of {len(scored)} samples have no reward"
     raise UserError(*on_first_rank(f"{key}: {lost}, the first one because of {fault}; {remedy}"))
 

@@ -488,7 +488,7 @@ def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
             ((_, process),) = scorer._idle
             process.kill()
             process.join()
-        # The kernel closes the files of a killed process one after another: its pipe may be open behind its end.
+        # The process beside it, which ends its session, keeps a copy of its pipe open for a moment.
         ours, theirs = Pipe()
         with ours, theirs:
             scorer._idle[0] = ours, process
