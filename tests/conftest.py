@@ -41,6 +41,7 @@ EVERY = {
     "test_ablate::test_a_signal_stops_the_run_and_the_next_call_goes_on": 2,
     "test_ablate::test_the_recipes_are_really_trained": 0,
     "test_convert::test_the_export_has_the_tokenizer_of_the_run": 3,
+    "test_episodes::test_hostile_programs_end_their_own_episodes_and_nothing_else": 2,
     "test_folder_kinds::test_a_hugging_face_folder_is_quantised_as_its_step_folder_is": 3,
     "test_folder_kinds::test_a_verb_says_what_a_folder_of_another_kind_is": 3,
     "test_gpu_report::test_a_dry_run_runs_every_part": 0,

@@ -1,19 +1,19 @@
 # /// script
 # dependencies = ["verifiers>=0.4,<0.5"]
 # ///
-"""One episode of an environment of verifiers (0.4) against the policy: the program of `[rl.environment]`, run by a
-Python that has verifiers.
+"""Episodes of an environment of verifiers (0.4) against the policy: the program of `[rl.environment]`, run by a Python
+that has verifiers.
 
     [rl.environment]
-    kind = "command"
+    kind = "worker"
     command = ["environments/verifiers/bin/python", "deploy/environments/verifiers_worker.py", "--taskset", "my_tasks"]
 
 The harness talks to verifiers' own server on the loopback interface, and that to the endpoint of the episode: the
-harness never has the key of the episode. The last line is the reward, which `[[rl.rewards]]` with name = "score" takes.
+harness never has the key of the episode. `[[rl.rewards]]` with name = "score" takes the reward.
 
     python verifiers_worker.py --taskset my_tasks --write-prompts prompts.jsonl
 
-writes the file for `rl.prompts.file`: a line for each task, whose number the program gets back in GLM46_TASK.
+writes the file for `rl.prompts.file`: a line for each task, whose number the program gets back.
 """
 
 import argparse
@@ -75,41 +75,43 @@ def write_prompts(environment: object, file: Path, most: int | None) -> None:
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-async def play(environment: object, number: int) -> float:
-    """The reward of one episode of a task.
-
-    Raises:
-        SystemExit: the episode failed, or has several agents.
-    """
+async def play(environment: object, number: int) -> dict[str, object]:
+    """What is said of one episode of a task: its reward, or why it has none."""
     from verifiers.v1 import EvalClientConfig, ModelContext
 
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     context = ModelContext(model="policy", client=client)
     (task,) = environment.taskset.include(idx=[f"{number}:{number + 1}"])
-    async with environment.serving():
-        episode = await environment.run_episode(task, context)
+    episode = await environment.run_episode(task, context)
     faults = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if faults:
-        sys.exit(f"verifiers: {faults[0].type}: {faults[0].message}")
+        return {"error": f"verifiers: {faults[0].type}: {faults[0].message}"}
     if len(episode.traces) != 1:
-        sys.exit(f"verifiers: {len(episode.traces)} agents, and one is trained; take an environment with one")
-    return episode.traces[0].reward
+        return {"error": f"verifiers: {len(episode.traces)} agents, and one is trained; take an environment with one"}
+    return {"score": episode.traces[0].reward}
+
+
+async def serve(environment: object, output: int) -> None:
+    """Run the episodes of the lines of standard input, one after another."""
+    async with environment.serving():
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            given = json.loads(line)
+            os.environ.update(given["variables"])
+            said = await play(environment, given["task"]["task"])
+            os.write(output, f"{json.dumps({'episode': given['episode'], **said})}\n".encode())
 
 
 def main() -> None:
-    """Run one episode, or write the prompts."""
+    """Run episodes, or write the prompts."""
     given = options()
     raise_for_release()
     output = os.dup(1)
-    os.dup2(2, 1)  # what others print is not the reward
+    os.dup2(2, 1)  # what others print is no outcome
     environment = make_environment(given)
     if given.write_prompts:
         write_prompts(environment, Path(given.write_prompts), given.most_prompts)
-        return
-    reward = asyncio.run(play(environment, json.loads(os.environ["GLM46_TASK"])["task"]))
-    sys.stderr.flush()
-    os.write(output, f"\n{reward}\n".encode())
-    os._exit(0)  # nothing may be printed behind it
+    else:
+        asyncio.run(serve(environment, output))
 
 
 if __name__ == "__main__":

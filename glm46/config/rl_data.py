@@ -10,7 +10,7 @@ WITHOUT_LABELS = frozenset({"format", "repetition", "model"})
 """Rewards that do not read the label of a prompt."""
 
 
-_FUNCTION, _COMMAND = Needs("kind", "function"), Needs("kind", "command")
+_FUNCTION, _COMMAND, _PROGRAM = (Needs("kind", value) for value in ("function", "command", ("command", "worker")))
 
 
 class PromptsConfig(Section):
@@ -44,9 +44,9 @@ class PromptsConfig(Section):
 class EnvironmentConfig(Section):
     """[rl.environment]: what answers the policy's turns, such as tools. Its tokens are not targets."""
 
-    kind: Literal["function", "command"] = "function"
+    kind: Literal["function", "command", "worker"] = "function"
     """function: a function replies to each turn. command: a program of your own runs once for each sample, and asks the
-    policy by OpenAI's chat API."""
+    policy by OpenAI's chat API. worker: such a program stays, and gets one sample after another (docs/rl.md)."""
 
     function: Annotated[str | None, _FUNCTION] = Field(None, pattern=r"^[\w.]+:\w+$")
     """``package.module:function`` of your own, which gets the `Answer` of a turn and the options, and returns the text
@@ -64,7 +64,7 @@ class EnvironmentConfig(Section):
     options: Annotated[dict[str, bool | int | float | str], _FUNCTION] = Field(default_factory=dict)
     """Options of the function."""
 
-    command: Annotated[tuple[str, ...], _COMMAND] = ()
+    command: Annotated[tuple[str, ...], _PROGRAM] = ()
     """The program, as a list of words; paths of files in it lead from the folder that the run was started in. It runs
     on the host of rank 0 in an empty folder, which is removed, with OPENAI_BASE_URL, OPENAI_API_KEY and GLM46_TASK: the
     row of the prompt without its label, as JSON of at most 128 KiB. Exit code 0 ends the episode well; with another one
@@ -75,24 +75,24 @@ class EnvironmentConfig(Section):
     its label and the ``messages`` of the last turn. The last line that it prints is the number that the reward "score"
     gives; without it the last line of the first program is."""
 
-    seconds: Annotated[float, _COMMAND] = Field(3600.0, gt=0.0)
-    """Longest time for an episode; then its program is killed, and it has failed."""
+    seconds: Annotated[float, _PROGRAM] = Field(3600.0, gt=0.0)
+    """Longest time for an episode; then its program is killed, and it has failed. A worker's start counts."""
 
-    tries: Annotated[int, _COMMAND] = Field(2, ge=1)
+    tries: Annotated[int, _PROGRAM] = Field(2, ge=1)
     """Most runs of an episode that fails, each with another seed. Then its group goes on without it."""
 
-    at_once: Annotated[int, _COMMAND] = Field(64, ge=1)
-    """Programs that run at the same time."""
+    at_once: Annotated[int, _PROGRAM] = Field(64, ge=1)
+    """Programs that run at the same time; workers keep their memory."""
 
-    variables: Annotated[tuple[str, ...], _COMMAND] = ()
+    variables: Annotated[tuple[str, ...], _PROGRAM] = ()
     """Names of environment variables that both programs get, beside PATH, HOME, LANG, TMPDIR, PYTHONPATH and the like;
     others, such as keys of services, stay here."""
 
-    sandbox: Annotated[Literal["auto", "required"], _COMMAND] = "auto"
+    sandbox: Annotated[Literal["auto", "required"], _PROGRAM] = "auto"
     """auto: programs run in bubblewrap where it starts, else under Landlock where the kernel has it, else as any
     program of this user. required: the run is refused where neither works."""
 
-    allow: Annotated[tuple[str, ...], _COMMAND] = ()
+    allow: Annotated[tuple[str, ...], _PROGRAM] = ()
     """Files and folders that the sandbox lets both programs read, beside those of the system, of Python and of the
     command itself; "network" opens the network of the host to them."""
 

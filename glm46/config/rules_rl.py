@@ -132,15 +132,17 @@ def samples_of_older_weights_are_corrected(algorithm: ResolvedRL, rollout: Rollo
 def environment_has_its_program(rl: RLConfig) -> Faults:
     """The kind of an environment names what replies, and its score is read."""
     table = rl.environment
-    if table is not None and not getattr(table, table.kind):
-        key = f"rl.environment.{table.kind}"
+    key = "function" if table is None or table.kind == "function" else "command"
+    if table is not None and not getattr(table, key):
+        key = f"rl.environment.{key}"
         yield fault(f'`{key}`: absent, and `rl.environment.kind` = "{table.kind}" needs it; add it')
     has_score, reads = bool(table and table.score_command), any(one.name == "score" for one in rl.rewards)
     if has_score and not reads:
         yield fault('`rl.rewards`, `rl.environment.score_command`: no reward reads it; add one with name = "score"')
-    if reads and (table is None or table.kind != "command"):
+    if reads and (table is None or table.kind == "function"):
         yield fault(
-            '`rl.rewards`: score is a number of the program of `rl.environment` with kind = "command"; add that'
+            '`rl.rewards`: score is a number of the program of `rl.environment` with kind = "command" or "worker"; '
+            "add that"
         )
 
 

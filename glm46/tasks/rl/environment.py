@@ -64,9 +64,9 @@ def build_environment(
     Raises:
         UserError: its function cannot be loaded, or its programs cannot run.
     """
-    is_called_here = dist.get_rank() == 0 or table.kind == "command"  # a process of its own imports the function
+    is_called_here = dist.get_rank() == 0 or table.kind != "function"  # a process of its own imports the function
     pool = environment_pool(table) if is_called_here else FunctionPool([])
-    if table.kind == "command":
+    if table.kind != "function":
         return CommandEpisodes(table, keys, tokenizer, failed, needs_score=needs_score)
     threads = ThreadPoolExecutor(min(_CALLS_OF_A_RANK * dist.get_world_size(), _MOST_CALLS), "environment")
     return Conversations(pool, tokenizer, stop, keys.thinking, table.max_turns, threads)

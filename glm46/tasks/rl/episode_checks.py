@@ -47,7 +47,7 @@ def require_episodes(table: EnvironmentConfig, keys: PromptsConfig, prompts: Seq
         UserError: there is one.
     """
     most = 32 * os.sysconf("SC_PAGE_SIZE") - len(f"{TASK_NAME}=") - 1  # MAX_ARG_STRLEN, with a zero at the end
-    sizes = [(prompt.place, len(task_of(prompt, keys))) for prompt in prompts]
+    sizes = [(prompt.place, len(task_of(prompt, keys))) for prompt in prompts if table.kind == "command"]
     if large := [one for one in sizes if one[1] > most]:
         (place, size), count = large[0], f"{len(large):,} of {len(prompts):,} rows are so large"
         raise UserError(

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from glm46.config.rl_data import EnvironmentConfig, PromptsConfig
 from glm46.storage.data.tokenizer import Tokenizer
-from glm46.tasks.rl.episode_checks import TASK_NAME, kept_failure, task_of
+from glm46.tasks.rl.episode_checks import TASK_NAME, kept_failure, task_of, without
 from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rollout.background import Member
@@ -22,6 +22,7 @@ from glm46.tasks.rl.rollout.open_requests import Requests
 from glm46.tasks.rl.rollout.programs import Programs
 from glm46.tasks.rl.rollout.records import EpisodeEnd, SessionSample
 from glm46.tasks.rl.rollout.session import Session
+from glm46.tasks.rl.rollout.workers import Workers
 
 _MOST_OF_LINE = 200
 _SEED_OF_TRY = 0x9E3779B97F4A7C15
@@ -29,7 +30,7 @@ _SEED_OF_TRY = 0x9E3779B97F4A7C15
 
 
 class CommandEpisodes:
-    """See `Environment`: a program runs for each episode.
+    """See `Environment`: a program runs for each episode, or stays for many.
 
     Args:
         folder: for the output of failed episodes.
@@ -50,6 +51,7 @@ class CommandEpisodes:
         self._say, self._folder, self._failures, self._tries = say, folder, 0, table.tries
         self._programs = Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
+        self._workers = Workers(self._programs, self._command) if table.kind == "worker" else None
         self._needs_score = needs_score
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = WeakKeyDictionary[Requests, asyncio.Semaphore]()
@@ -73,9 +75,10 @@ class CommandEpisodes:
 
     def close(self) -> None:
         """See `Environment.close`: the programs and the endpoint."""
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(self._end(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
 
     def _start(self) -> asyncio.AbstractEventLoop:
         """The loop of a new thread, with the endpoint."""
@@ -90,6 +93,8 @@ class CommandEpisodes:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._workers is not None:
+            await self._workers.close()
 
     async def _episode(self, prompt: Prompt, requests: Requests, member: Member) -> EpisodeEnd:
         """Run the programs of an episode, and again if they fail. Its faults are its own."""
@@ -116,12 +121,17 @@ class CommandEpisodes:
         variables = {
             "OPENAI_BASE_URL": url, "OPENAI_API_KEY": episode.key,
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": episode.key,
-            TASK_NAME: task_of(prompt, self._prompts),
         }  # fmt: skip
+        policy = self._endpoint, episode
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             try:
-                policy = self._endpoint, episode
-                ended = await self._programs.run(self._command, folder, variables, table.seconds, b"", policy)
+                if self._workers is not None:
+                    task = without(prompt.row, self._prompts.label_key)
+                    ended, score = await self._workers.run(task, variables, table.seconds, policy)
+                else:
+                    variables[TASK_NAME] = task_of(prompt, self._prompts)
+                    ended = await self._programs.run(self._command, folder, variables, table.seconds, b"", policy)
+                    score = _last_number(ended.output, is_cut=bool(ended.fault))
             finally:
                 self._endpoint.close(episode)
             samples = session.samples()
@@ -133,15 +143,17 @@ class CommandEpisodes:
                 samples = [first._replace(completion=first.completion._replace(finish="length")), *others]
             if self._scoring:
                 return await self._scored(prompt, session, samples, folder)
-            score = _last_number(ended.output, is_cut=bool(ended.fault))
             if score is not None or not self._needs_score:
                 return EpisodeEnd(samples, "", score)
             # The program's own words are those of an error that it did not expect: the refusal is the cause.
             cause = episode.no_room and f"a request was refused ({episode.no_room}), and "
-            lines = ended.output.strip().splitlines()
-            why = f"the last line that it printed is not a number: {lines[-1][:_MOST_OF_LINE]!r}" if lines else ""
-            fault = f"{cause}{why or 'it printed nothing'}; print the score in the last line"
-            return EpisodeEnd([], f"rl.environment.command: {fault}", output=ended.output)
+            if self._workers is None:
+                lines = ended.output.strip().splitlines()
+                why = f"the last line that it printed is not a number: {lines[-1][:_MOST_OF_LINE]!r}" if lines else ""
+                why = f"{why or 'it printed nothing'}; print the score in the last line"
+            else:
+                why = 'its line has no number as "score", which [[rl.rewards]] reads; add it'
+            return EpisodeEnd([], f"rl.environment.command: {cause}{why}", output=ended.output)
 
     async def _scored(self, prompt: Prompt, session: Session, samples: list[SessionSample], folder: str) -> EpisodeEnd:
         """The end of an episode, with the number of the scoring command."""

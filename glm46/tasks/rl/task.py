@@ -79,7 +79,7 @@ class Reinforcement(Task):
         environment = run_on_all_ranks(lambda: None if table is None else build_environment(
             table, self._keys, self.tokenizer, rules.stop, failed, scores
         ))  # fmt: skip
-        if table is not None and table.kind == "command":
+        if table is not None and table.kind != "function":
             every = [*prompts, *(one for some in self._sets for one in some.prompts)]
             read_on_first_rank(partial(require_episodes, table, self._keys, every))
         filter_ = run_on_all_ranks(lambda: None if name is None else filter_pool(name))

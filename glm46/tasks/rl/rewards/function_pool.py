@@ -219,14 +219,14 @@ def sandbox_lines(config: RLConfig) -> list[str]:
     """The sandboxes of what runs programs."""
     table = config.environment
     lines = [f"code: {describe_jail(jail_of_code())}"] if any(one.name == "code" for one in config.rewards) else []
-    if table is not None and table.kind == "command":
+    if table is not None and table.kind != "function":
         lines.append(f"rl.environment: {describe_jail(jail_of_programs())}")
     return lines
 
 
 def environment_pool(table: EnvironmentConfig) -> FunctionPool:
     """The function of [rl.environment]; none of a command, whose program is looked for."""
-    if table.kind == "command":
+    if table.kind != "function":
         require_jail(jail_of_programs(), "rl.environment.sandbox", table.sandbox)
         for key, command in (("command", table.command), ("score_command", table.score_command)):
             found_program(command, f"rl.environment.{key}")

@@ -5,9 +5,10 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 from glm46.compute.distributed.environment import set_variables
 from glm46.storage.prepare.jail import FIRST_FOLDER, NO_JAIL, jail_of_programs, jailed, places_of
@@ -15,7 +16,7 @@ from glm46.storage.prepare.landlock import Access
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 
 _LAST_WORDS_SECONDS, _TICK_SECONDS = 0.5, 0.01
-_MOST_SAID = 2**14
+_MOST_SAID, _MOST_OF_LINE = 2**14, 2**16
 _NETWORK = "network"
 _VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 
@@ -42,6 +43,45 @@ class Programs:
         self._has_network = _NETWORK in allowed
         self._allowed = [os.path.abspath(os.path.expanduser(path)) for path in allowed if path != _NETWORK]
 
+    @asynccontextmanager
+    async def started(
+        self, command: Sequence[str], folder: str, variables: Mapping[str, str], endpoint: PolicyEndpoint | None,
+        errors: int = asyncio.subprocess.STDOUT,
+    ) -> AsyncIterator[asyncio.subprocess.Process]:  # fmt: skip
+        """A program in a sandbox and a session of its own, which ends with this context.
+
+        Args:
+            endpoint: that it may ask; None: it connects to nothing.
+            errors: where its standard error goes.
+
+        Raises:
+            OSError, ValueError: it cannot be started.
+        """
+        environment = set_variables(self._names) | dict(variables)
+        places = (*places_of(command, environment), *self._allowed)
+        if self._jail != NO_JAIL:
+            environment |= {"HOME": folder, "TMPDIR": folder}
+        access = Access(places, endpoint.port if endpoint else None, self._has_network)
+        most = [(resource.RLIMIT_CORE, 0)]
+        with ExitStack() as stack:
+            start = stack.enter_context(jailed(self._jail, command, folder, access, most))
+            loop = asyncio.get_running_loop()
+            transport, protocol = await loop.subprocess_exec(
+                partial(asyncio.subprocess.SubprocessStreamProtocol, _MOST_OF_LINE, loop), *start.words,
+                cwd=FIRST_FOLDER, env=environment, start_new_session=True, pass_fds=start.descriptors, stderr=errors,
+            )  # fmt: skip
+            process = asyncio.subprocess.Process(transport, protocol, loop)
+            connecting = asyncio.create_task(_serve_inside(start.channel and start.channel.dup(), endpoint))
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            connecting.cancel()
+            while process.returncode is None:  # asyncio's wait lasts until nobody has its output open
+                await asyncio.sleep(_TICK_SECONDS)
+            transport.close()
+
     async def run(
         self,
         command: Sequence[str],
@@ -51,58 +91,58 @@ class Programs:
         given: bytes,
         policy: tuple[PolicyEndpoint, Episode] | None = None,
     ) -> ProgramOutcome:
-        """Run a program in a sandbox and a session of its own, which ends with it or with its episode.
+        """Run a program to its end, or to that of its episode.
 
         Args:
             given: its standard input.
             policy: that it asks; None: it connects to nothing.
         """
-        environment = set_variables(self._names) | dict(variables)
-        places = (*places_of(command, environment), *self._allowed)
-        if self._jail != NO_JAIL:
-            environment |= {"HOME": folder, "TMPDIR": folder}
-        access = Access(places, policy[0].port if policy else None, self._has_network)
-        most = [(resource.RLIMIT_CORE, 0)]
-        with ExitStack() as stack:
-            start = stack.enter_context(jailed(self._jail, command, folder, access, most))
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *start.words, cwd=FIRST_FOLDER, env=environment, start_new_session=True, pass_fds=start.descriptors,
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                )  # fmt: skip
-            except (OSError, ValueError) as error:
-                return ProgramOutcome(f"{start.words[0]}: {error}", "")
-            connecting = asyncio.create_task(_serve_inside(start.channel and start.channel.dup(), policy))
         said = bytearray()
-        reading = asyncio.create_task(_exchange(process, given, said))
-        ends: list[asyncio.Task[object]] = [asyncio.create_task(_end_of(process.pid))]
-        ends += [asyncio.create_task(policy[1].has_failed.wait())] if policy else []
         try:
-            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if ends[0] in done:  # what it said before its end
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(reading), _LAST_WORDS_SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            for task in (*ends, connecting, reading):
-                task.cancel()
-            while process.returncode is None:  # asyncio's wait lasts until nobody has its output open
-                await asyncio.sleep(_TICK_SECONDS)
+            async with self.started(command, folder, variables, policy[0] if policy else None) as process:
+                reading = asyncio.create_task(_exchange(process, given, said))
+                try:
+                    failed = [policy[1].has_failed.wait()] if policy else []
+                    ended, *others = await first_of(seconds, end_of(process), *failed)
+                    if ended:
+                        await last_words(reading)
+                finally:
+                    reading.cancel()
+        except (OSError, ValueError) as error:
+            return ProgramOutcome(f"{command[0]}: {error}", "")
         output = said.decode(errors="replace")
-        if not done:
+        if not any((ended, *others)):
             return ProgramOutcome(f"it took more than {seconds:g} s", output)
-        lines = output.strip().splitlines()
-        last = f": {lines[-1]}" if lines else ""
-        status = process.returncode
-        return ProgramOutcome("" if status == 0 else f"it ended with code {status}{last}", output)
+        return ProgramOutcome("" if process.returncode == 0 else end_in_words(process.returncode, output), output)
 
 
-async def _end_of(pid: int) -> None:
+def end_in_words(status: int | None, output: str) -> str:
+    """The fault of a program that ended, with the last line that it wrote."""
+    lines = output.strip().splitlines()
+    return f"it ended with code {status}{f': {lines[-1]}' if lines else ''}"
+
+
+async def first_of(seconds: float, *waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any] | None]:
+    """Wait for the first of some waits, for so long at most. The others, None in what is returned, are cancelled."""
+    tasks = [asyncio.create_task(one) for one in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return [task if task in done else None for task in tasks]
+
+
+async def last_words(reading: asyncio.Task[None]) -> None:
+    """Wait for what a program wrote before its end."""
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(asyncio.shield(reading), _LAST_WORDS_SECONDS)
+
+
+async def end_of(process: asyncio.subprocess.Process) -> None:
     """Wait until a process ends, even if another one keeps its output open."""
     try:
-        descriptor = os.pidfd_open(pid)
+        descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -114,9 +154,9 @@ async def _end_of(pid: int) -> None:
         os.close(descriptor)
 
 
-async def _serve_inside(channel: socket.socket | None, policy: tuple[PolicyEndpoint, Episode] | None) -> None:
+async def _serve_inside(channel: socket.socket | None, endpoint: PolicyEndpoint | None) -> None:
     """Accept on the listening socket that a sandbox sends through its channel, until this is cancelled."""
-    if channel is None or policy is None:
+    if channel is None or endpoint is None:
         return
     with channel:
         arrived, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -127,7 +167,7 @@ async def _serve_inside(channel: socket.socket | None, policy: tuple[PolicyEndpo
             loop.remove_reader(channel)
         _, found, _, _ = socket.recv_fds(channel, 1, 1)
     for descriptor in found:
-        await policy[0].serve_on(socket.socket(fileno=descriptor))
+        await endpoint.serve_on(socket.socket(fileno=descriptor))
 
 
 async def _exchange(process: asyncio.subprocess.Process, given: bytes, said: bytearray) -> None:
@@ -137,6 +177,11 @@ async def _exchange(process: asyncio.subprocess.Process, given: bytes, said: byt
         process.stdin.write(given)
         await process.stdin.drain()
         process.stdin.close()
-    while part := await process.stdout.read(2**16):
+    await keep_end(process.stdout, said)
+
+
+async def keep_end(output: asyncio.StreamReader, said: bytearray) -> None:
+    """Read an output to its end, and keep the last part of it."""
+    while part := await output.read(2**16):
         said += part
         del said[:-_MOST_SAID]

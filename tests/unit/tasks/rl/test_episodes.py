@@ -4,6 +4,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -27,15 +28,15 @@ from glm46.tasks.rl.prompts import Prompt
 from glm46.tasks.rl.rewards.answer import RewardRule
 from glm46.tasks.rl.rewards.commands import found_program
 from glm46.tasks.rl.rewards.function_pool import FunctionPool, Reply, environment_pool
-from glm46.tasks.rl.rollout import programs
+from glm46.tasks.rl.rollout import programs, workers
 from glm46.tasks.rl.rollout.records import Completion, SamplingRules, VersionSpan
 from glm46.tasks.rl.rollouts import answered_lines, generate_rollout
 from glm46.tasks.rl.sampling import Sampler
-from tests.processes import HANG_SECONDS
+from tests.processes import HANG_SECONDS, wait_until
 from tests.unit.tasks.rl.samples import InRounds
 from tests.unit.tasks.rl.test_conversations import replying
 
-PROGRAM = str(Path(__file__).with_name("program.py"))
+PROGRAM, WORKER = (str(Path(__file__).with_name(name)) for name in ("program.py", "worker.py"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,7 +83,7 @@ def make_sampler(tokenizer, request, tmp_path):
             config, RolloutSection.model_validate({"max_new_tokens": 200}), tokenizer, engine, prompts, rules, 0,
             FunctionPool([RewardRule(name) for name in rewards]),
         )  # fmt: skip
-        if config.environment.kind == "command":
+        if config.environment.kind != "function":
             made.environment = CommandEpisodes(
                 config.environment, config.prompts, tokenizer, tmp_path / "failed", needs_score="score" in rewards
             )
@@ -108,8 +109,29 @@ def command(**keys) -> dict:
     return {"kind": "command", "command": [sys.executable, "-S", PROGRAM], "seconds": 100.0, **keys}
 
 
-def test_a_program_has_the_samples_of_a_function_that_replies_alike(make_sampler, length):
-    of_program = make_sampler(["two tries"] * 3, command())
+def worker(**keys) -> dict:
+    return command(kind="worker", command=[sys.executable, "-S", WORKER], **keys)
+
+
+KINDS = pytest.mark.parametrize("program", [command, worker])
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """The commands of programs that were started."""
+    found, started = [], programs.Programs.started
+
+    def start(self, command, *others):
+        found.append(command)
+        return started(self, command, *others)
+
+    monkeypatch.setattr(programs.Programs, "started", start)
+    return found
+
+
+@KINDS
+def test_a_program_has_the_samples_of_a_function_that_replies_alike(program, make_sampler, length, starts):
+    of_program = make_sampler(["two tries"] * 3, program(at_once=2))
     of_function = make_sampler(["two tries"] * 3, {"function": "a:b"})
     replies = lambda answers: [Reply(None if a.history else a.prompt) for a in answers]  # noqa: E731
     of_function.environment = replying(replies, of_function.tokenizer, 2)
@@ -121,10 +143,12 @@ def test_a_program_has_the_samples_of_a_function_that_replies_alike(make_sampler
     seconds = ("rollout_seconds", "reward_seconds")
     figures, expected = ({k: v for k, v in of.figures.items() if k not in seconds} for of in (one, other))
     assert figures == expected and sum(of_program.engine.rounds) == 12
+    assert len(starts) == (2 if program is worker else 6)
 
 
-def test_an_episode_of_two_samples_counts_once(make_sampler, length):
-    of = make_sampler(["edited"], command())
+@KINDS
+def test_an_episode_of_two_samples_counts_once(program, make_sampler, length):
+    of = make_sampler(["edited"], program())
     rollout = generate_rollout(of, of.generate_groups, 7, 0)
     assert rollout.episode.tolist() == [0, 0, 1, 1] and rollout.group.tolist() == [0] * 2
     assert rollout.figures["generated_samples"] == 2
@@ -132,9 +156,10 @@ def test_an_episode_of_two_samples_counts_once(make_sampler, length):
     assert is_last == [True, False] * 2, "the sample with the last turn comes first"
 
 
-def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, length):
+@KINDS
+def test_hostile_programs_end_their_own_episodes_and_nothing_else(program, make_sampler, length):
     kinds = ["two tries", "hang", "flood", "large", "other session", "other key", "many turns", "two tries"]
-    of, alone = (make_sampler(some, command(seconds=20.0, tries=1)) for some in (kinds, kinds[:1] * len(kinds)))
+    of, alone = (make_sampler(some, program(seconds=20.0, tries=1)) for some in (kinds, kinds[:1] * len(kinds)))
     samples, undisturbed = of.generate_groups(0, len(kinds)), alone.generate_groups(0, len(kinds))
     assert {sample.group for sample in samples} == {*range(len(kinds))}
     for sample, other in zip(samples, undisturbed, strict=True):
@@ -154,6 +179,83 @@ def test_hostile_programs_end_their_own_episodes_and_nothing_else(make_sampler, 
             )
     scored = score(of, samples)
     assert [one.reward is None for one in scored] == [bool(one.fault) for one in samples], "a failure is no reward of 0"
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ("dies", "it ended with code 1: out of memory"),
+        ("another episode", """its line is not {"episode": "%s", "score": a number or null}: '{"episode": "0123"""),
+        ("words", """a number or null}: 'a debugging line'; write other words to standard error"""),
+        ("endless", "a number or null}: 'Separator is "),
+        ("twice", """its line is not {"episode": "%s", "score": a number or null}: '{"episode": "%s"}'; write"""),
+    ],
+)
+def test_a_worker_that_answers_wrongly_ends_its_episode_and_is_replaced(answers, said, make_sampler, length, starts):
+    """Each sample runs behind the one before it, in the same process if that has not been ended."""
+    of = make_sampler([f"cut/{answers}", "cut"], worker(at_once=1, tries=1))
+    ends = of.generate_groups(0, 2)
+    is_bad = [of.prompt(one.group).row["kind"] != "cut" for one in ends]
+    # What is said too much is found in the episode behind, the other one of its group.
+    assert [bool(one.fault) for one in ends if of.prompt(one.group).row["kind"] == "cut"] == [False] * 2
+    faults = [one.fault for one in ends if one.fault]
+    pattern = re.escape(said).replace("%s", "[0-9a-f]{16}")
+    assert len(faults) == (1 if answers == "twice" else 2) and all(re.search(pattern, one) for one in faults), faults
+    assert len(starts) == len(faults) + (not is_bad[-1])
+
+
+def test_another_try_gets_another_worker_and_a_silent_one_is_ended(make_sampler, length):
+    of = make_sampler(["cut/twice"] * 2, worker(at_once=1, tries=3))
+    assert not any(one.fault for one in of.generate_groups(0, 2))
+    of = make_sampler(["cut/closes"], worker(seconds=2.0, tries=1))
+    assert {one.fault for one in of.generate_groups(0, 1)} == {"rl.environment: it took more than 2 s"}
+
+
+def test_a_worker_has_its_scores_and_those_that_are_killed_between_rollouts_are_replaced(make_sampler, starts):
+    of, said = make_sampler(["own score", "own score", "two tries", "many turns"], worker(), ("score",)), []
+    of.environment._say = said.append
+    ends = score(of, of.generate_groups(0, 4))
+    found = {(of.prompt(one.group).row["kind"], of.prompt(one.group).label, one.reward) for one in ends}
+    expected = [("own score", 0.0), ("own score", 1.0), ("two tries", None), ("many turns", None)]
+    assert found == {(kind, str(number), reward) for number, (kind, reward) in enumerate(expected)}
+    faults = {of.prompt(one.group).row["kind"]: one.fault for one in ends}
+    why = 'its line has no number as "score", which [[rl.rewards]] reads; add it'
+    assert faults["two tries"] == f"rl.environment.command: {why}"
+    assert (
+        faults["many turns"].startswith("rl.environment.command: a request was refused (")
+        and why in faults["many turns"]
+    )
+    before, idle = len(starts), [one.process for one in of.environment._workers._idle]
+    descriptors = [os.pidfd_open(process.pid) for process in idle]
+    for process in idle:
+        os.killpg(process.pid, signal.SIGKILL)
+    wait_until(lambda: all(process.returncode is not None for process in idle))
+    said.clear()
+    of.prompts = of.prompts[:2]
+    assert not any(one.fault for one in of.generate_groups(0, 2)) and not said and len(starts) > before
+    descriptors += [os.pidfd_open(one.process.pid) for one in of.environment._workers._idle]
+    of.environment.close()
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], HANG_SECONDS)[0], "it runs on"
+        os.close(descriptor)
+    assert len(descriptors) > len(idle)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"episode": "a", "score": 0.5}', ("", 0.5)), ('{"episode": "a", "score": null, "more": 1}', ("", None)),
+        ('{"episode": "a"}', ("", None)), ('{"episode": "a", "score": true}', ("", 1.0)),
+        ('{"episode": "a", "error": "no tool"}', ("no tool", None)),
+        ('{"episode": "a", "error": "cut", "score": 1}', ("cut", 1.0)),
+        ('{"episode": "b", "score": 0.5}', None), ('{"score": 0.5}', None), ('{"episode": "a", "score": "0.5"}', None),
+        ('{"episode": "a", "score": NaN}', None), ('{"episode": "a", "score": 1e999}', None),
+        (f'{{"episode": "a", "score": 1{"0" * 400}}}', None), ('{"episode": "a", "error": 1}', None),
+        ('{"episode": "a", "score": [1]}', None), ("0.5", None), ("[]", None), ("", None), ("[" * 60_000, None),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_worker(line, found):
+    assert workers._outcome(line.encode(), "a") == found
 
 
 def test_a_failed_episode_is_run_again_and_a_group_of_one_is_left_out(make_sampler, length, monkeypatch, tmp_path):
@@ -313,16 +415,16 @@ def test_a_script_that_is_not_there_is_refused_before_a_program_starts():
         found_program([sys.executable, "mine/agnt.py"])
 
 
-def test_a_stop_ends_the_programs(make_sampler, length, monkeypatch):
-    started, start = list[int](), programs.asyncio.create_subprocess_exec
+@KINDS
+def test_a_stop_ends_the_programs(program, make_sampler, length, monkeypatch):
+    started, end_of = list[int](), programs.end_of
 
-    async def start_and_see(*words, **options):
-        process = await start(*words, **options)
+    def end_and_see(process):
         started.append(os.pidfd_open(process.pid))
-        return process
+        return end_of(process)
 
-    monkeypatch.setattr(programs.asyncio, "create_subprocess_exec", start_and_see)
-    of = make_sampler(["hang"], command())
+    monkeypatch.setattr(workers if program is worker else programs, "end_of", end_and_see)
+    of = make_sampler(["hang"], program())
     of.is_stopped = lambda: bool(of.engine.rounds)
     assert of.generate_groups(0, 1) is None
     for descriptor in list(started):

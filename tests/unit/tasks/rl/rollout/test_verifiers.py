@@ -11,6 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -25,6 +26,7 @@ from glm46.tasks.rl.rollout.endpoint import PolicyEndpoint
 from glm46.tasks.rl.rollout.programs import ProgramOutcome, Programs
 from glm46.tasks.rl.rollout.records import Completion, Request, VersionSpan
 from glm46.tasks.rl.rollout.session import Session
+from glm46.tasks.rl.rollout.workers import Workers
 from tests.wheels import download
 
 PYTHON = os.environ.get("GLM46_VERIFIERS_PYTHON", "")
@@ -49,33 +51,46 @@ needs_verifiers = pytest.mark.skipif(not PYTHON, reason="GLM46_VERIFIERS_PYTHON 
 ENVIRONMENT = {"PYTHONPATH": str(WORKER.parent), "PATH": os.defpath}
 
 
-def run_worker(
-    answers: list[str], folder: Path, task: int, most_tokens: int = 200, jail: str = NO_JAIL
-) -> tuple[ProgramOutcome, Session]:
-    """The end of the worker on a task, and what the endpoint recorded; the policy answers as told."""
+class Played(NamedTuple):
+    """The end of an episode, and what the endpoint recorded."""
 
-    async def whole() -> tuple[ProgramOutcome, Session]:
-        endpoint = PolicyEndpoint(print)
+    ended: ProgramOutcome
+    score: float | None
+    session: Session
 
+
+def run_worker(monkeypatch, jail: str, *episodes: tuple[int, list[str], int]) -> list[Played]:
+    """Episodes of one worker: each has a task, the answers of the policy, and its most tokens."""
+    monkeypatch.setenv("PYTHONPATH", str(WORKER.parent))
+    programs = Programs((), ())
+    programs._jail = jail
+
+    async def play(workers: Workers, endpoint: PolicyEndpoint, task: int, answers: list[str], most: int) -> Played:
         def ask(asked) -> None:
             for one in asked:
                 tokens = [*TOKENIZER.encode("\n" + answers.pop(0)).tolist(), TOKENIZER.special["<|user|>"]]
                 one.done(Completion(tokens, [-1.0] * len(tokens), "stop", [VersionSpan(0, 0)], None))
 
-        server = await endpoint.start()
         prompt = chat_prompt(TOKENIZER, [Message("user", "123456")], thinking=False)
-        session = Session(TOKENIZER, Request(prompt, 3, most_tokens), thinking=False, most_turns=4)
+        session = Session(TOKENIZER, Request(prompt, 3, most), thinking=False, most_turns=4)
         episode = endpoint.open(session, 4, SimpleNamespace(ask=ask, drop=lambda one: None))
-        variables = ENVIRONMENT | {
-            "OPENAI_BASE_URL": endpoint.base_url(episode), "OPENAI_API_KEY": episode.key,
-            "GLM46_TASK": json.dumps({"prompt": "as of the task", "task": task}), "HOME": str(folder),
-        }  # fmt: skip
-        runs = Programs((), ())
-        runs._jail = jail
+        variables = {"OPENAI_BASE_URL": endpoint.base_url(episode), "OPENAI_API_KEY": episode.key}
+        row = {"prompt": "as of the task", "task": task}
+        return Played(*await workers.run(row, variables, 300.0, (endpoint, episode)), session)
+
+    async def whole() -> list[Played]:
+        endpoint = PolicyEndpoint(print)
+        server = await endpoint.start()
         words = [PYTHON, str(WORKER), "--taskset", "second_try", "--env", '{"taskset": {"tasks": 9}}']
-        ended = await runs.run(words, str(folder), variables, 300.0, b"", (endpoint, episode))
+        workers = Workers(programs, words)
+        found, processes = [], set()
+        for episode in episodes:
+            found.append(await play(workers, endpoint, *episode))
+            processes |= {one.process.pid for one in workers._idle}
+        await workers.close()
         server.close()
-        return ended, session
+        assert len(processes) == 1, "it stays"
+        return found
 
     return asyncio.run(whole())
 
@@ -134,29 +149,26 @@ def test_the_wheel_has_what_the_worker_uses(tmp_path):
     pytest.param(BUBBLEWRAP, marks=pytest.mark.skipif(not has_bubblewrap(), reason="bubblewrap does not start here")),
     NO_JAIL,
 ])  # fmt: skip
-def test_an_episode_is_recorded_and_its_reward_is_the_last_line(jail, tmp_path, prompts):
+def test_episodes_are_recorded_and_rewarded_one_after_another(jail, monkeypatch, prompts):
     right = "".join(sorted(prompts[1]))
-    ended, session = run_worker(["231", right], tmp_path, 1, jail=jail)
-    assert ended.fault == "" and ended.output.strip().splitlines()[-1] == "1.0", ended
-    (sample,) = session.samples()
-    assert len(session.turns) == 2 and len(sample.completion.replies) == 1, "one conversation of two turns"
-    assert [message["content"] for message in session.conversation()] == [prompts[1], "231", prompts[1], right]
-    ended, session = run_worker(["231", right], tmp_path, 2, jail=jail)
-    assert ended.output.strip().splitlines()[-1] == "0.0" and len(session.turns) == 2
-
-
-@needs_verifiers
-@pytest.mark.slow
-def test_a_failed_episode_has_no_reward(tmp_path, prompts):
-    ended, session = run_worker(["231"], tmp_path, 1, most_tokens=6)  # no room for a second turn
-    assert ended.fault.startswith("it ended with code 1: verifiers: ") and len(session.turns) == 1
+    one, other, cut, last = run_worker(
+        monkeypatch, jail, (1, ["231", right], 200), (2, ["231", right], 200), (1, ["231"], 6), (1, [right], 200)
+    )
+    assert (one.ended.fault, one.score) == ("", 1.0), one.ended
+    (sample,) = one.session.samples()
+    assert len(one.session.turns) == 2 and len(sample.completion.replies) == 1, "one conversation of two turns"
+    assert [message["content"] for message in one.session.conversation()] == [prompts[1], "231", prompts[1], right]
+    assert (other.ended.fault, other.score) == ("", 0.0) and len(other.session.turns) == 2
+    assert cut.ended.fault.startswith("verifiers: ") and cut.score is None, "no room for a second turn"
+    assert len(cut.session.turns) == 1
+    assert (last.ended.fault, last.score, len(last.session.turns)) == ("", 1.0, 1)
 
 
 def test_a_python_without_verifiers_is_told_the_remedy(tmp_path):
     words = [sys.executable, "-S", str(WORKER), "--taskset", "second_try"]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 1 and "pip install 'verifiers>=0.4,<0.5'" in ended.stderr
-    environment = {"kind": "command", "command": words}
+    environment = {"kind": "worker", "command": words}
     config = RLConfig.model_validate({"prompts_per_rollout": 1, "environment": environment})
     with pytest.raises(UserError, match=r"verifiers_worker.py declares 'verifiers<0.5,>=0.4', and .*install it"):
         require_episodes(config.environment, config.prompts, [])
@@ -164,7 +176,7 @@ def test_a_python_without_verifiers_is_told_the_remedy(tmp_path):
 
 @needs_verifiers
 def test_a_python_with_verifiers_is_not_refused():
-    environment = {"kind": "command", "command": [PYTHON, str(WORKER), "--taskset", "second_try"]}
+    environment = {"kind": "worker", "command": [PYTHON, str(WORKER), "--taskset", "second_try"]}
     config = RLConfig.model_validate({"prompts_per_rollout": 1, "environment": environment})
     require_episodes(config.environment, config.prompts, [])
     assert [one.name for one in declared_packages(WORKER)] == ["verifiers"]
