@@ -23,6 +23,7 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TextIO
 
 _RELEASE = "0.4."
 
@@ -91,10 +92,10 @@ async def play(environment: object, number: int) -> dict[str, object]:
     return {"score": episode.traces[0].reward}
 
 
-async def serve(environment: object, output: int) -> None:
-    """Run the episodes of the lines of standard input, one after another."""
+async def serve(environment: object, lines: TextIO, output: int) -> None:
+    """Run the episodes of some lines, one after another."""
     async with environment.serving():
-        while line := await asyncio.to_thread(sys.stdin.readline):
+        while line := await asyncio.to_thread(lines.readline):
             given = json.loads(line)
             os.environ.update(given["variables"])
             said = await play(environment, given["task"]["task"])
@@ -105,13 +106,14 @@ def main() -> None:
     """Run episodes, or write the prompts."""
     given = options()
     raise_for_release()
-    output = os.dup(1)
-    os.dup2(2, 1)  # what others print is no outcome
+    lines, output = os.fdopen(os.dup(0), encoding="utf-8"), os.dup(1)
+    os.dup2(2, 1)  # what others print is no outcome, and harnesses read no lines of later episodes
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     environment = make_environment(given)
     if given.write_prompts:
         write_prompts(environment, Path(given.write_prompts), given.most_prompts)
     else:
-        asyncio.run(serve(environment, output))
+        asyncio.run(serve(environment, lines, output))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class EnvironmentConfig(Section):
     """The program, as a list of words; paths of files in it lead from the folder that the run was started in. It runs
     on the host of rank 0 in an empty folder, which is removed, with OPENAI_BASE_URL, OPENAI_API_KEY and GLM46_TASK: the
     row of the prompt without its label, as JSON of at most 128 KiB. Exit code 0 ends the episode well; with another one
-    it has failed."""
+    it has failed. A worker gets these by lines."""
 
     score_command: Annotated[tuple[str, ...], _COMMAND] = ()
     """A program that runs in the same folder when the first one has ended. Its standard input is JSON: the ``row`` with
@@ -82,7 +82,7 @@ class EnvironmentConfig(Section):
     """Most runs of an episode that fails, each with another seed. Then its group goes on without it."""
 
     at_once: Annotated[int, _PROGRAM] = Field(64, ge=1)
-    """Programs that run at the same time; workers keep their memory."""
+    """Programs that run at the same time, and most workers that are kept."""
 
     variables: Annotated[tuple[str, ...], _PROGRAM] = ()
     """Names of environment variables that both programs get, beside PATH, HOME, LANG, TMPDIR, PYTHONPATH and the like;

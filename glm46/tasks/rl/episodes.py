@@ -51,7 +51,7 @@ class CommandEpisodes:
         self._say, self._folder, self._failures, self._tries = say, folder, 0, table.tries
         self._programs = Programs(table.variables, table.allow)
         self._command, self._scoring = (found_program(words) for words in (table.command, table.score_command))
-        self._workers = Workers(self._programs, self._command) if table.kind == "worker" else None
+        self._workers = Workers(self._programs, self._command, table.at_once) if table.kind == "worker" else None
         self._needs_score = needs_score
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = WeakKeyDictionary[Requests, asyncio.Semaphore]()

@@ -181,33 +181,35 @@ def test_hostile_programs_end_their_own_episodes_and_nothing_else(program, make_
     assert [one.reward is None for one in scored] == [bool(one.fault) for one in samples], "a failure is no reward of 0"
 
 
+_NAMED = 'its line is not {"episode": "%s", "score": a number or null, "error": a text or null}: '
+
+
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
-        ("dies", "it ended with code 1: out of memory"),
-        ("another episode", """its line is not {"episode": "%s", "score": a number or null}: '{"episode": "0123"""),
-        ("words", """a number or null}: 'a debugging line'; write other words to standard error"""),
-        ("endless", "a number or null}: 'Separator is "),
-        ("twice", """its line is not {"episode": "%s", "score": a number or null}: '{"episode": "%s"}'; write"""),
+        ("dies", "it ended with code 1: out of memory"), ("endless", f"{_NAMED}'more than 65,536 bytes'"),
+        ("words", f"{_NAMED}'a debugging line'; write other words to standard error"),
+        ("another episode", f"""{_NAMED}'{{"episode": "%s"}}'; write other words to standard error"""),
     ],
-)
+)  # fmt: skip
 def test_a_worker_that_answers_wrongly_ends_its_episode_and_is_replaced(answers, said, make_sampler, length, starts):
-    """Each sample runs behind the one before it, in the same process if that has not been ended."""
     of = make_sampler([f"cut/{answers}", "cut"], worker(at_once=1, tries=1))
     ends = of.generate_groups(0, 2)
     is_bad = [of.prompt(one.group).row["kind"] != "cut" for one in ends]
-    # What is said too much is found in the episode behind, the other one of its group.
-    assert [bool(one.fault) for one in ends if of.prompt(one.group).row["kind"] == "cut"] == [False] * 2
-    faults = [one.fault for one in ends if one.fault]
+    assert [bool(one.fault) for one in ends] == is_bad and sum(is_bad) == 2
     pattern = re.escape(said).replace("%s", "[0-9a-f]{16}")
-    assert len(faults) == (1 if answers == "twice" else 2) and all(re.search(pattern, one) for one in faults), faults
-    assert len(starts) == len(faults) + (not is_bad[-1])
+    assert all(re.search(pattern, one.fault) for one in ends if one.fault), ends
+    assert len(starts) == 2 + (not is_bad[-1]), "one for each that was ended, and one for the others"
 
 
-def test_another_try_gets_another_worker_and_a_silent_one_is_ended(make_sampler, length):
-    of = make_sampler(["cut/twice"] * 2, worker(at_once=1, tries=3))
-    assert not any(one.fault for one in of.generate_groups(0, 2))
-    of = make_sampler(["cut/closes"], worker(seconds=2.0, tries=1))
+@pytest.mark.parametrize("answers", ["twice", "leaves"])
+def test_what_a_worker_does_behind_its_episode_is_no_fault_of_the_next_one(answers, make_sampler, length, starts):
+    of = make_sampler([f"cut/{answers}"] * 2, worker(at_once=1, tries=1))
+    assert not any(one.fault for one in of.generate_groups(0, 2)) and len(starts) == 4
+
+
+def test_a_silent_worker_is_ended(make_sampler, length):
+    of = make_sampler(["cut/silent"], worker(seconds=2.0, tries=1))
     assert {one.fault for one in of.generate_groups(0, 1)} == {"rl.environment: it took more than 2 s"}
 
 
@@ -246,7 +248,8 @@ def test_a_worker_has_its_scores_and_those_that_are_killed_between_rollouts_are_
     [
         ('{"episode": "a", "score": 0.5}', ("", 0.5)), ('{"episode": "a", "score": null, "more": 1}', ("", None)),
         ('{"episode": "a"}', ("", None)), ('{"episode": "a", "score": true}', ("", 1.0)),
-        ('{"episode": "a", "error": "no tool"}', ("no tool", None)),
+        ('{"episode": "a", "error": "no tool"}', ("no tool", None)), ('{"episode": "a", "error": null}', ("", None)),
+        ('{"episode": "a", "error": "\\ud83d"}', ("?", None)),
         ('{"episode": "a", "error": "cut", "score": 1}', ("cut", 1.0)),
         ('{"episode": "b", "score": 0.5}', None), ('{"score": 0.5}', None), ('{"episode": "a", "score": "0.5"}', None),
         ('{"episode": "a", "score": NaN}', None), ('{"episode": "a", "score": 1e999}', None),

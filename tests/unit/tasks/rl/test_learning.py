@@ -73,7 +73,18 @@ def test_the_debug_run_raises_its_reward(tmp_path, seed):
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(not TOY.is_dir(), reason="the cases of others are not beside this checkout")
-def test_a_handed_conversation_of_two_turns_is_learned(tmp_path):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param([], id="function"),
+        pytest.param(
+            ["--rl.environment.kind", "worker", "--rl.environment.function=", "--rl.rewards", '[{name = "exact"}]',
+             "--rl.environment.command", f'["{sys.executable}", "train_configs/programs/sort_digits.py"]'],
+            id="worker",
+        ),
+    ],
+)  # fmt: skip
+def test_a_handed_conversation_of_two_turns_is_learned(keys, tmp_path):
     """Three minutes on two cores."""
 
     def run(name: str, config: Path | str, *keys: str) -> None:
@@ -86,7 +97,7 @@ def test_a_handed_conversation_of_two_turns_is_learned(tmp_path):
 
     run("labels", "train_configs/rl_debug_labels.toml")
     start = tmp_path / "labels" / "checkpoint" / "step-000040"
-    run("two", TOY / "second_try.toml", "--checkpoint.initial_load_path", str(start))
+    run("two", TOY / "second_try.toml", "--checkpoint.initial_load_path", str(start), *keys)
     found = [row["validation_reward/sorting"] for row in rows(tmp_path / "two") if "validation_reward/sorting" in row]
     # 512 answers: a deviation of 0.02.
     assert len(found) == 4 and found[0] < 0.3 and found[-1] >= 0.65, found

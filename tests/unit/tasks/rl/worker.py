@@ -32,14 +32,15 @@ for line in sys.stdin:
     if answers == "dies":
         sys.exit("out of memory")
     if answers == "another episode":
-        reply["episode"] = "0123456789abcdef"
+        reply["episode"] = os.environ["OPENAI_BASE_URL"].split("/")[-2]
     if answers == "words":
         print("a debugging line")
     if answers == "endless":
         sys.stdout.write("x" * 1_000_000)
-    if answers == "closes":
-        os.close(1)
+    if answers == "silent":
         os.read(0, 1)
     print(json.dumps(reply), flush=True)
     if answers == "twice":
         print(json.dumps(reply), flush=True)
+    if answers == "leaves":
+        os._exit(0)

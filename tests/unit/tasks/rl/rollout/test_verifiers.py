@@ -82,7 +82,7 @@ def run_worker(monkeypatch, jail: str, *episodes: tuple[int, list[str], int]) ->
         endpoint = PolicyEndpoint(print)
         server = await endpoint.start()
         words = [PYTHON, str(WORKER), "--taskset", "second_try", "--env", '{"taskset": {"tasks": 9}}']
-        workers = Workers(programs, words)
+        workers = Workers(programs, words, 1)
         found, processes = [], set()
         for episode in episodes:
             found.append(await play(workers, endpoint, *episode))
