@@ -3,7 +3,7 @@
 #
 #   scripts/run_tests.sh                      what every change needs: all but the tests that are marked thorough
 #   scripts/run_tests.sh --all                all tests
-#   scripts/run_tests.sh --fast               unit and architecture tests that are not marked slow
+#   scripts/run_tests.sh --fast               the first row of each unit and architecture test that is not marked slow
 #   scripts/run_tests.sh data model           the unit tests of these rooms (also: storage/data, or a wing: storage)
 #   scripts/run_tests.sh -k "tp2 and pp2" -x  any options, files and folders of pytest
 set -euo pipefail
@@ -45,7 +45,7 @@ if [ ${#side_by_side[@]} -eq 0 ] && [ ${#alone[@]} -eq 0 ]; then
     [ -n "$fast" ] || alone=(tests/ranks tests/gpu)
 fi
 [ $# -gt 0 ] || { whole=1 options+=(-m "not thorough and not long and not slurm"); }
-[ -z "$fast" ] || options+=(-m "not slow and not long and not slurm")
+[ -z "$fast" ] || options+=(-m "not slow and not further and not long and not slurm")
 
 processes=auto
 if [[ " ${side_by_side[*]-} " == *" tests/unit "* ]] && [ -z "$fast" ]; then processes=$(($(nproc) + 1)); fi

@@ -104,6 +104,7 @@ def test_rooms_of_the_page_are_the_rooms():
     assert sorted(rooms) == sorted(room for room in house.LAYERS if (ROOT / "glm46" / room).is_dir())
 
 
+@pytest.mark.slow
 def test_picture_of_the_house_is_that_of_its_imports():
     """``python scripts/draw_house.py`` writes it."""
     assert (ROOT / "docs" / "images" / "house.svg").read_text(encoding="utf-8") == draw_house.picture()

@@ -27,6 +27,7 @@ ENFORCED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ENFORCED, ids=lambda rule: rule.__name__)
 def test_package_keeps_the_rule(rule, modules):
     assert rule(modules) == []
@@ -41,6 +42,7 @@ def test_lines_are_reported(modules):
     assert {room for room in lines if lines[room]} == house.LINE_BUDGETS.keys()
 
 
+@pytest.mark.slow
 def test_sizes_are_reported(modules):
     found = house.oversized(modules)
     if found:
@@ -117,6 +119,7 @@ def test_rule_finds_a_planted_violation(name, tmp_path):
     assert getattr(house, name)(house.read_package(tmp_path)) == [EXPECTED[name]]
 
 
+@pytest.mark.slow
 def test_every_key_of_the_configuration_is_read_from_its_section(modules):
     assert config_reads.unread_config_fields({name: module.tree for name, module in modules.items()}) == []
 
@@ -258,6 +261,7 @@ def test_these_tests_load_nothing_of_the_package():
     }
 
 
+@pytest.mark.slow
 def test_tests_assert_something():
     """A test without an assertion proves only that code runs."""
     silent = []

@@ -27,7 +27,7 @@ FAST = SIDE_BY_SIDE + "tests/unit tests/architecture"
 UNIT = FAST.replace("auto", "5")
 RANKS = ALONE + "-n 2 --dist loadfile tests/ranks tests/gpu"
 TIER = " -m not thorough and not long and not slurm"
-QUICK = " -m not slow and not long and not slurm"
+QUICK = " -m not slow and not further and not long and not slurm"
 
 
 @pytest.fixture

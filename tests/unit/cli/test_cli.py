@@ -42,6 +42,7 @@ def test_a_verb_is_required(arguments, capsys):
     assert end.value.code == 2 and "python -m glm46: error: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_and_schema_survive_an_interpreter_that_drops_docstrings():
     code = (
         "import sys\nfrom glm46.cli import main\nfor verb in sys.argv[1:]:\n"
@@ -122,6 +123,7 @@ def test_a_plan_of_too_many_gpus_is_refused_at_once(capsys):
         assert capsys.readouterr().err.endswith("a plan goes up to 262,144; take fewer\n")
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn(tmp_path, capsys):
     """Memory of each pipeline rank and the timeline, of a run that does not fit too. Nothing else is left behind."""
     pipeline = ["--parallelism.pipeline_parallel_degree=2", "--data.num_workers=0"]

@@ -42,6 +42,7 @@ def test_the_two_commands_of_the_readme_and_all_tests_run():
     assert all("promtool" in run or "prometheus" in run for run in (RUNS["readme"][0], RUNS["nightly"][0]))
 
 
+@pytest.mark.slow
 def test_commands_of_the_readme_are_run_or_their_files_fit_the_gpus_that_it_states(capsys):
     """Here: plans, and the files of rows with GPUs. tests/ranks/test_tutorial.py runs the first command, evaluate and
     chat; test_mixture.py trains data_example.toml; test_shipped_runs.py plans every file of the table of recipes."""

@@ -75,6 +75,7 @@ def test_transformers_loads_a_converted_folder(trained, tmp_path):
     assert generation.eos_token_id == theirs.config.eos_token_id == stops
 
 
+@pytest.mark.slow
 def test_a_round_trip_keeps_every_bit_of_the_model(trained, tmp_path, capsys):
     step, _ = trained
     assert main(["convert", "to-hf", "--checkpoint", str(step), "--output", str(tmp_path / "a"), "--mtp-copies",
@@ -153,6 +154,7 @@ def test_the_export_has_the_tokenizer_of_the_run(name, neighbour, trained, tmp_p
     )
 
 
+@pytest.mark.slow
 def test_a_changed_or_too_large_tokenizer_is_refused(trained, tmp_path, capsys, monkeypatch):
     content = json.loads(tokenizer_files(load_tokenizer("builtin"), max_length=64)["tokenizer.json"])
     (tmp_path / "own.json").write_text(json.dumps(content))

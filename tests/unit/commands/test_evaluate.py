@@ -59,6 +59,7 @@ def count_rows(monkeypatch) -> list[str]:
     return keys
 
 
+@pytest.mark.slow
 def test_it_gives_the_numbers_of_the_last_validation(trained, tmp_path, capsys):
     command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS]
     # The validation read all held-out rows.
@@ -87,6 +88,7 @@ def test_variables_of_a_job_system_make_no_rank(trained, monkeypatch, capsys):
     assert "2 tokens, first after" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_second_call_computes_only_what_is_missing(trained, tmp_path, monkeypatch, capsys):
     command = ["evaluate", "--checkpoint", step_of(trained), *OPTIONS, "--output", str(tmp_path)]
     assert main(command) == 0
@@ -122,6 +124,7 @@ def test_rows_that_a_stopped_call_has_finished_are_kept(trained, tmp_path, monke
     assert len(keys) == 8 and not finished.keys() & set(keys)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_gives_the_same_numbers_from_stated_text(trained, source_folder, tmp_path):
     exported = [path.parent for path in trained.rglob("config.json")]
     common = [*OPTIONS, "--tasks", "position,needle", "--data", str(source_folder), "--output"]
@@ -192,6 +195,7 @@ def test_nothing_is_written_without_an_output_folder(trained, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments, words", [
     (["--tasks", "needl"], ("--tasks", "needl", "needle")),
     (["--tasks", "chess"], ("--tasks", "chess", "unknown task")), (["--lengths", "0"], ("--lengths", "0")),

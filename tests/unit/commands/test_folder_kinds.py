@@ -133,6 +133,7 @@ def test_checkpoints_are_found_in_the_folders_of_a_run(verb, kind, folders, caps
     assert steps == (["7"] if kind is Kind.STEP else ["3", "7"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp8-block", "fp8-channel", "int4", "float32", "bfloat16"])
 def test_a_hugging_face_folder_is_quantised_as_its_step_folder_is(dtype, folders, tmp_path):
     hf, wide = folders[Kind.HUGGING_FACE], ["--dtype", dtype]

@@ -64,6 +64,7 @@ def test_a_dry_run_runs_every_part(tmp_path, warm_python):
     assert json.loads(gzip.decompress((tmp_path / "report/trace.json.gz").read_bytes()))["traceEvents"]
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path):
     made = script()
     failing = tmp_path / "python"

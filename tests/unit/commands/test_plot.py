@@ -62,6 +62,7 @@ def test_a_full_disk_leaves_no_part_of_a_picture(tmp_path, small_disk, capsys):
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
+@pytest.mark.slow
 def test_each_run_is_drawn_in_each_panel(tmp_path, capsys):
     new, old = write_run(tmp_path / "new"), write_run(tmp_path / "old", is_old=True, loss=4.0)
     # Another speed, or one line would cover the other.
@@ -76,6 +77,7 @@ def test_each_run_is_drawn_in_each_panel(tmp_path, capsys):
     assert (ink(file, BLUE) > 300).all() and (ink(file, ORANGE) > 300).all()
 
 
+@pytest.mark.slow
 def test_points_of_validation_are_drawn_over_steps_too(tmp_path):
     run = write_run(tmp_path / "run")
     assert main(["plot", str(run), "--x", "steps"]) == 0
@@ -126,6 +128,7 @@ def test_a_run_is_drawn_with_what_it_optimises(tmp_path, monkeypatch, train, val
     assert all(any(len(line.get_xdata()) for line in axes.lines) for axes in figures[0].axes)
 
 
+@pytest.mark.slow
 def test_a_curriculum_is_drawn_from_its_files(tmp_path, capsys):
     """All words are in the SVG as text: lengths, windows and shares of the files, each mixture once."""
     files = sorted(str(path) for path in CONFIGS.glob("glm46_phase?.toml"))

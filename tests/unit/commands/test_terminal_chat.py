@@ -299,6 +299,7 @@ def test_mistakes_are_named_before_a_model_is_read(tmp_path, capsys, monkeypatch
         assert "--chat without --prompt" in error and "one process" in error and "NGPU" in error
 
 
+@pytest.mark.slow
 def test_tools_are_shown_to_the_model_with_a_prompt_too(model, tmp_path, monkeypatch, capsys):
     file = tmp_path / "tools.json"
     file.write_text(json.dumps(TOOLS))
@@ -313,6 +314,7 @@ def test_tools_are_shown_to_the_model_with_a_prompt_too(model, tmp_path, monkeyp
     assert seen == [want, want]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_is_refused_and_the_chat_goes_on(model, monkeypatch, capsys):
     command = ["generate", "--model", model, "--chat", "--dtype", "float32", "--max-new-tokens", "12"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hi\n/new\n{'word ' * 70000}\nAnd then?\n/exit\n"))

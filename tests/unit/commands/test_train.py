@@ -13,6 +13,7 @@ from glm46.engine.observe.history import read_history, rows_by_kind
 from tests.small_run import small_config
 
 
+@pytest.mark.slow
 def test_one_process_trains_and_says_what_to_type_next(source_folder, tmp_path, capsys):
     file = tmp_path / "run.toml"
     metrics = {"prometheus_port": 9400, "prometheus_sd_folder": str(tmp_path / "targets"), "log_freq": 1}

@@ -104,6 +104,7 @@ def test_rollouts_compile_no_layer_again(sizes, tiny_shape, random_model, relati
         assert one.grad is None or relative_error(other.grad, one.grad) < 1e-4, name
 
 
+@pytest.mark.slow
 def test_documents_of_other_lengths_compile_no_layer_of_a_gpu_again(tiny_shape, monkeypatch):
     """On the meta device in BF16, where layers call the flash kernel. It takes the length of the longest document as an
     integer, which the core of a CPU does not need."""

@@ -235,6 +235,7 @@ def compiled(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("base_dtype", ["int4", "nf4"])
 def test_one_kernel_converts_to_the_same_bits_and_is_compiled_once(base_dtype, dtype, compiled):

@@ -36,6 +36,7 @@ def layers():
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("kind", [0, 1], ids=["dense", "experts"])
 def test_inductor_finds_each_collective_beside_its_product(layers, kind, rows):

@@ -149,6 +149,7 @@ def test_checkpointing_repeats_the_layers_that_it_names_and_changes_no_bit(optio
     assert [name for name in gradients0 if not torch.equal(gradients[name], gradients0[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_whole_graph_has_no_checkpointing_inside(mode, monkeypatch):
     """`selective` checkpoints the decoder layer of a prediction layer, which is then what is compiled."""

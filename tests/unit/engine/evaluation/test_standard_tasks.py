@@ -221,6 +221,7 @@ def write_task(folder: Path, name: str, **keys: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_own_task_files_and_folders(exported, tmp_path):
     file = write_task(tmp_path, "mine")
     for tasks in (["--tasks", str(file)], ["--tasks", "mine", "--task-folder", str(tmp_path)]):
@@ -232,6 +233,7 @@ _METRICS = "metric_list: [{metric: %s, aggregation: mean, higher_is_better: true
 _FILTERS = _METRICS % "acc" + "\nfilter_list: [{name: f, filter: [%s]}]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "said"), [
     (("metric_list", "metric_list: [{metric: mine}]"), ("no aggregation", "aggregation: mean")),
     (("metric_list", "metric_list: [{metric: acc, aggregation: meen}]"), ("metric acc", "unknown aggregation")),

@@ -212,6 +212,7 @@ def test_a_product_equals_that_of_the_concatenated_weights(packed_from, biases, 
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5)  # FP32 sums of 24 numbers of order 1
 
 
+@pytest.mark.slow
 def test_drafts_equal_the_predictions_in_training(predictable):
     text = torch.randint(0, 24, (1, 14))
     ahead = torch.stack([text[:, k : k + 11] for k in range(1, 4)], 1)
@@ -433,6 +434,7 @@ def test_greedy_tokens_of_flash_equal_transformers_generate(tmp_path):
     check_greedy_tokens(theirs, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--speculative"], ["--temperature", "0.9", "--top-p", "0.8"], ["--chat"]])
 def test_command_gives_the_same_text_from_both_kinds_of_folder(options, folders, capsys):
     step, hf, _ = folders
@@ -465,6 +467,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["terminal", "log"])
 def test_progress_of_a_batch_is_shown_and_does_not_change_its_text(where, folders, capsys, monkeypatch):
     command = ["generate", "--model", str(folders[1]), "--max-new-tokens", "12", "--seed", "3", "--temperature", "2"]
@@ -486,6 +489,7 @@ def test_progress_of_a_batch_is_shown_and_does_not_change_its_text(where, folder
         assert "\x1b" not in shown
 
 
+@pytest.mark.slow
 def test_a_row_ends_at_a_stop_token(folders, capsys):
     command = ["generate", "--model", str(folders[1]), "--prompt", "def f(", "--max-new-tokens"]
     assert main([*command, "1"]) == 0
@@ -515,6 +519,7 @@ def test_mistakes_are_named_with_exit_code_2(arguments, words, folders, capsys):
     assert all(word in error for word in words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "width, dtype, words",
     [(18, "float32", ["multiple of 4", "can be converted"]), (20, "bfloat16", ["multiple of 8", "use float32"])],

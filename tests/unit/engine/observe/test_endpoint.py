@@ -48,6 +48,7 @@ def targets(folder):
     return {path.name: json.loads(path.read_text())[0] for path in sorted((folder / "targets").iterdir())}
 
 
+@pytest.mark.slow
 def test_a_taken_port_gives_another_one_and_prometheus_is_told(serve, tmp_path):
     first, _ = serve()
     second, said = serve("other", prometheus_port=first.port)
@@ -66,6 +67,7 @@ def test_a_taken_port_gives_another_one_and_prometheus_is_told(serve, tmp_path):
             raise OSError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address, warns", [("127.0.0.1", True), ("0.0.0.0", False)])
 def test_a_loopback_address_in_a_shared_folder_is_said(serve, monkeypatch, address, warns):
     monkeypatch.setattr(endpoint_module, "network_file_system", lambda folder: "nfs4")
@@ -74,6 +76,7 @@ def test_a_loopback_address_in_a_shared_folder_is_said(serve, monkeypatch, addre
     assert len(said) == 1 + warns and ("nfs4" in said[-1] and "metrics.prometheus_address" in said[-1]) == warns
 
 
+@pytest.mark.slow
 def test_a_client_that_says_nothing_holds_up_no_scrape(serve):
     endpoint, _ = serve()
     with socket.create_connection(("127.0.0.1", endpoint.port)):
@@ -90,6 +93,7 @@ def test_mistakes_are_refused_with_key_value_and_remedy(serve, keys, words):
     assert all(word in str(fault.value) for word in words), fault.value
 
 
+@pytest.mark.slow
 def test_a_folder_of_targets_that_cannot_be_written(serve, tmp_path):
     (tmp_path / "file").write_text("")
     endpoint, _ = serve(prometheus_sd_folder=str(tmp_path / "file" / "targets"))
@@ -97,6 +101,7 @@ def test_a_folder_of_targets_that_cannot_be_written(serve, tmp_path):
         endpoint.announce()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code, stays", [(0, False), (2, False), (75, False), (1, True), (76, True), (77, True)])
 def test_prometheus_goes_on_asking_for_a_run_that_failed(make_config, tmp_path, capsys, code, stays):
     port = free_port()
@@ -114,6 +119,7 @@ def test_prometheus_goes_on_asking_for_a_run_that_failed(make_config, tmp_path, 
     assert f"127.0.0.1:{port}/metrics" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_signal_while_no_rank_runs_leaves_no_target_behind(make_config, tmp_path):
     """It ends the launcher by `exit_now`, which leaves no context; the missing target would raise TrainingDown."""
     keys = {"prometheus_port": 9400, "prometheus_sd_folder": str(tmp_path / "targets")}

@@ -273,6 +273,7 @@ def test_steps_and_warm_up_are_those_of_the_config(tmp_path):
     assert not (tmp_path / "profile_traces/step-000020").exists()
 
 
+@pytest.mark.slow
 def test_a_file_requests_a_profile_of_the_next_steps_once(tmp_path):
     service, said = profiler(tmp_path, enable_profiling=False, profiler_warmup=2, profile_freq=100)
     with service:

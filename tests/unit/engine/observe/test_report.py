@@ -182,6 +182,7 @@ def test_a_row_is_kept_if_tensorboard_cannot_close_its_deleted_file(tmp_path, mo
     assert _steps(folder) == [2] and steps in ([2], [1, 2])
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_tensorboard_with_one_message(tmp_path, small_disk, monkeypatch):
     mount, _ = small_disk
     tracebacks = []

@@ -45,6 +45,7 @@ def test_an_error_reaches_the_caller_and_every_later_one(monkeypatch):
     assert made == []
 
 
+@pytest.mark.slow
 def test_a_call_that_stalls_is_waited_for_once_and_the_oldest_of_too_many_are_dropped(patience):
     made, answers, thread = [], threading.Event(), Writes("test", most_waiting=3)
     patience(1.0)
@@ -62,6 +63,7 @@ def test_a_call_that_stalls_is_waited_for_once_and_the_oldest_of_too_many_are_dr
     thread.close()
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_waits_for_storage_a_while_and_says_what_is_missing(tmp_path, monkeypatch, capsys, patience):
     patience(0.3)
     monkeypatch.setattr(writes, "_END_SECONDS", 0.5)
@@ -82,6 +84,7 @@ def test_the_end_of_a_run_waits_for_storage_a_while_and_says_what_is_missing(tmp
     wait_until(lambda: read_heartbeat(tmp_path).phase == "stop")
 
 
+@pytest.mark.slow
 def test_storage_that_stalls_holds_no_step_up_and_loses_no_row(tmp_path, monkeypatch, patience):
     answers, append, put = threading.Event(), LineFile._append, os.pwrite
     answers.set()

@@ -58,6 +58,7 @@ def hang(size: int) -> tuple[list[CountingStore], tuple, list[list[int]]]:
     return stores, spoken, [one for one in said if isinstance(one, list)], time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 64])
 def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size):
     """With 8,192 ranks that each ask for the answers of all, the store would compute for minutes."""

@@ -19,6 +19,7 @@ from glm46.tasks.pretrain.task import train
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.slow
 def test_spikes_are_found_and_noise_is_not():
     chance, false_alarms, missed, tried = random.Random(0), 0, 0, 0
     for _ in range(20):
@@ -128,6 +129,7 @@ def test_a_run_that_continues_another_one_may_roll_back_to_its_checkpoint(make_c
     assert [row["step"] for row in rows(config)] == [4, 5, 6]
 
 
+@pytest.mark.slow
 def test_rollbacks_are_limited(make_config, monkeypatch):
     poison_samples(monkeypatch, range(8, 100))
     config = make_config(

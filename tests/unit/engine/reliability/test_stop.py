@@ -50,6 +50,7 @@ with request.exchange():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "printed", "said"), [
     (PROGRAM, "cleaned\n", "stopped\n"),
     (IN_THE_FIRST_EXCHANGE, "", "closed by peer\nstopped by SIGTERM before training began; nothing is lost\n"),

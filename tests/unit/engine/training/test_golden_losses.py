@@ -42,6 +42,7 @@ def measure_losses(folder: Path, source: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     RELEASE not in LOSSES, reason=f"no losses are stored for torch {RELEASE}; see the head of this file"
 )

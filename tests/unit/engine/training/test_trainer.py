@@ -76,6 +76,7 @@ def test_a_deterministic_run_is_prepared_before_it_uses_a_gpu(make_config, monke
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "disabled"])
 def test_a_step_is_published_after_its_row_however_slow_the_storage_of_rows(mode, make_config, monkeypatch):
     """Otherwise a run that is killed in between goes on after a step without a row."""
@@ -426,6 +427,7 @@ def test_ruined_weights_are_never_published_and_end_the_run_as_diverged(make_con
     assert saved_steps(config)[-1] == 8
 
 
+@pytest.mark.slow
 def test_a_row_of_skipped_steps_publishes_no_checkpoint(make_config, monkeypatch):
     config = make_config(checkpoint={"interval": 2, "async_mode": "disabled"}, training={"steps": 7})
     poison(monkeypatch, {3, 4, 5, 7})
@@ -471,6 +473,7 @@ def test_a_changed_run_is_refused_by_its_keys_and_a_finished_one_says_so(make_co
         assert "another job.dump_folder" in cause and len(examples) <= 4, examples
 
 
+@pytest.mark.slow
 def test_a_phase_starts_from_the_weights_of_the_one_before(make_config, tmp_path):
     first = make_config(training={"steps": 3})
     assert train(first) == 0
@@ -485,6 +488,7 @@ def test_a_phase_starts_from_the_weights_of_the_one_before(make_config, tmp_path
     assert training_rows(second)[0]["loss"] < training_rows(first)[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_weights_that_another_program_saved_with_dcp(make_config, tmp_path, caplog):
     first = make_config(training={"steps": 3})
     assert train(first) == 0

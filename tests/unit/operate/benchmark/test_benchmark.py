@@ -41,6 +41,7 @@ def test_a_single_size_holds_for_all_rows():
     assert fit_rows({32: 2e9, 128: 1.9e9, 512: 1.7e9})[1] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "measured"), [(1, {"link", "call_seconds"}), (2, {"network", "call_seconds"})])
 def test_measured_links_join_the_file_of_rates(hosts, measured, tmp_path):
     """Two ranks, of one host or of two by what their launcher says."""

@@ -83,6 +83,7 @@ def check_gathered(cluster: Path, step: int) -> None:
     assert all(torch.equal(target[name], value) for name, value in tensors(step).items())
 
 
+@pytest.mark.slow
 def test_the_script_gathers_the_newest_save_and_removes_the_local_copies(consolidate, cluster):
     done = consolidate(cluster)
     assert done.returncode == 0, done.stderr
@@ -136,6 +137,7 @@ def test_a_node_that_is_down_or_lacks_a_file_changes_nothing(consolidate, cluste
     check_gathered(cluster, 10)
 
 
+@pytest.mark.slow
 def test_a_local_file_that_was_changed_is_not_published(consolidate, cluster):
     path = cluster / "b" / "local" / "step-000020" / "__1_0.distcp"
     path.write_bytes(b"x" + path.read_bytes()[1:])

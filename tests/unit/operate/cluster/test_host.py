@@ -180,6 +180,7 @@ def test_variables_of_nccl_that_harm():
     assert [(result.value, result.verdict) for result in found] == [("NCCL_ALGO=Tree", FAIL), ("NCCL_DEBUG=INFO", WARN)]
 
 
+@pytest.mark.slow
 def test_what_checks_raise_and_what_does_not_answer_are_results(capfd):
     def broken(_):
         raise UserError("key = 1: wrong", "other = 2: wrong")

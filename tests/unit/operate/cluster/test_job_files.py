@@ -217,6 +217,7 @@ def test_a_job_of_pbs_is_submitted_again_where_other_nodes_can_help(pbs, tmp_pat
     assert bool(state_files(tmp_path)) is is_submitted
 
 
+@pytest.mark.slow
 def test_a_job_of_pbs_saves_before_its_walltime_and_is_not_submitted_again_after_qdel(pbs, tmp_path):
     job = pbs(state="newest_step=7", walltime="00:00:12", SAVE_SECONDS="1", WAITS="1")
     assert job.wait(HANG_SECONDS) == EXIT_STOPPED and (tmp_path / "got").read_text() == "USR1\n"

@@ -501,6 +501,7 @@ def _held_bytes(shape, recompute=()):
     return sum(size for address, size in storages.items() if address not in own), ids.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # looking at every live object wakes deprecated ones
 @pytest.mark.parametrize("recompute", [(), ("core_attn",), ("experts",), ("core_attn", "experts", "exchange")])
 def test_selective_checkpointing_holds_what_the_formula_says(recompute):

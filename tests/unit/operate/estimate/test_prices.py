@@ -16,6 +16,7 @@ def test_every_price_is_of_a_known_gpu_and_falls_with_what_one_gives_up():
     assert h100.on_demand > h100.reserved > h100.spot > 0
 
 
+@pytest.mark.slow
 def test_a_plan_takes_prices_of_the_table(capsys):
     command = ["plan", "--config", "train_configs/air_lora.toml", "--gpu", "H100", "--price"]
     costs = {}

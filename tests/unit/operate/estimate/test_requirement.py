@@ -132,6 +132,7 @@ def test_a_plan_states_its_assumptions():
         assert part in text
 
 
+@pytest.mark.slow
 def test_a_plan_says_whether_it_fits_and_by_how_much():
     """Against the GPU that is named and the machine that is given. The time of a run that does not fit is marked."""
     config = _run("GLM-4.6", seq_len=512)

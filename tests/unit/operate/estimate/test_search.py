@@ -43,6 +43,7 @@ def run(**tables) -> RunConfig:
     return RunConfig.model_validate(sections | tables)
 
 
+@pytest.mark.slow
 def test_all_that_is_found_fits_and_is_ranked():
     config = run(parallelism={"tensor_parallel_degree": 2})
     cluster = TargetCluster(small_gpu(3), 8, 4)
@@ -82,6 +83,7 @@ def test_the_options_give_the_layout(memory, length):
         assert again.activation_checkpoint == plan.config.activation_checkpoint
 
 
+@pytest.mark.slow
 def test_without_a_fit_the_smallest_cluster_is_named():
     config = run(model={"flavor": "GLM-4.5-Air"})
     cluster = TargetCluster(accelerator_of("H100"), 4)
@@ -95,6 +97,7 @@ def test_without_a_fit_the_smallest_cluster_is_named():
     assert smallest_cluster(config, TargetCluster(small_gpu(0.5), 4)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["80", "30"])
 def test_the_command_prints_whole_numbers(columns, capsys, monkeypatch, tmp_path):
     """In 80 columns, and unchanged in a narrower window or without a terminal; all candidates are in the JSON file."""

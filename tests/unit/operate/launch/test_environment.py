@@ -104,6 +104,7 @@ esac
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 def test_nodes_of_a_job_that_start_at_once_install_into_their_checkout_once(tmp_path, is_first):
     """With a stand-in for Python, which has everything once it has been installed."""

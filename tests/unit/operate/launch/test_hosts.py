@@ -112,6 +112,7 @@ def cluster(tmp_path, monkeypatch):
     return start
 
 
+@pytest.mark.slow
 def test_every_fault_is_named_once_before_any_node_starts(cluster, capsys):
     old = {"versions": "glm46 1, torch 1"}
     names = ["a", UNREACHABLE, "c", "d", "e", "f", "g", "h"]
@@ -150,6 +151,7 @@ def test_a_node_that_does_not_answer_is_named(cluster, monkeypatch):
         assert shown(nodes) == ["b: no answer within 10 s; see what `ssh -o BatchMode=yes b true` does"]
 
 
+@pytest.mark.slow
 def test_output_has_the_name_of_its_node_and_good_ends_are_waited_for(cluster, capfd):
     with cluster(node(), node(seconds=0.5)) as nodes:
         assert nodes.faults() == {}
@@ -166,6 +168,7 @@ def test_an_answer_inside_a_line_of_a_rank_hides_no_text(cluster, capfd):
     assert capfd.readouterr().out.splitlines()[-1] == "a: step 7: los"
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, capfd):
     """One node ends at SIGTERM, the other one ignores it and is killed."""
     monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 4.0)
@@ -177,6 +180,7 @@ def test_the_first_failure_is_the_exit_code_and_ends_all(cluster, monkeypatch, c
     assert "a: stopped by SIGTERM" in said.out and "c: killed: the other nodes have ended" in said.out
 
 
+@pytest.mark.slow
 def test_a_stopped_node_does_not_hide_a_failure(cluster):
     with cluster(node(75), node(1, seconds=1.0)) as nodes:
         assert (nodes.faults(), nodes.run(TIMES)) == ({}, 1)
@@ -184,6 +188,7 @@ def test_a_stopped_node_does_not_hide_a_failure(cluster):
         assert (nodes.faults(), nodes.run(TIMES)) == ({}, 75)
 
 
+@pytest.mark.slow
 def test_a_lost_connection_ends_all_nodes_on_both_sides(cluster, monkeypatch, capfd):
     monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
     with cluster(node(seconds=1000), node(seconds=1000)) as nodes:
@@ -193,6 +198,7 @@ def test_a_lost_connection_ends_all_nodes_on_both_sides(cluster, monkeypatch, ca
     assert "error: b: the connection was lost; all nodes are stopped" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [128 + signal.SIGKILL, 253])
 def test_a_launcher_that_is_killed_on_its_node_is_a_lost_connection(code, cluster, monkeypatch, capfd):
     """srun ends with the first code after a signal, with the second one if memory ran out; ssh ends with 255."""
@@ -224,6 +230,7 @@ for step in ("start", "join"):
     assert done.stdout.splitlines() == ['glm46-node: {"is_alive": true}'] * 4000, done.stderr
 
 
+@pytest.mark.slow
 def test_after_a_failure_a_silent_node_is_lost_and_the_others_are_ended_soon(cluster, monkeypatch, capfd):
     """One node has answered before training and never again, as after a cut of its network."""
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 4.0)
@@ -238,6 +245,7 @@ def test_after_a_failure_a_silent_node_is_lost_and_the_others_are_ended_soon(clu
     assert "c: killed: the other nodes have ended" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_node_that_was_silent_before_a_failure_is_lost_at_once(cluster, monkeypatch):
     """As after a cut of its network: other ranks miss its ranks later than the driver misses its launcher."""
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 100.0)
@@ -262,6 +270,7 @@ def test_a_node_that_was_silent_before_a_failure_is_lost_at_once(cluster, monkey
         assert failed_at is not None and lost_at - failed_at < 60.0
 
 
+@pytest.mark.slow
 def test_a_silent_node_is_lost_without_the_failure_of_another_one(cluster, monkeypatch, capfd):
     """As after a cut of its network within a long step. The ranks of the others are killed soon."""
     monkeypatch.setattr(hosts, "_ASK_SECONDS", 0.2)
@@ -297,6 +306,7 @@ def test_a_launcher_that_is_suspended_for_seconds_is_not_lost(cluster, monkeypat
         assert (nodes.run(TIMES), nodes.lost_hosts(), found) == (75, [], [True])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("silent", "paused", "lost"),
     [(1, 0.0, ["a"]), (2, 0.0, ["a", "b"]), (3, 0.0, []), (1, 60.0, [])],
@@ -313,6 +323,7 @@ def test_silent_nodes_are_lost_unless_the_fault_is_here(cluster, silent, paused,
         assert [host.name for host in nodes.lost_hosts()] == lost
 
 
+@pytest.mark.slow
 def test_the_first_failed_host_is_known_by_time_and_not_by_the_order_of_reports(cluster, monkeypatch):
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 100.0)
     times = {"a": 7.0, "b": 5.0, "c": None}
@@ -322,6 +333,7 @@ def test_the_first_failed_host_is_known_by_time_and_not_by_the_order_of_reports(
         assert nodes.first_failed_host().name == "b"
 
 
+@pytest.mark.slow
 def test_launchers_live_through_failures_and_a_spare_takes_a_place(cluster, monkeypatch, capfd):
     """The ranks of a node are killed after the failure of another one, and its launcher takes the next order."""
     monkeypatch.setattr(hosts, "_RESTART_SECONDS", 4.0)
@@ -353,6 +365,7 @@ def test_a_signal_reaches_the_launchers(number, cluster, capfd):
     assert all(f"{name}: stopped by {number.name} before training began" in said for name in "ab")
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_end_after_a_signal_are_killed(cluster, monkeypatch):
     monkeypatch.setattr(hosts, "_FOLLOW_SECONDS", 0.5)
     monkeypatch.setattr(hosts, "SAVE_SECONDS", 0.5)

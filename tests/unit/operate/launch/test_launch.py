@@ -467,6 +467,7 @@ def test_what_reinforcement_learning_reads_is_checked_before_ranks_start(stated,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_there", [True, False])
 def test_prompts_of_the_hub_are_fetched_before_they_are_checked(is_there, tmp_path, monkeypatch, capsys):
     prompts = Path(__file__).parents[4] / "train_configs" / "debug_short_answers.jsonl"

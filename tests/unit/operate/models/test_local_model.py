@@ -81,6 +81,7 @@ def test_targets_of_a_batch_are_all_of_a_text_and_the_answer_of_a_chat(model):
     assert "Hi, what is it?" in labels[2] and "Hello!" not in labels[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mtp_weight", [0.0, 0.3])
 def test_step_of_training_is_that_of_transformers_and_learns(mtp_weight, model, folder):
     """The loss over the targets of all rows, its gradients, clipped, and a step of SGD."""

@@ -151,6 +151,7 @@ def test_row_blocks_are_matrices_of_their_own():
     torch.testing.assert_close(fused.weight, torch.cat([part.weight for part in apart]), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_our_own_model_gets_the_roles_of_training():
     shape = PRESETS["debug"].model_copy(update={"num_hidden_layers": 2, "vocab_size": 64})
     mine = Transformer(shape)

@@ -167,6 +167,7 @@ def test_rendered_conversations_of_the_family(format):
     assert tokenizer.decode(chat_prompt(tokenizer, made.messages[:-1], tools=made.tools, thinking=True)) == row
 
 
+@pytest.mark.slow
 @both
 def test_the_format_is_that_of_the_template_beside_the_tokenizer(format, tmp_path):
     for name, content in files_beside_weights(TOKENIZERS[format], max_length=512).items():

@@ -93,6 +93,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     arguments=st.dictionaries(st.text(max_size=4), JSON, max_size=3),
@@ -108,6 +109,7 @@ def test_arguments_as_json_text_are_those_of_the_object(arguments, form):
     assert render("") == render({})
 
 
+@pytest.mark.slow
 def test_the_template_beside_a_tokenizer_is_compared(folder, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())

@@ -51,6 +51,7 @@ def test_planned_tokens_and_epochs_are_shown_per_source(make_config, source_fold
     assert "source       more: " in line and f"{plans[1].tokens:,.0f} planned, {plans[1].epochs:.3g} epochs" in line
 
 
+@pytest.mark.slow
 def test_launch_shows_the_plan_and_refuses_too_many_epochs(make_config, source_folder, tmp_path, capfd):
     source = {"name": "test", "path": str(source_folder), "max_epochs": 0.01}
     file = tmp_path / "run.toml"

@@ -149,6 +149,7 @@ def test_the_state_is_the_number_of_the_next_sample_and_resumes_under_another_la
         assert all(torch.equal(batch[name][0], expected[name][place]) for name in expected)
 
 
+@pytest.mark.slow
 def test_readers_close_their_files(sources):
     gc.collect()  # files of loaders that earlier tests left
     before = len(os.listdir("/proc/self/fd"))

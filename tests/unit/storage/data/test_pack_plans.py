@@ -126,6 +126,7 @@ print(pack_plans._hash(plan))
 """
 
 
+@pytest.mark.slow
 def test_of_many_processes_one_plans(source, tmp_path):
     command = [sys.executable, "-c", _BUILDER, str(source), str(tmp_path / "start")]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]

@@ -87,6 +87,7 @@ def test_builtin_has_the_size_that_the_debug_presets_name(builtin):
     assert builtin.eos_id == builtin.special[END_OF_TEXT] == 8192 - 36
 
 
+@pytest.mark.slow
 def test_library_sources_encode_as_hugging_face_does_and_decode_to_themselves(builtin, reference):
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
     texts = [file.read_text(encoding="utf-8") for file in files]
@@ -107,6 +108,7 @@ def test_every_code_point_encodes_as_hugging_face_does(builtin, reference):
     assert differing(builtin, reference, texts) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [
     " " * 1_000_000, " " * 1_000_000 + "x", "x.\n\n" + " " * 300_000 + "\n" + " " * 300_000 + "y",
     "(" + "\r\n" * 200_000 + "1", "\x1c" + "\n" * 100_000 + "\t" * 100_000 + "'s", "é" + "\u3000" * 50_000 + ".",
@@ -176,6 +178,7 @@ def own(request, tmp_path_factory):
     return load_tokenizer(str(file)), tokenizers.Tokenizer.from_str(json.dumps(content | {"added_tokens": []})), trained
 
 
+@pytest.mark.slow
 def test_own_vocabularies_encode_as_hugging_face_does_and_decode(own):
     ours, reference, trained = own
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[10:14]

@@ -67,6 +67,7 @@ WRITERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRITERS)
 def test_weights_that_dcp_saved_are_loaded_with_one_warning(kind, tmp_path, caplog):
     saved = ours()

@@ -224,6 +224,7 @@ def test_scales_that_do_not_fit_are_refused(name, change, words, tensors, tmp_pa
         check_folder(folder, resolve_shape(TABLE))
 
 
+@pytest.mark.slow
 def test_convert_writes_fp8_and_a_plain_export_of_it_drops_the_quantization_config(tensors, tmp_path, capsys):
     plain = export(tmp_path / "plain", None, tensors)
     step = tmp_path / "steps"

@@ -144,6 +144,7 @@ def test_extreme_groups_stay_finite(value):
     assert back.isfinite().all() and (back - weight).abs().max() <= 0.08 * value + 1e-40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "layers"), [("GLM-4.6", 20), ("GLM-4.5-Air", 30)])
 def test_size_of_a_folder(preset, layers):
     """The share of embedding and head, which stay BF16, is smaller still in the whole models."""

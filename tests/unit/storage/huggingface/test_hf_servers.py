@@ -164,6 +164,7 @@ def test_tensor_parallel_degrees_of_vllm(preset, scheme, fit, unfit):
     assert all(sizes_refused(shape, scheme, parts) for parts in unfit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["GLM-4.5", "GLM-4.5-Air"])
 def test_our_fp8_folders_keep_the_same_tensors_in_bf16_as_the_published_ones(preset):
     """`ignore` in config.json of zai-org/GLM-4.5-FP8 and GLM-4.5-Air-FP8 lists the tensors that are not in FP8;

@@ -206,6 +206,7 @@ def test_verbs_take_ids_in_place_of_folders(argv, option, monkeypatch, tmp_path,
         assert "in_the_cache" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", [["generate", "--prompt", "hf://x"], ["evaluate", "--data", "a"]])
 def test_ranks_get_the_folders_that_were_fetched_once(verb, monkeypatch, tmp_path):
     asked, started = [], []

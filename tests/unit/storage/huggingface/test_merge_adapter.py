@@ -201,6 +201,7 @@ def test_an_fp8_base_becomes_a_plain_folder(target, tmp_path):
     assert torch.equal(found[untouched], weights[untouched])  # scales of powers of two are exact in BF16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base_dtype", ["int4", "nf4"])
 def test_a_base_that_was_quantised_for_training_is_merged_so(base_dtype, tmp_path):
     """Each projection has the values that training computed with, also where no adapter is; all else stays."""

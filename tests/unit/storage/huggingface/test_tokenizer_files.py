@@ -30,6 +30,7 @@ def test_an_export_stops_at_all_ids_that_end_a_turn(tmp_path, stated):
         files_beside_weights(load_tokenizer(str(tmp_path)), max_length=512)
 
 
+@pytest.mark.slow
 def test_a_base_whose_tokenizer_has_other_ids_is_refused(tmp_path):
     """Training on them went well, and the model then wrote other words."""
     for name, file in files_beside_weights(load_tokenizer("builtin"), max_length=512).items():

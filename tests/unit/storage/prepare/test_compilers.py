@@ -49,6 +49,7 @@ def test_nothing_is_run_and_nothing_is_left(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
     script = tmp_path / "slow"
     script.write_text("#!/bin/sh\nsleep 600 &\necho $! > child\nmv child " + str(tmp_path) + "\nwait\n")
@@ -91,6 +92,7 @@ def test_a_missing_compiler_is_refused_before_any_work(tmp_path, monkeypatch):
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.slow
 def test_work_begun_with_one_compiler_does_not_continue_with_another(tmp_path, monkeypatch):
     def install(version, accepts):
         program = tmp_path / "bin" / "gcc"

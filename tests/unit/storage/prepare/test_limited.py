@@ -35,6 +35,7 @@ def test_a_program_meets_its_limits(program, error):
     assert ended.status > 0 and ended.error.startswith(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [
     pytest.param(LANDLOCK, marks=pytest.mark.skipif(not landlock_version(), reason="the kernel has no Landlock")),
     pytest.param(BUBBLEWRAP, marks=pytest.mark.skipif(not has_bubblewrap(), reason="bubblewrap does not start here")),
@@ -80,6 +81,7 @@ def test_threads_input_and_output_are_there():
     assert run_limited("x = 1\n" * 50_000, **LIMITS).status == 0  # longer than an argument of a program may be
 
 
+@pytest.mark.slow
 def test_time_ends_a_program_that_computes_and_one_that_waits():
     start = time.monotonic()
     assert run_limited("while True: pass", **LIMITS).status == -signal.SIGKILL
@@ -106,6 +108,7 @@ def test_the_cause_is_told(program, fault, monkeypatch):
     assert run_fault(program) == fault
 
 
+@pytest.mark.slow
 def test_documents_that_do_not_run_are_dropped_and_counted_by_cause(tmp_path):
     programs = [
         "assert sum(range(10)) == 45\n", "def f(:\n", "assert sum(range(10)) == 44\n", "assert sum(range(10)) == 46\n",

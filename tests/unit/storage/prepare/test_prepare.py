@@ -87,6 +87,7 @@ def test_a_second_call_uses_the_existing_shards(library, tmp_path):
     assert again == load_manifest(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_does_not_matter(library, tmp_path, monkeypatch):
     prepare("python_stdlib", tmp_path / "a")
     monkeypatch.setattr(pipeline.os, "sched_getaffinity", lambda _: {0})
@@ -159,6 +160,7 @@ def test_two_runs_at_once_make_one_source(library, tmp_path):
     assert sum("prepared python_stdlib" in output for output in outputs) == 1
 
 
+@pytest.mark.slow
 def test_text_that_changed_since_the_interruption_is_read_again(library, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt

@@ -271,6 +271,7 @@ def test_held_out_text_is_not_rearranged(folder, tmp_path):
     assert set(texts_of(manifest, "validation")) < set(texts)
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_bytes_and_another_one_starts_anew(folder_of_processes, tmp_path):
     write_lines(folder_of_processes / "a.jsonl", [f"text {i} " * 20 for i in range(50)])
     one, two = prepare(tmp_path, "one", name="s"), prepare(tmp_path, "two", name="s", processes=2)

@@ -553,6 +553,7 @@ def test_a_parquet_file_without_the_results_is_refused(tmp_path):
         list(read_part(part, Fields("text", "solution")))
 
 
+@pytest.mark.slow
 def test_text_of_this_machine_is_an_input_too(tmp_path):
     (tmp_path / "own.txt").write_text("mine")
     found = find_files(["builtin:package_docs", str(tmp_path)], "input")

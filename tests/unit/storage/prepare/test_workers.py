@@ -33,6 +33,7 @@ def answer(number, kind):
     return _started + number
 
 
+@pytest.mark.slow
 def test_every_item_is_answered_once_by_any_number_of_workers():
     for workers, count in ((1, 3), (3, 5), (4, 2)):
         results = list(call_in_workers(workers, start, (100,), answer, [(i, "") for i in range(count)]))

@@ -214,6 +214,7 @@ def test_the_folder_of_a_run_is_a_peft_folder_that_the_next_run_goes_on_from(mak
         assert all(word in err for word in words), err
 
 
+@pytest.mark.slow
 def test_a_folder_of_other_adapters_is_refused_before_the_start(make_config, base, tmp_path):
     other = {"name": "lora", "rank": 8, "targets": ["attention"], "initial_load_path": str(tmp_path / "folder")}
     config = adapted(make_config, base, in_hf=True, adapter=other)

@@ -169,6 +169,7 @@ def test_a_reward_model_begins_with_a_new_head_learns_and_resumes_bit_for_bit(st
         train(tuned(start, tmp_path / "other", "full", checkpoint=more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
 def test_a_loss_without_a_reference_has_no_second_network_and_no_second_pass(start, tmp_path, monkeypatch, loss_type):
     def unexpected(*arguments):

@@ -39,6 +39,7 @@ def tuned(make_config, base: str, **tables):
     return make_config(**{"checkpoint": start, "finetune": samples, "model": {"max_position_embeddings": 40}} | tables)
 
 
+@pytest.mark.slow
 def test_the_answers_before_and_after_are_those_of_the_generator(make_config, base, tokenizer, tmp_path, capsys):
     assert train(tuned(make_config, base)) == 0
     said = capsys.readouterr().out
@@ -56,6 +57,7 @@ def test_the_answers_before_and_after_are_those_of_the_generator(make_config, ba
             assert f"user: {message}\nassistant: {answer.strip()}" in text
 
 
+@pytest.mark.slow
 def test_answers_end_with_their_stop_marker_and_say_so(make_config, base, tokenizer, capsys, monkeypatch):
     model, _ = load_for_inference(Path(base), tokenizer=None, dtype=torch.float32, device=torch.device("cpu"))
     prompts = [chat_prompt(tokenizer, [Message("user", message)], thinking=False) for message in MESSAGES]
@@ -107,6 +109,7 @@ def test_answers_end_if_and_only_if_the_marker_behind_them_is_a_target(
     assert all(f"user: {word}\nassistant: Yes." in after for word in words)
 
 
+@pytest.mark.slow
 def test_answers_are_computed_in_batches_no_larger_than_a_micro_batch(make_config, base, monkeypatch, capsys, tmp_path):
     batches, batch = [], network_rows.batch_of_rows
     monkeypatch.setattr(network_rows, "batch_of_rows", lambda rows, n: batches.append((len(rows), n)) or batch(rows, n))
@@ -127,6 +130,7 @@ def test_answers_are_computed_in_batches_no_larger_than_a_micro_batch(make_confi
     assert answers[0].count("assistant:") == 7 and answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_samples_that_do_not_fit_are_refused_before_a_step(make_config, base):
     config = tuned(make_config, base, finetune={"samples": ["word " * 30], "max_new_tokens": 16})
     with pytest.raises(UserError, match=r"finetune.max_new_tokens = 16: .* 40 positions .* lower it"):

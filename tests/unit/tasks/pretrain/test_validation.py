@@ -20,6 +20,7 @@ def test_tasks_that_the_text_cannot_serve_are_refused_at_once_before_the_first_s
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_task_is_measured_at_its_own_frequency_and_at_both_ends(make_config, tmp_path):
     tasks = [
         {"kind": "position", "lengths": [30], "samples": 2},

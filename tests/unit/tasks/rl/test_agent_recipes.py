@@ -123,6 +123,7 @@ def loaded(name: str, monkeypatch):
     return agent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_program_of_a_recipe_uses_its_tool_and_is_judged(recipe, tokenizer, tmp_path):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -201,6 +202,7 @@ def test_a_damaged_passage_leaves_the_index_as_it_was(monkeypatch, tmp_path):
     assert index.read_bytes() == content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_small_policy_trains_by_a_recipe(recipe, make_run, tmp_path):
     """Of a turn each: random weights call no tool. Servers and staleness: tests/ranks/test_episodes_ahead.py."""

@@ -212,6 +212,7 @@ def test_why_samples_are_dropped_is_said_once_for_each_cause(tokenizer):
     ], "the first and the second time"
 
 
+@pytest.mark.slow
 def test_a_filter_of_the_user_decides_which_groups_are_kept_and_others_take_their_place(tokenizer):
     """Groups of two: equal answers, an empty one, differing ones, and so on; three are wanted."""
     texts = ["a", "a", "", "b", "a", "b", "c", "d", "e", "f"]

@@ -78,6 +78,7 @@ def run(environment, engine, count: int, is_stopped=lambda: False):
     return run_episodes(environment, lambda number: Prompt([1, 2], "?", None), asked, engine, None, is_stopped)
 
 
+@pytest.mark.slow
 def test_a_turn_of_a_program_joins_those_that_are_generated():
     engine = Stepping()
     ends = run(Turns((40,), (3, 5, 2), (3, 30)), engine, 3)
@@ -85,6 +86,7 @@ def test_a_turn_of_a_program_joins_those_that_are_generated():
     assert [len(end.completion.tokens) for end in ends] == [40, 2, 30] and not engine.dropped
 
 
+@pytest.mark.slow
 def test_what_an_episode_does_not_wait_for_any_more_is_dropped_and_a_stop_ends_all():
     episodes, engine, cancel = Turns((40,), (3, 5), (9,)), Stepping(), []
 

@@ -156,6 +156,7 @@ def test_an_episode_of_two_samples_counts_once(program, make_sampler, length):
     assert is_last == [True, False] * 2, "the sample with the last turn comes first"
 
 
+@pytest.mark.slow
 @KINDS
 def test_hostile_programs_end_their_own_episodes_and_nothing_else(program, make_sampler, length):
     kinds = ["two tries", "hang", "flood", "large", "other session", "other key", "many turns", "two tries"]
@@ -208,11 +209,13 @@ def test_what_a_worker_does_behind_its_episode_is_no_fault_of_the_next_one(answe
     assert not any(one.fault for one in of.generate_groups(0, 2)) and len(starts) == 4
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_ended(make_sampler, length):
     of = make_sampler(["cut/silent"], worker(seconds=2.0, tries=1))
     assert {one.fault for one in of.generate_groups(0, 1)} == {"rl.environment: it took more than 2 s"}
 
 
+@pytest.mark.slow
 def test_a_worker_has_its_scores_and_those_that_are_killed_between_rollouts_are_replaced(make_sampler, starts):
     of, said = make_sampler(["own score", "own score", "two tries", "many turns"], worker(), ("score",)), []
     of.environment._say = said.append
@@ -303,6 +306,7 @@ def test_a_first_request_without_room_ends_the_run_before_a_step_with_key_and_re
     assert not one.fault and len(one.completion.tokens) > 1, "the engine of this test has no limit"
 
 
+@pytest.mark.slow
 def test_the_output_of_a_failed_program_can_be_read_afterwards(make_sampler, length, tmp_path):
     said = []
     of = make_sampler(["fails"], command(tries=5))
@@ -373,6 +377,7 @@ def test_packages_that_a_script_declares_are_looked_for_before_work(head, said, 
             require_episodes(table.environment, table.prompts, [])
 
 
+@pytest.mark.slow
 def test_the_scoring_program_sees_label_messages_and_files_and_the_first_one_neither(make_sampler, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     script = (

@@ -190,6 +190,7 @@ def test_a_label_that_a_reward_cannot_judge_is_refused_with_its_line(reward, lab
     assert all(part in fault for part in (f"{file} line 2", f"rl.rewards: {reward}", repr(label), said, "1 of 2"))
 
 
+@pytest.mark.slow
 def test_labels_are_compared_in_a_process_that_is_killed_if_it_hangs():
     scorer = FunctionPool([RewardRule("math", seconds=0.2)])
     _, process = scorer._idle[0]

@@ -232,6 +232,7 @@ def test_a_test_that_ends_its_process_does_not_hide_those_behind_it():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_many_labels_share_a_process_and_one_that_hangs_has_no_fault():
     labels = [["while True:\n    f(1)\nassert f(1)"], *([f"assert f or {n}"] for n in range(1200)), ["assert f(1)"]]
     found = code_label_faults(labels)

@@ -298,6 +298,7 @@ def test_code_runs_against_its_tests_within_limits(program, label, options, expe
     assert code(answer(PROGRAM.format(program), label), options) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "expected"), [("while True: pass", 0.0), ("if input() != 'b':\n    while 1: pass", 0.25)]
 )
@@ -312,12 +313,14 @@ def test_a_program_that_loops_in_each_test_has_a_score(program, expected):
     assert (score.total, score.fault) == (expected, "")
 
 
+@pytest.mark.slow
 def test_too_many_tests_are_a_fault_of_the_reward_and_not_of_the_program():
     program, label = PROGRAM.format("import time\ntime.sleep(1.5)"), ["pass"] * 4
     with pytest.raises(TimeoutError, match=r"of 4 tests took all of 4\.5 s"):
         code(answer(program, label), {"timeout_seconds": 5, "seconds": 4})
 
 
+@pytest.mark.slow
 def test_a_silent_server_is_left_before_the_time_of_the_reward_ends():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -361,6 +364,7 @@ def test_code_without_tests_is_no_score():
     assert code(answer("no block", ["pass"]), {}) == 0
 
 
+@pytest.mark.slow
 def test_a_server_gives_the_reward():
     seen = []
 
@@ -403,6 +407,7 @@ def test_a_failing_reward_drops_the_sample_and_no_other():
     assert other.total == 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "said"), [("hang", "0.3 s"), ("crash", "code 7"), ("words", "number"), ("infinite", "number")]
 )
@@ -418,6 +423,7 @@ def test_a_reward_that_hangs_crashes_or_gives_no_number_ends_in_bounded_time(fun
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_programs_that_a_reward_has_started_end_with_it_at_its_deadline(tmp_path):
     scorer = FunctionPool([RewardRule(f"{BAD}:start_and_hang", seconds=3.0)], processes=1)
     try:
@@ -458,6 +464,7 @@ def test_a_call_of_another_thread_ends_with_the_pool_and_no_other_begins(tmp_pat
     wait_until(lambda: not is_alive(program))
 
 
+@pytest.mark.slow
 def test_a_reward_that_returns_twice_shifts_no_other():
     scorer = FunctionPool([RewardRule(f"{BAD}:return_twice")], processes=1)
     texts = ["a", "bb", "ccc", "dddd", "eeeee"]
@@ -480,6 +487,7 @@ def test_a_reply_with_the_number_of_another_task_is_dropped():
         scorer.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
     scorer = FunctionPool([RewardRule("math")], processes=1)
     try:
@@ -497,6 +505,7 @@ def test_a_process_that_is_killed_between_two_rollouts_costs_no_sample():
         scorer.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_at_each_start_drops_the_sample(monkeypatch):
     """Without this rule, new processes are started without end."""
     scorer = FunctionPool([RewardRule("math")], processes=1)
@@ -571,6 +580,7 @@ def test_a_label_that_cannot_be_pickled_is_refused_and_its_process_ends():
         scorer.close()
 
 
+@pytest.mark.slow
 def test_an_environment_replies_and_its_faults_are_named():
     environment = environment_pool(EnvironmentConfig(function=f"{BAD}:reply"))
     try:

@@ -181,6 +181,7 @@ def test_an_asked_request_waits_for_the_start_and_goes_on_behind_a_halt(pool, st
     requests.halt()
 
 
+@pytest.mark.slow
 def test_due_groups_are_waited_for_and_others_overtake(tmp_path):
     class OneOfTwo:
         """Answers the second request, and the first one never."""

@@ -48,6 +48,7 @@ def test_command_that_fails_is_one_message_with_its_output(tmp_path):
     assert "--moddel" in str(error.value) and "exit code 1" in str(error.value)
 
 
+@pytest.mark.slow
 def test_server_ends_with_a_run_that_is_killed(tmp_path):
     run = f"""
 import time

@@ -30,6 +30,7 @@ def run_client(use, turns: list[str], *, thinking: bool = False):
     return asyncio.run(whole())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_cycle_of_thoughts_calls_and_results_is_one_conversation(is_stream):
     def use(client):

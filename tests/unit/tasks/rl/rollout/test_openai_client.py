@@ -96,6 +96,7 @@ class Dropped(Served):
         raise ConnectionResetError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_generated", [False, True])
 def test_a_request_that_a_dropped_connection_repeats_has_the_same_reply(is_generated):
     turns = [tokens_of("\nHi")]

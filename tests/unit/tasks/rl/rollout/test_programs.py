@@ -141,6 +141,7 @@ def test_signals_and_limits_of_a_program_are_not_those_of_its_first_one(tmp_path
     assert missing.fault == "it ended with code 1: no-such-program: No such file or directory"
 
 
+@pytest.mark.slow
 @SANDBOXES
 def test_files_of_others_are_neither_read_nor_written(run, kind, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)  # what it names may be read

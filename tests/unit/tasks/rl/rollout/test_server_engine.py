@@ -114,6 +114,7 @@ def test_a_close_that_cannot_write_groups_still_frees_the_disk_and_ends_all(tmp_
     assert done == ["groups", "servers", "environment", "rewards", "journal"] and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch):
     """And a completion that its server does not end drops its sample, not as a reward of 0."""
     policy, tokenizer = Policy(), load_tokenizer("builtin")
@@ -156,6 +157,7 @@ def test_programs_ask_the_policy_that_servers_have(stubs, tmp_path, monkeypatch)
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_turn_goes_on_through_an_update_and_its_program_only_waits(stubs, tmp_path):
     policy, tokenizer = Policy(), load_tokenizer("builtin")
     config = RolloutConfig(kind="vllm", urls=[stub.url for stub in stubs], max_new_tokens=50, deadline_seconds=60.0)

@@ -132,6 +132,7 @@ def test_another_server_draws_what_a_failing_one_does_not(make_pool, weights, st
     check(answers(pool, REQUESTS, RULES), REQUESTS, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "truncated", "aborts"])
 @both_kinds
 def test_only_server_that_fails_ends_in_one_message(make_pool, weights, stubs, fault, kind):

@@ -216,6 +216,7 @@ def test_all_workers_of_all_servers_get_all_tensors_between_begin_and_end(stubs)
     assert places == sorted(places) and not stubs[0].refused
 
 
+@pytest.mark.slow
 def test_update_after_one_that_broke_in_a_bucket_succeeds(stubs):
     """The session of the server is still open, and its weights are neither old nor new."""
     stubs[0].workers, stubs[0].breaks_at = 2, 15
@@ -239,6 +240,7 @@ def test_server_whose_workers_do_not_join_does_not_hold_up_the_others(stubs):
     assert stubs[0].version == 2 and "generates with version 2" in sent.lines[-1]
 
 
+@pytest.mark.slow
 def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs, monkeypatch):
     stubs[0].breaks_at, stubs[0].breaks_by = 15, "stall"
     sent, send, began = Sent(stubs), Sent.send, time.monotonic()
@@ -258,6 +260,7 @@ def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs, monkeypatc
     assert stubs[0].version == 2, sent.lines
 
 
+@pytest.mark.slow
 def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_back(stubs):
     apart = Apart()
     sent, began = Sent([apart, stubs[0]]), time.monotonic()
@@ -376,6 +379,7 @@ def test_note_of_a_server_says_its_release_and_that_samples_do_not_repeat(stubs)
     assert server.dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_workers_that_never_form_a_group_end_in_time(stubs, monkeypatch):
     monkeypatch.setattr(weight_group, "_LONGEST_WAIT", WAIT)
     ended = threading.Event()

@@ -167,6 +167,7 @@ class Apart:
 BREAKS = [(where, how) for where in ("called", "joined", 0, 15, len(tensors()), "answer") for how in ("error", "stall")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "how"), [*BREAKS, (0, "stop"), (15, "stop"), (len(tensors()), "stop")])
 def test_update_after_one_that_broke_anywhere_succeeds(apart, monkeypatch, where, how):
     """One of two workers breaks once; the pool tries again at once, because no other server is left."""
@@ -193,6 +194,7 @@ def test_update_after_one_that_broke_anywhere_succeeds(apart, monkeypatch, where
     assert apart.set()["version"] == 2
 
 
+@pytest.mark.slow
 def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_back(stubs):
     apart = Apart()
     sent, began = Sent([apart, stubs[0]]), time.monotonic()
@@ -208,6 +210,7 @@ def test_server_that_is_killed_in_the_broadcast_is_left_out_at_once_and_comes_ba
     back.process.kill()
 
 
+@pytest.mark.slow
 def test_server_that_takes_no_more_does_not_hold_up_the_others(stubs):
     stubs[0].breaks_at, stubs[0].breaks_by = 15, "stall"
     sent, began = Sent(stubs), time.monotonic()
@@ -240,6 +243,7 @@ def test_servers_are_free_again_when_the_trainer_fails_in_a_broadcast(stubs, mon
     assert all("the trainer has ended this update" in error or "closed" in error for error in stubs[0].errors)
 
 
+@pytest.mark.slow
 def test_invitation_to_an_update_that_has_ended_takes_part_in_no_other(stubs, monkeypatch):
     """As that of a request that waited in the server until the trainer had given up."""
     monkeypatch.setattr(glm_weights, "_QUICK", timedelta(seconds=10 * SOON))
@@ -272,6 +276,7 @@ input()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["called", "joined", "bucket"])
 def test_worker_waits_no_longer_for_a_trainer_that_is_stopped(monkeypatch, where):
     monkeypatch.setattr(glm_weights, "_QUICK", timedelta(seconds=WAIT))
@@ -317,6 +322,7 @@ def test_server_whose_store_does_not_start_in_time_is_left_out_and_comes_back(st
     sent.generates()
 
 
+@pytest.mark.slow
 def test_server_that_is_busy_at_the_start_is_waited_for(stubs, monkeypatch):
     """As with the broadcast of a run that was killed; it has the extension."""
     monkeypatch.setitem(VllmServer._extension.__kwdefaults__, "seconds", 0.5)
@@ -344,6 +350,7 @@ class StuckGroup:
         time.sleep(10 * SOON)
 
 
+@pytest.mark.slow
 def test_first_broadcast_that_does_not_begin_ends_in_time_and_says_what_it_waited_for(stubs, monkeypatch):
     group, began = WeightGroup(stubs[0].url, 1, "gloo", 10 * SOON), time.monotonic()
 
@@ -360,6 +367,7 @@ def test_first_broadcast_that_does_not_begin_ends_in_time_and_says_what_it_waite
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_worker_whose_first_broadcast_does_not_begin_ends_in_time(monkeypatch):
     store = weight_group.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     weight_group.dist.PrefixStore("update", store).set("open", "")
@@ -398,6 +406,7 @@ def test_damaged_bucket_is_found_out_by_the_server(stubs, monkeypatch):
     assert "checksum" in stubs[0].errors[0]
 
 
+@pytest.mark.slow
 def test_server_that_joins_no_group_or_has_gone(stubs, monkeypatch):
     monkeypatch.setattr(weight_group, "_LONGEST_WAIT", 0.5)
     answer, ended = stubs[0].answer, threading.Event()
