@@ -8,7 +8,8 @@ import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from glm46.tasks.rl.rollout.endpoint import Episode, PolicyEndpoint
 from glm46.tasks.rl.rollout.programs import (
@@ -25,7 +26,8 @@ _MOST_SHOWN = 200
 _LEAVE_SECONDS = 5.0
 
 
-class _Worker(NamedTuple):
+@dataclass(eq=False)
+class _Worker:
     """A program that runs."""
 
     process: asyncio.subprocess.Process
@@ -34,19 +36,22 @@ class _Worker(NamedTuple):
     reading: asyncio.Task[None]
     held: AsyncExitStack
     """Ends it."""
+    before: str = ""
+    """The episode that it ended last."""
 
     async def ask(self, line: str) -> bytes:
-        """The line that it answers to a line. One that ends or closes its output is waited for."""
+        """The line that it answers to a line, not another one about the episode before. A program that ends or closes
+        its output is waited for."""
         assert self.process.stdin is not None and self.process.stdout is not None, "both are pipes"
         with suppress(OSError):
             self.process.stdin.write(line.encode() + b"\n")
             await self.process.stdin.drain()
         try:
-            answered = await self.process.stdout.readline()
+            while (answered := await self.process.stdout.readline()).endswith(b"\n"):
+                if _outcome(answered, self.before) is None:
+                    return answered
         except ValueError:
             return b"more than 65,536 bytes"
-        if answered.endswith(b"\n"):
-            return answered
         return await asyncio.get_running_loop().create_future()
 
 
@@ -98,6 +103,7 @@ class Workers:
                 if outcome is None or ended or failed or len(self._idle) >= self._most_idle:
                     await worker.held.aclose()
                 else:
+                    worker.before = name
                     self._idle.append(worker)
             if outcome is not None or is_new or episode.requests or not (answered or ended):
                 break  # else the episode before was the cause
