@@ -112,7 +112,7 @@ class Workers:
             text, score = outcome
             lines = text.strip().splitlines()
             return ProgramOutcome(lines[-1][:_MOST_SHOWN] if lines else text, said + text), score
-        fault = f"it took more than {seconds:g} s"
+        fault = f"it took more than {seconds:g} s (rl.environment.seconds) to write and flush its line"
         if ended:
             fault = end_in_words(worker.process.returncode, said)
         elif answered:
